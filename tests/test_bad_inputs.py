@@ -23,6 +23,7 @@ from megatron_scalerl.weights import plan as weight_plans
 PAGE = Path(__file__).parent.parent / "docs" / "bad_inputs.md"
 
 
+@pytest.mark.slow
 def test_every_bad_input_is_refused_in_one_line(tmp_path):
     found = bad_inputs.cases(tmp_path)
     assert len(found) >= 60 and len({(source, what) for source, what, _ in found}) == len(found)
@@ -32,6 +33,7 @@ def test_every_bad_input_is_refused_in_one_line(tmp_path):
         assert str(error).strip() and "\n" not in str(error) and len(str(error)) < 2000, case[:2]
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_errors():
     assert PAGE.read_text() == bad_inputs.table(), "PYTHONPATH=. python tests/bad_inputs.py > docs/bad_inputs.md"
 

@@ -375,6 +375,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fit", "report"])
 def test_an_installation_without_extras_has_the_forecast_and_the_report(name, tmp_path):
     write_run(tmp_path, noise=0.01)

@@ -65,6 +65,7 @@ def uncrashed(tmp_path_factory):
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("at_s", [START_S + 1.5 * n for n in range(17)])
 def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, uncrashed, k, at_s):
@@ -89,6 +90,7 @@ def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, uncrashe
         assert batches == [b.group_ids for b in read_history(uncrashed[0]).batches]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", range(1, 7))
 @pytest.mark.parametrize(("inside_s", "power_loss"), [(0.1, False), (1.9, False), (2.1, False), (1.9, True)])
 def test_a_crash_in_any_step_does_not_change_the_curve(tmp_path, uncrashed, step, inside_s, power_loss):
@@ -111,6 +113,7 @@ def test_a_crash_in_any_step_does_not_change_the_curve(tmp_path, uncrashed, step
     assert power_loss or replayed - 1e-3 <= lost <= replayed + DEVICES * (inside_s + 3.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("at_s", [0.5 + 1.3 * i for i in range(25)])
 def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrashed, at_s, async_save):
@@ -164,6 +167,7 @@ def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed, async_save):
     assert killed_in >= files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_s", [3 + 1.7 * i for i in range(20)])
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_power_loss_costs_only_unsynced_data(tmp_path, uncrashed, at_s, async_save):
@@ -219,6 +223,7 @@ def test_a_save_that_outlasts_the_steps_delays_the_next_one_alone(tmp_path, monk
     assert [step for step, _ in committed(tmp_path / "r" / "checkpoints")] == list(range(1, 7))
 
 
+@pytest.mark.slow
 def test_two_crashes_are_no_worse_than_one(tmp_path, uncrashed):
     settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
     assert attempt(settings, kill_at_s=30).reason is None
@@ -249,6 +254,7 @@ def test_a_finished_run_resumes_when_steps_is_raised(tmp_path, uncrashed):
     assert all(0 <= found[step] - expected[step] <= DEVICES * (SAVE_S + VALIDATE_S) for step in expected)
 
 
+@pytest.mark.slow
 def test_skipped_batches_after_a_checkpoint_are_recorded_once(tmp_path):
     """Batches 3 and 4 have no variance and follow the checkpoint of step 3, which is 3 batches old."""
     settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
@@ -327,6 +333,7 @@ def test_the_run_of_an_earlier_version_goes_on(tmp_path, uncrashed):
     assert resume_point(folder, read_commit).position is not None
 
 
+@pytest.mark.slow
 def test_the_validations_of_an_earlier_version_are_read_beside_new_ones(tmp_path, uncrashed):
     """They called device-hours gpu_hours. `fit` reads the folder, or the file alone, and the report its compute."""
     settings = recipe(tmp_path)

@@ -298,6 +298,7 @@ def documented(words):
     return next(command for _, command in COMMANDS if product_words(command) == shlex.split(words))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", RUN)
 def test_quick_commands_do_what_they_say(command, place):
     assert RUN[command] in ran(documented(command), place)
@@ -331,6 +332,7 @@ PLANNED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED)
 def test_the_planners_figures_are_those_of_the_page(name, tmp_path, capsys):
     out = tmp_path / "plan.json"

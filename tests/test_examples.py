@@ -19,6 +19,7 @@ def ran(*command, cwd=ROOT):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIECES)
 def test_a_piece_prints_what_the_course_shows(name):
     page = (ROOT / "docs" / "course" / "own_loop.md").read_text()

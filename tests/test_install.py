@@ -184,6 +184,7 @@ def steps(checkout, log, *argv, fails="nothing", **variables):
     return code, said, log.read_text().split("== ")[1:]
 
 
+@pytest.mark.slow
 def test_the_gpu_installation_takes_its_steps_in_order(checkout, tmp_path):
     """Tools to build with; everything else by hash; then Transformer Engine against the torch that is there."""
     held = {"PIP_CONSTRAINT": "/etc/pip/constraint.txt", "PYTHONPATH": "/elsewhere", "MAX_JOBS": "3"}

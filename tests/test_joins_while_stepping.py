@@ -50,6 +50,7 @@ def join_at(folder, at_s, monkeypatch, *, store, **changes):
 MOMENTS = [7.1 + 1.9 * i for i in range(10)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", [True, False])
 def test_it_serves_what_the_others_serve_before_the_step_ends(tmp_path, monkeypatch, store):
     from_store, waited = 0, []

@@ -49,6 +49,7 @@ def test_a_run_draws_by_weight_and_records_by_task(tmp_path):
         assert (row["pass_rate/math"] + row["pass_rate/code"]) / 2 == pytest.approx(row["pass_rate"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", range(3, 60, 8))
 def test_a_killed_run_goes_on_with_the_same_draws(tmp_path, write):
     whole, killed = mixture(tmp_path / "whole"), mixture(tmp_path / "killed")

@@ -175,6 +175,7 @@ def test_a_kill_at_any_moment_changes_no_batch(tmp_path_factory, updates, seed, 
     assert validations[0] == validations[1]
 
 
+@pytest.mark.slow
 def test_a_journal_of_a_run_that_was_killed_within_a_phase_says_what_is_left(tmp_path):
     """Killed in the second step of a phase, whose third batch was on its way: two batches in the journal, two groups
     in none; the next attempt draws nothing before it has trained on them."""

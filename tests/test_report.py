@@ -90,6 +90,7 @@ def test_gain_is_paired(tmp_path):
     assert found.high - found.low < 0.2 * (CURVE[-1] - 0.4)
 
 
+@pytest.mark.slow
 def test_the_report_prints_gain_ledger_and_forecast(tmp_path):
     write_run(tmp_path, noise=0.01)
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -115,6 +116,7 @@ def test_a_run_that_begins_at_one_has_the_rest_of_its_report(tmp_path, capsys):
     assert "device-hours: 4 in total" in out and out.endswith("No forecast: the pass rate at step 0 is already 1.\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0.85, 0.97])
 def test_a_run_that_begins_above_the_papers_asymptotes_has_the_rest_of_its_report(tmp_path, capsys, start):
     write_run(tmp_path, noise=0.01)
@@ -127,6 +129,7 @@ def test_a_run_that_begins_above_the_papers_asymptotes_has_the_rest_of_its_repor
     assert out.rstrip().endswith("forecast.png") and (tmp_path / "forecast.png").is_file()
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_of_an_earlier_version_is_the_same(tmp_path, capsys):
     """Its validations called device-hours gpu_hours."""
     write_run(tmp_path, noise=0.01)
@@ -151,6 +154,7 @@ def test_a_missing_file_is_named(tmp_path):
         report(tmp_path, Console())
 
 
+@pytest.mark.slow
 def test_the_gain_of_each_task_is_over_its_own_prompts(tmp_path, capsys):
     write_run(tmp_path)
     lines = (tmp_path / "validation.jsonl").read_text().splitlines()
@@ -165,6 +169,7 @@ def test_the_gain_of_each_task_is_over_its_own_prompts(tmp_path, capsys):
     assert "\ncode: held-out pass rate 0.400 at step 0" in out and "\nmath: held-out pass rate 0.500" in out
 
 
+@pytest.mark.slow
 def test_the_forecasts_that_were_shown_and_what_came(tmp_path):
     write_run(tmp_path, noise=0.01)
     recipe = tmp_path / "recipe.yaml"

@@ -93,6 +93,7 @@ def write_updates(folder, recipe):
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **record()}) + "\n")
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_has_the_planner_s_prediction(tmp_path):
     config = f"policy.path={ROOT / 'recipes' / 'configs' / 'Llama-3.1-8B'}"
     write_updates(tmp_path, ("scalerl_llama3_8b", config, "weights.link_gb_s=25"))
@@ -118,6 +119,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [*({key: value} for key, value in HOSTILE.items()), None, {"model_type": ["llama"]}]
 )
@@ -143,6 +145,7 @@ def test_files_of_a_run_may_say_anything(tmp_path, change):
     assert "Weight updates" in text and "error of the forecast" in text and "\x1b" not in text
 
 
+@pytest.mark.slow
 def test_a_damaged_line_of_the_metrics_costs_the_table_alone(tmp_path):
     write_updates(tmp_path, ("scalerl_llama3_8b", f"policy.path={tmp_path}"))
     (tmp_path / "metrics.jsonl").write_text('{"step":1\n{"step":2}\n')

@@ -67,6 +67,7 @@ def test_a_token_takes_eight_bytes_at_most_nine_with_versions_and_forced_ranges(
     assert len(write(busy)) <= 9 * 1000
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_damaged_bytes_are_refused_or_are_another_completion_of_the_same_size(data):

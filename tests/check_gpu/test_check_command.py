@@ -23,6 +23,7 @@ def check_gpu(*options, cwd):
     return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="says what happens without a GPU")
 def test_without_a_gpu_one_line_says_so_and_nothing_is_left(tmp_path):
     done = check_gpu(cwd=tmp_path)

@@ -73,6 +73,7 @@ def test_the_benchmark_has_the_remaining_time_of_the_part(record, tmp_path):
     assert found(tmp_path)["benchmark"].detail.startswith("stopped at its time limit after 0 s; last log line: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "read, why",
     [(dies, "its process ended with exit code 3"), (refuses, "RuntimeError: CUDA error: invalid resource handle")],
@@ -84,6 +85,7 @@ def test_a_reader_that_dies_is_reported_at_once(read, why, record, tmp_path):
     assert one.status == "failed" and one.detail == f"cpu: expected the sum 2.14745e+09, found None; {why}"
 
 
+@pytest.mark.slow
 def test_a_tensor_is_read_by_another_process_and_sending_listens_on_loopback_only(record, tmp_path, monkeypatch):
     for name in rendezvous.listen_only_at("x"):
         monkeypatch.setenv(name, "of another test")

@@ -190,6 +190,7 @@ def test_outside_of_a_checkout_it_is_one_line(tmp_path, monkeypatch):
     assert len(found) == len(part_named("loop").checks)
 
 
+@pytest.mark.slow
 def test_a_command_past_its_limit_is_ended_with_what_it_started(tmp_path, monkeypatch):
     """The command is a stand-in that starts a child and sleeps; its output is kept."""
     (tmp_path / "megatron_scalerl_stand_in.py").write_text(

@@ -50,6 +50,7 @@ def test_a_crash_a_torn_line_and_a_raise_end_their_part_alone(tmp_path):
     assert PartResult.from_json(found["well"].to_json()) == found["well"]
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_its_limit_with_all_its_children(tmp_path):
     [result] = results([part("hang", rehearsal_s=3)], tmp_path)
     assert statuses(result) == ["passed", "not run"]

@@ -23,6 +23,7 @@ def measured(**data):
     return result("shapes-te", {"8b MFU": "measured"}, **data)
 
 
+@pytest.mark.slow
 def test_a_plan_takes_what_was_measured(tmp_path):
     path = tmp_path / "h100.yaml"
     write_planner(report(measured(dense_utilization=0.2, runtime_gib=1.5), gpus=H100), path, console())

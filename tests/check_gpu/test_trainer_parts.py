@@ -134,6 +134,7 @@ def test_a_step_in_bf16_may_differ_as_much_as_the_cpus(scale, felt):
     assert over(step_checks.compare_bf16(rounded(3, scale), cpu)) == felt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leak, status", [(0, "passed"), (20_000, "failed")])
 def test_a_memory_leak_in_the_trainer_is_detected(leak, status, tmp_path, monkeypatch):
     class StandInTrainer:

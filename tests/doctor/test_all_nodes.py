@@ -139,6 +139,7 @@ def steps(tmp_path, monkeypatch):
     return tmp_path / "nodes"
 
 
+@pytest.mark.slow
 def test_every_node_is_asked_at_once_and_the_silent_ones_are_named(steps):
     names = ["a", "b", "seven", "fails", "half", "hangs"]
     found = examine_nodes(dict.fromkeys(names), steps, lambda _: ["recipe.yaml", "--gpus"], within_s=5.0)

@@ -252,6 +252,7 @@ def test_the_loss_of_a_connection_is_noticed_in_every_state(say):
     conversation(scenario)
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch, tmp_path):
     """It hangs, or the network is gone: nothing closes the connection, but no heartbeat arrives."""
     monkeypatch.setattr(sockets, "HEARTBEAT_MS", 200)

@@ -238,6 +238,7 @@ def test_phrase_and_tag_must_survive_the_tokenizer():
 token = st.sampled_from([A, B, 5, 6, EOS])
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     wishes=st.lists(token, min_size=80, max_size=80),

@@ -39,6 +39,7 @@ def test_little_data_decides_nothing():
     assert found.line().startswith("not decided: ")
 
 
+@pytest.mark.slow
 def test_the_rule_rarely_stops_too_early():
     """The gain from 4,096 to 16,384 is 0.03, margin 0.01: at most 5 % of the sweeps may say that it is not there."""
     early = sum(

@@ -28,6 +28,7 @@ def outcomes():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("without", [(), (COLLAPSING,)])
 def test_error_is_22_percent_below_the_papers_procedure(outcomes, method, without):
@@ -48,12 +49,14 @@ def test_published_intervals_have_nominal_coverage(outcomes, method):
         assert summarize([o for o in found if o.run == run]).coverage >= 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["third", "quarter"])
 def test_from_the_first_quarter_or_third_the_error_is_below_the_papers(outcomes, part):
     ours, paper = (summarize(outcomes(name, PUBLISHED, part)) for name in ("robust", "paper"))
     assert ours.error < 0.8 * paper.error and 0.8 <= ours.coverage <= 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_tiny_runs_that_the_shipped_prior_was_learned_from(outcomes, method):
     found = outcomes(method, TINY, "half")
@@ -66,6 +69,7 @@ def test_tiny_runs_that_the_shipped_prior_was_learned_from(outcomes, method):
     assert all(all_of_them.winkler < other.winkler for other in others.values())
 
 
+@pytest.mark.slow
 def test_tiny_runs_that_no_prior_knows():
     halves = tasks(known_runs(held_back=True), "half")
     ours = summarize([by_fit()(task) for task in halves])

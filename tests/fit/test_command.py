@@ -68,6 +68,7 @@ def test_both_methods_and_a_fixed_asymptote(capsys):
     assert answers["paper"]["n_points"] == answers["robust"]["n_points"] - 2  # before 1.5k GPU-hours
 
 
+@pytest.mark.slow
 def test_terminal_shows_the_forecast_of_points_that_were_not_fitted(capsys):
     assert main([*SCALERL, "--fit-until", "8000", "--backtest"]) == 0
     out = capsys.readouterr().out
@@ -75,6 +76,7 @@ def test_terminal_shows_the_forecast_of_points_that_were_not_fitted(capsys):
     assert "verdict:" in out and "stayed within 0.02" in out
 
 
+@pytest.mark.slow
 def test_comparison_of_a_figure(capsys, tmp_path):
     figure = tmp_path / "runs.png"
     assert main([*RECIPES, "--series", "series=*", "--compare", "--json", "-", "--plot", str(figure)]) == 0
@@ -85,6 +87,7 @@ def test_comparison_of_a_figure(capsys, tmp_path):
     assert (tmp_path / "runs_efficiency.png").exists() and (tmp_path / "runs_comparison.png").exists()
 
 
+@pytest.mark.slow
 def test_the_reference_comes_first(capsys):
     chosen = [*RECIPES, "--series", "series=*", "--compare", "--reference", "ScaleRL", "--json", "-"]
     assert main(chosen) == 0
@@ -97,6 +100,7 @@ def test_the_reference_comes_first(capsys):
     assert main([*RECIPES, "--series", "series=*", "--compare", "--reference", "None"]) == 2
 
 
+@pytest.mark.slow
 def test_report_is_one_file_with_its_figures_inside(tmp_path):
     page = tmp_path / "report.html"
     assert main([*SCALERL, "--fit-until", "8000", "--html", str(page), "--json", str(tmp_path / "a.json")]) == 0
@@ -117,6 +121,7 @@ def test_names_are_escaped_in_html(tmp_path):
     assert "<b>x" not in page.read_text() and "&lt;b&gt;x" in page.read_text()
 
 
+@pytest.mark.slow
 def test_terminal_and_html_show_the_same_tables(tmp_path, capsys):
     page, two = tmp_path / "report.html", tmp_path / "two.csv"  # every run costs two figures
     header, *rows = Path(POINTS).read_text().splitlines(keepends=True)
@@ -220,6 +225,7 @@ def test_a_missing_package_is_reported_before_the_fit(option, package, tmp_path,
     assert f"package '{package}' is not installed" in captured.err
 
 
+@pytest.mark.slow
 def test_users_do_not_import_the_studies(tmp_path):
     """Neither a command nor a library function needs them."""
     arguments = [
@@ -276,6 +282,7 @@ def test_short_numbers_and_unit_names():
     assert unit_label("device_hours") == "training compute, device-hours"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fit_a_curve.py", "forecast_100k.sh"])
 def test_examples_run(name, tmp_path):
     if name.endswith(".py"):

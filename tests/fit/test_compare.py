@@ -177,6 +177,7 @@ def test_three_runs_of_one_recipe_differ_by_nothing_but_their_seeds(tmp_path):
     assert arm.asymptote.lo < 0.65 and arm.asymptote.hi > 0.95
 
 
+@pytest.mark.slow
 def test_another_reference_for_one_recipe(tmp_path):
     rng = np.random.default_rng(4)
     for name, recipe in (("a", CISPO), ("b", DAPO), ("c", "loss: {name: gspo}")):

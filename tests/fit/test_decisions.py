@@ -77,6 +77,7 @@ def curve_of(compute, pass_rate, *, initial=0.4, prompts=1000, generations=16):
     )
 
 
+@pytest.mark.slow
 def test_backtest_settles_and_narrows():
     series = published_run("fig2_recipes/ScaleRL")
     curve = curve_of(series.compute, series.pass_rate, initial=series.initial)
@@ -89,6 +90,7 @@ def test_backtest_settles_and_narrows():
     assert test.points[0].hi - test.points[0].lo > 2 * (test.points[-1].hi - test.points[-1].lo)
 
 
+@pytest.mark.slow
 def test_a_prefix_is_fitted_alone():
     """Later points, the forecast one included, do not reach it; each forecast is that of a fit of the prefix."""
     series = published_run("fig2_recipes/ScaleRL")

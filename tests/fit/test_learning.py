@@ -58,6 +58,7 @@ def test_a_run_in_two_figures_counts_once(learned_from):
     assert [d.weight for d in twice.discrepancies] == pytest.approx([d.weight for d in once.discrepancies])
 
 
+@pytest.mark.slow
 def test_both_worlds_weigh_the_same_and_the_kinds_are_those_of_their_runs(learned_from):
     kinds = {k.name: k.weight for k in learned_from([known for known in known_runs() if known.run in FEW]).kinds}
     share = {learning.CEILING: 0.5, learning.SOLVED: 0.25, learning.NO_GAIN: 0.25, learning.ANYTHING: 0.0}
@@ -158,6 +159,7 @@ def test_centers_of_a_kind_follow_the_weights_of_its_runs():
     assert kind.gain_alpha / (kind.gain_alpha + kind.gain_beta) == pytest.approx(0.25)
 
 
+@pytest.mark.slow
 def test_a_curve_of_one_world_is_read_as_the_other():
     """The same points give the same kind, whatever world they are said to be of."""
     run = next(known for known in known_runs() if known.run == "chain_lr1e-4")

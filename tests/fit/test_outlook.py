@@ -18,6 +18,7 @@ def rows(steps=20, size=(400, 8), seed=6):
     ]
 
 
+@pytest.mark.slow
 def test_the_end_is_forecast_from_the_fourth_validation_on():
     made = outlooks(rows(), steps=100)
     assert [each.step for each in made] == list(range(20, 100, 5))
@@ -36,6 +37,7 @@ def test_intervals_hold_what_came():
     assert np.mean(inside) >= 0.84
 
 
+@pytest.mark.slow
 def test_later_rows_do_not_change_what_was_said():
     known = rows()[:9]
     said = outlook(known, steps=100)
@@ -46,6 +48,7 @@ def test_later_rows_do_not_change_what_was_said():
     assert outlook(old, steps=100) == said
 
 
+@pytest.mark.slow
 def test_each_of_many_validations_counts():
     many = rows(steps=400)
     said = outlook(many, steps=3000)

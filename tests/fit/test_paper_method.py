@@ -13,6 +13,7 @@ from megatron_scalerl.fit.sigmoid import sigmoid
 EXCEPTIONS = {"fig11_cispo/CISPO-clip-4"}
 
 
+@pytest.mark.slow
 def test_recovers_the_legends():
     differences = {}
     for series in published_series():

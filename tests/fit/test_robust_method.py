@@ -201,6 +201,7 @@ def rising(asymptote, midpoint, *, n=12, seed=0):
     return synthetic(n, asymptote=asymptote, midpoint=midpoint, size=800, seed=seed)
 
 
+@pytest.mark.slow
 def test_the_points_decide_between_the_kinds_of_runs():
     """A run past its midpoint ends where its own points say, close to 1 or far below it."""
     for asymptote in (0.58, 0.95):

@@ -323,6 +323,7 @@ def test_blocks_fit_into_every_workspace(
         assert size == whole or size % step == 0 or size < step
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 @BOTH
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -31,6 +31,7 @@ print(outside, inside, state(), sep="|")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "readable"),
     [

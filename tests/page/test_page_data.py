@@ -98,6 +98,7 @@ def test_only_new_steps_are_sent_and_all_after_a_restart(run):
     assert data.generation != before and data.payload()["steps"]["step"] == [1]
 
 
+@pytest.mark.slow
 def test_the_header_says_what_the_report_says(run):
     data = RunData(run)
     data.update()
@@ -110,6 +111,7 @@ def test_the_header_says_what_the_report_says(run):
     assert (header["step"], header["steps"], header["unit"]) == (3, 200, "device-hours")
 
 
+@pytest.mark.slow
 def test_forecasts_of_every_validation_with_their_paths(run):
     data = RunData(run)
     data.update()

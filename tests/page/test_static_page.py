@@ -43,6 +43,7 @@ def test_the_command_writes_a_file_that_asks_for_nothing(run, tmp_path, capsys):
     assert len(text.encode()) < static_page.MOST_BYTES
 
 
+@pytest.mark.slow
 def test_groups_that_do_not_fit_are_counted(run, tmp_path, monkeypatch):
     monkeypatch.setattr(static_page, "MOST_BYTES", 600_000)  # less than the group with a line of 1 MB
     path = tmp_path / "page.html"

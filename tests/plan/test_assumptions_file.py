@@ -50,6 +50,7 @@ def test_every_assumption_can_be_written(tmp_path):
     assert read_assumptions(tmp_path / "all.yaml").values == values
 
 
+@pytest.mark.slow
 def test_the_file_overrides_defaults_and_a_flag_the_file(file, capsys):
     plan = planned(capsys, "--assumptions", file, "--runtime-gib", "5")
     rows = plan["assumptions"]
@@ -67,16 +68,19 @@ def test_the_file_overrides_defaults_and_a_flag_the_file(file, capsys):
     assert plan["trainer_memory"] == without["trainer_memory"]
 
 
+@pytest.mark.slow
 def test_the_printed_plan_names_the_file(file, capsys):
     assert main([*RECIPE, "--assumptions", str(file)]) == 0
     words = "".join(capsys.readouterr().out.split())
     assert "check-gpu[8Bshape],4layers" in words and "plainlayers" in words
 
 
+@pytest.mark.slow
 def test_a_default_given_as_a_flag_is_a_flag(capsys):
     assert planned(capsys, "--packing", "0.9")["assumptions"]["packing"]["from"] == "flag"
 
 
+@pytest.mark.slow
 def test_the_gpu_and_the_layers_are_those_of_the_file(tmp_path, capsys):
     path = tmp_path / "h200.yaml"
     write_assumptions(path, {"packing": Measured(value=0.8)}, gpu="NVIDIA H200", layers="te")

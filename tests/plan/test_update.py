@@ -69,6 +69,7 @@ def test_ranks_stand_where_megatron_puts_them(world, sizes):
     assert [place.expert_copy for place in places] == found(experts.get_ranks("dp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [DENSE, SCOUT])
 @pytest.mark.parametrize(
     "shape",
@@ -98,6 +99,7 @@ def test_a_dense_policy_is_sent_once_by_all_senders_and_received_whole_by_every_
     assert work.bound_seconds(50e9) <= work.seconds(50e9, 64) <= 1.25 * work.bound_seconds(50e9)
 
 
+@pytest.mark.slow
 def test_no_rank_sends_and_no_worker_gets_more_than_its_share_of_a_mixture_of_experts():
     work = work_of(SCOUT)
     assert work.bytes == 107_769_861_120 * ITEM and work.senders == 32

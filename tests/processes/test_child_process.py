@@ -42,6 +42,7 @@ def controller(tmp_path):
             continue
 
 
+@pytest.mark.slow
 def test_children_die_with_a_killed_controller(controller, tmp_path):
     process = controller()
     pids = pids_in(tmp_path / "pids", 2)

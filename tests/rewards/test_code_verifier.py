@@ -182,6 +182,7 @@ def ask(texts, tests, **settings):
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_the_pool_scores_programs():
     texts = [answer(SUM), answer("print(1)"), answer(SUM), "no program", answer("while True: pass")]
     scores, counters = ask(texts, json.dumps(CASES), cpu_s=1.0)
@@ -189,6 +190,7 @@ def test_the_pool_scores_programs():
     assert counters == {"checks": 5, "correct": 2, "repeated": 1, "timeout": 1}, "no worker had to be replaced"
 
 
+@pytest.mark.slow
 def test_a_program_that_waits_ends_at_the_wall_clock_limit_with_its_sandbox():
     before = processes()
     scores, counters = ask([answer("import time\ntime.sleep(1e6)"), answer(SUM)], json.dumps(CASES), timeout_s=10.0)

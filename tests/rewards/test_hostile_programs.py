@@ -158,6 +158,7 @@ def test_memory_is_limited():
     assert output("x = []\nwhile True: x.append(bytearray(1 << 20))").code == 1
 
 
+@pytest.mark.slow
 def test_processor_time_of_all_tests_together_is_limited():
     short = Limits(cpu_s=1.0, memory_mb=256, file_mb=0)
     with pytest.raises(TimeLimitExceeded):

@@ -29,6 +29,7 @@ def test_every_answer_gets_its_own_score():
     assert counters == {"checks": 300, "correct": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", ["sleep", "spin"])
 def test_a_hung_check_is_wrong_and_later_checks_run(hang):
     scores, counters = run_pool("faulty", [f"{hang} 1", "7", f"{hang} 2", "8", "9"], timeout_s=1.5)
@@ -43,6 +44,7 @@ def test_a_verifier_that_raises_is_wrong_keeps_its_process_and_is_logged_once(ca
     assert [record.getMessage().splitlines()[-1] for record in caplog.records] == ["RuntimeError: no such answer"]
 
 
+@pytest.mark.slow
 def test_a_hung_check_is_killed_with_its_child_processes(tmp_path):
     """The check and its child hold a fifo open: reading it ends when both are dead."""
     fifo = tmp_path / "fifo"
@@ -172,6 +174,7 @@ def test_a_process_that_died_idle_is_replaced_and_no_completion_is_wrong():
     assert counters == {"checks": 2, "correct": 1, "restarts": 1}
 
 
+@pytest.mark.slow
 def test_a_late_event_loop_is_not_a_time_out():
     """The loop sleeps past the limit while the result is in the pipe; the check was in time."""
 

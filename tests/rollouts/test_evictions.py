@@ -174,6 +174,7 @@ def exponential_kills(mean_s, until_s, seed=3, engines=2):
     return kills
 
 
+@pytest.mark.slow
 @given(
     k=st.sampled_from([0, 1, 3, 8]),
     kills=st.lists(st.tuples(st.floats(0, 400), st.integers(0, 1)), max_size=30).map(sorted),
@@ -192,6 +193,7 @@ def test_kills_at_any_moment_keep_the_bound_and_lose_and_repeat_nothing(tmp_path
     assert len(set(finished)) == len(finished) and set(ids) <= set(finished)
 
 
+@pytest.mark.slow
 @given(
     k=st.sampled_from([0, 1, 3]),
     kills=st.lists(st.tuples(st.floats(0, 400), st.integers(0, 1)), max_size=30).map(sorted),

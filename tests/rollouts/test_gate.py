@@ -140,6 +140,7 @@ class Simulation:
             self.ready.add(group)
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(
     k=st.sampled_from([0, 1, 2, 3, 8]),

@@ -164,6 +164,7 @@ def test_a_removal_that_fails_is_raised_and_leaves_the_segment(tmp_path):
     assert names(tmp_path) == ["segment-00000.parquet", "segment-00001.bin"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["resume", "parquet"])
 def test_every_kept_checkpoint_can_be_resumed(tmp_path, policy):
     """Twelve steps, a checkpoint every second one; then from the newest, and from the one before it."""

@@ -267,6 +267,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_write_that_is_cut_short_leaves_nothing(tmp_path):
     """A limit on the file's size stands for the disk: the write that passes it is cut short, then fails."""
     paths = [p for p in sys.path if p]

@@ -108,6 +108,7 @@ def test_an_array_gets_what_its_largest_run_needs():
     assert (found.nodes, found.slots) == (3, 4)
 
 
+@pytest.mark.slow
 def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
     file = ROOT / "recipes" / "scalerl_llama3_8b.yaml"
     fits = load_recipe(file)

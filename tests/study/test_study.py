@@ -131,6 +131,7 @@ def test_a_study_from_its_start_to_its_results(task):
     assert code == 0 and "from 4 finished runs" in said and re.findall(r"(\w+): starts", said)[0] == "plain_seed3"
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_with_the_run_under_way(task):
     process = start(task, STAND_IN_STEP_S="0.1")
     wait_for_steps(task, "dapo_seed1", 5, process)
@@ -143,6 +144,7 @@ def test_killed_at_any_moment_it_goes_on_with_the_run_under_way(task):
     assert log.count("begins at step 0") == 1 and re.search(r"begins at step [46]", log)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_stops_no_other_one(task):
     code, said = ran(task, STAND_IN_FAILS="dapo_seed1")
     log = str(task / "study" / "logs" / "dapo_seed1.log")
@@ -156,6 +158,7 @@ def test_a_run_that_fails_stops_no_other_one(task):
     assert "Failed" not in (task / "study" / "study.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)], ids=lambda v: str(int(v))
 )
@@ -203,6 +206,7 @@ def test_a_changed_recipe_is_refused_or_redone(task):
     assert code == 0 and len(re.findall(r": starts", said)) == 4
 
 
+@pytest.mark.slow
 def test_a_large_policy_of_the_same_size_is_noticed(task):
     weights = task / "policy" / "model.safetensors"
     with weights.open("wb") as file:
@@ -219,6 +223,7 @@ def test_a_large_policy_of_the_same_size_is_noticed(task):
     assert code == 2 and "model.safetensors: expected the content with which the study" in line
 
 
+@pytest.mark.slow
 def test_a_study_of_an_earlier_version_goes_on(task):
     assert ran(task, "--seeds", "1")[0] == 0
     file = task / "study" / "recipes" / "plain_seed1.yaml"
@@ -239,6 +244,7 @@ def compared(task):
     return json.loads((task / "study" / "comparison.json").read_text())["arms"]
 
 
+@pytest.mark.slow
 def test_a_recipe_that_is_the_same_as_another_one_is_left_out(task):
     (task / "arms" / "a_same.yaml").write_text("loss: {name: cispo}\nseed: 4\n")
     more = ("--reference", "dapo=plain", "--reference", "plain")
@@ -253,6 +259,7 @@ def test_a_recipe_that_is_the_same_as_another_one_is_left_out(task):
     assert code == 0 and said.count("the same recipe as a_same here; left out") == 2 and ": starts" not in said
 
 
+@pytest.mark.slow
 def test_recipes_that_a_grouping_does_not_tell_apart_are_compared(task):
     (task / "arms" / "other.yaml").write_text("rewards: {workers: 3}\n")
     code, said = ran(task, "--reference", "other")
@@ -260,6 +267,7 @@ def test_recipes_that_a_grouping_does_not_tell_apart_are_compared(task):
     assert [(arm["name"], len(arm["runs"])) for arm in compared(task)] == [("other", 2), ("dapo", 2), ("plain", 2)]
 
 
+@pytest.mark.slow
 def test_results_that_cannot_be_written_are_a_failure(task):
     (task / "study" / "table.md").mkdir(parents=True)
     (task / "study" / "lock").touch()
@@ -268,6 +276,7 @@ def test_results_that_cannot_be_written_are_a_failure(task):
     assert said.splitlines()[-1].startswith("megatron-scalerl: the results are not written: ")
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_read_is_left_out(task):
     assert ran(task)[0] == 0
     study = task / "study"

@@ -84,6 +84,7 @@ def test_a_run_exports_what_its_records_and_its_ledger_say(tmp_path):
     assert value(shown, "trainer_restarts_total") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill_at_s", [9.5, 15.0, 21.0])
 def test_device_seconds_never_fall_over_a_kill(tmp_path, kill_at_s):
     """The process dies with its counters; the ledger goes on. To Prometheus the smallest fall is a new start at 0."""

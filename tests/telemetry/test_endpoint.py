@@ -198,6 +198,7 @@ def test_a_restart_waits_for_its_port(tmp_path, monkeypatch, caplog):
     assert collector is not None and targets[0]["targets"] == [f"127.0.0.1:{port}"] and not caplog.records
 
 
+@pytest.mark.slow
 def test_a_restart_whose_port_stays_taken_goes_on_without_metrics(tmp_path, monkeypatch, caplog):
     """Nor does Prometheus bring the token to whoever listens there now."""
     collector, targets, port = started_again(tmp_path, monkeypatch, held_s=60)
@@ -287,6 +288,7 @@ def test_promtool_accepts_the_configuration(tmp_path, access):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_connections_that_ask_for_nothing_are_few_and_do_not_stay(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_scalerl.telemetry.endpoint.MOST_CONNECTIONS", 3)
     monkeypatch.setattr("megatron_scalerl.telemetry.endpoint.CONNECTION_S", 1.0)

@@ -25,6 +25,7 @@ def test_every_full_size_recipe_is_checked():
     assert {p.stem for p in (ROOT / "recipes").glob("scalerl_*.yaml")} == set(GPUS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(GPUS))
 def test_recipes_fit_their_gpus_with_room_to_spare(name, capsys):
     assert main([recipe(name), "--gpus", str(GPUS[name]), "--no-build", "--json", "-"]) == 0
@@ -42,6 +43,7 @@ def test_check_passes_with_the_build(name, capsys):
     assert "fits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_scout_recipe_has_the_planners_split(capsys):
     assert main([recipe("scalerl_llama4_scout_17bx16"), "--gpus", "256", "--no-build", "--json", "-"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -49,6 +51,7 @@ def test_the_scout_recipe_has_the_planners_split(capsys):
     assert (plan["split"]["trainer"], plan["split"]["engines"]) == (best["trainer"], best["engines"]) == (96, 20)
 
 
+@pytest.mark.slow
 def test_phases_cost_more_than_the_pipeline_and_are_as_old_as_they_may_be(capsys):
     found = []
     for schedule in ("pipeline", "ppo_off_policy"):
@@ -71,6 +74,7 @@ def test_phases_cost_more_than_the_pipeline_and_are_as_old_as_they_may_be(capsys
     assert "simulated PPO-off-policy-8 queue" in text and "max staleness is 7" in text and "in turn: " in text
 
 
+@pytest.mark.slow
 def test_printed_numbers_are_those_of_the_json(tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert main([recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--json", str(out)]) == 0
@@ -87,6 +91,7 @@ def test_printed_numbers_are_those_of_the_json(tmp_path, capsys):
     assert "--engine-tokens-per-second" in text and "arXiv" in text  # assumptions with their sources
 
 
+@pytest.mark.slow
 def test_another_number_of_gpus_is_split_here(capsys):
     assert main([recipe("scalerl_llama3_8b"), "--gpus", "48", "--no-build", "--json", "-"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -95,6 +100,7 @@ def test_another_number_of_gpus_is_split_here(capsys):
     assert steps[0] <= min(steps) * 1.02
 
 
+@pytest.mark.slow
 def test_assumptions_are_flags(capsys):
     argv = [recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--json", "-"]
     main(argv)
@@ -105,6 +111,7 @@ def test_assumptions_are_flags(capsys):
     assert two["engine_memory"]["kv_bytes"] > 2 * one["engine_memory"]["kv_bytes"]
 
 
+@pytest.mark.slow
 def test_check_says_which_rank_and_by_how_much(capsys):
     whole = ["megatron.parallel.tensor_model_parallel_size=1", "megatron.model.sequence_parallel=false"]
     assert main([recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--check", *whole]) == 2
@@ -139,6 +146,7 @@ def test_an_old_flag_names_the_new_one(capsys):
     assert "--moe-utilisation: it was renamed to --moe-utilization" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_check_sees_an_engine_without_room(capsys):
     assert (
         main(
@@ -156,6 +164,7 @@ def test_check_sees_an_engine_without_room(capsys):
     assert "the KV cache of an engine cannot hold one sequence of 16,466 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

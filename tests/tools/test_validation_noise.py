@@ -9,6 +9,7 @@ import pytest
 TOOL = Path(__file__).parents[2] / "tools" / "validation_noise.py"
 
 
+@pytest.mark.slow
 def test_common_seeds_make_successive_points_agree_and_the_forecast_worse(bench):
     common, fresh = (bench.errors(2, 80, length, runs=150) for length in (28.0, 0.0))
     assert common[2] < 0.4 * fresh[2], "noise of the difference of successive validations"

@@ -13,6 +13,7 @@ import pytest
 TOOL = Path(__file__).parents[2] / "tools" / "weight_scaling.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sent", "replicated"),
     [

@@ -67,6 +67,7 @@ def test_resumed_equals_uninterrupted(new_trainer, tmp_path, monkeypatch, sectio
     assert any(not torch.equal(saved[n], ours[n]) for n in saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections", [MIXED, NOT_SHARDED], ids=["distributed optimizer", "none: tensors of their own"]
 )
@@ -137,6 +138,7 @@ def test_generators_are_restored(new_trainer, tmp_path):
     assert (random.random(), float(np.random.rand()), torch.rand(1).item()) == expected
 
 
+@pytest.mark.slow
 def test_saving_again_replaces(new_trainer, tmp_path):
     trainer = new_trainer()
     steps(trainer, [1])

@@ -134,6 +134,7 @@ def test_changes_of_a_version_that_a_receiver_does_not_hold_are_refused(spec, ho
     assert equal(held, before)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_changes_is_noticed_before_one_is_written(spec):  # noqa: F811
     senders, receivers = joined(spec(deltas="absolute", timeout_s=5))
     weights = tensors()

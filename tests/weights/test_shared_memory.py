@@ -12,6 +12,7 @@ from megatron_scalerl.weights.transport import make_sender
 from megatron_scalerl.weights.transport.shm import ShmGroup
 
 
+@pytest.mark.slow
 def test_a_sender_that_leaves_while_the_group_is_formed_is_an_error_of_the_receiver(spec):  # noqa: F811
     connection = spec(backend="shm", world_sizes=(3,), connect_timeout_s=2)
     with ThreadPoolExecutor(2) as pool:

@@ -197,6 +197,7 @@ def test_a_sender_that_leaves_ends_the_update_of_all(spec):
     assert all(isinstance(found, RuntimeError) for found in (*sent, received)), (sent, received)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("byte", [0, -1])
 def test_a_flipped_bit_is_noticed(spec, byte):
     senders, receivers = joined(spec(timeout_s=4))
@@ -204,6 +205,7 @@ def test_a_flipped_bit_is_noticed(spec, byte):
     assert isinstance(error, RuntimeError) and "bucket 0 of 3: expected digest" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["lost", "repeated", "swapped", "of the update before"])
 def test_a_bucket_that_is_not_the_next_one_is_noticed_before_it_is_used(spec, fault):
     """Four buckets of one size, each with a digest that fits its bytes."""
@@ -272,6 +274,7 @@ def test_a_group_without_receivers_times_out(spec):
         make_sender(spec(connect_timeout_s=1))
 
 
+@pytest.mark.slow
 def test_groups_of_one_folder_do_not_mix(spec):
     """An engine with an earlier connection does not join the later one."""
     connection = spec(connect_timeout_s=1)

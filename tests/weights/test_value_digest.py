@@ -84,6 +84,7 @@ def test_a_part_without_one_of_the_dimensions():
     assert total(of_experts) == of(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_flipped_bit_is_always_noticed(way, dtype):
     values = random_values((9, 11), dtype)

@@ -430,6 +430,7 @@ class Named:
         self.name = name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [OSError(116, "Stale file handle"), "hangs"])
 def test_a_fault_of_a_look_into_the_folder_leaves_the_engine_to_the_trainer(tmp_path, monkeypatch, caplog, fault):
     """A stand-in for a file system that fails or hangs where the controller looks."""
