@@ -25,6 +25,7 @@ from megatron_scalerl.fit.result import ForecastEvaluation
 from megatron_scalerl.fit.tables import Table, outlook_table
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
+from megatron_scalerl.recipe.usable import damage_of, usable_recipe
 from megatron_scalerl.update_report import updates_of
 
 BOOTSTRAP_DRAWS = 10_000
@@ -55,7 +56,9 @@ def report(run_dir: str | Path, console: Console) -> None:
     """
     run_dir = Path(run_dir)
     rows = [with_compute(row) for row in read_rows(run_dir / "validation.jsonl")]
-    recipe = read_run_recipe(run_dir)
+    recipe, wrong = usable_recipe(read_run_recipe(run_dir))
+    if wrong:
+        raise ValueError(damage_of(run_dir, wrong)[0])
     ledger = read_rows(run_dir / "ledger.jsonl")
     unit = str(ledger[0]["unit"])
     console.print(gain_text(gain(run_dir)), highlight=False)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from megatron_scalerl.__main__ import main
 from megatron_scalerl.fit.sigmoid import sigmoid
 from megatron_scalerl.report import evaluate, gain, gains_by_task, report, split
 
@@ -152,6 +153,15 @@ def test_too_short_a_run_has_no_forecast(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"validation.jsonl: expected at least one line, found no file"):
         report(tmp_path, Console())
+
+
+@pytest.mark.parametrize("text", ["forecast: 3", "steps: many"])
+def test_a_damaged_section_of_the_stored_recipe_is_one_line(tmp_path, capsys, text):
+    write_run(tmp_path, steps=20, noise=0.01)
+    (tmp_path / "recipe.yaml").write_text(f"name: r\n{text}\n")
+    assert main(["report", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"recipe.yaml: {text.partition(':')[0]}: expected " in line and ", found " in line
 
 
 @pytest.mark.slow

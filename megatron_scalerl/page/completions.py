@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.page.groups import FoundGroup, GroupIndex
-from megatron_scalerl.page.stored_recipe import damage_of, usable_recipe
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.stored import completed
+from megatron_scalerl.recipe.usable import damage_of, usable_recipe
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.run_text import RunTokenizer, decode, load_tokenizer, raw_text
 from megatron_scalerl.rollouts.token_scores import CompletionScores, read_scores

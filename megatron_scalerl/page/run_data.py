@@ -16,9 +16,9 @@ from megatron_scalerl.page.evaluation_table import evaluation_table
 from megatron_scalerl.page.forecasts import Forecasts
 from megatron_scalerl.page.growing_file import GrowingFile
 from megatron_scalerl.page.rows import evaluation_row, json_row, step_row, validation_row
-from megatron_scalerl.page.stored_recipe import damage_of, usable_recipe
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
+from megatron_scalerl.recipe.usable import damage_of, usable_recipe
 from megatron_scalerl.report import cost_text, gain, gain_text, gains_by_task, last_step
 from megatron_scalerl.update_report import KEPT, UPDATE_PHASES, PredictedUpdate, Updates, finite, updates_of
 

@@ -1,4 +1,4 @@
-"""The stored recipe of a run as the page can use it: what is damaged in it hides nothing else of the run."""
+"""The stored recipe of a run as page and report can use it: what is damaged in it hides nothing else of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ READ = (
     *("steps", "forecast.fit_from_steps", "policy.path", "advantages.normalize", "rewards.truncated"),
     *("filters.zero_variance", "loss.reduction"),
 )
-"""Keys that the page reads."""
+"""Keys that page and report read."""
 
 
 def usable_recipe(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
