@@ -75,7 +75,9 @@ end_beside() { # shows what it has printed, and the rest as it comes; sets code 
 
 # Some of these look for programs of sandboxes that are left on this machine: no two processes run them at once.
 sandboxes=(tests/{rewards,controller/test_preflight.py})
-# With them half of the work of the fast tests.
+# Slow tests of one process: a third of the time of all slow ones, beside the others, which are several processes each.
+late=(tests/{fit,rollouts,study,weights} tests/test_*.py)
+# With sandboxes half of the work of the fast tests.
 half=(tests/{doctor,fit,launch,logits,page,plan,slurm,study,telemetry})
 code=0
 tier=
@@ -123,10 +125,11 @@ tools/install.sh cpu
 .venv/bin/ruff format --check -q .
 case "$tier" in
   ci)
-    start_beside -m "slow and not full" "${sandboxes[@]/#/--ignore=}"
+    start_beside -m "slow and not full" "${sandboxes[@]/#/--ignore=}" "${late[@]/#/--ignore=}"
     lint_types_and_docs
     run_tests .venv/bin/python -m pytest -q -m "not full" "${sandboxes[@]}"
     run_tests .venv/bin/python -m pytest -q "${fast[@]}" "${sandboxes[@]/#/--ignore=}"
+    run_tests .venv/bin/python -m pytest -q -m "slow and not full" "${late[@]}"
     if [ -n "$second" ]; then
       echo "run.sh: the fast tier under Python 3.12"
       if wait "$installing"; then run_tests covered_fast_3_12; else code=$((code ? code : $?)); fi
