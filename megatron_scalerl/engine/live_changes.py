@@ -42,7 +42,8 @@ def write_changes(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtyp
 def _write_on_cpu(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtype) -> int | None:
     """The same by a compiled loop; None for what it does not take: tables of indices, parameters of another type."""
     compiled, place = loops(), changes.in_three()
-    if compiled is None or place is None or not all(_plain(part, dtype) for part in parts):
+    on_cpu = changes.positions.device.type == "cpu"
+    if compiled is None or place is None or not (on_cpu and all(_plain(part, dtype) for part in parts)):
         return None
     steps = torch.empty(0, dtype=torch.int8) if changes.steps is None else changes.steps
     given = changes.positions.numpy(), steps.numpy(), unsigned(changes.values), *place
@@ -60,8 +61,7 @@ def _write_on_cpu(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtyp
 
 
 def _plain(part: LivePart, dtype: torch.dtype) -> bool:
-    on_cpu = part.live.device.type == "cpu" and part.live.dtype == dtype
-    return on_cpu and all(isinstance(index, range) for index in part.indices)
+    return part.live.dtype == dtype and all(isinstance(index, range) for index in part.indices)
 
 
 def _meets(part: LivePart, changes: Changes) -> bool:
