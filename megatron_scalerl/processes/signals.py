@@ -6,6 +6,7 @@ SIGINT and SIGTERM cancel it at once, SIGUSR1 once its state is saved (`SaveAndE
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import signal
@@ -114,15 +115,23 @@ def exit_code_of(number: int) -> int:
     return SAVED_CODE if number == SAVE_SIGNAL else 128 + number
 
 
-def _late(code: int) -> Callable[[int, FrameType | None], None]:
-    """A handler of signals that come after the cleanup. Python's own end may wait for a thread, for ever."""
-    end = time.monotonic() + EXIT_S
+class _Late:
+    """The handler of signals that come after the cleanup. Python's own end may wait for a thread, for ever."""
 
-    def handler(number: int, frame: FrameType | None) -> None:
-        if time.monotonic() > end:
-            os._exit(code)
+    def __init__(self, code: int) -> None:
+        self._code, self._end = code, time.monotonic() + EXIT_S
 
-    return handler
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() > self._end:
+            os._exit(self._code)
+
+
+@atexit.register
+def _ignore_to_the_end() -> None:
+    """No thread is waited for any more, and Python is about to restore the default actions, which end it."""
+    for number in (*SIGNALS, SAVE_SIGNAL):
+        if isinstance(signal.getsignal(number), _Late):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | None = None) -> T:
@@ -167,7 +176,7 @@ def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | No
             for number in numbers:
                 loop.remove_signal_handler(number)
                 if (first := stopped_by()) is not None:
-                    signal.signal(number, _late(exit_code_of(first)))
+                    signal.signal(number, _Late(exit_code_of(first)))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     try:

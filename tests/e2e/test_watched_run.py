@@ -38,6 +38,8 @@ def watched(controller, folder):
         if not (files / "targets.json").is_file():
             continue
         targets = json.loads((files / "targets.json").read_text())
+        if not targets:  # it ends: nothing is left to scrape
+            continue
         [address], token = targets[0]["targets"], (files / "token").read_text()
         try:
             found = numbers(get(address, "/metrics", token))

@@ -259,7 +259,7 @@ def test_an_engine_whose_processes_do_not_end_is_given_up(recipe, run, tmp_path,
             await engines.start()
 
             async def stuck():
-                raise RuntimeError("engine-0 (process 7) is still running after SIGKILL")
+                raise RuntimeError("engine-0 (process 7) is still running 30 s after SIGKILL")
 
             made[0].stop = stuck
             engines.members.evict(made[0].client, "engine-0: garbage")

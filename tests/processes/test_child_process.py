@@ -197,6 +197,29 @@ def test_a_signal_after_the_cleanup_changes_no_exit_code(exit_s, code):
     assert done.returncode == code and done.stdout == ("still here\n" if exit_s else ""), done.stderr
 
 
+def test_a_signal_while_python_ends_changes_no_exit_code():
+    """Python restores the default actions of signals before it clears the modules."""
+    program = (
+        "import asyncio, os, signal, sys\n"
+        "from megatron_scalerl.processes import signals\n"
+        "class Last:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid(), write=os.write):\n"
+        "        kill(pid, 2), kill(pid, 15), write(1, b'to the end')\n"
+        "last = Last()\n"
+        "async def run():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    await asyncio.sleep(60)\n"
+        "try:\n"
+        "    signals.run_until_signal(run())\n"
+        "except signals.Stopped as stopped:\n"
+        "    sys.exit(stopped.exit_code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (143, "to the end"), done.stderr
+
+
 def test_a_signal_while_the_children_start(controller, tmp_path):
     process = controller()
     pids_in(tmp_path / "pids", 1)  # the second may not exist yet
