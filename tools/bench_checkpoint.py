@@ -43,7 +43,7 @@ with explained():
     from weight_density import random_llama
 
     from megatron_scalerl.batching.packing import pack
-    from megatron_scalerl.distributed.parallel import init_parallel
+    from megatron_scalerl.distributed.parallel import init_parallel, leave
     from megatron_scalerl.models import family, read_hf_config
     from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.trainer.checkpoint import AsyncSave, save
@@ -145,3 +145,4 @@ def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     main(OPTIONS)
+    leave()

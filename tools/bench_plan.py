@@ -70,8 +70,10 @@ def main() -> None:
     """Compare and print."""
     a = parser().parse_args()
     if a.what == "rank":
+        from megatron_scalerl.distributed.parallel import leave
+
         print(json.dumps(measure_rank(json.loads(a.case))))
-        return
+        leave()
     if a.what == "queue":
         if not Path(a.tiny, "policy", "config.json").is_file():
             parser().exit(

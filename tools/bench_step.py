@@ -73,7 +73,7 @@ with explained():
 
     from megatron_scalerl.batching.packing import pack, real_tokens
     from megatron_scalerl.distributed.device import HAVE_TE
-    from megatron_scalerl.distributed.parallel import Parallel, init_parallel
+    from megatron_scalerl.distributed.parallel import Parallel, init_parallel, leave
     from megatron_scalerl.models import family as family_of
     from megatron_scalerl.models import read_hf_config
     from megatron_scalerl.recipe import Recipe
@@ -331,3 +331,4 @@ def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     main(OPTIONS)
+    leave()

@@ -84,6 +84,7 @@ with explained():
     import torch
     from weights_worker import group_of, no_digests, receive
 
+    from megatron_scalerl.distributed.parallel import leave
     from megatron_scalerl.distributed.rendezvous import private_folder
     from megatron_scalerl.weights import plan as plans
     from megatron_scalerl.weights.connection import Connection
@@ -289,3 +290,4 @@ if __name__ == "__main__":
         receive(OPTIONS.receive, OPTIONS)
     else:
         main(OPTIONS)
+        leave()

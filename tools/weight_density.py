@@ -38,7 +38,7 @@ with explained():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from megatron_scalerl.batching.packing import pack
-    from megatron_scalerl.distributed.parallel import init_parallel
+    from megatron_scalerl.distributed.parallel import init_parallel, leave
     from megatron_scalerl.models import family, read_hf_config
     from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.trainer.step import make_trainer
@@ -93,3 +93,4 @@ def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     main(OPTIONS)
+    leave()

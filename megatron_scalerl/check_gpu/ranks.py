@@ -67,6 +67,8 @@ async def _succeed(process: ChildProcess) -> None:
 
 def main() -> None:
     """One rank: run the job and write its result. Any exception ends the process with a traceback."""
+    from megatron_scalerl.distributed.parallel import leave
+
     content = json.loads(sys.argv[1])
     module, function = content["target"].split(":")
     rendezvous = FolderRendezvous(folder=content["folder"])
@@ -74,8 +76,7 @@ def main() -> None:
     draft = Path(content["result"] + ".draft")
     draft.write_text(json.dumps(result))
     draft.replace(content["result"])
-    sys.stdout.flush()
-    os._exit(0)  # the destructor of a process group may wait for a peer that has exited
+    leave()
 
 
 if __name__ == "__main__":

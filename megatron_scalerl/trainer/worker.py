@@ -298,7 +298,7 @@ def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.sock
 
 
 def main() -> int:
-    """Run one rank. Returns the exit status."""
+    """Run one rank. Returns the exit status of a refused one; others end here."""
     log_to_stderr()
     settings = WorkerSettings.from_environment(os.environ)
     del os.environ["MSRL_SECRET"]  # child processes do not need it
@@ -315,7 +315,9 @@ def main() -> int:
     except BaseException:
         logger.exception("failed, exiting")
         link.exit_now(EXIT_FAILED)
-    return 0
+    from megatron_scalerl.distributed.parallel import leave
+
+    leave()
 
 
 if __name__ == "__main__":
