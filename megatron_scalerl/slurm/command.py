@@ -18,7 +18,7 @@ EPILOG = """examples:
   megatron-scalerl submit my_run.yaml --partition gpu --time 24:00:00 --site site.yaml
   megatron-scalerl submit my_run.yaml --partition gpu --time 24:00:00 --dry-run      write and check the job script
   megatron-scalerl submit --status runs/my_run                                       job, step, cost, last error
-  megatron-scalerl submit my_run.yaml --nodes 2 --partition gpu --time 24:00:00 --gpu-hours 5000
+  megatron-scalerl submit my_run.yaml engine.count=12 --nodes 2 --partition gpu --time 24:00:00 --gpu-hours 5000
   megatron-scalerl submit my_run.yaml --nodes 4 --engine-nodes 8 --engine-partition small --partition gpu --time 1-0
   megatron-scalerl submit --add-engines runs/my_run --nodes 2 --partition gpu --time 12:00:00
   megatron-scalerl submit --array recipes/study --throttle 4 --partition gpu --time 24:00:00

@@ -38,7 +38,7 @@ def watched(controller, folder):
         if not (files / "targets.json").is_file():
             continue
         targets = json.loads((files / "targets.json").read_text())
-        if not targets:  # it ends: nothing is left to scrape
+        if len(targets) < 2:  # it starts or ends: there is no engine
             continue
         [address], token = targets[0]["targets"], (files / "token").read_text()
         try:
