@@ -174,7 +174,7 @@ class ControllerLink:
         """End the process without the interpreter's cleanup, after messages to the controller are delivered.
 
         Destructors of process groups wait: for peers inside a collective, and with NCCL for a GPU that may never
-        answer.
+        answer. Threads of gloo's groups abort the process while Python ends (`distributed.parallel.leave`).
         """
         self._leaving.set()
         self._socket.close(linger=int(LEAVE_S * 1000))
@@ -315,9 +315,7 @@ def main() -> int:
     except BaseException:
         logger.exception("failed, exiting")
         link.exit_now(EXIT_FAILED)
-    from megatron_scalerl.distributed.parallel import leave
-
-    leave()
+    link.exit_now(0)
 
 
 if __name__ == "__main__":
