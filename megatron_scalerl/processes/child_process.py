@@ -100,9 +100,10 @@ class ChildProcess:
     async def stop(self, grace_s: float = 10.0) -> None:
         """Send SIGTERM to the process group, and SIGKILL after `grace_s` seconds; may be called twice.
 
-        Raises RuntimeError if the process is still running KILLED_S after SIGKILL. Cancellation kills the group at
-        once.
+        Raises RuntimeError if the process is still running KILLED_S after SIGKILL, or `grace_s` where that is more.
+        Cancellation kills the group at once.
         """
+        killed_s = max(KILLED_S, grace_s)
         try:
             if self._signal(signal.SIGTERM):
                 with contextlib.suppress(TimeoutError):
@@ -112,10 +113,10 @@ class ChildProcess:
             self.kill()
             raise
         try:
-            await asyncio.wait_for(self.wait(), KILLED_S)
+            await asyncio.wait_for(self.wait(), killed_s)
         except TimeoutError:
             raise RuntimeError(
-                f"{self.name} (process {self.pid}) is still running {KILLED_S:g} s after SIGKILL"
+                f"{self.name} (process {self.pid}) is still running {killed_s:g} s after SIGKILL"
             ) from None
         self._group_gone = True
 

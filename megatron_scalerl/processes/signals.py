@@ -128,7 +128,10 @@ class _Late:
 
 @atexit.register
 def _ignore_to_the_end() -> None:
-    """No thread is waited for any more, and Python is about to restore the default actions, which end it."""
+    """Python has waited for its threads, and is about to restore the default actions, which change the exit code.
+
+    From here on only SIGKILL ends a process whose destructors hang.
+    """
     for number in (*SIGNALS, SAVE_SIGNAL):
         if isinstance(signal.getsignal(number), _Late):
             signal.signal(number, signal.SIG_IGN)
@@ -140,7 +143,8 @@ def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | No
     The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once it has returned. Each later signal
     kills all child processes, so that the coroutine's cleanup, which still runs, waits for none of them. One that
     comes after the cleanup is ignored, for EXIT_S: the process exits with the code of the first; after that time it
-    does so at once. saving: gets the requests of SAVE_SIGNAL, which without it keeps its action.
+    does so at once, while Python waits for its threads. saving: gets the requests of SAVE_SIGNAL, which without it
+    keeps its action.
     """
     received: list[int] = []
     numbers = [*SIGNALS, *([SAVE_SIGNAL] if saving is not None else [])]

@@ -38,15 +38,15 @@ def watched(controller, folder):
         if not (files / "targets.json").is_file():
             continue
         targets = json.loads((files / "targets.json").read_text())
-        if len(targets) < 2:  # it starts or ends: there is no engine
+        if not targets:  # it ends: nothing is left to scrape
             continue
         [address], token = targets[0]["targets"], (files / "token").read_text()
         try:
             found = numbers(get(address, "/metrics", token))
-            if found["scalerl_step",] < 1:
+            if found["scalerl_step",] < 1 or found["scalerl_engines", "serving"] != 1:
                 continue
             ours, doors = found, doors or open_doors.listening([controller.pid])
-            if not engine:
+            if not engine and len(targets) > 1:  # a scrape lists the engines
                 with pytest.raises(urllib.error.HTTPError, match="401"):
                     get(address, "/metrics")
                 engine = get(address, targets[1]["labels"]["__metrics_path__"], token)
