@@ -174,6 +174,11 @@ def test_a_second_signal_kills_the_children_at_once(controller, tmp_path):
     assert gone(groups, 2.0)
 
 
+def ended(program, *words):
+    argv = [sys.executable, "-c", program, *words]
+    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.parametrize(("exit_s", "code"), [(60.0, 143), (0.0, 143)], ids=["ignored", "ends at once"])
 def test_a_signal_after_the_cleanup_changes_no_exit_code(exit_s, code):
     """The interpreter's end may take long: `EXIT_S` later a signal ends it, with the same code."""
@@ -192,8 +197,7 @@ def test_a_signal_after_the_cleanup_changes_no_exit_code(exit_s, code):
         "    print('still here', flush=True)\n"
         "    sys.exit(stopped.exit_code)\n"
     )
-    argv = [sys.executable, "-c", program, str(exit_s)]
-    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    done = ended(program, str(exit_s))
     assert done.returncode == code and done.stdout == ("still here\n" if exit_s else ""), done.stderr
 
 
@@ -214,9 +218,7 @@ def test_a_signal_while_python_ends_changes_no_exit_code():
         "except signals.Stopped as stopped:\n"
         "    sys.exit(stopped.exit_code)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60, check=False
-    )
+    done = ended(program)
     assert (done.returncode, done.stdout) == (143, "to the end"), done.stderr
 
 
