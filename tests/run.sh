@@ -73,12 +73,10 @@ end_beside() { # shows what it has printed, and the rest as it comes; sets code 
   beside=
 }
 
-# Some of these look for programs of sandboxes that are left on this machine: no two processes run them at once.
-sandboxes=(tests/{rewards,controller/test_preflight.py})
 # Slow tests of one process: a third of the time of all slow ones, beside the others, which are several processes each.
-late=(tests/{fit,rollouts,study,weights} tests/test_*.py)
-# With sandboxes half of the work of the fast tests.
-half=(tests/{doctor,fit,launch,logits,page,plan,slurm,study,telemetry})
+late=(tests/{fit,rewards,rollouts,study,weights} tests/test_*.py)
+# Half of the work of the fast tests.
+half=(tests/{doctor,fit,launch,logits,page,plan,rewards,slurm,study,telemetry})
 code=0
 tier=
 select=(-m "not full")
@@ -125,10 +123,9 @@ tools/install.sh cpu
 .venv/bin/ruff format --check -q .
 case "$tier" in
   ci)
-    start_beside -m "slow and not full" "${sandboxes[@]/#/--ignore=}" "${late[@]/#/--ignore=}"
+    start_beside -m "slow and not full" "${late[@]/#/--ignore=}"
     lint_types_and_docs
-    run_tests .venv/bin/python -m pytest -q -m "not full" "${sandboxes[@]}"
-    run_tests .venv/bin/python -m pytest -q "${fast[@]}" "${sandboxes[@]/#/--ignore=}"
+    run_tests .venv/bin/python -m pytest -q "${fast[@]}"
     run_tests .venv/bin/python -m pytest -q -m "slow and not full" "${late[@]}"
     if [ -n "$second" ]; then
       echo "run.sh: the fast tier under Python 3.12"
@@ -138,8 +135,8 @@ case "$tier" in
     end_beside
     ;;
   fast)
-    start_beside "${fast[@]}" "${sandboxes[@]}" "${half[@]}"
-    run_tests .venv/bin/python -m pytest -q "${fast[@]}" "${sandboxes[@]/#/--ignore=}" "${half[@]/#/--ignore=}"
+    start_beside "${fast[@]}" "${half[@]}"
+    run_tests .venv/bin/python -m pytest -q "${fast[@]}" "${half[@]/#/--ignore=}"
     end_beside
     ;;
   *)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from sandboxed import LIMITS, answer, processes, sandboxes_since, verdict
+from sandboxed import LIMITS, answer, own_sandboxes, verdict
 from verifier_pools import RIGHT, WRONG, wrong
 
 import megatron_scalerl.rewards.sandbox as sandbox
@@ -192,10 +192,12 @@ def test_the_pool_scores_programs():
 
 @pytest.mark.slow
 def test_a_program_that_waits_ends_at_the_wall_clock_limit_with_its_sandbox():
-    before = processes()
-    scores, counters = ask([answer("import time\ntime.sleep(1e6)"), answer(SUM)], json.dumps(CASES), timeout_s=10.0)
-    assert (scores, counters["restarts"]) == ([wrong("timeout"), RIGHT], 1)
-    assert not sandboxes_since(before)
+    with own_sandboxes() as sandboxes:
+        scores, counters = ask(
+            [answer("import time\ntime.sleep(1e6)"), answer(SUM)], json.dumps(CASES), timeout_s=10.0
+        )
+        assert (scores, counters["restarts"]) == ([wrong("timeout"), RIGHT], 1)
+        assert not sandboxes()
 
 
 def test_a_sandbox_that_cannot_be_made_loses_the_completion_and_later_the_run(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from sandboxed import LIMITS, output, prints, processes, sandboxes_since, verdict
+from sandboxed import LIMITS, output, own_sandboxes, prints, verdict
 
 from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded
 from megatron_scalerl.rewards.sandbox import Sandbox, SandboxError
@@ -242,43 +242,44 @@ def test_the_tests_cannot_be_read_by_the_program():
 
 
 def test_a_daemon_does_not_outlive_its_program():
-    before = processes()
-    daemon = "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\nprint(5)"
-    assert verdict(daemon, CASE) is True
-    assert not sandboxes_since(before)
+    with own_sandboxes() as sandboxes:
+        daemon = "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
+        daemon += "print(5)"
+        assert verdict(daemon, CASE) is True
+        assert not sandboxes()
 
 
 def test_closing_ends_a_sleeping_program():
-    before = processes()
-    with Sandbox(LIMITS) as sandbox:
-        results = sandbox.run(
-            "import sys, time\nprint(5, flush=True)\nsys.stdout.close()\ntime.sleep(1e6)", [""], [99]
-        )
-        waiting = threading.Thread(target=lambda: list(results), daemon=True)
-        waiting.start()
-        waiting.join(0.5)
-        assert waiting.is_alive()
-        sandbox._process.stdin.close()
-        waiting.join()
-    assert not sandboxes_since(before)
+    with own_sandboxes() as sandboxes:
+        with Sandbox(LIMITS) as sandbox:
+            results = sandbox.run(
+                "import sys, time\nprint(5, flush=True)\nsys.stdout.close()\ntime.sleep(1e6)", [""], [99]
+            )
+            waiting = threading.Thread(target=lambda: list(results), daemon=True)
+            waiting.start()
+            waiting.join(0.5)
+            assert waiting.is_alive()
+            sandbox._process.stdin.close()
+            waiting.join()
+        assert not sandboxes()
 
 
 def test_a_killed_verifier_takes_its_programs_along():
     """SIGKILL to it alone, as the kernel does when memory is short: the sandbox sees its pipe closed."""
-    before = processes()
-    script = "from sandboxed import *\nprint('started', flush=True)\noutput('while True: pass')"
-    env = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True) as verifier:
-        assert verifier.stdout.readline() == b"started\n"
-        while len(inside := sandboxes_since(before) - {verifier.pid}) < 3:
-            pass
-        watched = [os.pidfd_open(pid) for pid in inside]
-        verifier.kill()
-        for fd in watched:
-            assert select.select([fd], [], [], 60)[0], "a process of the sandbox outlived its verifier"
-            os.close(fd)
-    assert not sandboxes_since(before)
+    with own_sandboxes() as sandboxes:
+        script = "from sandboxed import *\nprint('started', flush=True)\noutput('while True: pass')"
+        env = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+        command = [sys.executable, "-c", script]
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True) as verifier:
+            assert verifier.stdout.readline() == b"started\n"
+            while len(inside := sandboxes() - {verifier.pid}) < 3:
+                pass
+            watched = [os.pidfd_open(pid) for pid in inside]
+            verifier.kill()
+            for fd in watched:
+                assert select.select([fd], [], [], 60)[0], "a process of the sandbox outlived its verifier"
+                os.close(fd)
+        assert not sandboxes()
 
 
 @pytest.mark.slow
@@ -292,12 +293,13 @@ def test_nothing_is_left_of_200_scores():
         files = {p.name for p in Path("/tmp").iterdir() if p.name in {"x", "host", "new"}}
         return mounts, files, sorted(os.listdir("/proc/self/fd"))
 
-    before, ours = state(), processes()
-    hostile = "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
-    hostile += "open('/tmp/x', 'w').write('x')\nprint(5)"
-    for n in range(200):
-        assert verdict(hostile if n % 2 else "print(4)", CASE) is bool(n % 2)
-    assert not sandboxes_since(ours)
+    before = state()
+    with own_sandboxes() as sandboxes:
+        hostile = "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
+        hostile += "open('/tmp/x', 'w').write('x')\nprint(5)"
+        for n in range(200):
+            assert verdict(hostile if n % 2 else "print(4)", CASE) is bool(n % 2)
+        assert not sandboxes()
     assert state() == before
 
 
