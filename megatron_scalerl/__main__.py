@@ -29,6 +29,8 @@ class Command(NamedTuple):
     """Module below megatron_scalerl with `add_arguments` and `run`, see `megatron_scalerl.commands`."""
     os_error_code: int = 1
     """Exit code for an OSError: 2 for a command whose only files are those that its arguments name."""
+    forms_groups: bool = False
+    """True if process groups of torch are formed in the command's own process."""
 
 
 COMMANDS = {
@@ -38,7 +40,7 @@ COMMANDS = {
         "run a recipe or a folder of them on Slurm, or show the status of a submitted run", "slurm.command"
     ),
     "engine": Command("add an engine on this host to a run on several hosts", "commands.engine"),
-    "sft": Command("warm-start the recipe's policy by supervised training", "commands.sft"),
+    "sft": Command("warm-start the recipe's policy by supervised training", "commands.sft", forms_groups=True),
     "report": Command("gain, cost and forecast of a run", "commands.report"),
     "watch": Command("show a run in a browser while it goes on, with its completions", "commands.watch"),
     "show": Command("print a completion of a run with its forced tokens marked", "commands.show"),
@@ -68,6 +70,17 @@ environment variables:
   MSRL_TRACEBACK=1      print the traceback of an error; that of a failed run is in RUN/logs/controller.log
   MSRL_LOG_LEVEL=LEVEL  debug, info (default), warning or error, for the log files in RUN/logs
 """
+
+
+def program() -> int:
+    """The program `megatron-scalerl`: `main`, which ends its process where that is the one of a trainer rank."""
+    command = COMMANDS.get(_named(sys.argv[1:]))
+    if command and command.forms_groups:
+        with explained():
+            from megatron_scalerl.processes.ending import end_with
+
+            end_with(main)
+    return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +132,7 @@ def _failed(error: BaseException, code: int) -> int:
 
 def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
     """The command and its arguments. Overrides may precede and follow options, which argparse alone rejects."""
-    name = next((word for word in argv if word in COMMANDS), "")
+    name = _named(argv)
     parser = _parser(name)
     arguments, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-") or "=" not in text or "overrides" not in arguments]
@@ -128,6 +141,10 @@ def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
     if rest:
         arguments.overrides += rest
     return COMMANDS[name], arguments
+
+
+def _named(argv: Sequence[str]) -> str:
+    return next((word for word in argv if word in COMMANDS), "")
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
@@ -150,4 +167,4 @@ def _module(command: Command) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

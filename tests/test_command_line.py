@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from test_report import write_run
 
-from megatron_scalerl.__main__ import COMMANDS, PROGRAM, main
+from megatron_scalerl.__main__ import COMMANDS, PROGRAM, main, program
 from megatron_scalerl.controller.run_folder import RunInUse
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe.file import RecipeError
@@ -340,7 +340,7 @@ def test_the_console_script_is_this_command():
     scripts.read(ROOT / "setup.cfg")
     [line] = scripts["options.entry_points"]["console_scripts"].split("\n")[1:]
     name, _, target = line.partition(" = ")
-    assert name == PROGRAM and resolve_name(target) is main
+    assert name == PROGRAM and resolve_name(target) is program
 
 
 DOORS = {

@@ -61,8 +61,7 @@ FLOORS = [
     {
         "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
         "recipe rewards rollouts tiny trainer types weights",
-        "commands": "checkpoints controller distributed evaluation export launch page processes recipe report "
-        "rollouts sft",
+        "commands": "checkpoints controller evaluation export launch page processes recipe report rollouts sft",
     },
     {
         "study": "checkpoints fit processes recipe tiny",

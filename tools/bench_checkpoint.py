@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ with explained():
     from weight_density import random_llama
 
     from megatron_scalerl.batching.packing import pack
-    from megatron_scalerl.distributed.parallel import init_parallel, leave
+    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.models import family, read_hf_config
+    from megatron_scalerl.processes.ending import end_with
     from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.trainer.checkpoint import AsyncSave, save
     from megatron_scalerl.trainer.step import Trainer, make_trainer
@@ -144,5 +146,4 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(OPTIONS)
-    leave()
+    end_with(partial(main, OPTIONS))

@@ -70,10 +70,8 @@ def main() -> None:
     """Compare and print."""
     a = parser().parse_args()
     if a.what == "rank":
-        from megatron_scalerl.distributed.parallel import leave
-
         print(json.dumps(measure_rank(json.loads(a.case))))
-        leave()
+        return
     if a.what == "queue":
         if not Path(a.tiny, "policy", "config.json").is_file():
             parser().exit(
@@ -329,4 +327,5 @@ def train(tiny: Path, k: int, steps: int) -> tuple[list[dict[str, Any]], list[in
 
 if __name__ == "__main__":
     with explained():
-        main()
+        from megatron_scalerl.processes.ending import end_with
+    end_with(explained()(main))

@@ -73,9 +73,10 @@ with explained():
 
     from megatron_scalerl.batching.packing import pack, real_tokens
     from megatron_scalerl.distributed.device import HAVE_TE
-    from megatron_scalerl.distributed.parallel import Parallel, init_parallel, leave
+    from megatron_scalerl.distributed.parallel import Parallel, init_parallel
     from megatron_scalerl.models import family as family_of
     from megatron_scalerl.models import read_hf_config
+    from megatron_scalerl.processes.ending import end_with
     from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.tiny.policy import make_llama
     from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention
@@ -330,5 +331,4 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(OPTIONS)
-    leave()
+    end_with(partial(main, OPTIONS))

@@ -37,6 +37,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ with explained():
     import torch
     from weights_worker import group_of, no_digests, receive
 
-    from megatron_scalerl.distributed.parallel import leave
     from megatron_scalerl.distributed.rendezvous import private_folder
+    from megatron_scalerl.processes.ending import end_with
     from megatron_scalerl.weights import plan as plans
     from megatron_scalerl.weights.connection import Connection
     from megatron_scalerl.weights.transport import gloo, make_sender
@@ -289,5 +290,4 @@ if __name__ == "__main__":
     if OPTIONS.receive:
         receive(OPTIONS.receive, OPTIONS)
     else:
-        main(OPTIONS)
-        leave()
+        end_with(partial(main, OPTIONS))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ with explained():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from megatron_scalerl.batching.packing import pack
-    from megatron_scalerl.distributed.parallel import init_parallel, leave
+    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.models import family, read_hf_config
+    from megatron_scalerl.processes.ending import end_with
     from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.trainer.step import make_trainer
 
@@ -92,5 +94,4 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(OPTIONS)
-    leave()
+    end_with(partial(main, OPTIONS))

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.programs import last_error, read_log
+from megatron_scalerl.processes.ending import end_with
 
 Size = Literal["full", "quick", "toy"]
 Layers = Literal["plain", "te"]
@@ -118,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

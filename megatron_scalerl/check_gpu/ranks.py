@@ -14,6 +14,7 @@ from typing import Any
 from megatron_scalerl.check_gpu.programs import cause, last_line, read_log, stop
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.processes.child_process import ChildProcess
+from megatron_scalerl.processes.ending import end_with
 
 _GRACE_S = 1.0
 
@@ -67,8 +68,6 @@ async def _succeed(process: ChildProcess) -> None:
 
 def main() -> None:
     """One rank: run the job and write its result. Any exception ends the process with a traceback."""
-    from megatron_scalerl.distributed.parallel import leave
-
     content = json.loads(sys.argv[1])
     module, function = content["target"].split(":")
     rendezvous = FolderRendezvous(folder=content["folder"])
@@ -76,8 +75,7 @@ def main() -> None:
     draft = Path(content["result"] + ".draft")
     draft.write_text(json.dumps(result))
     draft.replace(content["result"])
-    leave()
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_scalerl.batching.packing import pack, real_tokens
 from megatron_scalerl.check_gpu.cases import TOY, bare_recipe, full_micro_batches
+from megatron_scalerl.processes.ending import end_with
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Batch
 
@@ -240,4 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

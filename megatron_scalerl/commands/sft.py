@@ -25,10 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Train and write the policy, and end this process. Raises ValueError for user errors."""
+    """Train and write the policy; returns 0. Raises ValueError for user errors."""
     recipe = recipe_of(arguments)
-    from megatron_scalerl.distributed.parallel import leave
     from megatron_scalerl.sft import run_sft
 
     run_sft(recipe, arguments.out)
-    leave()
+    return 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,18 +101,6 @@ def shutdown_parallel(*, keep_world: bool = False) -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized() and not keep_world:
         dist.destroy_process_group()
-
-
-def leave(status: int = 0) -> NoReturn:
-    """End this process without Python's cleanup, its output written.
-
-    The threads of gloo's groups go on after `shutdown_parallel`, as Megatron refers to the groups. While Python ends,
-    they abort the process once in a while ("terminate called without an active exception": 1 of 40 processes of a
-    single rank on two busy cores, torch 2.13), and the destructor of a group may wait for a lost peer.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def virtual_pipeline_size() -> int | None:

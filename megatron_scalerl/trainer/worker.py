@@ -174,7 +174,7 @@ class ControllerLink:
         """End the process without the interpreter's cleanup, after messages to the controller are delivered.
 
         Destructors of process groups wait: for peers inside a collective, and with NCCL for a GPU that may never
-        answer. Threads of gloo's groups abort the process while Python ends (`distributed.parallel.leave`).
+        answer. Threads of gloo's groups abort the process while Python ends (`processes.ending`).
         """
         self._leaving.set()
         self._socket.close(linger=int(LEAVE_S * 1000))

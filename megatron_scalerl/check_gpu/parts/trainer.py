@@ -26,6 +26,7 @@ import numpy as np
 
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.part import PartSetting
+from megatron_scalerl.processes.ending import end_with
 from megatron_scalerl.processes.parent_death import tied_command
 
 if TYPE_CHECKING:
@@ -170,4 +171,4 @@ def _joined(tensors: Any) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)
