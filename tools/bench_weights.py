@@ -11,7 +11,10 @@ called directly, without the HTTP of an engine. The arms take turns in one run:
     update                ... with the digests of buckets and of the values that the live parameters hold
     packed copies         on CPUs, the copies of linear layers that the update arms make again, alone
     changes               an update with digests after a step that changed one element in a hundred by one unit in the
-                          last place; recipe key weights.deltas
+                          last place, as the optimizer recorded them; recipe key weights.deltas
+    optimizer's write     the fp32 main weights of that step rounded into the parameters, by Megatron-Core alone
+    ..., counted          ... with a count of what changes, as in every run
+    ..., recorded         ... with a record of what changes, as with weights.deltas
     staged                an update with digests that arrives in a thread, and is then written; recipe key
                           weights.transaction
     ..., shm              the same in shared memory; recipe key weights.transport
@@ -20,6 +23,9 @@ called directly, without the HTTP of an engine. The arms take turns in one run:
     update by the loader  ... whole tensors through vLLM's layerwise reload, with the digest of buckets
     vLLM's reload alone   tensor by tensor over bare gloo, through vLLM's layerwise reload; the trainer's are put
                           together before
+
+--compared: the optimizer records nothing, and `changes` compares with a copy of what was sent, as for a policy
+without fp32 main weights.
 
 Prints one JSON line: medians, spreads, ratios to `gloo`, and the share of `staged` in which an engine is paused. Arms
 without digests replace both by constants.
@@ -60,6 +66,7 @@ ARMS = (
 )
 DENSITY = 0.01
 PAUSED = "staged, paused"
+WRITES = ("optimizer's write", "optimizer's write, counted", "optimizer's write, recorded")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     p.add_argument("--bucket-mib", type=int, default=16)
     p.add_argument("--deltas", choices=("absolute", "ulp"), default="absolute")
+    p.add_argument("--compared", action="store_true", help="changes are compared with a copy, not recorded")
     p.add_argument("--store", metavar="FOLDER", default="/dev/shm", help="folder of the store (default: %(default)s)")
     p.add_argument("--receive", metavar="FOLDER", help=argparse.SUPPRESS)
     return p
@@ -117,8 +125,10 @@ class Trainer:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         from megatron_scalerl.distributed.parallel import init_parallel
         from megatron_scalerl.recipe import Recipe
-        from megatron_scalerl.trainer.model import build_policy
+        from megatron_scalerl.trainer.optimizer import parts_of
+        from megatron_scalerl.trainer.step import make_trainer
         from megatron_scalerl.weights.source import MegatronWeightSource
+        from megatron_scalerl.weights.written import Written
 
         recipe = Recipe.model_validate(
             {
@@ -129,8 +139,13 @@ class Trainer:
             }
         )
         parallel = init_parallel(recipe)
-        self.source = MegatronWeightSource(build_policy(folder, recipe, parallel), parallel)
+        trainer = make_trainer(recipe, parallel)
+        self.source = MegatronWeightSource(trainer.chunks, parallel)
+        self.changes, self.parts = trainer.changes, parts_of(trainer.optimizer)
+        self.written = Written() if options.compared else trainer.changes.written
+        self.seconds: dict[str, list[float]] = {arm: [] for arm in WRITES}
         self.size = sum(bucket.nbytes for bucket in plans.buckets(self.source.plan, options.bucket_mib))
+        self.senders: dict[str, Any] = {}
         self.buffer = torch.zeros(self.size, dtype=torch.uint8)
         self.tensors = self.assembled()
 
@@ -144,19 +159,29 @@ class Trainer:
 
     def connect(self, connection: Connection) -> None:
         """Open the groups."""
-        setattr(self, connection.group, make_sender(connection))
+        self.senders[connection.group] = make_sender(connection)
         if connection.group == "whole":
             self.bare = gloo.Group(connection, 0, sender=9)
 
     def step(self, seed: int) -> int:
-        """Change some elements by one unit in the last place; returns how many."""
-        generator, changed = torch.Generator().manual_seed(seed), 0
-        for parameter in self.source._parameters.values():
-            bits = parameter.data.view(torch.int16 if parameter.element_size() == 2 else torch.int32).view(-1)
-            count = max(int(DENSITY * bits.numel()), 1)
-            places = torch.randint(bits.numel(), (count,), generator=generator).unique()
-            bits[places] += 1
-            changed += len(places)
+        """Change some elements by one unit in the last place, as an optimizer does; returns how many."""
+        generator = torch.Generator().manual_seed(seed)
+        mains = [pair for part in self.parts for pair in zip(*part._get_model_and_main_params_data_float16())]
+        for held, main in mains:
+            bits = held.view(torch.int16).view(-1)
+            places = torch.randint(bits.numel(), (max(int(DENSITY * bits.numel()), 1),), generator=generator).unique()
+            main.view(-1)[places] = (bits[places] + 1).view(held.dtype).float()
+        self.changes.begin()
+        for arm, recorded in zip(reversed(WRITES), (True, False, None)):  # the others write the same again
+            self.changes.written.wanted = bool(recorded)
+            begin = time.perf_counter()
+            for part in self.parts:
+                write = part._copy_main_params_to_model_params if recorded is not None else _bare_write(part)
+                write()
+            self.seconds[arm].append(time.perf_counter() - begin)
+            if recorded:
+                changed = int(self.changes.counts()[0])
+        self.changes.written.wanted = True
         self.tensors = self.assembled()
         return changed
 
@@ -169,11 +194,18 @@ class Trainer:
             for tensor in self.tensors:
                 self.bare.broadcast(tensor)
         elif arm != "packed copies":
-            sender = getattr(self, group_of(arm))
+            sender = self.senders[group_of(arm)]
             if arm != "from the store":
-                sender.send(self.source.plan, self.source.read, version)
+                sender.send(self.source.plan, self.source.read, version, self.written if arm == "changes" else None)
+                if arm == "changes":
+                    self.written.forget()
             return f"{sender.values.get(0, 0):016x}"
         return ""
+
+
+def _bare_write(part: Any) -> Any:
+    """Megatron-Core's own method, which `WeightChanges` wraps."""
+    return partial(type(part)._copy_main_params_to_model_params, part)
 
 
 ENVIRONMENT = {
@@ -240,7 +272,7 @@ def measure(
             if arm == "changes":
                 changed = trainer.step(version)
             elif arm == "from the store":
-                trainer.stored._store._settle()
+                trainer.senders["stored"]._store._settle()
             begin = time.perf_counter()
             child.ask("update", arm, version, trainer.size)
             sent, held = trainer.update(arm, version), child.answer()
@@ -251,7 +283,8 @@ def measure(
                     seconds.setdefault(PAUSED, []).append(child.answer())
             assert held in ("", sent), f"{arm}: sent {sent}, holds {held}"
     child.end()
-    return trainer.size, trainer.changes.bytes / changed, seconds
+    seconds |= {arm: of[1:] for arm, of in trainer.seconds.items()}
+    return trainer.size, trainer.senders["changes"].bytes / changed, seconds
 
 
 def main(options: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ import torch
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.weights import plan as plans
 from megatron_scalerl.weights.connection import VLLM_BACKEND, Connection
-from megatron_scalerl.weights.transport import frames, gloo, store
+from megatron_scalerl.weights.transport import frames, gloo, sender, store
 
 VERIFIED = ("update", "changes", "staged", "update, shm", "update, stored", "from the store")
 WITHOUT_DIGESTS = ("pack and wire", "update, no digests", "pack and wire, shm")
@@ -34,9 +34,9 @@ def no_digests(arm: str) -> None:
     from megatron_scalerl.weights.digest import digest
     from megatron_scalerl.weights.value_digest import value_digest
 
-    without, module = arm in WITHOUT_DIGESTS, frames
-    module.digest = (lambda data: 0) if without else digest
-    module.value_digest = (lambda *_: 0) if without else value_digest
+    without = arm in WITHOUT_DIGESTS
+    frames.digest = (lambda data: 0) if without else digest
+    sender.value_digest = (lambda *_: 0) if without else value_digest
 
 
 class Worker:
@@ -97,7 +97,7 @@ class Worker:
         if arm == "from the store":
             groups = {0: store.StoredGroup(replace(self.late, group=f"{version}-stored"), 1)}
         if arm.startswith("pack and wire"):
-            for _ in frames.receive(groups, self.plan, version):
+            for _ in frames.receive(groups, self.plan, version, reuse=True):
                 pass
             return ""
         if arm == "packed copies":

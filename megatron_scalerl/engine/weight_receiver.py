@@ -146,7 +146,9 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             told, parts = staged.told, staged.take()
         else:
             told = Told()
-            parts = receive(self._groups, plan, version, told, holds=self._holds if live else None)
+            written = live is not None  # at once, so that two buckets of memory are enough
+            holds = self._holds if written else None
+            parts = receive(self._groups, plan, version, told, holds=holds, reuse=written)
         known, self._holds = self._takes_changes and self._holds is not None, None
         try:
             if live is None:

@@ -115,6 +115,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     path = Path(path)
     facts = read_commit(path)
     same_layout = facts["layout"] == _layout(trainer.parallel)
+    trainer.changes.written.lose()
     state = megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
     for key, model in _keyed(_inside_ddp(trainer.chunks)).items():
         model.load_state_dict(state[key])

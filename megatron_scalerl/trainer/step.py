@@ -82,7 +82,7 @@ class Trainer:
     ) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
-        self._changes = WeightChanges(optimizer, parallel.device)
+        self.changes = WeightChanges(optimizer, parallel.device)
         self.parallel = parallel
         self.pad_multiple = pad_multiple
         self.steps_made = 0
@@ -125,7 +125,7 @@ class Trainer:
         loss_of = partial(self._train_loss, running, len(batch.micro_batches))
         with span("forward and backward", RANK, micro_batches=len(batch.micro_batches)):
             self._schedule(batch.micro_batches, loss_of, train=True)
-        self._changes.begin()
+        self.changes.begin()
         with span("optimizer", RANK):
             succeeded, grad_norm, _ = self.optimizer.step()
             device.synchronize()
@@ -133,7 +133,7 @@ class Trainer:
             counts=self._counts,
             tokens=real_tokens(batch) if self._counts else 0,
             seconds=time.monotonic() - begin,
-            changes=self._changes.counts(),
+            changes=self.changes.counts(),
         )
         loss, grad_norm = metrics.pop("loss"), float(grad_norm)
         if not (succeeded and math.isfinite(loss) and math.isfinite(grad_norm)):

@@ -1,4 +1,4 @@
-"""How many elements of the weights an optimizer step changes, counted where Megatron writes the new weights.
+"""Which elements of the weights an optimizer step changes, found where Megatron writes the new weights.
 
 In bf16 a small step rounds away in most elements: what changed is what an update has to tell the engines. Megatron's
 optimizers with fp32 main weights round them into the policy's parameters in one place, and the old values are
@@ -14,17 +14,25 @@ import torch
 from torch import Tensor
 
 from megatron_scalerl.trainer.optimizer import parts_of
-from megatron_scalerl.weights.changes import bits_of
+from megatron_scalerl.weights.changes import bits_of, find
+from megatron_scalerl.weights.written import Written
 
-CHUNK = 1 << 24
-"""Elements compared at once; temporary memory is three bytes for each."""
+CHUNK = 1 << 20
+"""Elements compared at once on CPUs, whose caches then hold them."""
+GPU_CHUNK = 1 << 24
+"""On GPUs; temporary memory is three bytes for each."""
 
 
 class WeightChanges:
-    """Counts the elements of this rank's parameters, or of its shard of them, that an optimizer's steps change."""
+    """Counts the elements of this rank's parameters, or of its shard of them, that an optimizer's steps change.
+
+    Where updates are of changes, `written` has them.
+    """
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
+        self.written = Written()
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
+        self._chunk = CHUNK if device.type == "cpu" else GPU_CHUNK
         for part in parts_of(optimizer):
             pairs = getattr(part, "_get_model_and_main_params_data_float16", None)
             if pairs is not None and not part.is_stub_optimizer:
@@ -33,6 +41,7 @@ class WeightChanges:
     def begin(self) -> None:
         """Forget what was counted; before a step."""
         self._counts.zero_()
+        self.written.begin_step()
 
     def counts(self) -> Tensor:
         """[2] fp64 on the device: elements that changed since `begin`, and elements that were written."""
@@ -47,10 +56,20 @@ class WeightChanges:
                     self._compare(held.reshape(-1), main.reshape(-1))
             write()
 
+        for held, main in zip(*pairs()):
+            if main is not None and held.is_contiguous():
+                self.written.watch(held)
         part._copy_main_params_to_model_params = counted
 
     @torch.no_grad()
     def _compare(self, held: Tensor, main: Tensor) -> None:
-        for old, new in zip(held.split(CHUNK), main.split(CHUNK)):
-            self._counts[0] += (bits_of(old) != bits_of(new.to(old.dtype))).sum()
+        records = self.written.wanted and self.written.covers(held)
+        for number, (old, new) in enumerate(zip(held.split(self._chunk), main.split(self._chunk))):
             self._counts[1] += old.numel()
+            if records:  # and write it: the optimizer will write the same
+                found = find(bits_of(old), new.to(old.dtype), any_number=True)
+                assert found is not None
+                self._counts[0] += found.positions.numel()
+                self.written.add(held, number * self._chunk, found)
+            else:
+                self._counts[0] += (bits_of(old) != bits_of(new.to(old.dtype))).sum()

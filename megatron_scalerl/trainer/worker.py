@@ -206,7 +206,9 @@ class Worker:
         self.trainer = make_trainer(recipe, self.parallel)
         most = recipe.weights.max_senders
         self.source = MegatronWeightSource(self.trainer.chunks, self.parallel, most_senders=most)
-        self.sending = WeightSending(self.source, bucket_mib=recipe.weights.bucket_mib)
+        self.sending = WeightSending(
+            self.source, bucket_mib=recipe.weights.bucket_mib, written=self.trainer.changes.written
+        )
         self._batches = BatchFrames(self.trainer, self.parallel)
 
     def info(self) -> messages.TrainerInfo:

@@ -121,18 +121,20 @@ def unsigned(bits: Tensor) -> np.ndarray:
     return bits.numpy().view(f"u{bits.element_size()}")
 
 
-def find(held: Tensor, values: Tensor) -> Found | None:
+def find(held: Tensor, values: Tensor, *, any_number: bool = False) -> Found | None:
     """What changed, None where it is more than one in MOST_CHANGED of a piece that is not SMALL; `held` then has some
     of the new bits.
 
     held: [n] contiguous bits (`bits_of`), overwritten by the new ones. values: of any shape with n elements.
+    any_number: never None.
     """
     new = bits_of(values.detach().contiguous().view(-1) if values.dim() else values.detach().reshape(1))
-    most = max(held.numel() // MOST_CHANGED, min(held.numel(), SMALL))
+    most = held.numel() if any_number else max(held.numel() // MOST_CHANGED, min(held.numel(), SMALL))
     if held.device.type == "cpu" and (compiled := loops()) is not None:
-        flat, other = unsigned(held), unsigned(new if new.data_ptr() % 8 == 0 else new.clone())
+        flat, other = unsigned(held), unsigned(new)
         positions, old = np.empty(most, np.int64), np.empty(most, flat.dtype)
-        whole = len(flat) // (8 // flat.itemsize) * (8 // flat.itemsize)
+        aligned = held.data_ptr() % 8 == new.data_ptr() % 8 == 0
+        whole = aligned * len(flat) // (8 // flat.itemsize) * (8 // flat.itemsize)
         words = flat[:whole].view(np.uint64), other[:whole].view(np.uint64)
         count = compiled.find(flat, other, *words, positions, old)
         if count < 0:

@@ -18,7 +18,8 @@ from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import buckets
 from megatron_scalerl.weights.source import MegatronWeightSource
 from megatron_scalerl.weights.transport import make_sender
-from megatron_scalerl.weights.transport.frames import Sender
+from megatron_scalerl.weights.transport.sender import Sender
+from megatron_scalerl.weights.written import Written
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +27,17 @@ logger = logging.getLogger(__name__)
 class WeightSending:
     """This rank's part in the weight updates of a run."""
 
-    def __init__(self, source: MegatronWeightSource, *, bucket_mib: int) -> None:
+    def __init__(self, source: MegatronWeightSource, *, bucket_mib: int, written: Written | None = None) -> None:
+        """written: by the optimizer of the source's parameters; without it they are compared with copies."""
         self._source, self._parallel, self._bucket_mib = source, source.parallel, bucket_mib
+        self._written = Written() if written is None else written
         self._sender: Sender | None = None
 
     def connect(self, connection: Connection) -> str:
         """Why a group could not be formed, empty if all were. Collective."""
         failure, number = "", self._source.sender
         self.close()
+        self._written.wanted = number is not None and connection.deltas != "off"
         if number is not None:
             shards = [shard for sender, shard in self._source.plan.pairs if sender == number]
             try:
@@ -58,13 +62,14 @@ class WeightSending:
             own = [number for number, bucket in enumerate(order) if bucket.sender == self._source.sender]
             try:
                 self._source.begin()
-                sent = self._sender.send(plan, self._source.read, version)
+                sent = self._sender.send(plan, self._source.read, version, self._written)
                 digests[own] = torch.tensor(sent, dtype=torch.uint64).view(torch.int64)
                 digests[[len(order) + number for number in own]] = torch.tensor(self._sender.sizes)
                 for shard, value in self._sender.values.items():
                     digests[2 * len(order) + shard] = torch.tensor(value, dtype=torch.uint64).view(torch.int64)
             except RuntimeError as error:
                 failure = _logged(f"weights of version {version} were not sent", error)
+        self._written.forget()
         failure, digests = self._shared(failure, digests)
         if failure:
             return SendReport(

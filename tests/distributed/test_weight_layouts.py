@@ -72,14 +72,53 @@ def test_every_layout_updates_every_worker_bit_for_bit(
     jobs = [(str(tmp_path / kind), layout(kind, *sizes), workers) for kind, sizes, workers in every]
     with private_folder() as rendezvous:
         found = run_ranks(world, "weight_ranks:updates", jobs, rendezvous)[0]
-    for (kind, (tp, pp, ep, cp), workers), (versions, senders, changed) in zip(every, found, strict=True):
+    for (kind, (tp, pp, ep, cp), workers), (versions, senders, changed, kept) in zip(every, found, strict=True):
         expected = load_file(tmp_path / kind / "model.safetensors")
-        assert len(versions) == VERSIONS and senders >= tp * pp and changed > 0, (kind, tp, pp, ep, cp)
-        for of_workers in versions:
-            for name, values in expected.items():
-                parts = [of_worker[name] for of_worker in of_workers]
-                assert all(torch.equal(part[~part.isnan()], values[~part.isnan()]) for part in parts), (kind, name)
-                received = sum((~part.isnan()).int() for part in parts)
-                once = received == 1 if workers == 1 or values.numel() > 1 else received >= 1
-                assert bool(once.all()), (kind, name, "every element by one worker")
-                step(values)
+        assert senders >= tp * pp and changed > 0 and kept > 0, (kind, tp, pp, ep, cp)
+        check_versions(versions, expected, workers)
+
+
+def check_versions(versions: list[list[dict[str, Any]]], expected: dict[str, torch.Tensor], workers: int) -> None:
+    """The workers of every version have the values, each by one worker, that steps from `expected` make."""
+    assert len(versions) == VERSIONS
+    for of_workers in versions:
+        for name, values in expected.items():
+            parts = [of_worker[name] for of_worker in of_workers]
+            assert all(torch.equal(part[~part.isnan()], values[~part.isnan()]) for part in parts), name
+            received = sum((~part.isnan()).int() for part in parts)
+            once = received == 1 if workers == 1 or values.numel() > 1 else received >= 1
+            assert bool(once.all()), (name, "every element by one worker")
+            step(values)
+
+
+RECORDED: list[tuple[str, Sizes, bool, int]] = [
+    ("llama_tied", (2, 1, 1, 1), True, 2),
+    ("llama", (1, 2, 1, 1), True, 1),
+    ("llama4", (2, 1, 1, 1), False, 2),
+    ("qwen3_moe", (1, 1, 2, 1), True, 2),  # experts by one rank, the rest data parallel
+    ("llama", (1, 1, 1, 1), False, 1),  # two data-parallel ranks, each of which writes all
+    ("llama", (1, 1, 1, 1), True, 1),  # ... and each of which writes a shard
+]
+"""(Family; tensor, pipeline, expert, context parallel; distributed optimizer; workers)."""
+
+
+def test_changes_that_the_optimizer_records_update_every_worker_bit_for_bit(tmp_path: Path) -> None:
+    for kind in {kind for kind, *_ in RECORDED}:
+        random_policies.make(kind, tmp_path / kind)
+    jobs = [
+        (
+            str(tmp_path / kind),
+            {**layout(kind, *sizes), "dtype": "bfloat16", "ddp": {"use_distributed_optimizer": sharded}},
+            workers,
+        )
+        for kind, sizes, sharded, workers in RECORDED
+    ]
+    with private_folder() as rendezvous:
+        ranks = run_ranks(2, "weight_ranks:updates", jobs, rendezvous)
+    for (kind, (tp, pp, _, _), sharded, workers), of_case in zip(RECORDED, zip(*ranks), strict=True):
+        versions, _, changed, _ = of_case[0]
+        assert changed > 0
+        expected = {n: v.bfloat16() for n, v in load_file(tmp_path / kind / "model.safetensors").items()}
+        check_versions(versions, expected, workers)
+        shards_of_a_part = sharded and tp * pp == 1
+        assert [rank[-1] > 0 for rank in of_case] == [shards_of_a_part] * 2, "copies, where they are needed"

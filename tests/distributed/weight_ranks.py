@@ -32,7 +32,9 @@ class Worker:
     def __init__(self, plan: WeightPlan, shard: int, connection: Connection) -> None:
         self.plan, self.version, self.changed = plan.of_shard(shard), None, 0
         self.groups = {sender: Group(connection, 1, sender, shard) for sender, _ in sorted(self.plan.pairs)}
-        self.held = {m.name: torch.full(m.shape, float("nan")) for m in plan.parameters}
+        self.held = {
+            m.name: torch.full(m.shape, float("nan"), dtype=getattr(torch, m.dtype)) for m in plan.parameters
+        }
 
     def take(self, version: int) -> Received:
         """A copy of all tensors after an update."""
@@ -57,9 +59,9 @@ def step(values: torch.Tensor) -> None:
 
 def updates(
     jobs: list[tuple[str, dict[str, Any], int]], rendezvous: Any
-) -> list[tuple[list[list[Received]], int, int]]:
+) -> list[tuple[list[list[Received]], int, int, int]]:
     """For each (Hugging Face folder, layout, workers of the engine): ([versions][workers] tensors, senders, elements
-    that arrived as changes), from rank 0."""
+    that arrived as changes), from rank 0, and bytes of the copies that this rank compares with."""
     found = []
     for path, layout, workers in jobs:
         with _connected(path, layout, workers, rendezvous) as sides:
@@ -68,7 +70,9 @@ def updates(
                 report, taken = sides.update(version)
                 assert not report.failure and report.bytes <= report.whole_bytes
                 versions.append(taken)
-            found.append((versions, sides.source.plan.senders, sum(end.changed for end in sides.ends)))
+            sender, changed = sides.sending._sender, sum(end.changed for end in sides.ends)
+            kept = 0 if sender is None else sum(held.nbytes for held in sender._held)
+            found.append((versions, sides.source.plan.senders, changed, kept))
     return found
 
 
@@ -111,6 +115,8 @@ class Sides:
     """This rank's sending side, and on rank 0 the workers of an engine."""
 
     chunks: Any
+    optimizer: Any
+    changes: Any
     source: Any
     sending: Any
     ends: list[Worker]
@@ -121,10 +127,27 @@ class Sides:
         taking = [self.pool.submit(end.take, version) for end in self.ends]
         report = self.sending.send(version)
         taken = [each.result() for each in taking]
-        for chunk in self.chunks:
-            for parameter in chunk.parameters():
-                step(parameter.data)
+        self._step()
         return report, taken
+
+    def _step(self) -> None:
+        """In bf16 as an optimizer does: fp32 main weights, which Megatron rounds into the parameters."""
+        if self.optimizer is None:
+            for parameter in (each for chunk in self.chunks for each in chunk.parameters()):
+                step(parameter.data)
+            return
+        from megatron_scalerl.trainer.optimizer import parts_of
+
+        self.changes.begin()
+        for part in parts_of(self.optimizer):
+            for held, main in zip(*part._get_model_and_main_params_data_float16()):
+                stepped = held.clone()
+                step(stepped)
+                main.copy_(stepped)
+            part._copy_main_params_to_model_params()
+        for chunk in self.chunks:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
 
 
 @contextlib.contextmanager
@@ -133,12 +156,16 @@ def _connected(path: str, layout: dict[str, Any], workers: int, rendezvous: Any)
 
     from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.optimizer import build_optimizer
+    from megatron_scalerl.trainer.weight_changes import WeightChanges
     from megatron_scalerl.weights.sending import WeightSending
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
     parallel = init_parallel(settings)
     chunks = build_policy(path, settings, parallel)
+    optimizer = build_optimizer(chunks, settings) if settings.policy.dtype == "bfloat16" else None
+    changes = WeightChanges(optimizer, parallel.device) if optimizer else None
     source = MegatronWeightSource(chunks, parallel, most_senders=4)
     plan = source.plan_for([needs_of_worker(source.manifest, worker, workers) for worker in range(workers)])
     connection = Connection(
@@ -151,12 +178,20 @@ def _connected(path: str, layout: dict[str, Any], workers: int, rendezvous: Any)
         connect_timeout_s=120,
         deltas="absolute",
     )
-    sending = WeightSending(source, bucket_mib=1)
+    sending = WeightSending(source, bucket_mib=1, written=changes.written if changes else None)
     with ThreadPoolExecutor(workers) as pool:
         joining = _on_rank_0(pool, [partial(Worker, plan, n, connection) for n in range(workers)])
         assert sending.connect(connection) == ""
         ends = [each.result() for each in joining]
-        yield Sides(chunks=chunks, source=source, sending=sending, ends=ends, pool=pool)
+        yield Sides(
+            chunks=chunks,
+            optimizer=optimizer,
+            changes=changes,
+            source=source,
+            sending=sending,
+            ends=ends,
+            pool=pool,
+        )
         for group in (group for end in ends for group in end.groups.values()):
             group.close()
     sending.close()

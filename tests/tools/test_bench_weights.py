@@ -36,6 +36,9 @@ def test_every_arm_is_measured():
         "update, stored",
         "from the store",
         "staged, paused",
+        "optimizer's write",
+        "optimizer's write, counted",
+        "optimizer's write, recorded",
     ]
     assert 0 < line["staged_pause_share"] < 1
     assert 3 < line["bytes_of_a_change"] < 3.5

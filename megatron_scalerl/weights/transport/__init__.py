@@ -22,8 +22,8 @@ from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
 from megatron_scalerl.weights.connection import Connection
 
 if TYPE_CHECKING:
-    from megatron_scalerl.weights.transport.frames import Sender
     from megatron_scalerl.weights.transport.gloo import Group
+    from megatron_scalerl.weights.transport.sender import Sender
 
 BACKENDS = ("gloo", "nccl", "shm")
 """`Connection.backend` of senders."""
@@ -36,10 +36,10 @@ def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] =
 
     Raises ValueError for an unknown backend, RuntimeError if the engines do not join in time.
     """
-    from megatron_scalerl.weights.transport import frames
+    from megatron_scalerl.weights.transport.sender import Sender
 
     kind = _group_class(connection, BACKENDS)
-    sender = frames.Sender({}, number, connection)
+    sender = Sender({}, number, connection)
     try:
         for shard in sorted(shards):
             sender.groups[shard] = kind(connection, 0, number, shard)

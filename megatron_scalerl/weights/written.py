@@ -1,0 +1,164 @@
+"""What optimizer steps wrote into the weights: the changed elements of each shard, by their place in memory.
+
+`trainer.weight_changes` finds them where Megatron rounds fp32 main weights into the policy's parameters. A weight
+update asks for those of a part, which is a view of a parameter: nothing is compared again, and no copy of what the
+engines have is kept.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_scalerl.weights.changes import MOST_CHANGED, SMALL, Found, bits_of
+
+
+@dataclass(slots=True)
+class _Shard:
+    """Contiguous memory that an optimizer writes."""
+
+    elements: int
+    dtype: torch.dtype
+    changed: int = 0
+    found: list[Found] = field(default_factory=list)
+    """In order; empty where more than one in MOST_CHANGED changed."""
+
+    def joined(self) -> Found | None:
+        """All of them, None where more than one in MOST_CHANGED changed."""
+        if self.changed > _most(self.elements):
+            return None
+        if not self.found:
+            none = bits_of(torch.empty(0, dtype=self.dtype))
+            return Found(positions=torch.empty(0, dtype=torch.int64), old=none, new=none)
+        if len(self.found) > 1:
+            positions = torch.cat([each.positions for each in self.found])
+            old, new = torch.cat([each.old for each in self.found]), torch.cat([each.new for each in self.found])
+            self.found = [Found(positions=positions, old=old, new=new)]
+        return self.found[0]
+
+
+class Written:
+    """The elements of this rank's parameters that changed since the last update."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        """Whether changes are recorded, because an update will ask for them."""
+        self._addresses: list[int] = []  # of shards, rising
+        self._shards: list[_Shard] = []
+        self._steps = 0
+        self._lost = False
+
+    def watch(self, shard: Tensor) -> None:
+        """Every later change of this shard will be added. shard: contiguous."""
+        at = bisect_right(self._addresses, shard.data_ptr())
+        self._addresses.insert(at, shard.data_ptr())
+        self._shards.insert(at, _Shard(shard.numel(), shard.dtype))
+
+    def begin_step(self) -> None:
+        """An optimizer is about to write."""
+        self._steps += 1
+
+    def add(self, shard: Tensor, first: int, found: Found) -> None:
+        """What changed in a piece of a shard that begins at element `first`; pieces come in order."""
+        held = self._shards[bisect_right(self._addresses, shard.data_ptr()) - 1]
+        held.changed += found.positions.numel()
+        if held.changed > _most(held.elements):
+            held.found = []
+        elif found.positions.numel():
+            held.found.append(Found(positions=found.positions + first, old=found.old, new=found.new))
+
+    def lose(self) -> None:
+        """Something else wrote the weights, such as a checkpoint: nothing is known until `forget`."""
+        self._lost = True
+        self._drop()
+
+    def forget(self) -> None:
+        """An update has sent all that there is."""
+        self._steps, self._lost = 0, False
+        self._drop()
+
+    def _drop(self) -> None:
+        for shard in self._shards:
+            shard.changed, shard.found = 0, []
+
+    def covers(self, view: Tensor) -> bool:
+        """Whether changes of all elements of a view are recorded."""
+        return self._shard_of(view) is not None and _nested(view)
+
+    def of(self, view: Tensor) -> Found | None:
+        """The changes of a view that is covered, by position in its row-major order, since the last update.
+
+        None where more than one in MOST_CHANGED of the shard changed, after more than one step, after `lose`, and
+        where they were not wanted.
+        """
+        number = self._shard_of(view)
+        if number is None or self._steps > 1 or self._lost or not self.wanted:
+            return None
+        found = self._shards[number].joined()
+        if found is None:
+            return None
+        offset = (view.data_ptr() - self._addresses[number]) // view.element_size()
+        ends = torch.tensor([offset, offset + _extent(view)], device=found.positions.device)
+        first, end = torch.searchsorted(found.positions, ends).tolist()
+        positions = found.positions[first:end] - offset
+        part = Found(positions=positions, old=found.old[first:end], new=found.new[first:end])
+        return part if view.is_contiguous() else _in_view(part, view)
+
+    def _shard_of(self, view: Tensor) -> int | None:
+        number = bisect_right(self._addresses, view.data_ptr()) - 1
+        if number < 0 or not view.numel():
+            return None
+        shard, size = self._shards[number], view.element_size()
+        end = self._addresses[number] + shard.elements * size
+        fits = shard.dtype == view.dtype and view.data_ptr() + _extent(view) * size <= end
+        return number if fits else None
+
+
+def _most(elements: int) -> int:
+    return max(elements // MOST_CHANGED, min(elements, SMALL))
+
+
+def _axes(view: Tensor) -> list[tuple[int, int, int]]:
+    """(stride in memory, size, stride in row-major order) of the axes with several elements, the widest first."""
+    axes, inner = [], 1
+    for size, stride in zip(reversed(view.shape), reversed(view.stride())):
+        if size > 1:
+            axes.append((stride, size, inner))
+        inner *= size
+    return sorted(axes, reverse=True)
+
+
+def _extent(view: Tensor) -> int:
+    """Elements of memory from the first of a view to its last."""
+    return 1 + sum((size - 1) * stride for stride, size, _ in _axes(view))
+
+
+def _nested(view: Tensor) -> bool:
+    """Whether each axis steps over all of those within it, so that a place in memory has one index."""
+    reach = 1
+    for stride, size, _ in reversed(_axes(view)):
+        if stride < reach:
+            return False
+        reach = stride * size
+    return True
+
+
+def _in_view(found: Found, view: Tensor) -> Found:
+    """Those of a range of memory that are in a view, by position in it."""
+    rest, inside = found.positions, torch.ones_like(found.positions, dtype=torch.bool)
+    places, rising, before = torch.zeros_like(rest), True, 1 << 62
+    for stride, size, inner in _axes(view):
+        index = rest.div(stride, rounding_mode="floor")
+        inside &= index < size
+        rest = rest - index * stride
+        places += index * inner
+        rising, before = rising and inner < before, inner
+    inside &= rest == 0
+    places, old, new = places[inside], found.old[inside], found.new[inside]
+    if not rising:  # transposed
+        places, order = places.sort()
+        old, new = old[order], new[order]
+    return Found(positions=places, old=old, new=new)

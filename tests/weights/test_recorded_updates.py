@@ -1,0 +1,100 @@
+"""Updates of changes that an optimizer recorded: what receivers hold, what is sent whole, and what is noticed."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from test_deltas import Held, digest_of, equal
+from test_transport import joined, plan_of, reader, spec, tensors  # noqa: F401 - a fixture
+from test_written import stepped, write
+
+from megatron_scalerl.weights.plan import buckets
+from megatron_scalerl.weights.written import Written
+
+WATCHED = {"all": ("a", "b", "scalar", "c"), "the largest": ("c",), "none": ()}
+WHOLE = sum(bucket.nbytes for bucket in buckets(plan_of(tensors()), 1))
+
+
+class Sending:
+    """A sender whose weights an optimizer changes, and a receiver."""
+
+    def __init__(self, connection, watched="all"):
+        [self.sender], [self.groups] = joined(connection)
+        self.weights, self.written = tensors(), Written()
+        self.held, self.plan = Held(self.weights), plan_of(self.weights)
+        self.written.wanted = True
+        self.memory = {name: w.t() if name == "c" else w for name, w in self.weights.items()}
+        for name in WATCHED[watched]:
+            self.written.watch(self.memory[name])
+
+    def step(self, seed, share=0.01):
+        self.written.begin_step()
+        for number, shard in enumerate(self.memory.values()):
+            new = stepped(shard, share, 100 * seed + number)
+            if self.written.covers(shard):
+                write(self.written, shard, new, chunk=1 << 16)
+            else:
+                shard.copy_(new)
+
+    def update(self, version):
+        """What was sent and what was taken: digests, or errors."""
+        with ThreadPoolExecutor(2) as pool:
+            read = reader(self.weights, self.plan)
+            sent = pool.submit(self.sender.send, self.plan, read, version, self.written)
+            taken = pool.submit(self.held.take, self.groups, self.plan, version)
+            found = [sent.exception() or sent.result(), taken.exception() or taken.result()]
+        self.written.forget()
+        return found
+
+    def check(self, version):
+        sent, taken = self.update(version)
+        assert sent == taken and equal(self.held, self.weights), (sent, taken)
+        assert self.sender.values == {0: digest_of(self.weights)}
+        return self.sender.bytes
+
+
+@pytest.mark.parametrize(
+    ("watched", "codec"), [("all", "absolute"), ("all", "ulp"), ("the largest", "absolute"), ("none", "ulp")]
+)
+def test_recorded_changes_are_a_whole_update_bit_for_bit(spec, watched, codec):  # noqa: F811
+    sides = Sending(spec(deltas=codec, anchor_every=3), watched)
+    sizes = []
+    for version in range(1, 10):
+        sizes.append(sides.check(version))
+        sides.step(version)
+    assert [size == WHOLE for size in sizes] == [True, False, False, False] * 2 + [True]
+    assert max(size for size in sizes if size != WHOLE) < 0.05 * WHOLE
+    kept = sum(held.numel() for held in sides.sender._held)
+    assert kept == {"all": 0, "none": WHOLE + 8 * len(sides.sender._held)}.get(watched, kept)
+    assert watched != "the largest" or 0 < kept < 0.7 * WHOLE, "copies of the others"
+
+
+def test_what_is_not_recorded_of_one_step_is_sent_whole(spec):  # noqa: F811
+    sides = Sending(spec(deltas="absolute"))
+    sides.check(1)
+    sides.step(1)
+    assert sides.check(2) < 0.05 * WHOLE
+    sides.step(2)
+    sides.step(3)
+    assert sides.check(3) == WHOLE, "two steps"
+    sides.step(4)
+    assert sides.check(4) < 0.05 * WHOLE
+    sides.written.lose()
+    sides.weights["b"].mul_(3)
+    assert sides.check(5) == WHOLE, "a checkpoint was loaded"
+    sides.step(5, share=0.5)
+    assert sides.check(6) > 0.99 * WHOLE, "most elements changed"
+    assert sides.check(7) == 0, "nothing changed"
+
+
+def test_a_value_that_changed_without_a_record_is_noticed_by_the_next_whole_update(spec):  # noqa: F811
+    sides = Sending(spec(deltas="absolute", anchor_every=2, timeout_s=3))
+    for version in (1, 2):
+        sides.check(version)
+        sides.step(version)
+    sides.memory["c"][3, 7] += 1
+    sides.update(3)
+    assert not equal(sides.held, sides.weights)
+    sides.step(3)
+    sent, taken = sides.update(4)
+    assert str(sent) == "weights: expected the changes that the optimizer recorded, found other values"
+    assert isinstance(taken, RuntimeError)

@@ -1,0 +1,110 @@
+"""Changes that an optimizer recorded, as parts of the weights have them: equal to those that a comparison finds."""
+
+import pytest
+import torch
+
+from megatron_scalerl.weights.changes import bits_of, find
+from megatron_scalerl.weights.written import Written
+
+SHAPE = (48, 30)
+VIEWS = {
+    "all": lambda w: w,
+    "one row": lambda w: w[7:8],
+    "rows": lambda w: w[5:31],
+    "columns": lambda w: w[:, 4:19],
+    "one column": lambda w: w[:, 29:],
+    "rows and columns": lambda w: w[3:40, 2:27],
+    "transposed": lambda w: w.t(),
+    "part of a transposed": lambda w: w.t()[3:9, 1:47],
+    "one expert of a fused tensor": lambda w: w.t().unsqueeze(0)[:, 2:20],
+    "blocks of rows": lambda w: w.view(6, 8, 30)[:, 2:5],
+    "every third row": lambda w: w[::3, 1:],
+    "flat": lambda w: w.view(-1)[100:777],
+    "a value": lambda w: w[5, 6],
+}
+
+
+def write(written, shard, new, chunk=500):
+    """What a step does: every chunk compared and written."""
+    for first in range(0, shard.numel(), chunk):
+        old = shard.view(-1)[first : first + chunk]
+        found = find(bits_of(old), new.view(-1)[first : first + chunk], any_number=True)
+        written.add(shard.view(-1), first, found)
+
+
+def stepped(values, share, seed):
+    g = torch.Generator().manual_seed(seed)
+    return torch.where(torch.rand(values.shape, generator=g) < share, values + 1, values)
+
+
+@pytest.fixture
+def recorder():
+    written = Written()
+    written.wanted = True
+    return written
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.9])
+def test_changes_of_a_part_are_those_that_a_comparison_finds(recorder, dtype, share):
+    memory = torch.randn(3 * 48 * 30 + 1).to(dtype)
+    shards = [memory[first : first + 48 * 30].view(SHAPE) for first in (2881, 1, 1441)]
+    for shard in shards:
+        recorder.watch(shard)
+    before = [shard.clone() for shard in shards]
+    recorder.begin_step()
+    for number, shard in enumerate(shards):
+        write(recorder, shard, stepped(shard, share, number))
+    for old, shard in zip(before, shards):
+        assert share == 0 or not torch.equal(shard, old)
+        for name, view_of in VIEWS.items():
+            view = view_of(shard)
+            assert recorder.covers(view), name
+            expected = find(bits_of(view_of(old).contiguous().view(-1).clone()), view, any_number=True)
+            found = recorder.of(view)
+            for column in ("positions", "old", "new"):
+                assert torch.equal(getattr(found, column), getattr(expected, column)), (name, column)
+
+
+def test_what_is_not_all_in_one_shard_is_not_covered(recorder):
+    memory = torch.randn(100)
+    recorder.watch(memory[10:50])
+    recorder.watch(memory[50:90])
+    covered = [recorder.covers(memory[a:b]) for a, b in ((10, 50), (60, 90), (9, 20), (40, 60), (80, 91), (0, 5))]
+    assert covered == [True, True, False, False, False, False]
+    assert not recorder.covers(memory[10:50].view(torch.int32)), "another type"
+    assert not recorder.covers(memory[10:40].as_strided((10, 10), (2, 1))), "elements that are there twice"
+    assert recorder.of(memory[40:60]) is None and not Written().covers(memory)
+
+
+def test_more_than_one_in_eight_is_unknown(recorder):
+    weights = torch.zeros(1 << 18)
+    recorder.watch(weights)
+    recorder.begin_step()
+    write(recorder, weights, stepped(weights, 0.2, 0), chunk=1 << 16)
+    assert recorder.of(weights[:5]) is None
+    recorder.forget()
+    assert recorder.of(weights).positions.numel() == 0
+
+
+def test_changes_are_known_of_one_step_since_the_last_update_and_of_the_optimizer_alone(recorder):
+    weights = torch.zeros(1000)
+    recorder.watch(weights)
+
+    def step():
+        recorder.begin_step()
+        write(recorder, weights, stepped(weights, 0.05, 1))
+
+    step()
+    assert recorder.of(weights).positions.numel()
+    step()
+    assert recorder.of(weights) is None, "two steps"
+    recorder.forget()
+    step()
+    assert recorder.of(weights).positions.numel()
+    recorder.lose()
+    assert recorder.of(weights) is None, "a checkpoint was loaded"
+    recorder.forget()
+    assert recorder.of(weights).positions.numel() == 0
+    recorder.wanted = False
+    assert recorder.of(weights) is None, "nothing was recorded"
