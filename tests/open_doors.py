@@ -6,7 +6,9 @@ import ipaddress
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import psutil
 
@@ -16,21 +18,28 @@ from datetime import timedelta
 import torch.distributed as dist
 
 found = {}
+doors, seconds = json.loads(sys.argv[1]), float(sys.argv[2])
 
 def listen_in(host, port):
+    limit = timedelta(seconds=0.8 * seconds)
     try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
+        store = dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
         found[port] = [str(key) for key in store.list_keys()]
     except RuntimeError:
         pass
 
-doors = json.loads(sys.argv[1])
-for door in doors:
-    threading.Thread(target=listen_in, args=door, daemon=True).start()
-time.sleep(2.5)  # at a port that is no store the client waits without end
+threads = [threading.Thread(target=listen_in, args=door, daemon=True) for door in doors]
+for thread in threads:
+    thread.start()
+end = time.monotonic() + seconds
+for thread in threads:  # at a port that is no store the client waits without end
+    thread.join(max(0, end - time.monotonic()))
 print(json.dumps(found), flush=True)
 os._exit(0)
 """
+
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,34 +63,46 @@ def family(pids: list[int]) -> list[psutil.Process]:
     return [*first, *(child for process in first for child in process.children(recursive=True))]
 
 
+def of_family(pids: list[int], look: Callable[[psutil.Process], Iterable[Found]]) -> list[Found]:
+    """What a look at each of the processes and their descendants finds; a descendant may end meanwhile."""
+    found: list[Found] = []
+    for process in family(pids):
+        try:
+            found += look(process)
+        except psutil.NoSuchProcess:
+            if process.pid in pids:
+                raise
+    return found
+
+
 def listening(pids: list[int]) -> list[Door]:
     """Every listening TCP socket of the processes and their descendants."""
-    return [
-        Door(command=" ".join(process.cmdline()), host=socket.laddr.ip, port=socket.laddr.port)
-        for process in family(pids)
-        for socket in process.net_connections("tcp")
-        if socket.status == psutil.CONN_LISTEN
-    ]
+
+    def doors(process: psutil.Process) -> list[Door]:
+        command = " ".join(process.cmdline())
+        sockets = [each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        return [Door(command=command, host=each.laddr.ip, port=each.laddr.port) for each in sockets]
+
+    return of_family(pids, doors)
 
 
-def stores(doors: list[Door]) -> dict[int, list[str]]:
-    """Port -> keys of every torch TCPStore behind the doors, read as a stranger without any secret would."""
+def stores(doors: list[Door], *, within_s: float = 2.5) -> dict[int, list[str]]:
+    """Port -> keys of every torch TCPStore behind the doors, read as a stranger without any secret would.
+
+    within_s: takes this long where a door is no store.
+    """
     targets = [["127.0.0.1" if door.loopback else door.host.replace("::", "127.0.0.1"), door.port] for door in doors]
-    done = subprocess.run(
-        [sys.executable, "-c", _STRANGER, json.dumps(targets)], capture_output=True, text=True, timeout=60, check=True
-    )
+    command = [sys.executable, "-c", _STRANGER, json.dumps(targets), str(within_s)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=within_s + 120, check=True)
     return {int(port): keys for port, keys in json.loads(done.stdout).items()}
 
 
 def leaks(pids: list[int], secret: str) -> list[str]:
     """Where the secret shows: any command line, any environment variable but the one that carries it."""
-    found = []
-    for process in family(pids):
-        if any(secret in word for word in process.cmdline()):
-            found.append(f"{process.pid}: its command line")
-        found += [
-            f"{process.pid}: {name}"
-            for name, value in process.environ().items()
-            if secret in value and name != "MSRL_SECRET"
-        ]
-    return found
+
+    def places(process: psutil.Process) -> list[str]:
+        variables = [name for name, value in process.environ().items() if secret in value and name != "MSRL_SECRET"]
+        command = ["its command line"] if any(secret in word for word in process.cmdline()) else []
+        return [f"{process.pid}: {place}" for place in command + variables]
+
+    return of_family(pids, places)

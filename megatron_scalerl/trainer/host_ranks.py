@@ -40,8 +40,9 @@ _VARIABLES = (
     "MSRL_RECIPE",
     "MSRL_LOGS",
 )
-_OTHERS_S = BLAME_S + 2.0
-"""Seconds between the failure of a rank and the end of the host's others."""
+_OTHERS_S = BLAME_S + 20.0
+"""Seconds for the host's other ranks to exit by themselves after the failure of one: most when they lose its
+connection, the rest with the controller's, which may be held up. After that they are ended."""
 SECRET_S, _READ_AGAIN_S = 60.0, 2.0
 """Seconds in which the secret of this start of the controller must appear, and between two looks."""
 
@@ -69,7 +70,8 @@ async def serve() -> int:
             if failed:
                 code = next(done.result() for done, rank in exits.items() if rank is failed[0])
                 logger.error("%s exited with code %d%s", failed[0].name, code, log_end(failed[0].log))
-                await asyncio.sleep(_OTHERS_S)  # the controller names a rank that exits unheard, which these would do
+                # the controller names a rank that exits unheard, which one that is ended here would do
+                await asyncio.wait(exits, timeout=_OTHERS_S)
                 return 1
         return 0
     finally:

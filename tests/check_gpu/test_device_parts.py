@@ -6,6 +6,7 @@ import sysconfig
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_the_benchmark_has_the_remaining_time_of_the_part(record, tmp_path):
 
     begun = time.monotonic()
     logits._benchmark(setting(tmp_path), record, StandInDeadline())
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
     assert found(tmp_path)["benchmark"].detail.startswith("stopped at its time limit after 0 s; last log line: ")
 
 
@@ -113,6 +114,7 @@ def test_launches_of_layouts_have_time_to_import_and_leave_some_for_the_broadcas
         parallel._steps(given, record, Deadline(limit), policies, layers, dtype)
     assert len(asked) == 2 * (1 + len(PARALLEL)) and {timeout for _, _, timeout in asked} == {60.0}
     assert limit >= 30 * len(asked) + 90
+    monkeypatch.setattr("megatron_scalerl.check_gpu.part.time", SimpleNamespace(monotonic=lambda: 0.0))
     late = Recorder("part", tmp_path / "late.jsonl")
     parallel._steps(replace(given, limit_s=100.0), late, Deadline(100.0), policies, "plain", "float32")
     assert len(asked) == 12  # 2 s are left beside the broadcast: nothing is started

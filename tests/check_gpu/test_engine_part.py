@@ -339,8 +339,9 @@ def test_experts_of_another_shape_are_found(scene):
 
 
 @pytest.mark.parametrize("check", [check_decode_rate, check_routed_experts])
-def test_an_engine_that_could_not_finish_is_not_started(check, scene, tmp_path):
+def test_an_engine_that_could_not_finish_is_not_started(check, scene, tmp_path, monkeypatch):
     """A start of 60 s does not fit into what is left of 70 s."""
+    monkeypatch.setattr("megatron_scalerl.check_gpu.part.time", SimpleNamespace(monotonic=lambda: 0.0))
     on_gpu = replace(scene, setting=replace(scene.setting, on_gpu=True))
     arguments = [on_gpu, Recorder("engine", tmp_path / "findings"), Deadline(70)]
     rendezvous = [None] if check is check_routed_experts else []
@@ -356,10 +357,10 @@ def test_a_trainer_that_never_answers_ends_at_a_limit_of_its_own(scene, tmp_path
     record = Recorder("engine", tmp_path / "findings")
 
     async def scenario():
-        stuck = asyncio.create_task(asyncio.sleep(60))
+        stuck = asyncio.create_task(asyncio.sleep(600))
         await engine._with_trainer(scene, record, None, None, training, stuck, Deadline(100))
 
-    asyncio.run(asyncio.wait_for(scenario(), 5))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
     found = {f.check.removeprefix("engine/"): f for f in read_findings(tmp_path / "findings")}
     assert {name: f.status for name, f in found.items()} == {
         "trainer parity": "failed",

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
+from waits import gone, limits_count_from
 
 import megatron_scalerl
 from megatron_scalerl.check_gpu import loop_run, programs, tiny_task
@@ -195,8 +194,8 @@ def test_a_command_past_its_limit_is_ended_with_what_it_started(tmp_path, monkey
     """The command is a stand-in that starts a child and sleeps; its output is kept."""
     (tmp_path / "megatron_scalerl_stand_in.py").write_text(
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "print('child', child.pid, flush=True)\ntime.sleep(60)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('child', child.pid, 'started', flush=True)\ntime.sleep(600)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     started = programs.ChildProcess.start
@@ -205,12 +204,10 @@ def test_a_command_past_its_limit_is_ended_with_what_it_started(tmp_path, monkey
         return await started(name, [sys.executable, "-m", "megatron_scalerl_stand_in"], env, log)
 
     monkeypatch.setattr(programs.ChildProcess, "start", stand_in)
-    done = asyncio.run(loop_run.command(["train"], tmp_path / "x.log", limit_s=2.0))
+    limits_count_from(monkeypatch, tmp_path / "x.log", "started\n")
+    done = asyncio.run(loop_run.command(["train"], tmp_path / "x.log", limit_s=0.5))
     assert done.code is None and "last log line: child" in done.failure()
-    child, deadline = int(done.output.split()[1]), time.monotonic() + 5
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert gone(int(done.output.split()[1]))
 
 
 def test_the_losses_of_a_warm_start_are_read_from_its_progress():

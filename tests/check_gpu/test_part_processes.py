@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waits import gone, limits_count_from
 
 from megatron_scalerl.check_gpu.programs import run_command
 from megatron_scalerl.check_gpu.ranks import run_ranks
@@ -20,19 +21,10 @@ def wait_for(path):
     raise AssertionError(f"{path}: nothing after 30 s")
 
 
-def gone(pid):
-    """True once the process has ended, a zombie included."""
-    for _ in range(100):
-        stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def test_a_group_is_killed_as_a_whole_and_only_its_owner_reads_its_log(tmp_path):
+def test_a_group_is_killed_as_a_whole_and_only_its_owner_reads_its_log(tmp_path, monkeypatch):
     log, child = tmp_path / "log", tmp_path / "pid"
     log.write_text("of an earlier call\n")
+    limits_count_from(monkeypatch, log, "said\n  \n")
     old = os.umask(0)
     try:
         script = f"sleep 600 & echo $! > {child}; echo said; echo '  '; wait"

@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import os
-import time
 from pathlib import Path
 
 import pytest
+from waits import gone, limits_count_from
 
 from megatron_scalerl.check_gpu.runner import Machine, PartResult, run_parts
 from megatron_scalerl.check_gpu.table import PARTS, Part, part_named
@@ -51,36 +51,27 @@ def test_a_crash_a_torn_line_and_a_raise_end_their_part_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hang_ends_at_its_limit_with_all_its_children(tmp_path):
-    [result] = results([part("hang", rehearsal_s=3)], tmp_path)
+def test_a_hang_ends_at_its_limit_with_all_its_children(tmp_path, monkeypatch):
+    limits_count_from(monkeypatch, tmp_path / "logs" / "hang.log", "about to hang")
+    [result] = results([part("hang", rehearsal_s=1)], tmp_path)
     assert statuses(result) == ["passed", "not run"]
-    assert result.end == "stopped at its time limit after 3 s; last log line: about to hang"
+    assert result.end == "stopped at its time limit after 1 s; last log line: about to hang"
     assert gone(int((tmp_path / "scratch" / "child.pid").read_text()))
 
 
 def test_leaving_early_ends_the_part_that_runs(tmp_path):
+    child = tmp_path / "scratch" / "child.pid"
+
     async def leave():
         work = asyncio.ensure_future(anext(aiter(run_parts([part("hang")], NOBODY, "toy", tmp_path))))
-        while not (tmp_path / "scratch" / "child.pid").exists():
+        while not (child.exists() and child.read_text()):
             await asyncio.sleep(0.1)
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await work
 
     asyncio.run(asyncio.wait_for(leave(), 60))
-    assert gone(int((tmp_path / "scratch" / "child.pid").read_text()))
-
-
-def gone(pid):
-    """True once the process has ended, a zombie included."""
-    for _ in range(100):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.1)
-    return False
+    assert gone(int(child.read_text()))
 
 
 def test_a_missing_requirement_is_reported_and_nothing_is_started(tmp_path):
@@ -96,13 +87,13 @@ def test_a_missing_requirement_is_reported_and_nothing_is_started(tmp_path):
 def test_a_rehearsal_hides_gpus_and_a_check_shows_them(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     two = Machine(gpus=("A", "A"), no_gpu="", modules=(), details={})
-    [hidden] = results([part("told", layers="plain")], tmp_path)
-    [shown] = results([part("told", quick_s=33)], tmp_path, two, "quick")
+    [hidden] = results([part("told", layers="plain", rehearsal_s=600)], tmp_path)
+    [shown] = results([part("told", quick_s=300)], tmp_path, two, "quick")
     told = hidden.findings[0].data
     assert (told["CUDA_VISIBLE_DEVICES"], told["MSRL_LAYERS"], told["HF_HUB_OFFLINE"]) == ("", "plain", "1")
-    assert hidden.findings[1].data == {"on_gpu": False, "gpus": 0, "limit_s": pytest.approx(60, abs=10)}
+    assert hidden.findings[1].data == {"on_gpu": False, "gpus": 0, "limit_s": pytest.approx(600, abs=100)}
     assert shown.findings[0].data["CUDA_VISIBLE_DEVICES"] == "3,5"
-    assert shown.findings[1].data == {"on_gpu": True, "gpus": 2, "limit_s": pytest.approx(33, abs=10)}
+    assert shown.findings[1].data == {"on_gpu": True, "gpus": 2, "limit_s": pytest.approx(300, abs=100)}
 
 
 def test_kernel_caches_are_in_the_users_folder(tmp_path, monkeypatch):

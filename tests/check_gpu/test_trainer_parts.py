@@ -213,7 +213,7 @@ def test_a_shape_that_dies_or_hangs_says_so_and_ends(tmp_path):
     wrong = replace(toy(SHAPES["8b"]), name="wrong", dtype="float33")
     began = time.monotonic()
     problem = shapes.run_process([wrong], tmp_path, given, 0.5)
-    assert problem.startswith("stopped at its time limit after 0 s") and time.monotonic() - began < 10
+    assert problem.startswith("stopped at its time limit after 0 s") and time.monotonic() - began < 60
     problem = shapes.run_process([wrong], tmp_path, given, 120)
     assert problem.startswith("exit code 1: ") and "float33" in (tmp_path / "wrong.log").read_text()
     path = tmp_path / "findings.jsonl"

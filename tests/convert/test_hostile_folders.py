@@ -19,6 +19,8 @@ from megatron_scalerl.__main__ import main as product
 from megatron_scalerl.checkpoints.commit import write_commit
 from megatron_scalerl.convert.to_megatron import to_megatron
 
+ELSEWHERE = f"/tmp/escaped-{os.getpid()}.safetensors"
+
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
@@ -163,7 +165,7 @@ def test_a_link_beside_the_config_is_not_copied_out(folder, refused):
     ("change", "found"),
     [
         (lambda c: c["shards"][0].update(file="../../escaped.safetensors"), "names of files in the folder"),
-        (lambda c: c["shards"][0].update(file="/tmp/escaped.safetensors"), "names of files in the folder"),
+        (lambda c: c["shards"][0].update(file=ELSEWHERE), "names of files in the folder"),
         (lambda c: c["shards"][0].update(file="config.json"), r"expected files *.safetensors, found config.json"),
         (lambda c: c["shards"][0].update(mode="x"), "unexpected keyword argument"),
         (lambda c: c["shards"][0]["tensors"].append("ghost"), "in its files, found 'ghost'"),
@@ -184,7 +186,7 @@ def test_a_record_that_names_files_outside_the_folder(change, found, folder, ref
     recommit(folder)
     assert found in refused(like=False)
     assert {p for p in folder.parent.parent.rglob("*") if p.name.startswith("escaped")} == before
-    assert not Path("/tmp/escaped.safetensors").exists()
+    assert not Path(ELSEWHERE).exists()
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"sharded_backend": "zarr"}', b"[]", b"[" * 100_000])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
+from types import SimpleNamespace
 
 from parity_ranks import recipe
 
-SLOW = (1, 2)
-"""The link, from sender to receiver, that takes another 2 s."""
+SLOW, SECONDS = (1, 2), 1000.0
+"""The link, from sender to receiver, that takes so much longer by the receiver's clock."""
 
 
 def measure(policy: str, hosts: list[str]) -> tuple[float, str]:
@@ -17,15 +18,17 @@ def measure(policy: str, hosts: list[str]) -> tuple[float, str]:
     from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
 
     parallel = init_parallel(recipe(policy, len(hosts), {}))
-    stand_in_for_gethostname, send = hosts[parallel.rank], bandwidth._send
+    stand_in_for_gethostname, send, ahead_s = hosts[parallel.rank], bandwidth._send, 0.0
 
     def slow_send(where, data, sender, receiver):
-        if (sender, receiver) == SLOW and where.rank == sender:
-            time.sleep(2.0)
+        nonlocal ahead_s
         send(where, data, sender, receiver)
+        if (sender, receiver) == SLOW and where.rank == receiver:
+            ahead_s += SECONDS
 
     socket.gethostname = lambda: stand_in_for_gethostname
     bandwidth._send = slow_send
+    bandwidth.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s)
     found = bandwidth.check_bandwidth(parallel, 0.0)
     try:
         bandwidth.check_bandwidth(parallel, 1e6)

@@ -36,14 +36,14 @@ def run_ranks(world_size: int, target: str, *args: Any, timeout_s: float = 480.0
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
-    port = _free_port()
+    port = _reserved_port()
     pipes: dict[Connection, int] = {}
     processes = []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
         settings = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1")}  # as of now: the server's is older
         settings |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-        settings |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        settings |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.getsockname()[1]))
         process = context.Process(target=_child, args=(theirs, settings, target, args), daemon=True)
         process.start()
         theirs.close()
@@ -59,6 +59,7 @@ def run_ranks(world_size: int, target: str, *args: Any, timeout_s: float = 480.0
     finally:
         for process in processes:
             process.join()
+        port.close()
 
 
 def _collect(pipes: dict[Connection, int], deadline: float) -> list[Any]:
@@ -93,7 +94,13 @@ def _child(pipe: Connection, settings: dict[str, str], target: str, args: tuple[
         os._exit(0)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _reserved_port() -> socket.socket:
+    """A socket at the port for the store of rank 0, which listens there seconds later.
+
+    On Linux, the store may have the port as well while this socket does not listen, as both have SO_REUSEADDR, but a
+    process that asks for any free port does not get it.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved

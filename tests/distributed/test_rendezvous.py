@@ -33,10 +33,10 @@ from megatron_scalerl.distributed.rendezvous import (
     use_interface,
 )
 
-SHORT = timedelta(seconds=1)
+LIMIT, SHORT = timedelta(seconds=60), timedelta(seconds=1)
 
 RANK = """
-import json, sys
+import json, os, sys
 from datetime import timedelta
 import msgspec, torch, torch.distributed as dist
 from megatron_scalerl.distributed.rendezvous import Rendezvous, open_store, use_interface
@@ -50,6 +50,7 @@ dist.all_reduce(value)
 print(value.item(), flush=True)
 sys.stdin.read()
 dist.destroy_process_group()
+os._exit(0)  # gloo's threads may abort a process while Python ends
 """
 
 
@@ -70,7 +71,7 @@ def two_ranks(rendezvous: Rendezvous) -> tuple[list[float], list[open_doors.Door
         sums = [float(process.stdout.readline()) for process in ranks]
         doors = open_doors.listening([process.pid for process in ranks])
         for process in ranks:
-            process.communicate(timeout=60)
+            process.communicate(timeout=120)
         assert [process.returncode for process in ranks] == [0, 0]
     finally:
         for process in ranks:
@@ -89,7 +90,7 @@ def test_two_processes_meet_at_a_store_that_one_of_them_binds_to_one_interface()
     mine = [door for door in open_doors.listening([os.getpid()]) if door.port == where.port]
     assert [door.host for door in mine] == ["127.0.0.1"]
     # and this is what a stranger reads there, which is why no key may be a secret
-    assert any(key.startswith("trainer/") for key in open_doors.stores(mine)[where.port])
+    assert any(key.startswith("trainer/") for key in open_doors.stores(mine, within_s=60)[where.port])
     del store
 
 
@@ -97,8 +98,8 @@ def test_a_folder_is_private_fresh_and_deleted_afterwards():
     with private_folder() as first, private_folder() as second:
         assert first != second
         assert os.stat(first.folder).st_mode & 0o777 == 0o700
-        open_store(first, "a", timeout=SHORT).set("key", "value")
-        assert open_store(first, "a", timeout=SHORT).get("key") == b"value"
+        open_store(first, "a", timeout=LIMIT).set("key", "value")
+        assert open_store(first, "a", timeout=LIMIT).get("key") == b"value"
         assert os.listdir(second.folder) == []
     assert not Path(first.folder).exists() and not Path(second.folder).exists()
 
@@ -110,8 +111,8 @@ def test_groups_do_not_see_each_other(tmp_path):
     server = serve_store(listening)
     for rendezvous in (where, FolderRendezvous(folder=str(tmp_path))):
         for name in ("trainer", "weights"):
-            open_store(rendezvous, name, timeout=SHORT).set("key", name)
-        assert open_store(rendezvous, "trainer", timeout=SHORT).get("key") == b"trainer"
+            open_store(rendezvous, name, timeout=LIMIT).set("key", name)
+        assert open_store(rendezvous, "trainer", timeout=LIMIT).get("key") == b"trainer"
     del server
 
 
@@ -119,12 +120,12 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path):
     for mode in (0o755, 0o770, 0o701):
         tmp_path.chmod(mode)
         with pytest.raises(RuntimeError, match=rf"expected a folder .*, found .* with mode {mode:04o}"):
-            open_store(FolderRendezvous(folder=str(tmp_path)), "trainer", timeout=SHORT)
+            open_store(FolderRendezvous(folder=str(tmp_path)), "trainer", timeout=LIMIT)
     tmp_path.chmod(0o700)
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     with pytest.raises(RuntimeError, match="expected a folder"):
-        open_store(FolderRendezvous(folder=str(link)), "trainer", timeout=SHORT)
+        open_store(FolderRendezvous(folder=str(link)), "trainer", timeout=LIMIT)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
@@ -132,7 +133,7 @@ def test_another_user_s_folder_is_refused(tmp_path):
     tmp_path.chmod(0o700)
     os.chown(tmp_path, 12345, -1)
     with pytest.raises(RuntimeError, match="found one of user 12345"):
-        open_store(FolderRendezvous(folder=str(tmp_path)), "trainer", timeout=SHORT)
+        open_store(FolderRendezvous(folder=str(tmp_path)), "trainer", timeout=LIMIT)
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])

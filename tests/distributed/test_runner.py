@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from runner import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_results_come_by_rank_and_every_rank_knows_its_place() -> None:

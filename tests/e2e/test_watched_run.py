@@ -50,7 +50,7 @@ def watched(controller, folder):
                 with pytest.raises(urllib.error.HTTPError, match="401"):
                     get(address, "/metrics")
                 engine = get(address, targets[1]["labels"]["__metrics_path__"], token)
-        except (urllib.error.URLError, ConnectionError):  # it ends
+        except (urllib.error.URLError, ConnectionError, TimeoutError):  # it ends
             continue
     return ours, engine, doors
 

@@ -23,6 +23,11 @@ def copied(script, descriptor):
         return copy.tail()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.engine.log_copy._END_S", 60.0)
+
+
 def test_output_is_passed_on_and_its_last_lines_are_kept(tmp_path):
     with open(tmp_path / "out", "wb") as out:
         tail = copied("import sys; sys.stdout.buffer.write(b'\\xff line\\n' * 50_000 + b'last')", out.fileno())

@@ -49,7 +49,7 @@ class StandInAgent:
     async def answer(self):
         """The next message but pings."""
         while True:
-            message = messages.decode_for_agent(await asyncio.wait_for(self.socket.recv_multipart(), 20))
+            message = messages.decode_for_agent(await asyncio.wait_for(self.socket.recv_multipart(), 120))
             if not isinstance(message, messages.Ping):
                 return message
 

@@ -252,6 +252,14 @@ def test_only_the_exact_secret_given_once_is_accepted(engine, run):
     assert b"false" in run(engine.client.get("/is_paused"))
 
 
+async def progress_once(engine, state):
+    """The first look at an engine that shows a request in this state, `waiting` or `decoding`."""
+    async with asyncio.timeout(60):
+        while not getattr((progress := await engine.client.progress()).cores[0], state):
+            await asyncio.sleep(0.01)
+    return progress
+
+
 def test_tokens_are_counted_without_a_request_to_the_core(engine, run):
     async def scenario():
         before = await engine.client.progress()
@@ -259,8 +267,7 @@ def test_tokens_are_counted_without_a_request_to_the_core(engine, run):
         await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(seed, 7)) for seed in range(8)))
         done = await engine.client.progress()
         long = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
-        while not (during := await engine.client.progress()).cores[0].decoding:
-            await asyncio.sleep(0.01)
+        during = await progress_once(engine, "decoding")
         in_flight = engine.client.in_flight
         long.cancel()
         await asyncio.gather(long, return_exceptions=True)
@@ -307,13 +314,12 @@ async def a_hung_core_is_noticed(engine):
     """The core hangs, the server's /health still succeeds, and a pending completion does not delay the error."""
     watching = asyncio.create_task(engine.watch())
     answer = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
-    while not (await engine.client.progress()).cores[0].decoding:
-        await asyncio.sleep(0.01)
+    await progress_once(engine, "decoding")
     core = next(p for p in psutil.Process(engine.server.pid).children(recursive=True) if "EngineCore" in p.name())
     core.suspend()
     # and the look at its progress needs no answer of the core
-    await asyncio.wait_for(engine.client.progress(), 10)
-    await asyncio.wait_for(engine.client.get("/health"), 10)
+    await asyncio.wait_for(engine.client.progress(), 60)
+    await asyncio.wait_for(engine.client.get("/health"), 60)
     with pytest.raises(EngineDied, match=r"(?s)engine-0 produced no token for \S+ s with .*; the end of .*fp32\.log"):
         await asyncio.wait_for(watching, 60)
     assert not answer.done()
@@ -321,10 +327,10 @@ async def a_hung_core_is_noticed(engine):
 
 
 def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, run, tmp_path):
-    limits = {"stall_timeout_s": 3, "max_lost_in_a_row": 3}
+    limits = {"model": {}, "fp32": {"stall_timeout_s": 3, "max_lost_in_a_row": 3}}  # of the one that dies, and hangs
     both = {
-        logits: recipe_for(policies["dense_a"], policy={"dtype": "bfloat16", "logits": logits}, engine=limits)
-        for logits in ("model", "fp32")
+        logits: recipe_for(policies["dense_a"], policy={"dtype": "bfloat16", "logits": logits}, engine=engine)
+        for logits, engine in limits.items()
     }
     broken = tiny_policies.make_nan(policies["dense_a"], tmp_path / "nan")
     engines = {
@@ -337,8 +343,10 @@ def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, 
             infos = dict(zip(engines, await asyncio.gather(*(e.start(version=3) for e in engines.values()))))
             victim = engines["model"]
             watching = asyncio.create_task(victim.watch())
-            answer = asyncio.create_task(victim.client.generate(PROMPT, sampling=free(0, 1900)))
             await victim.client.generate(PROMPT, sampling=free(0, 5))
+            await victim.client.pause(clear_cache=False)  # so that the next one does not end before the server
+            answer = asyncio.create_task(victim.client.generate(PROMPT, sampling=free(0, 1900)))
+            await progress_once(victim, "waiting")
             os.kill(victim.server.pid, signal.SIGKILL)
             with pytest.raises(EngineError, match="engine-0: POST /inference/v1/generate"):
                 await answer

@@ -1,6 +1,7 @@
 """Live weight updates into a real engine, verified by what it then generates."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -90,6 +91,31 @@ def test_greedy_after_an_update_equals_the_new_weights(engine, policies, run):
     run(engine.client.set_version(0))
 
 
+async def long_completion(client):
+    """One of 1,500 tokens that has begun."""
+    long = asyncio.create_task(client.generate(PROMPT, sampling=greedy(1500)))
+    # served in the same batch: when this one is done, the long one has begun
+    await client.generate(PROMPT, sampling=greedy(30))
+    return long
+
+
+@contextlib.asynccontextmanager
+async def paused_within_a_completion(client):
+    """A block in which the engine pauses within the last of the list, which gets another where that one has ended."""
+    begun, pause = [await long_completion(client)], client.pause
+
+    async def within(*, clear_cache):
+        await pause(clear_cache=clear_cache)
+        while not (await client.progress()).cores[0].decoding:
+            await client.resume()
+            begun.append(await long_completion(client))
+            await pause(clear_cache=clear_cache)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "pause", within)
+        yield begun
+
+
 @pytest.mark.parametrize(("kv_cache", "transaction"), [("keep", "staged"), ("recompute", "streamed")])
 def test_an_update_in_flight(engine, policies, run, kv_cache, transaction):
     weights = {"bucket_mib": 1, "timeout_s": 120, "transaction": transaction}
@@ -100,11 +126,9 @@ def test_an_update_in_flight(engine, policies, run, kv_cache, transaction):
             sync = sync_of(sender, [engine.client], recipe)
             await sync.publish(0)  # the connections take longer than an update, on a busy machine longer than `long`
             sender.folder = policies["dense_b"]
-            long = asyncio.create_task(engine.client.generate(PROMPT, sampling=greedy(1500)))
-            # served in the same batch: when this one is done, the long one has begun
-            await engine.client.generate(PROMPT, sampling=greedy(30))
-            await sync.publish(1)
-            rollout = await long
+            async with paused_within_a_completion(engine.client) as begun:
+                await sync.publish(1)
+            rollout = await begun[-1]
             sender.folder = policies["dense_a"]
             await sync.publish(0)
             return rollout
@@ -140,8 +164,7 @@ def test_a_staged_update_that_fails_leaves_an_engine_that_generates_with_the_wei
             sync = sync_of(sender, [engine.client], recipe)
             await sync.publish(0)
             sender.folder, sender.fault = policies["dense_b"], "flip"
-            long = asyncio.create_task(engine.client.generate(PROMPT, sampling=greedy(1500)))
-            await engine.client.generate(PROMPT, sampling=greedy(30))
+            long = await long_completion(engine.client)
             with pytest.raises(RuntimeError, match=r"engine-0: stage: .*expected digest"):
                 await sync.publish(1)
             paused, info = await engine.client.get("/is_paused"), await engine.client.info()

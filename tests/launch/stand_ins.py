@@ -32,7 +32,7 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'launch'}", **more}
 
 
-def pids_in(path, count, timeout_s=30.0):
+def pids_in(path, count, timeout_s=120.0):
     """Wait until `count` process ids are written, and return them."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
@@ -55,12 +55,32 @@ def alive(groups):
     return found
 
 
-def gone(groups, timeout_s=10.0):
+def gone(groups, timeout_s=60.0):
     """True once no process of these groups is left; otherwise the remaining ones are printed."""
-    until = time.monotonic() + timeout_s
-    while left := alive(groups):
-        if time.monotonic() > until:
-            print("still alive:", [" ".join(psutil.Process(pid).cmdline()) for pid in left if psutil.pid_exists(pid)])
+    return none_left(lambda: alive(groups), timeout_s)
+
+
+def gone_processes(pids, timeout_s=60.0):
+    """True once none of these processes runs; otherwise the remaining ones are printed."""
+    return none_left(lambda: [pid for pid in pids if runs(pid)], timeout_s)
+
+
+def runs(pid):
+    """True for a process that is no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def none_left(look, timeout_s):
+    """True once `look()` finds no process; it looks once more after the limit, which this process may have slept."""
+    until, late = time.monotonic() + timeout_s, False
+    while left := look():
+        if late:
+            named = [process.info for process in psutil.process_iter(["pid", "cmdline"]) if process.pid in left]
+            print("still alive:", named)
             return False
+        late = time.monotonic() > until
         time.sleep(0.02)
     return True

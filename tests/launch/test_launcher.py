@@ -86,7 +86,7 @@ def test_a_failing_stop_of_the_trainer_leaves_no_child(trainer, run, tmp_path, m
         await last.wait()
         return groups
 
-    assert gone(run(scenario()), 2.0)
+    assert gone(run(scenario()))
     lines = [record.getMessage() for record in caplog.records if record.name == trainer_module.__name__]
     assert len(lines) == 2
     assert "the run is finished, but its trainer did not stop gracefully" in lines[0] and "\n" not in lines[0]
@@ -97,7 +97,7 @@ def test_a_trainer_that_never_answers_the_stop_command_does_not_block_the_end(tr
     async def scenario():
         monkeypatch.setattr(trainer_module, "_STOP_S", 0.2)
         monkeypatch.setattr(trainer.client, "stop", asyncio.Event().wait)
-        await asyncio.wait_for(trainer.stop(graceful=True), 20)
+        await asyncio.wait_for(trainer.stop(graceful=True), 60)
 
     run(scenario())
     assert "its trainer did not stop gracefully: no answer" in caplog.text
@@ -112,7 +112,7 @@ def test_the_first_rank_that_exits_ends_the_work(trainer, run, tmp_path):
         await until_failure(asyncio.Event().wait(), trainer.watch)
 
     with pytest.raises(ProcessDied, match=r"(?s)trainer-0 exited with code 7; the end of .*out of memory"):
-        run(asyncio.wait_for(scenario(), 30))
+        run(asyncio.wait_for(scenario(), 120))
 
 
 class StandInHungServer:
@@ -211,7 +211,7 @@ def test_a_hung_engine_is_evicted_during_a_completion_and_started_again(recipe, 
             await engines.stop()
             return made, changes, member
 
-    made, changes, member = run(asyncio.wait_for(scenario(), 30))
+    made, changes, member = run(asyncio.wait_for(scenario(), 120))
     assert len(made) == 2 and made[0].killed and member.client is made[1].client and member.restarts == 1
     states = [state for _, state in changes]
     assert states == ["stale", "serving", "draining", "lost", "starting", "stale"]
@@ -231,7 +231,7 @@ def test_an_engine_that_does_not_start_again_is_given_up_and_ends_the_run(recipe
                 await engines.stop()
 
     with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(port 1\) exited with code 1\)$"):
-        run(asyncio.wait_for(scenario(), 30))
+        run(asyncio.wait_for(scenario(), 120))
 
 
 def test_an_engine_that_hangs_after_each_start_is_given_up(recipe, run, tmp_path, monkeypatch):
@@ -249,7 +249,7 @@ def test_an_engine_that_hangs_after_each_start_is_given_up(recipe, run, tmp_path
                 assert len(made) == 3
 
     with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 produced no token"):
-        run(asyncio.wait_for(scenario(), 30))
+        run(asyncio.wait_for(scenario(), 120))
 
 
 def test_an_engine_whose_processes_do_not_end_is_given_up(recipe, run, tmp_path, monkeypatch):
@@ -271,7 +271,7 @@ def test_an_engine_whose_processes_do_not_end_is_given_up(recipe, run, tmp_path,
                 assert len(made) == 1
 
     with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(process 7\) is still running"):
-        run(asyncio.wait_for(scenario(), 30))
+        run(asyncio.wait_for(scenario(), 120))
 
 
 def test_an_engine_whose_supervisor_fails_ends_the_run(recipe, run, tmp_path, monkeypatch):
@@ -287,7 +287,7 @@ def test_an_engine_whose_supervisor_fails_ends_the_run(recipe, run, tmp_path, mo
                 await engines.stop()
 
     with pytest.raises(TypeError):
-        run(asyncio.wait_for(scenario(), 30))
+        run(asyncio.wait_for(scenario(), 120))
 
 
 def test_a_first_start_that_fails_is_final(recipe, run, tmp_path, monkeypatch):
@@ -301,7 +301,7 @@ def test_a_first_start_that_fails_is_final(recipe, run, tmp_path, monkeypatch):
                 assert len(made) == 1
 
     with pytest.raises(ExceptionGroup) as failure:
-        run(asyncio.wait_for(scenario(), 30))
+        run(asyncio.wait_for(scenario(), 120))
     assert isinstance(failure.value.exceptions[0], EngineDied)
 
 

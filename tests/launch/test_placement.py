@@ -1,7 +1,7 @@
 """Ranks and engines on hosts: filled in order, no engine on two of them, and what does not fit is refused."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts
@@ -40,6 +40,7 @@ def test_ranks_fill_hosts_and_engines_follow():
 
 
 @given(ranks=st.integers(1, 40), engines=st.integers(1, 20), each=st.integers(1, 8), slots=st.integers(1, 8))
+@settings(deadline=None)
 def test_the_least_number_of_hosts_is_enough_and_one_less_is_not(ranks, engines, each, slots):
     asked, needed = recipe(ranks, engines, each), hosts_needed(recipe(ranks, engines, each), slots)
     if needed is None:

@@ -8,6 +8,7 @@ import signal
 import open_doors
 import psutil
 import pytest
+from launch.other_hosts import none_left
 from random_policies import write_policy
 from random_policy import make_recipe
 
@@ -56,13 +57,6 @@ def programs(trainer):
             if mine in words or child.environ().get("MSRL_CONTROLLER") == trainer.client.endpoint:
                 found.append(child)
     return found
-
-
-async def none_left(processes, within_s=60.0):
-    """Wait until all of `processes` are gone."""
-    async with asyncio.timeout(within_s):
-        while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes):
-            await asyncio.sleep(0.05)
 
 
 def ranks_of(processes):

@@ -59,7 +59,7 @@ class Tab:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 30.0):
+    async def until(self, expression: str, seconds: float = 120.0):
         """Wait until an expression in the page is true; returns its value."""
         async with asyncio.timeout(seconds):
             while not (value := await self.evaluate(expression)):
@@ -88,6 +88,18 @@ class Tab:
         await self.call("Page.navigate", url=url)
 
 
+async def _first_page(session: aiohttp.ClientSession, file: Path) -> str:
+    """Where the first page of a browser that starts takes commands."""
+    while not (file.exists() and len(lines := file.read_text().splitlines()) == 2):  # the port and a path
+        await asyncio.sleep(0.05)
+    while True:
+        async with session.get(f"http://127.0.0.1:{lines[0]}/json/list") as answer:
+            for target in await answer.json(content_type=None):
+                if target["type"] == "page":
+                    return target["webSocketDebuggerUrl"]
+        await asyncio.sleep(0.05)
+
+
 @contextlib.asynccontextmanager
 async def opened(profile: Path) -> AsyncIterator[Tab]:
     """A browser with one empty page, ended with the block. profile: an empty folder."""
@@ -104,14 +116,10 @@ async def opened(profile: Path) -> AsyncIterator[Tab]:
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(60):
-            while not (profile / "DevToolsActivePort").exists():
-                await asyncio.sleep(0.05)
-        port = (profile / "DevToolsActivePort").read_text().split()[0]
         async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-                [target, *_] = [each for each in await answer.json(content_type=None) if each["type"] == "page"]
-            async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+            async with asyncio.timeout(120):
+                address = await _first_page(session, profile / "DevToolsActivePort")
+            async with session.ws_connect(address, max_msg_size=0) as socket:
                 tab = Tab(socket)
                 listening = asyncio.create_task(tab.listen())
                 for domain in ("Page", "Runtime", "Network", "Log"):

@@ -126,7 +126,7 @@ def test_the_file_works_and_asks_for_nothing(tmp_path):
             assert await tab.until("document.documentElement.scrollWidth <= 800")
             return tab.requests, tab.complaints
 
-    requests, complaints = asyncio.run(asyncio.wait_for(use(), 120))
+    requests, complaints = asyncio.run(asyncio.wait_for(use(), 500))
     assert complaints == [] and {each for each in requests if not each.startswith("data:")} == {url}
 
 
@@ -148,7 +148,7 @@ def test_the_served_page_follows_a_run(tmp_path, monkeypatch):
             origin = server.url.split("?")[0]
             return tab.complaints, [each for each in tab.requests if not each.startswith((origin, "data:"))]
 
-    complaints, elsewhere = asyncio.run(asyncio.wait_for(use(), 120))
+    complaints, elsewhere = asyncio.run(asyncio.wait_for(use(), 500))
     assert (complaints, elsewhere) == ([], [])
 
 
@@ -192,7 +192,7 @@ def test_what_a_user_has_chosen_stays_while_the_run_goes_on(tmp_path, monkeypatc
             await tab.until("CHARTS[0].u.scales.x.min === 0")
             return tab.complaints
 
-    assert asyncio.run(asyncio.wait_for(use(), 120)) == []
+    assert asyncio.run(asyncio.wait_for(use(), 500)) == []
 
 
 def test_a_step_chosen_by_keyboard_keeps_the_focus(tmp_path):
@@ -217,7 +217,7 @@ def test_a_step_chosen_by_keyboard_keeps_the_focus(tmp_path):
             assert await tab.evaluate("document.getElementById('search').value") == "b"
             return tab.complaints
 
-    assert asyncio.run(asyncio.wait_for(use(), 120)) == []
+    assert asyncio.run(asyncio.wait_for(use(), 500)) == []
 
 
 def test_the_search_finds_what_is_not_on_the_page_yet(tmp_path):
@@ -246,7 +246,7 @@ def test_the_search_finds_what_is_not_on_the_page_yet(tmp_path):
             await tab.until(f"{box}({TEXT}.querySelector('.at').getBoundingClientRect())")
             return tab.complaints
 
-    assert asyncio.run(asyncio.wait_for(use(), 120)) == []
+    assert asyncio.run(asyncio.wait_for(use(), 500)) == []
 
 
 def test_damage_evaluations_and_the_order_of_phases_are_said(tmp_path):
@@ -279,7 +279,7 @@ def test_damage_evaluations_and_the_order_of_phases_are_said(tmp_path):
             assert await tab.evaluate(UNBROKEN) == ["undefined", 7, 0]
             return tab.complaints
 
-    assert asyncio.run(asyncio.wait_for(use(), 120)) == []
+    assert asyncio.run(asyncio.wait_for(use(), 500)) == []
 
 
 def test_a_script_that_reached_the_page_would_not_run(tmp_path):
@@ -295,5 +295,5 @@ def test_a_script_that_reached_the_page_would_not_run(tmp_path):
             await tab.until("document.querySelectorAll('.plot canvas').length > 0")
             return await tab.evaluate("typeof window.broken"), tab.complaints
 
-    broken, complaints = asyncio.run(asyncio.wait_for(use(), 120))
+    broken, complaints = asyncio.run(asyncio.wait_for(use(), 500))
     assert broken == "undefined" and any("Content Security Policy" in each for each in complaints)

@@ -100,7 +100,7 @@ def test_the_list_follows_its_runs_and_opens_their_pages(tmp_path, monkeypatch):
             origin = server.url.split("?")[0]
             return tab.complaints, [each for each in tab.requests if not each.startswith((origin, "data:"))]
 
-    complaints, elsewhere = asyncio.run(asyncio.wait_for(use(), 120))
+    complaints, elsewhere = asyncio.run(asyncio.wait_for(use(), 500))
     assert (complaints, elsewhere) == ([], [])
 
 
@@ -115,5 +115,5 @@ def test_the_file_works_and_asks_for_nothing(tmp_path):
             await use_list(tab)
             return tab.requests, tab.complaints
 
-    requests, complaints = asyncio.run(asyncio.wait_for(use(), 120))
+    requests, complaints = asyncio.run(asyncio.wait_for(use(), 500))
     assert complaints == [] and {each for each in requests if not each.startswith("data:")} == {url}

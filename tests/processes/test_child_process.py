@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch.stand_ins import ROOT, environment, gone, pids_in, stand_in
+from launch.stand_ins import ROOT, environment, gone, gone_processes, pids_in, stand_in
 
 from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_tail, open_log
 
@@ -103,7 +103,7 @@ def test_stop_kills_a_process_group_that_ignores_sigterm(tmp_path):
             await child.watch()
         return child.pid
 
-    assert gone({asyncio.run(scenario())}, 2.0)
+    assert gone({asyncio.run(scenario())})
 
 
 def test_no_signal_is_sent_to_a_group_that_has_ended(tmp_path, monkeypatch):
@@ -134,7 +134,7 @@ def test_a_cancelled_stop_leaves_nothing(tmp_path):
         await child.wait()
         return child.pid
 
-    assert gone({asyncio.run(scenario())}, 2.0)
+    assert gone({asyncio.run(scenario())})
 
 
 def test_a_log_is_readable_by_its_owner_alone(tmp_path):
@@ -155,11 +155,11 @@ def test_a_signal_stops_the_controller_gracefully(controller, tmp_path, number):
     process = controller()
     groups = set(pids_in(tmp_path / "pids", 2))
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + number
     assert out == "stopping\nstopped gracefully\n"
     assert err.strip() == f"stopped by {number.name}; the same command resumes from the last checkpoint"
-    assert gone(groups, 2.0)
+    assert gone(groups)
 
 
 def test_a_second_signal_kills_the_children_at_once(controller, tmp_path):
@@ -169,9 +169,9 @@ def test_a_second_signal_kills_the_children_at_once(controller, tmp_path):
     assert process.stdout.readline() == "stopping\n"
     for _ in range(3):
         process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM and "stopped gracefully" in out
-    assert gone(groups, 2.0)
+    assert gone(groups)
 
 
 def ended(program, *words):
@@ -226,18 +226,9 @@ def test_a_signal_while_the_children_start(controller, tmp_path):
     process = controller()
     pids_in(tmp_path / "pids", 1)  # the second may not exist yet
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 143
-    assert gone(set(pids_in(tmp_path / "pids", 1)), 2.0)
-
-
-def gone_processes(pids):
-    """True once none of these processes runs."""
-    import psutil
-
-    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, left = psutil.wait_procs(alive, timeout=10)
-    return all(process.status() == psutil.STATUS_ZOMBIE for process in left)
+    assert gone(set(pids_in(tmp_path / "pids", 1)))
 
 
 def test_a_log_is_private_and_a_device_in_its_place_keeps_its_mode(tmp_path):

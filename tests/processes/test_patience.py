@@ -38,9 +38,9 @@ def test_a_result_and_an_error_are_passed_on():
 def test_the_time_in_which_this_process_stood_still_leaves_time_for_the_work():
     async def work():
         await asyncio.sleep(0.01)
-        time.sleep(1.0)  # the event loop stands still for longer than the limit
+        time.sleep(2.5)  # the event loop stands still for longer than the limit
         for _ in range(5):
             await asyncio.sleep(0.01)
         return "done"
 
-    assert asyncio.run(within(0.8, work())) == "done"
+    assert asyncio.run(within(2.0, work())) == "done"

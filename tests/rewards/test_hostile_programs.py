@@ -127,11 +127,12 @@ def test_the_network_namespace_alone_reaches_nothing(monkeypatch):
     """Without the filter of system calls: neither a server on 127.0.0.1 nor an abstract unix socket of the host."""
     start_with(monkeypatch, "sandbox_init.restrict_calls = lambda: None")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
-        unix.bind("\0msrl-test")
+        name = f"msrl-test-{os.getpid()}"
+        unix.bind(f"\0{name}")
         unix.listen()
         inet = f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)"
         assert prints(refused(inet, "socket")) == "ENETUNREACH"
-        abstract = "socket.socket(socket.AF_UNIX).connect('\\0msrl-test')"
+        abstract = f"socket.socket(socket.AF_UNIX).connect('\\0{name}')"
         assert prints(refused(abstract, "socket")) == "ECONNREFUSED"
 
 
@@ -267,7 +268,8 @@ def test_closing_ends_a_sleeping_program():
 def test_a_killed_verifier_takes_its_programs_along():
     """SIGKILL to it alone, as the kernel does when memory is short: the sandbox sees its pipe closed."""
     with own_sandboxes() as sandboxes:
-        script = "from sandboxed import *\nprint('started', flush=True)\noutput('while True: pass')"
+        script = "from sandboxed import *\nprint('started', flush=True)\n"
+        script += "output('while True: pass', limits=Limits(cpu_s=600, memory_mb=256, file_mb=1))"
         env = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
         command = [sys.executable, "-c", script]
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True) as verifier:

@@ -79,7 +79,7 @@ def score_all(answers, reference, **rewards):
     prompt = Prompt(prompt_id="p", text="t", answer=reference, token_ids=())
 
     async def main():
-        async with VerifierPool(RewardsSection(**rewards)) as pool:
+        async with VerifierPool(RewardsSection(timeout_s=600, **rewards)) as pool:
             scores = await asyncio.gather(*(pool.score(answer, prompt) for answer in answers))
             return scores, pool.counters
 

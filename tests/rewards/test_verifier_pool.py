@@ -8,7 +8,7 @@ import textwrap
 import time
 
 import pytest
-from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, shorten, unread, wrong
 
 from megatron_scalerl.rewards.pool import CHUNK
 from megatron_scalerl.types import Score
@@ -31,8 +31,9 @@ def test_every_answer_gets_its_own_score():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hang", ["sleep", "spin"])
-def test_a_hung_check_is_wrong_and_later_checks_run(hang):
-    scores, counters = run_pool("faulty", [f"{hang} 1", "7", f"{hang} 2", "8", "9"], timeout_s=1.5)
+def test_a_hung_check_is_wrong_and_later_checks_run(hang, monkeypatch):
+    shorten(monkeypatch, "result", [1, 3])
+    scores, counters = run_pool("faulty", [f"{hang} 1", "7", f"{hang} 2", "8", "9"])
     assert scores == [wrong("timeout"), RIGHT, wrong("timeout"), WRONG, WRONG]
     assert counters == {"checks": 5, "correct": 1, "timeout": 2, "restarts": 2}
 
@@ -45,14 +46,15 @@ def test_a_verifier_that_raises_is_wrong_keeps_its_process_and_is_logged_once(ca
 
 
 @pytest.mark.slow
-def test_a_hung_check_is_killed_with_its_child_processes(tmp_path):
+def test_a_hung_check_is_killed_with_its_child_processes(tmp_path, monkeypatch):
     """The check and its child hold a fifo open: reading it ends when both are dead."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     read = subprocess.Popen(["cat", str(fifo)], stdout=subprocess.PIPE, text=True)
-    scores, _ = run_pool("faulty", [f"fifo {fifo}"], timeout_s=3.0)
+    shorten(monkeypatch, "result", [1], ready=lambda: unread(read.stdout))
+    scores, _ = run_pool("faulty", [f"fifo {fifo}"])
     assert scores == [wrong("timeout")]
-    pids, _ = read.communicate()
+    pids, _ = read.communicate(timeout=60)
     assert len(pids.split()) == 2
 
 
@@ -184,7 +186,9 @@ def test_a_late_event_loop_is_not_a_time_out():
             while not pool._outstanding:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)  # the worker task sends
-            time.sleep(2.5)
+            replies, begin = pool._processes[0]._pipes.replies._transport.get_extra_info("pipe"), time.monotonic()
+            while unread(replies) <= len('{"began": 1}\n') or time.monotonic() < begin + 1.5:
+                time.sleep(0.01)
             return await scoring
 
     assert asyncio.run(main()) == RIGHT

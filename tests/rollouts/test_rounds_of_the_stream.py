@@ -5,6 +5,7 @@ The stand-in engine's answers depend on the requests that it runs together, as r
 
 import asyncio
 import hashlib
+from collections import Counter
 
 import pytest
 from rollout_groups import scored
@@ -58,6 +59,7 @@ class StandInSampler:
 
     def __init__(self, stop_after=None):
         self.finished, self.stop_after = 0, stop_after
+        self.answered = Counter()  # draws of each group
         self.stopped = asyncio.Event()
 
     def draw(self, seed, group_id, index):
@@ -75,6 +77,7 @@ class StandInSampler:
             self.stopped.set()
             await asyncio.Event().wait()
         self.finished += 1
+        self.answered[draw[1]] += 1
         del engine.held[priority]
         rollout = Rollout(
             token_ids=(draw[1] + 1, draw[2] + 1),
@@ -147,7 +150,7 @@ async def train(folder, versions, *, max_in_flight, stop_after=None, updates=Non
             await asyncio.wait({batch, stopped}, return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             if not batch.done():
-                await asyncio.sleep(0.1)  # what has finished gets to the disk
+                await on_disk(folder, {group for group, draws in sampler.answered.items() if draws == SIZE})
                 batch.cancel()
                 break
             batches.append([(g.group_id, g.prompt.prompt_id, g.completions) for g in batch.result()])
@@ -158,6 +161,12 @@ async def train(folder, versions, *, max_in_flight, stop_after=None, updates=Non
     finally:
         await stream.close()
     return batches, len(ready), engines
+
+
+async def on_disk(folder, groups):
+    async with asyncio.timeout(60):
+        while not groups <= set(read_history(folder).finished):
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("max_in_flight", [4, 8, 64])

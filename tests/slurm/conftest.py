@@ -27,7 +27,8 @@ def new_cluster(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cluster(new_cluster):
-    with new_cluster("node1", "node2", "node3", "node4") as made:
+    """None of its nodes is given up while a test has cut it off."""
+    with new_cluster("node1", "node2", "node3", "node4", silence_s=180) as made:
         yield made
 
 

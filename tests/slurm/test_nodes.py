@@ -57,7 +57,7 @@ def test_where_all_nodes_are_unfit_none_is_excluded(stand_in, capsys):
 
 
 def test_a_node_on_which_the_check_never_starts_is_named(stand_in, on_login_node, capsys):
-    words, run = stand_in("finish", *TWO, "--check-seconds", "6", *FLEET)
+    words, run = stand_in("finish", *TWO, "--check-seconds", "60", *FLEET)
     with link_down(on_login_node, "node2"):
         [job] = submitted(words, capsys)
         wait_for(lambda: "queued again" in output_of(run, job), "the exclusion of node2")

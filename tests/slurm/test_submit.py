@@ -6,6 +6,7 @@ import subprocess
 import pytest
 from slurm_runs import (
     JOB,
+    ROOT,
     STAND_IN_PROGRAM,
     WITH_STAND_INS,
     starts,
@@ -161,18 +162,21 @@ def digests(run):
 
 
 def test_a_run_that_is_saved_and_queued_again_equals_one_that_is_not(tmp_path, tiny, on_login_node, capsys):
-    """Real trainer ranks; stand-in engines, whose completions depend on their seeds alone."""
-    site = write_site(
-        tmp_path / "site.yaml", WITH_STAND_INS, environment={"PYTHONPATH": f"{WITH_STAND_INS.parents[2]}"}
-    )
+    """Real trainer ranks; stand-in engines, whose completions depend on their seeds alone.
+
+    The run that is saved is held up after two steps until it has ended.
+    """
+    rewards = {"verifier": "tests.slurm.held:verify", "timeout_s": 600.0, "environment": ["HELD_RUN"]}
     runs, jobs = {}, {}
-    for name in ("whole", "saved"):
-        runs[name] = write_recipe(tmp_path / f"{name}.yaml", tiny, name=name, output_dir=tmp_path)
-        [jobs[name]] = submitted(
-            ["submit", str(tmp_path / f"{name}.yaml"), *JOB, "--site", site, "--gpus", "0"], capsys
-        )
+    for name, held in (("whole", "none"), ("saved", "saved")):
+        recipe, variables = tmp_path / f"{name}.yaml", {"PYTHONPATH": str(ROOT), "HELD_RUN": str(tmp_path / held)}
+        site = write_site(tmp_path / f"{name}_site.yaml", WITH_STAND_INS, environment=variables)
+        runs[name] = write_recipe(recipe, tiny, name=name, output_dir=tmp_path, rewards=rewards)
+        [jobs[name]] = submitted(["submit", str(recipe), *JOB, "--site", site, "--gpus", "0"], capsys)
     wait_for(lambda: len(read_jsonl(runs["saved"] / "metrics.jsonl")) >= 2, "two steps")
     slurm._run("scancel", "--batch", "--signal=USR1", jobs["saved"])
+    wait_for((runs["saved"] / "slurm" / f"{jobs['saved']}.0" / "controller.exit").exists, "the end of the attempt")
+    (runs["saved"] / "slurm" / "go on").touch()
     for name, job in jobs.items():
         state = wait_for_end(slurm.last_state, job)
         assert state == "COMPLETED", (runs[name] / "slurm" / f"{job}.out").read_text()

@@ -263,7 +263,8 @@ def test_an_engine_without_a_server_and_one_that_fails_are_told_apart(tmp_path):
 
 
 def test_a_silent_engine_holds_up_its_own_page_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_scalerl.telemetry.endpoint.ENGINE_TIMEOUT_S", 0.2)
+    limit = "megatron_scalerl.telemetry.endpoint.ENGINE_TIMEOUT_S"
+    monkeypatch.setattr(limit, 600.0)
 
     async def run():
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -273,9 +274,13 @@ def test_a_silent_engine_holds_up_its_own_page_alone(tmp_path, monkeypatch):
                 collector.members = lambda: engines.members
                 of_engine = asyncio.create_task(get("/metrics/engines/engine-0", bearer(tmp_path)))
                 of_run = await get(headers=bearer(tmp_path))
-                return of_run[0], of_engine.done(), (await of_engine)[0]
+                answered = of_engine.done()
+                monkeypatch.setattr(limit, 0.2)
+                late = await get("/metrics/engines/engine-0", bearer(tmp_path))
+                silent.close()  # which ends the request before
+                return of_run[0], answered, late[0], (await of_engine)[0]
 
-    assert asyncio.run(run()) == (200, False, 504)
+    assert asyncio.run(run()) == (200, False, 504, 502)
 
 
 @needs_promtool
@@ -299,9 +304,10 @@ def test_connections_that_ask_for_nothing_are_few_and_do_not_stay(tmp_path, monk
             target = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())[0]["targets"][0]
             host, port = target.split(":")
             opened = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
-            closed = [await asyncio.wait_for(reader.read(), 20) for reader, _ in opened]
+            closed = [await asyncio.wait_for(reader.read(), 60) for reader, _ in opened]
             for _, writer in opened:
                 writer.close()
+            monkeypatch.setattr("megatron_scalerl.telemetry.endpoint.CONNECTION_S", 60.0)
             return closed, await get(headers=bearer(tmp_path))
 
     closed, (status, _, _) = asyncio.run(scenario())

@@ -99,17 +99,23 @@ def test_no_run_begins_while_the_pause_file_exists(collect, bench, monkeypatch, 
     time.sleep(0.2)
     assert collect.asked == []
     (tmp_path / "pause").unlink()
-    working.join(10)
+    working.join(60)
     assert (collect.data / "a.json").exists()
 
 
 def test_a_signal_ends_the_command_in_progress(bench, tmp_path):
     collection = bench.Collection(tmp_path / "work", tmp_path / "data", None)
-    threading.Timer(0.5, collection.stop, (signal.SIGTERM,)).start()
+
+    def stop():
+        while collection._child is None:
+            time.sleep(0.01)
+        collection.stop(signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
     begin = time.monotonic()
     with pytest.raises(bench.Stopped):
-        collection._command(rows("a")[0], "rl", ["-c", "import time; time.sleep(60)"])
-    assert time.monotonic() - begin < 20
+        collection._command(rows("a")[0], "rl", ["-c", "import time; time.sleep(600)"])
+    assert time.monotonic() - begin < 60
     with pytest.raises(bench.Stopped):
         collection.run(rows("a"))
     assert read_jsonl(collection.work / "failures.jsonl") == [], "it is no failure"

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import trace_checks
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_scalerl.tracing import chrome
@@ -158,6 +158,7 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), max_size
 
 
 @given(INTERVALS)
+@settings(deadline=None)
 def test_the_lanes_of_any_spans_nest_and_lose_none(intervals):
     given_spans = [Span(str(n), "t", begin, begin + size) for n, (begin, size) in enumerate(intervals)]
     found = lanes(given_spans)

@@ -149,7 +149,7 @@ class StandInRank:
     async def answer(self):
         """The next message but pings."""
         while True:
-            message = messages.decode_for_rank(await asyncio.wait_for(self.socket.recv_multipart(), 20))
+            message = messages.decode_for_rank(await asyncio.wait_for(self.socket.recv_multipart(), 120))
             if not isinstance(message, messages.Ping):
                 return message
 
@@ -301,7 +301,7 @@ def knock(endpoint: str, times: int) -> None:
     """Connects as somebody who knows nothing of the run, and leaves again."""
     host, port = endpoint.removeprefix("tcp://").split(":")
     for _ in range(times):
-        socket.create_connection((host, int(port)), timeout=5).close()
+        socket.create_connection((host, int(port)), timeout=60).close()
 
 
 def test_strangers_who_come_and_go_between_commands_hold_nothing_up():
@@ -317,7 +317,7 @@ def test_strangers_who_come_and_go_between_commands_hold_nothing_up():
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         closing.start()
-        closing.join(10)
+        closing.join(60)
         assert not closing.is_alive()
 
     conversation(scenario, world_size=1)
@@ -328,7 +328,7 @@ def test_connections_that_are_left_open_do_not_hold_up_the_end():
         host, port = trainer.endpoint.removeprefix("tcp://").split(":")
         with contextlib.ExitStack() as strangers:
             for _ in range(200):
-                strangers.enter_context(socket.create_connection((host, int(port)), timeout=5))
+                strangers.enter_context(socket.create_connection((host, int(port)), timeout=60))
             with StandInRank(trainer) as rank:
                 await rank.hello(0, world_size=1)
                 assert await rank.answer() == messages.Welcome()
@@ -336,7 +336,7 @@ def test_connections_that_are_left_open_do_not_hold_up_the_end():
             await asyncio.gather(start, return_exceptions=True)
             closing = threading.Thread(target=trainer.close, daemon=True)
             closing.start()
-            closing.join(10)
+            closing.join(60)
             assert not closing.is_alive()
 
     conversation(scenario, world_size=1)
@@ -390,7 +390,7 @@ def test_a_rank_that_hangs_is_lost_after_the_heartbeat_s_limit(monkeypatch):
                 await asyncio.sleep(0.05)
             process.send_signal(signal.SIGSTOP)
             with pytest.raises(TrainerError, match="trainer rank 1: the process exited unexpectedly"):
-                await asyncio.wait_for(start, 30)
+                await asyncio.wait_for(start, 120)
         finally:
             process.kill()
             await process.wait()

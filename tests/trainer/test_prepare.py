@@ -36,7 +36,7 @@ async def join(start, *ranks, **changes):
 async def frames(rank):
     """The frames of the next message but pings."""
     while True:
-        found = await asyncio.wait_for(rank.socket.recv_multipart(), 20)
+        found = await asyncio.wait_for(rank.socket.recv_multipart(), 120)
         if not isinstance(messages.decode_for_rank(found), messages.Ping):
             return found
 

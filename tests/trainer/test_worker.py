@@ -210,7 +210,11 @@ def test_a_rank_that_raises_is_named_and_exits(tmp_path, policy):
 @pytest.mark.parametrize(
     ("busy", "bind_host"), [(False, "127.0.0.1"), (True, None)], ids=["idle, met at a store", "in a step"]
 )
-def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(tmp_path, policy, busy, bind_host):
+def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(
+    tmp_path, policy, busy, bind_host, monkeypatch
+):
+    monkeypatch.setattr("megatron_scalerl.trainer.client.BLAME_S", 60.0)
+
     async def scenario(world):
         await world.start()
         doors = open_doors.listening(world.pids())
@@ -271,7 +275,11 @@ def test_a_damaged_batch_names_the_rank_that_received_it_and_ends_its_peer_too(t
     assert exits[0] == 1 and exits[1] in (EXIT_ORPHAN, 1)
 
 
-def test_a_rank_that_dies_before_it_shares_its_batch_is_named_and_its_peer_does_not_hang(tmp_path, policy):
+def test_a_rank_that_dies_before_it_shares_its_batch_is_named_and_its_peer_does_not_hang(
+    tmp_path, policy, monkeypatch
+):
+    monkeypatch.setattr("megatron_scalerl.trainer.client.BLAME_S", 60.0)
+
     async def scenario(world):
         await world.start()
         holder = world.processes[0]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_transport import joined, manifest, plan_of, reader, spec, tensors  # noqa: F401 - a fixture
+from test_transport import joined, manifest, or_leaves, plan_of, reader, spec, tensors  # noqa: F401 - a fixture
 
 from megatron_scalerl.weights.changes import Changes, bits_of
 from megatron_scalerl.weights.plan import Part, WeightPlan, buckets
@@ -22,23 +22,21 @@ class Held:
 
     def take(self, groups, plan, version):
         told, self.kinds = Told(), []
-        try:
-            for part in receive(groups, plan, version, told, holds=self.version):
-                self.kinds.append(type(part).__name__)
-                tensor = self.weights[plan.parameters[part.tensor].name]
-                cut = tensor[tuple(slice(a, b) for a, b in part.ranges)]
-                if isinstance(part, Changes):
-                    flat = cut.contiguous().view(-1)
-                    flat[part.positions] = part.bits(bits_of(flat)[part.positions]).view(flat.dtype)
-                    cut.copy_(flat.view(cut.shape))
-                else:
-                    cut.copy_(part.values)
-        except RuntimeError:
-            for group in groups.values():
-                group.close()
-            raise
+        or_leaves(groups, lambda: self._write(plan, receive(groups, plan, version, told, holds=self.version)))
         self.version = version
         return told.digests
+
+    def _write(self, plan, parts):
+        for part in parts:
+            self.kinds.append(type(part).__name__)
+            tensor = self.weights[plan.parameters[part.tensor].name]
+            cut = tensor[tuple(slice(a, b) for a, b in part.ranges)]
+            if isinstance(part, Changes):
+                flat = cut.contiguous().view(-1)
+                flat[part.positions] = part.bits(bits_of(flat)[part.positions]).view(flat.dtype)
+                cut.copy_(flat.view(cut.shape))
+            else:
+                cut.copy_(part.values)
 
 
 def update(senders, receivers, held, weights, version, plan=None):
@@ -122,7 +120,7 @@ def test_three_senders_send_changes_of_their_own_parts(spec):  # noqa: F811
 
 @pytest.mark.parametrize("holds", [None, 1, 5])
 def test_changes_of_a_version_that_a_receiver_does_not_hold_are_refused(spec, holds):  # noqa: F811
-    senders, receivers = joined(spec(deltas="absolute", timeout_s=5))
+    senders, receivers = joined(spec(deltas="absolute"))
     weights = tensors()
     held = Held(weights)
     for version in (1, 2):
@@ -136,7 +134,7 @@ def test_changes_of_a_version_that_a_receiver_does_not_hold_are_refused(spec, ho
 
 @pytest.mark.slow
 def test_a_flipped_bit_in_changes_is_noticed_before_one_is_written(spec):  # noqa: F811
-    senders, receivers = joined(spec(deltas="absolute", timeout_s=5))
+    senders, receivers = joined(spec(deltas="absolute"))
     weights = tensors()
     held = Held(weights)
     update(senders, receivers, [held], weights, 1)

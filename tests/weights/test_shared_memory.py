@@ -2,19 +2,35 @@
 
 import os
 import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_transport import spec  # noqa: F401 - a fixture
 
-from megatron_scalerl.weights.transport import make_sender
+from megatron_scalerl.weights.transport import make_sender, shm
 from megatron_scalerl.weights.transport.shm import ShmGroup
 
 
-@pytest.mark.slow
+@pytest.fixture
+def the_limit_of_a_sender_passes_once_a_member_is_there(monkeypatch):
+    late, check = threading.local(), ShmGroup._check
+
+    def checked(group, member):
+        check(group, member)
+        late.by = 60 if group._leads else 0
+
+    monkeypatch.setattr(ShmGroup, "_check", checked)
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + getattr(late, "by", 0))
+    monkeypatch.setattr(shm, "time", clock)
+
+
+@pytest.mark.usefixtures("the_limit_of_a_sender_passes_once_a_member_is_there")
 def test_a_sender_that_leaves_while_the_group_is_formed_is_an_error_of_the_receiver(spec):  # noqa: F811
-    connection = spec(backend="shm", world_sizes=(3,), connect_timeout_s=2)
+    connection = spec(backend="shm", world_sizes=(3,), connect_timeout_s=60)
     with ThreadPoolExecutor(2) as pool:
         ends = pool.submit(make_sender, connection), pool.submit(ShmGroup, connection, 1)
         assert all("the weight group was not formed" in str(end.exception()) for end in ends[:1])

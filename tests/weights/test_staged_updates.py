@@ -23,7 +23,7 @@ def send(senders, weights, version=1):
         return [f.result() for f in [pool.submit(s.send, plan, reader(weights, plan), version) for s in senders]]
 
 
-def ended(update, seconds=10):
+def ended(update, seconds=60):
     """The state that is not None; within `seconds`."""
     end = time.monotonic() + seconds
     while (state := update.state()) is None:

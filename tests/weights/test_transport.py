@@ -9,12 +9,14 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
 import torch
 
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, address_of, listen_on, private_folder, serve_store
+from megatron_scalerl.weights import transport
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, whole
 from megatron_scalerl.weights.transport import join_sender, make_sender, resolve_transport
@@ -87,6 +89,20 @@ def joined(connection, receivers=1, senders=1):
         return [end.result() for end in ends], [g.result() for g in groups]
 
 
+def or_leaves(groups, receiving):
+    """What a receiver makes of an update; where it refuses it, it leaves, which the senders notice at once.
+
+    The error has no frames: a broadcast that is pending in one would keep its connection open.
+    """
+    try:
+        return receiving()
+    except RuntimeError as error:
+        why = str(error)
+    for group in groups.values():
+        group.close()
+    raise RuntimeError(why)
+
+
 def transfer(senders, receivers, weights, *, plan=None, sent_version=1, version=1, expected=None, flip=None):
     """(each sender's digests or error, what each receiver got or its error)"""
     plan = plan or plan_of(weights)
@@ -101,17 +117,12 @@ def transfer(senders, receivers, weights, *, plan=None, sent_version=1, version=
 
     def take(groups):
         told = Told()
-        try:
-            got = dict(assembled(receive(groups, expected or plan, version, told), expected or plan))
-        except RuntimeError:
-            for group in groups.values():
-                group.close()
-            raise
-        return got, told.digests
+        parts = receive(groups, expected or plan, version, told)
+        return dict(assembled(parts, expected or plan)), told.digests
 
     with ThreadPoolExecutor(len(receivers) + len(senders)) as pool:
         sent = [pool.submit(sender.send, plan, reader(weights, plan), sent_version) for sender in senders]
-        taken = [pool.submit(take, groups) for groups in receivers]
+        taken = [pool.submit(or_leaves, groups, partial(take, groups)) for groups in receivers]
         errors = [f.exception() for f in (*sent, *taken)]
         return [error or f.result() for error, f in zip(errors, (*sent, *taken))]
 
@@ -200,7 +211,7 @@ def test_a_sender_that_leaves_ends_the_update_of_all(spec):
 @pytest.mark.slow
 @pytest.mark.parametrize("byte", [0, -1])
 def test_a_flipped_bit_is_noticed(spec, byte):
-    senders, receivers = joined(spec(timeout_s=4))
+    senders, receivers = joined(spec())
     _, error = transfer(senders, receivers, tensors(), flip=byte)
     assert isinstance(error, RuntimeError) and "bucket 0 of 3: expected digest" in str(error)
 
@@ -210,7 +221,7 @@ def test_a_flipped_bit_is_noticed(spec, byte):
 def test_a_bucket_that_is_not_the_next_one_is_noticed_before_it_is_used(spec, fault):
     """Four buckets of one size, each with a digest that fits its bytes."""
     weights = {"a": torch.arange(1 << 20).float()}  # 4 MiB
-    (sender,), (groups,) = joined(spec(timeout_s=5))
+    (sender,), (groups,) = joined(spec())
     plan, ship, sent = plan_of(weights), sender._ship, []
 
     def recorded(shard, packed):
@@ -234,14 +245,12 @@ def test_a_bucket_that_is_not_the_next_one_is_noticed_before_it_is_used(spec, fa
     sender._ship = faulty
 
     def take():
-        try:
-            for part in receive(groups, plan, 2):
-                taken.append(part)
-        finally:
-            groups[0].close()
+        for part in receive(groups, plan, 2):
+            taken.append(part)
 
     with ThreadPoolExecutor(2) as pool:
-        sending, receiving = pool.submit(sender.send, plan, reader(weights, plan), 2), pool.submit(take)
+        sending = pool.submit(sender.send, plan, reader(weights, plan), 2)
+        receiving = pool.submit(or_leaves, groups, take)
         assert "bucket 1 of 4: expected digest" in str(receiving.exception())
         sending.exception()  # of a group that the receiver has left, or none: it may have sent everything by then
     assert len(taken) == 1
@@ -249,7 +258,7 @@ def test_a_bucket_that_is_not_the_next_one_is_noticed_before_it_is_used(spec, fa
 
 def test_another_version_and_another_plan_are_noticed(spec):
     for changes in ({"version": 2}, {"expected": plan_of({"a": torch.zeros(3, 5)})}):
-        senders, receivers = joined(spec(timeout_s=5))
+        senders, receivers = joined(spec())
         _, error = transfer(senders, receivers, tensors(), **changes)
         assert isinstance(error, RuntimeError) and "expected the header" in str(error)
 
@@ -350,7 +359,7 @@ def test_a_receiver_that_vanishes_in_the_middle_of_a_broadcast_ends_the_update_i
         began = time.monotonic()
         with pytest.raises(RuntimeError):
             sender.send(plan_of(weights), reader(weights, plan_of(weights)), 1)
-        assert time.monotonic() - began < 30, "the broadcast's own limit of 3 s, not the caller's patience"
+        assert time.monotonic() - began < 60, "the broadcast's own limit of 3 s, not the caller's patience"
         with pytest.raises(RuntimeError, match="is closed"):
             sender.send(plan_of(weights), reader(weights, plan_of(weights)), 2)
     finally:
@@ -371,8 +380,14 @@ def test_a_group_over_nccl_has_the_stores_name_of_its_sender_and_shard(spec, mon
     assert made == ["g-1-0", "g-1-2"] and {type(group) for group in sender.groups.values()} == {NcclGroup}
 
 
-def test_a_group_that_is_not_formed_closes_the_others_of_its_sender(spec):
-    connection = spec(world_sizes=(2, 2), connect_timeout_s=3)
+def test_a_group_that_is_not_formed_closes_the_others_of_its_sender(spec, monkeypatch):
+    connection = spec(world_sizes=(2, 2), timeout_s=120)
+
+    def group(connection, rank, sender, shard):
+        limit = 1 if shard == 1 else 60
+        return KINDS[connection.backend](replace(connection, connect_timeout_s=limit), rank, sender, shard)
+
+    monkeypatch.setattr(transport, "_group_class", lambda *_: group)
     with ThreadPoolExecutor(2) as pool:
         sender = pool.submit(make_sender, connection, 0, (0, 1))
         receiver = pool.submit(join_sender, connection, 1, 0, 0).result()  # nobody joins for shard 1

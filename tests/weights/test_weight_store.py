@@ -6,8 +6,11 @@ live parameters (`test_rejoin`), file systems between hosts.
 """
 
 import asyncio
+import fcntl
 import os
 import tempfile
+import termios
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -75,7 +78,7 @@ def folder(tmp_path):
 
 
 def stored(connection, folder, **changes):
-    return replace(connection, store=folder, store_bytes=64 * MIB, **changes)
+    return replace(connection, store=folder, store_bytes=64 * MIB, timeout_s=120, **changes)
 
 
 def versions_of(count):
@@ -116,6 +119,11 @@ def read(connection, folder, versions, *, anchor=0, group=StoredGroup):
 
 def names(folder):
     return sorted(name.rsplit("-", 1)[0] for name in os.listdir(folder))
+
+
+def unread(pipe):
+    """Bytes that wait in a pipe."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), "little")
 
 
 def size_of(folder):
@@ -249,7 +257,7 @@ def test_an_update_that_fails_is_not_stored(spec, folder):  # noqa: F811
 @pytest.mark.parametrize("fault", ["a link", "a full disk", "no folder", "a disk that hangs"])
 def test_a_fault_of_the_disk_costs_the_store_alone(spec, folder, tmp_path, caplog, fault):  # noqa: F811
     versions = versions_of(2)
-    connection = replace(stored(spec(), folder), timeout_s=3)
+    connection = stored(spec(), folder)
     first = f"{folder}/0-0-0-{connection.group}"
     if fault == "a link":
         (tmp_path / "victim").write_text("precious")
@@ -262,13 +270,14 @@ def test_a_fault_of_the_disk_costs_the_store_alone(spec, folder, tmp_path, caplo
         senders[0]._store._open[0] = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     elif fault == "a disk that hangs":
         senders[0]._store._open[0] = open(pipe[1], "ab", buffering=0)  # noqa: SIM115
+        senders[0]._store._patience_s = 1.5
     held, begin = [Held(versions[0])], time.monotonic()
     for number, weights in enumerate(versions):
         sent, got = update(senders, receivers, held, weights, number)
         assert sent == got
     settle(senders[0])
     senders[0].close()
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 60
     assert digest_of(held[0].weights) == digest_of(versions[-1])
     if fault == "a link":
         assert (tmp_path / "victim").read_text() == "precious"
@@ -284,12 +293,15 @@ def test_a_fault_of_the_disk_costs_the_store_alone(spec, folder, tmp_path, caplo
 def test_what_hangs_is_forgotten_and_a_closed_writer_deletes_nothing(spec, folder, monkeypatch):  # noqa: F811
     """A thread that hangs keeps no memory of an update, and the files may be those of the next connection."""
     monkeypatch.setattr(store, "_HUNG", set())
-    versions, connection = versions_of(1), replace(stored(spec(), folder), timeout_s=1)
+    versions, connection = versions_of(1), stored(spec(), folder)
     senders, receivers = joined(connection)
     pipe = os.pipe()
     writer = senders[0]._store
     writer._open[0] = open(pipe[1], "ab", buffering=0)  # noqa: SIM115
     update(senders, receivers, [Held(versions[0])], versions[0], 0)
+    end = time.monotonic() + 60
+    while unread(pipe[0]) < 1000 and time.monotonic() < end:  # beyond the header: it writes more than a pipe holds
+        time.sleep(0.01)
     assert writer._jobs.qsize() > 1
     senders[0].close()
     assert writer._jobs.qsize() == 1  # the end
@@ -297,7 +309,7 @@ def test_what_hangs_is_forgotten_and_a_closed_writer_deletes_nothing(spec, folde
     with open(path, "w"):
         pass
     os.close(pipe[0])  # the write fails
-    writer._thread.join(10)
+    writer._thread.join(60)
     assert not writer._thread.is_alive() and os.path.exists(path)
 
 
@@ -381,10 +393,17 @@ def test_without_a_folder_a_first_start_ends_and_a_later_one_goes_on(tmp_path, c
 
 def test_an_engine_that_hangs_while_it_reads_is_evicted_and_no_other_one_asked(tmp_path):
     """A stand-in for an engine whose host has lost the file system."""
-    recipe = recipe_for(tmp_path, weights={"store": str(tmp_path), "timeout_s": 1, "transport": "gloo"})
+    recipe = recipe_for(tmp_path, weights={"store": str(tmp_path), "timeout_s": 600, "transport": "gloo"})
+
+    asked = []
 
     class Hanging(Named):
         async def post(self, path, body):
+            asked.append(self)
+            if len(asked) == 2:  # now the limit passes
+                loop = asyncio.get_running_loop()
+                now = loop.time
+                loop.time = lambda: now() + 600
             await asyncio.Event().wait()
 
     class Engines:
@@ -420,7 +439,7 @@ def test_an_engine_that_hangs_while_it_reads_is_evicted_and_no_other_one_asked(t
 
     stored_for, evicted = asyncio.run(scenario())
     assert stored_for == [] and [name for name, _ in evicted] == ["engine-3", "engine-4"]
-    assert evicted[0][1] == "engine-3: weights.store: not read within 1 s"
+    assert evicted[0][1] == "engine-3: weights.store: not read within 600 s"
 
 
 class Named:
@@ -434,12 +453,12 @@ class Named:
 @pytest.mark.parametrize("fault", [OSError(116, "Stale file handle"), "hangs"])
 def test_a_fault_of_a_look_into_the_folder_leaves_the_engine_to_the_trainer(tmp_path, monkeypatch, caplog, fault):
     """A stand-in for a file system that fails or hangs where the controller looks."""
-    recipe = recipe_for(tmp_path, weights={"store": str(tmp_path), "timeout_s": 1})
-    engine = Named("engine-3")
+    recipe = recipe_for(tmp_path, weights={"store": str(tmp_path), "timeout_s": 1 if fault == "hangs" else 600})
+    engine, end = Named("engine-3"), threading.Event()
 
     def look(*arguments):
         if fault == "hangs":
-            time.sleep(4)
+            end.wait(300)
             return None
         raise fault
 
@@ -459,5 +478,6 @@ def test_a_fault_of_a_look_into_the_folder_leaves_the_engine_to_the_trainer(tmp_
 
     begin = time.monotonic()
     assert asyncio.run(scenario()) == ("left", False, fault != "hangs")
-    assert time.monotonic() - begin < 3  # the end of the loop waits for no thread, either
+    assert time.monotonic() - begin < 60  # the end of the loop waits for no thread, either
+    end.set()
     assert "weights.store: the trainer sends version 7 instead: " in caplog.text

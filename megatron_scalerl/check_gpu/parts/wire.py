@@ -24,8 +24,8 @@ from megatron_scalerl.weights.transport import make_sender
 from megatron_scalerl.weights.value_digest import value_digest
 
 _BUCKET_MIB = 64
-_ANSWER_S = 20.0
-"""Time limit for the other process to import torch, open the handle and answer."""
+_ANSWER_S = 120.0
+"""Time limit for the other process to import torch, open the handle and answer; its end is noticed at once."""
 
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 """How another process opens a tensor: a function of PyTorch and its arguments."""
