@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_scalerl.trainer.changes_gather import ChangesGather
 from megatron_scalerl.trainer.optimizer import parts_of
 from megatron_scalerl.weights.changes import bits_of, find
 from megatron_scalerl.weights.written import Written
@@ -56,9 +57,13 @@ class WeightChanges:
                     self._compare(held.reshape(-1), main.reshape(-1))
             write()
 
-        for held, main in zip(*pairs()):
-            if main is not None and held.is_contiguous():
-                self.written.watch(held)
+        own = [held for held, main in zip(*pairs()) if main is not None and held.is_contiguous()]
+        for held in own:
+            self.written.watch(held)
+        group = getattr(part, "data_parallel_group", None)  # of a distributed optimizer
+        if group is not None and group.size() > 1:
+            parameters = [each.data for buffer in part.buffers for each in buffer.params]
+            self.written.gather_with(ChangesGather(self.written, parameters, own, group))
         part._copy_main_params_to_model_params = counted
 
     @torch.no_grad()

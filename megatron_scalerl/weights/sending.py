@@ -37,7 +37,7 @@ class WeightSending:
         """Why a group could not be formed, empty if all were. Collective."""
         failure, number = "", self._source.sender
         self.close()
-        self._written.wanted = number is not None and connection.deltas != "off"
+        self._written.wanted = connection.deltas != "off" and (number is not None or self._written.is_gathered)
         if number is not None:
             shards = [shard for sender, shard in self._source.plan.pairs if sender == number]
             try:
@@ -56,6 +56,7 @@ class WeightSending:
         """Send all parts; the report is the same on all ranks but for the seconds. Collective."""
         begin, failure, plan = time.perf_counter(), "", self._source.plan
         order = buckets(plan, self._bucket_mib)
+        self._written.gather()
         digests = torch.zeros(2 * len(order) + len(plan.needs), dtype=torch.int64)  # and sizes, and values
         if self._source.sender is not None:
             assert self._sender is not None, "connect first"

@@ -8,6 +8,7 @@ engines have is kept.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,7 @@ class _Shard:
 
     elements: int
     dtype: torch.dtype
+    device: torch.device
     changed: int = 0
     found: list[Found] = field(default_factory=list)
     """In order; empty where more than one in MOST_CHANGED changed."""
@@ -31,12 +33,9 @@ class _Shard:
         if self.changed > _most(self.elements):
             return None
         if not self.found:
-            none = bits_of(torch.empty(0, dtype=self.dtype))
-            return Found(positions=torch.empty(0, dtype=torch.int64), old=none, new=none)
-        if len(self.found) > 1:
-            positions = torch.cat([each.positions for each in self.found])
-            old, new = torch.cat([each.old for each in self.found]), torch.cat([each.new for each in self.found])
-            self.found = [Found(positions=positions, old=old, new=new)]
+            none = bits_of(torch.empty(0, dtype=self.dtype, device=self.device))
+            return Found(positions=torch.empty(0, dtype=torch.int64, device=self.device), old=none, new=none)
+        self.found = [joined(self.found)]
         return self.found[0]
 
 
@@ -50,22 +49,43 @@ class Written:
         self._shards: list[_Shard] = []
         self._steps = 0
         self._lost = False
+        self._gathers: list[Callable[[], None]] = []
 
     def watch(self, shard: Tensor) -> None:
         """Every later change of this shard will be added. shard: contiguous."""
+        if not shard.numel():
+            return
         at = bisect_right(self._addresses, shard.data_ptr())
         self._addresses.insert(at, shard.data_ptr())
-        self._shards.insert(at, _Shard(shard.numel(), shard.dtype))
+        self._shards.insert(at, _Shard(shard.numel(), shard.dtype, shard.device))
+
+    def gather_with(self, gather: Callable[[], None]) -> None:
+        """`gather`, which all ranks call at once, adds what others wrote into parameters that this one has, too."""
+        self._gathers.append(gather)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether other ranks need what this one records."""
+        return bool(self._gathers)
+
+    def gather(self) -> None:
+        """Add what other ranks wrote; before an update. Collective."""
+        if self.wanted and self._steps == 1 and not self._lost:
+            for each in self._gathers:
+                each()
 
     def begin_step(self) -> None:
         """An optimizer is about to write."""
         self._steps += 1
 
-    def add(self, shard: Tensor, first: int, found: Found) -> None:
-        """What changed in a piece of a shard that begins at element `first`; pieces come in order."""
+    def add(self, shard: Tensor, first: int, found: Found | None) -> None:
+        """What changed in a piece of a shard that begins at element `first`; pieces come in order.
+
+        None: more than one in MOST_CHANGED of the shard.
+        """
         held = self._shards[bisect_right(self._addresses, shard.data_ptr()) - 1]
-        held.changed += found.positions.numel()
-        if held.changed > _most(held.elements):
+        held.changed += held.elements + SMALL if found is None else found.positions.numel()
+        if found is None or held.changed > _most(held.elements):
             held.found = []
         elif found.positions.numel():
             held.found.append(Found(positions=found.positions + first, old=found.old, new=found.new))
@@ -86,35 +106,54 @@ class Written:
 
     def covers(self, view: Tensor) -> bool:
         """Whether changes of all elements of a view are recorded."""
-        return self._shard_of(view) is not None and _nested(view)
+        return bool(self._shards_of(view)) and _nested(view)
 
     def of(self, view: Tensor) -> Found | None:
         """The changes of a view that is covered, by position in its row-major order, since the last update.
 
-        None where more than one in MOST_CHANGED of the shard changed, after more than one step, after `lose`, and
+        None where more than one in MOST_CHANGED of a shard changed, after more than one step, after `lose`, and
         where they were not wanted.
         """
-        number = self._shard_of(view)
-        if number is None or self._steps > 1 or self._lost or not self.wanted:
+        numbers = self._shards_of(view)
+        if not numbers or self._steps > 1 or self._lost or not self.wanted:
             return None
-        found = self._shards[number].joined()
-        if found is None:
-            return None
-        offset = (view.data_ptr() - self._addresses[number]) // view.element_size()
-        ends = torch.tensor([offset, offset + _extent(view)], device=found.positions.device)
-        first, end = torch.searchsorted(found.positions, ends).tolist()
-        positions = found.positions[first:end] - offset
-        part = Found(positions=positions, old=found.old[first:end], new=found.new[first:end])
+        pieces = []
+        for number in numbers:
+            found = self._shards[number].joined()
+            if found is None:
+                return None
+            offset = (view.data_ptr() - self._addresses[number]) // view.element_size()
+            ends = torch.tensor([offset, offset + _extent(view)], device=found.positions.device)
+            first, end = torch.searchsorted(found.positions, ends).tolist()
+            positions = found.positions[first:end] - offset
+            pieces.append(Found(positions=positions, old=found.old[first:end], new=found.new[first:end]))
+        part = joined(pieces)
         return part if view.is_contiguous() else _in_view(part, view)
 
-    def _shard_of(self, view: Tensor) -> int | None:
-        number = bisect_right(self._addresses, view.data_ptr()) - 1
+    def _shards_of(self, view: Tensor) -> range:
+        """Numbers of the shards that make up a view's memory, empty where others do, too."""
+        first = number = bisect_right(self._addresses, view.data_ptr()) - 1
         if number < 0 or not view.numel():
-            return None
-        shard, size = self._shards[number], view.element_size()
-        end = self._addresses[number] + shard.elements * size
-        fits = shard.dtype == view.dtype and view.data_ptr() + _extent(view) * size <= end
-        return number if fits else None
+            return range(0)
+        end = view.data_ptr() + _extent(view) * view.element_size()
+        reached = self._addresses[first]
+        while number < len(self._shards) and self._addresses[number] == reached:
+            shard = self._shards[number]
+            if shard.dtype != view.dtype:
+                break
+            reached += shard.elements * view.element_size()
+            number += 1
+            if end <= reached:
+                return range(first, number)
+        return range(0)
+
+
+def joined(pieces: Sequence[Found]) -> Found:
+    """One after the other; at least one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    positions, old = torch.cat([each.positions for each in pieces]), torch.cat([each.old for each in pieces])
+    return Found(positions=positions, old=old, new=torch.cat([each.new for each in pieces]))
 
 
 def _most(elements: int) -> int:

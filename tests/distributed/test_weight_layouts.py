@@ -115,10 +115,9 @@ def test_changes_that_the_optimizer_records_update_every_worker_bit_for_bit(tmp_
     ]
     with private_folder() as rendezvous:
         ranks = run_ranks(2, "weight_ranks:updates", jobs, rendezvous)
-    for (kind, (tp, pp, _, _), sharded, workers), of_case in zip(RECORDED, zip(*ranks), strict=True):
+    for (kind, _, _, workers), of_case in zip(RECORDED, zip(*ranks), strict=True):
         versions, _, changed, _ = of_case[0]
         assert changed > 0
         expected = {n: v.bfloat16() for n, v in load_file(tmp_path / kind / "model.safetensors").items()}
         check_versions(versions, expected, workers)
-        shards_of_a_part = sharded and tp * pp == 1
-        assert [rank[-1] > 0 for rank in of_case] == [shards_of_a_part] * 2, "copies, where they are needed"
+        assert [kept for *_, kept in of_case] == [0, 0], "nothing is compared"

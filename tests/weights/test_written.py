@@ -66,15 +66,32 @@ def test_changes_of_a_part_are_those_that_a_comparison_finds(recorder, dtype, sh
                 assert torch.equal(getattr(found, column), getattr(expected, column)), (name, column)
 
 
-def test_what_is_not_all_in_one_shard_is_not_covered(recorder):
+def test_changes_of_parts_that_several_shards_make_up(recorder):
+    weights = torch.randn(SHAPE)
+    flat, before = weights.view(-1), weights.clone()
+    cuts = [(0, 700), (700, 703), (703, 1440)]
+    for first, end in reversed(cuts):
+        recorder.watch(flat[first:end])
+    recorder.begin_step()
+    for first, end in cuts:
+        write(recorder, flat[first:end], stepped(flat[first:end], 0.3, first))
+    for name, view_of in VIEWS.items():
+        view = view_of(weights)
+        expected = find(bits_of(view_of(before).contiguous().view(-1).clone()), view, any_number=True)
+        found = recorder.of(view)
+        for column in ("positions", "old", "new"):
+            assert torch.equal(getattr(found, column), getattr(expected, column)), (name, column)
+
+
+def test_what_is_not_all_in_shards_is_not_covered(recorder):
     memory = torch.randn(100)
     recorder.watch(memory[10:50])
     recorder.watch(memory[50:90])
     covered = [recorder.covers(memory[a:b]) for a, b in ((10, 50), (60, 90), (9, 20), (40, 60), (80, 91), (0, 5))]
-    assert covered == [True, True, False, False, False, False]
+    assert covered == [True, True, False, True, False, False]
     assert not recorder.covers(memory[10:50].view(torch.int32)), "another type"
     assert not recorder.covers(memory[10:40].as_strided((10, 10), (2, 1))), "elements that are there twice"
-    assert recorder.of(memory[40:60]) is None and not Written().covers(memory)
+    assert recorder.of(memory[40:95]) is None and not Written().covers(memory)
 
 
 def test_more_than_one_in_eight_is_unknown(recorder):
