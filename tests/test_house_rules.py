@@ -39,6 +39,7 @@ OWN_STATE = {
     "safe_load/values.py",
     "trainer/layers/packing.py",
     "trainer/step_metrics.py",
+    "weights/written.py",
 }
 """Files with dataclasses that stay in their module: state that changes, or pairs of values."""
 
