@@ -22,8 +22,8 @@ Size = Literal["full", "quick", "toy"]
 Layers = Literal["plain", "te"]
 MARGIN_S = 8.0
 """Kept before a part's time limit to stop its processes and write its last finding."""
-CHECK_S = 45.0
-"""Time limit of one check of a running engine."""
+CHECK_S, TOY_CHECK_S = 45.0, 150.0
+"""Time limit of one check of a running engine; of a rehearsal, where the engine computes on a shared CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,11 @@ class PartSetting:
     def toy(self) -> bool:
         """True if everything has to be as small as the code path allows."""
         return self.size == "toy"
+
+    @property
+    def check_s(self) -> float:
+        """Time limit of one check of a running engine, seconds."""
+        return TOY_CHECK_S if self.toy else CHECK_S
 
     def to_json(self) -> str:
         """For `from_json`."""

@@ -351,7 +351,7 @@ def test_an_engine_that_could_not_finish_is_not_started(check, scene, tmp_path, 
 
 
 def test_a_trainer_that_never_answers_ends_at_a_limit_of_its_own(scene, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "CHECK_S", 0.05)
+    monkeypatch.setattr("megatron_scalerl.check_gpu.part.TOY_CHECK_S", 0.05)
     training = SimpleNamespace(log=tmp_path / "trainer.log")
     training.log.write_text("RuntimeError: no NCCL\nwaiting\n")
     record = Recorder("engine", tmp_path / "findings")

@@ -9,7 +9,7 @@ from megatron_scalerl.check_gpu.engine.checks import until
 from megatron_scalerl.check_gpu.engine.reference import Reference, bound_for, gap, record_gap, sampled
 from megatron_scalerl.check_gpu.engine.scene import Scene, Serving, Training
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.part import CHECK_S, limited
+from megatron_scalerl.check_gpu.part import limited
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdate
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
@@ -29,7 +29,7 @@ async def check_update(
     rollouts: list[Rollout] = []
     prompts = scene.prompts[:8]
     reference = Reference(scene.other)
-    async with limited(record, "update", CHECK_S, log):
+    async with limited(record, "update", scene.setting.check_s, log):
         faults, update, at = await _update(scene, client, training)
         text = (
             f"{update.bytes / 2**20:.3g} MiB in {update.seconds_total:.3g} s, digest {update.digest}, at token {at}"
@@ -45,7 +45,7 @@ async def check_update(
             record.not_run(check, "the engine does not have the trainer's weights")
         return
     bound = bound_for(scene.dtype, reference, [p.token_ids for p in prompts], rollouts)
-    async with limited(record, "trainer parity", CHECK_S, log):
+    async with limited(record, "trainer parity", scene.setting.check_s, log):
         engine = [value for r in rollouts for value in sampled(r, r.rollout_logprobs)]
         trainer = await _scored(training, prompts, rollouts)
         exact = [
@@ -57,7 +57,7 @@ async def check_update(
             f"engine {apart['engine']:.2g}"
         )
         record_gap(record, "trainer parity", gap(trainer, engine), bound, detail, scene.dtype, from_fp32=apart)
-    async with limited(record, "probe", CHECK_S, log):
+    async with limited(record, "probe", scene.setting.check_s, log):
         assert training.client.info is not None
         fleet = Fleet(
             trainer=training.client,

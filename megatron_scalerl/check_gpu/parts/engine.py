@@ -22,7 +22,7 @@ from megatron_scalerl.check_gpu.engine.routed_experts import check_routed_expert
 from megatron_scalerl.check_gpu.engine.scene import ANSWER, Scene, Serving, Training, make_scene, serve
 from megatron_scalerl.check_gpu.engine.update import check_update
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.part import CHECK_S, Deadline, PartSetting, limited
+from megatron_scalerl.check_gpu.part import Deadline, PartSetting, limited
 from megatron_scalerl.check_gpu.tiny_task import forget_backend, remember_backend
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.prompts.end_tokens import end_token_ids
@@ -117,23 +117,23 @@ async def _started(scene: Scene, record: Recorder, deadline: Deadline) -> Servin
 
 async def _alone(scene: Scene, record: Recorder, serving: Serving, sampler: Sampler) -> None:
     client, prompt, log = serving.process.client, scene.prompts[0].token_ids, serving.log
-    async with limited(record, "fp32 head", CHECK_S, log):
+    async with limited(record, "fp32 head", scene.setting.check_s, log):
         rows = await checks.likeliest(client, prompt, tokens=32)
         faults = checks.head_faults(serving.info.head_dtype, rows)
         fine = f"fp32 in its worker; {len(rows)} log-probs are {checks.off_grid(rows):.3g} off bfloat16's grid"
         record.faultless("fp32 head", faults, fine)
-    async with limited(record, "secret", CHECK_S, log):
+    async with limited(record, "secret", scene.setting.check_s, log):
         statuses = await checks.refused(client)
         faults = checks.open_paths(statuses)
         record.faultless("secret", faults, f"{len(statuses) - 1} requests refused")
-    async with limited(record, "pause", CHECK_S, log):
+    async with limited(record, "pause", scene.setting.check_s, log):
         tokens = 120 if scene.setting.toy else 240
         paused = [await checks.pause(client, prompt, tokens=tokens, clear_cache=clear) for clear in (False, True)]
         faults = [fault for found in paused for fault in checks.pause_faults(found)]
         faults += _cache_faults(scene, prompt, [found.rollout for found in paused])
         at = " and ".join(str(found.before) for found in paused)
         record.faultless("pause", faults, f"at token {at}: KV cache kept, KV cache recomputed")
-    async with limited(record, "interruption", CHECK_S, log):
+    async with limited(record, "interruption", scene.setting.check_s, log):
         await _interruption(scene, record, serving, sampler)
 
 
@@ -190,7 +190,7 @@ async def _with_trainer(
 ) -> None:
     """The trainer has been starting in parallel; the time limit is for one that is slower than the engine."""
     started = False
-    async with limited(record, "trainer parity", deadline.left(CHECK_S), training.log):
+    async with limited(record, "trainer parity", deadline.left(scene.setting.check_s), training.log):
         await trainer
         started = True
     if started:
