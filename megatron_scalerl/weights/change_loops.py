@@ -16,6 +16,8 @@ LONG_GAP = 255
 """Stands for 255 unchanged elements, with more to come."""
 FAR = -128
 """Stands for a step that a signed byte does not hold."""
+AHEAD = 32
+"""Elements between the one that is written and the one whose memory is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +57,7 @@ def loops() -> Loops | None:
         gaps=compiled(_gaps),
         positions=compiled(_positions),
         weigh=compiled(_weigh(numba.uint64)),
-        write=compiled(_write(numba.uint64, stepped)),
+        write=compiled(_write(numba.uint64, stepped, _prefetch())),
     )
 
 
@@ -136,7 +138,28 @@ def _stepped(bits: Any, step: Any) -> int:
     return (bits ^ ((bits >> 15) & 0x7FFF)) & 0xFFFF
 
 
-def _write(unsigned: Any, stepped: Callable[..., int]) -> Callable[..., int]:
+def _prefetch() -> Any:
+    """Compiled: (array, index) asks for the line of an element that is about to be written; any index will do."""
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+            elements = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            place = builder.bitcast(builder.gep(elements, [arguments[1]]), byte)
+            kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+            builder.call(function, [place, *(ir.Constant(flag, n) for n in (1, 3, 1))])  # to write, to keep, data
+            return context.get_dummy_value()
+
+        return types.void(array, index), generate
+
+    return intrinsic(prefetch)
+
+
+def _write(unsigned: Any, stepped: Callable[..., int], prefetch: Any) -> Callable[..., int]:
     def write(  # type: ignore[no-untyped-def]
         positions, steps, values, sizes, firsts, tables, begins, ends, strides, live
     ):
@@ -157,6 +180,8 @@ def _write(unsigned: Any, stepped: Callable[..., int]) -> Callable[..., int]:
             is_far = len(steps) > 0 and steps[n] == FAR
             if row_here and begins[2] <= k < ends[2]:
                 at = row_at + (k - begins[2]) * strides[2]
+                if n + AHEAD < len(positions):  # where rows follow each other in memory; elsewhere it is of no use
+                    prefetch(live, at + positions[n + AHEAD] - position)
                 old = live[at]
                 if len(steps) == 0:
                     live[at] = values[n]
