@@ -1,6 +1,6 @@
 """Seconds of a weight update from a Megatron policy into a vLLM model, over bare gloo of the same bytes.
 
-    python tools/bench_weights.py [--rounds 15] [--layers 8] [--hidden 1024] [--dtype bfloat16]
+    python tools/bench_weights.py [--rounds 15] [--layers 8] [--hidden 1024]
 
 Two processes, one thread each: a trainer rank with a Llama of Megatron-Core, and a vLLM worker, whose receiver is
 called directly, without the HTTP of an engine. The arms take turns in one run:
@@ -76,7 +76,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--layers", type=int, default=8)
     p.add_argument("--hidden", type=int, default=1024)
     p.add_argument("--vocab", type=int, default=32_000)
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     p.add_argument("--bucket-mib", type=int, default=16)
     p.add_argument("--deltas", choices=("absolute", "ulp"), default="absolute")
     p.add_argument("--compared", action="store_true", help="changes are compared with a copy, not recorded")
@@ -116,7 +115,7 @@ def make_policy(folder: Path, options: argparse.Namespace) -> None:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(getattr(torch, options.dtype)).save_pretrained(folder)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
 class Trainer:
@@ -134,7 +133,7 @@ class Trainer:
             {
                 "name": "bench",
                 "steps": 1,
-                "policy": {"path": str(folder), "dtype": options.dtype},
+                "policy": {"path": str(folder), "dtype": "bfloat16"},
                 "prompts": {"path": "none"},
             }
         )
@@ -301,7 +300,7 @@ def main(options: argparse.Namespace) -> None:
     line = {
         "bench": "weights",
         "mib": round(size / 2**20, 1),
-        "dtype": options.dtype,
+        "dtype": "bfloat16",
         "rounds": options.rounds,
         "seconds": {arm: round(value, 4) for arm, value in median.items()},
         "spread": {arm: [round(min(of), 4), round(max(of), 4)] for arm, of in seconds.items()},

@@ -53,7 +53,7 @@ class Worker:
             model=folder,
             skip_tokenizer_init=True,
             enforce_eager=True,
-            dtype=options.dtype,
+            dtype="bfloat16",
             max_model_len=128,
             max_num_seqs=2,
             kv_cache_memory_bytes=1 << 25,

@@ -24,12 +24,13 @@ def end_with(main: Callable[[], object]) -> NoReturn:
         code = end.code
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
     status = code if isinstance(code, int) else int(code is not None)
-    for stream in (sys.stdout, sys.stderr):
+    for stream, last in ((sys.stdout, ""), (sys.stderr, f"{code}\n" if isinstance(code, str) else "")):
         try:
+            stream.write(last)
             stream.flush()
         except OSError:  # its reader has gone
             status = status or 1
+        except ValueError:  # the program closed it
+            pass
     os._exit(status & 0xFF)

@@ -1,7 +1,7 @@
 """What the ranks of a distributed optimizer changed, in all of them.
 
 Each data-parallel rank writes a shard of the parameters and gets those of the others whole. Here it learns what
-changed in them, 12 bytes for each element that did, so that every rank can send changes of any part that it holds.
+changed in them, from 8 bytes for each element that did, so that it can send changes of any part that it holds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_scalerl.weights.changes import Found
-from megatron_scalerl.weights.written import Written
+from megatron_scalerl.weights.written import Written, joined
 
+WINDOW = 1 << 22
+"""Changes of each rank that are gathered at once."""
 _DENSE = -1
 """Instead of a number of changes: more than one in `MOST_CHANGED`."""
 
@@ -38,46 +40,58 @@ class ChangesGather:
             written.watch(shard)
 
     def __call__(self) -> None:
-        """Tell the group what this rank's shards have, and add what the others have."""
+        """Tell the group what this rank's shards have, and add what the others have of those that are needed here."""
         found = [self._written.of(shard) for shard in self._own]
-        counts = [_DENSE if each is None else each.positions.numel() for each in found]
-        known = [each for each in found if each is not None and each.positions.numel()]
-        columns = [
-            torch.cat([getattr(each, name) for each in known]) for name in ("positions", "old", "new") if known
-        ]
-        every_count = self._gathered(torch.tensor(counts, dtype=torch.int64, device=self._device))
-        every = [self._gathered(column.view(torch.uint8)) for column in columns or [_nothing(self._device)] * 3]
-        for rank, (shards, numbers) in enumerate(zip(self._others, every_count)):
-            positions, old, new = (every[0][rank].view(torch.int64), *(each[rank] for each in every[1:]))
-            at = 0
-            for shard, number in zip(shards, numbers.tolist()):
+        counts = torch.tensor([_DENSE if each is None else each.positions.numel() for each in found])
+        every_count = [each.tolist() for each in self._gathered(counts.to(self._device, torch.int64))]
+        for shards, numbers in zip(self._others, every_count):
+            for shard, number in zip(shards, numbers):
                 if number == _DENSE:
                     self._written.add(shard, 0, None)
-                    continue
-                bits = {2: torch.int16, 4: torch.int32}[shard.element_size()]
-                here = slice(at, at + number)
+        longest = max(sum(number for number in numbers if number != _DENSE) for numbers in every_count)
+        if not longest:
+            return
+        mine = joined([each for each in found if each is not None] or [_nothing(self._device)])
+        columns = mine.positions.to(torch.int32), mine.old, mine.new
+        for begin in range(0, longest, WINDOW):
+            end = min(begin + WINDOW, longest)
+            every = zip(*(self._window(column[begin:end], end - begin) for column in columns))
+            for shards, numbers, (positions, old, new) in zip(self._others, every_count, every):
+                self._take(shards, numbers, begin, Found(positions=positions, old=old, new=new))
+
+    def _take(self, shards: Sequence[Tensor], numbers: Sequence[int], begin: int, window: Found) -> None:
+        """Add what a window has of a rank's changes, which begins with its change number `begin`."""
+        at, end = 0, begin + window.positions.numel()
+        for shard, number in zip(shards, numbers):
+            first, last = max(at, begin) - begin, min(at + number, end) - begin
+            at += max(number, 0)
+            if first < last and self._written.needs(shard):
+                positions, old, new = (each[first:last] for each in (window.positions, window.old, window.new))
                 self._written.add(
-                    shard,
-                    0,
-                    Found(positions=positions[here], old=old.view(bits)[here], new=new.view(bits)[here]),
+                    shard, 0, Found(positions=positions.to(torch.int64), old=old.clone(), new=new.clone())
                 )
-                at += number
+
+    def _window(self, values: Tensor, size: int) -> list[Tensor]:
+        """[ranks][size] of [at most size] values."""
+        padded = values.new_zeros(size)
+        padded[: values.numel()] = values
+        of_bytes = padded.view(torch.uint8)
+        found = [torch.empty_like(of_bytes) for _ in range(self._group.size())]
+        dist.all_gather(found, of_bytes, group=self._group)
+        return [each.view(values.dtype) for each in found]
 
     def _gathered(self, values: Tensor) -> list[Tensor]:
         """[ranks] 1-dimensional tensors of any lengths."""
         size = torch.tensor([values.numel()], dtype=torch.int64, device=values.device)
         sizes = [torch.zeros_like(size) for _ in range(self._group.size())]
         dist.all_gather(sizes, size, group=self._group)
-        lengths = [int(each) for each in sizes]
-        padded = values.new_zeros(max(*lengths, 1))
-        padded[: values.numel()] = values
-        found = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(found, padded, group=self._group)
-        return [each[:length] for each, length in zip(found, lengths)]
+        lengths = torch.cat(sizes).tolist()
+        return [each[:length] for each, length in zip(self._window(values, max(*lengths, 1)), lengths)]
 
 
-def _nothing(device: torch.device) -> Tensor:
-    return torch.zeros(0, dtype=torch.uint8, device=device)
+def _nothing(device: torch.device) -> Found:
+    bits = torch.empty(0, dtype=torch.int16, device=device)
+    return Found(positions=torch.empty(0, dtype=torch.int64, device=device), old=bits, new=bits)
 
 
 def _places(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:

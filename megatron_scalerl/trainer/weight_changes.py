@@ -21,7 +21,7 @@ from megatron_scalerl.weights.written import Written
 CHUNK = 1 << 20
 """Elements compared at once on CPUs, whose caches then hold them."""
 GPU_CHUNK = 1 << 24
-"""On GPUs; temporary memory is three bytes for each."""
+"""On GPUs; temporary memory is three bytes for each, and what is recorded."""
 
 
 class WeightChanges:
@@ -61,8 +61,9 @@ class WeightChanges:
         for held in own:
             self.written.watch(held)
         group = getattr(part, "data_parallel_group", None)  # of a distributed optimizer
-        if group is not None and group.size() > 1:
-            parameters = [each.data for buffer in part.buffers for each in buffer.params]
+        parameters = [each.data for buffer in getattr(part, "buffers", ()) for each in buffer.params]
+        # none for the experts of a pipeline stage that has none
+        if group is not None and group.size() > 1 and parameters:
             self.written.gather_with(ChangesGather(self.written, parameters, own, group))
         part._copy_main_params_to_model_params = counted
 

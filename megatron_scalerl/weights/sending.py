@@ -37,7 +37,10 @@ class WeightSending:
         """Why a group could not be formed, empty if all were. Collective."""
         failure, number = "", self._source.sender
         self.close()
-        self._written.wanted = connection.deltas != "off" and (number is not None or self._written.is_gathered)
+        wrong = self._shared("", torch.tensor([self._written.is_wrong]))[1].any()  # on any rank
+        self._written.is_wrong = bool(wrong)
+        told = number is not None or self._written.is_gathered  # to engines, or to other ranks
+        self._written.want(connection.deltas != "off" and told and not wrong, self._source.own())
         if number is not None:
             shards = [shard for sender, shard in self._source.plan.pairs if sender == number]
             try:
@@ -56,13 +59,13 @@ class WeightSending:
         """Send all parts; the report is the same on all ranks but for the seconds. Collective."""
         begin, failure, plan = time.perf_counter(), "", self._source.plan
         order = buckets(plan, self._bucket_mib)
+        self._source.begin()
         self._written.gather()
         digests = torch.zeros(2 * len(order) + len(plan.needs), dtype=torch.int64)  # and sizes, and values
         if self._source.sender is not None:
             assert self._sender is not None, "connect first"
             own = [number for number, bucket in enumerate(order) if bucket.sender == self._source.sender]
             try:
-                self._source.begin()
                 sent = self._sender.send(plan, self._source.read, version, self._written)
                 digests[own] = torch.tensor(sent, dtype=torch.uint64).view(torch.int64)
                 digests[[len(order) + number for number in own]] = torch.tensor(self._sender.sizes)

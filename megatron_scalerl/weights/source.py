@@ -93,8 +93,15 @@ class MegatronWeightSource:
                 values = values.unsqueeze(axis)
         return values[within(held.ranges, ranges)]
 
+    def own(self) -> list[torch.Tensor]:
+        """The values of all of this rank's parts, views of the parameters."""
+        return [self.read(number) for number, part in enumerate(self.plan.parts) if part.sender == self.sender]
+
     def begin(self) -> None:
-        """Wait for parameters that the distributed optimizer is still gathering in the background; before `read`."""
+        """Wait for parameters that the distributed optimizer is still gathering in the background; before `read`.
+
+        Collective: Megatron gathers them now where it has not begun to.
+        """
         for chunk in self._chunks:
             ddp = getattr(chunk, "ddp_config", None)
             if ddp is not None and ddp.overlap_param_gather:

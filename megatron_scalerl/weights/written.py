@@ -8,7 +8,7 @@ engines have is kept.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,18 +25,22 @@ class _Shard:
     dtype: torch.dtype
     device: torch.device
     changed: int = 0
-    found: list[Found] = field(default_factory=list)
-    """In order; empty where more than one in MOST_CHANGED changed."""
+    found: list[tuple[int, Found]] = field(default_factory=list)
+    """(step, changes), in order; empty where more than one in MOST_CHANGED changed."""
 
     def joined(self) -> Found | None:
-        """All of them, None where more than one in MOST_CHANGED changed."""
+        """The changes of all steps, None where more than one in MOST_CHANGED changed."""
         if self.changed > _most(self.elements):
             return None
         if not self.found:
             none = bits_of(torch.empty(0, dtype=self.dtype, device=self.device))
             return Found(positions=torch.empty(0, dtype=torch.int64, device=self.device), old=none, new=none)
-        self.found = [joined(self.found)]
-        return self.found[0]
+        steps = sorted({step for step, _ in self.found})
+        merged = joined([found for step, found in self.found if step == steps[0]])
+        for step in steps[1:]:
+            merged = _merged(merged, joined([found for each, found in self.found if each == step]))
+        self.found = [(steps[-1], merged)]
+        return merged
 
 
 class Written:
@@ -44,12 +48,26 @@ class Written:
 
     def __init__(self) -> None:
         self.wanted = False
-        """Whether changes are recorded, because an update will ask for them."""
+        """Whether changes are recorded, because an update will ask for them; see `want`."""
+        self.is_wrong = False
+        """Whether something that is not recorded was seen to change the weights; nothing is covered then."""
         self._addresses: list[int] = []  # of shards, rising
         self._shards: list[_Shard] = []
-        self._steps = 0
+        self._needed: set[int] | None = None  # numbers of shards, None: all
+        self._step = 0
         self._lost = False
         self._gathers: list[Callable[[], None]] = []
+
+    def want(self, wanted: bool, views: Iterable[Tensor] = ()) -> None:
+        """Begin to record, or end it. views: what updates will ask for, as far as other ranks write it."""
+        if wanted and not self.wanted:
+            self.lose()  # steps were made without a record
+        self.wanted = wanted
+        self._needed = {number for view in views for number in self._shards_of(view)}
+
+    def needs(self, shard: Tensor) -> bool:
+        """Whether an update will ask for elements of this shard."""
+        return self._needed is None or self._number_of(shard) in self._needed
 
     def watch(self, shard: Tensor) -> None:
         """Every later change of this shard will be added. shard: contiguous."""
@@ -70,25 +88,26 @@ class Written:
 
     def gather(self) -> None:
         """Add what other ranks wrote; before an update. Collective."""
-        if self.wanted and self._steps == 1 and not self._lost:
+        if self.wanted and self._step and not self._lost:
             for each in self._gathers:
                 each()
 
     def begin_step(self) -> None:
         """An optimizer is about to write."""
-        self._steps += 1
+        self._step += 1
 
     def add(self, shard: Tensor, first: int, found: Found | None) -> None:
         """What changed in a piece of a shard that begins at element `first`; pieces come in order.
 
         None: more than one in MOST_CHANGED of the shard.
         """
-        held = self._shards[bisect_right(self._addresses, shard.data_ptr()) - 1]
+        held = self._shards[self._number_of(shard)]
         held.changed += held.elements + SMALL if found is None else found.positions.numel()
         if found is None or held.changed > _most(held.elements):
             held.found = []
         elif found.positions.numel():
-            held.found.append(Found(positions=found.positions + first, old=found.old, new=found.new))
+            positions = found.positions + first if first else found.positions
+            held.found.append((self._step, Found(positions=positions, old=found.old, new=found.new)))
 
     def lose(self) -> None:
         """Something else wrote the weights, such as a checkpoint: nothing is known until `forget`."""
@@ -97,7 +116,7 @@ class Written:
 
     def forget(self) -> None:
         """An update has sent all that there is."""
-        self._steps, self._lost = 0, False
+        self._step, self._lost = 0, False
         self._drop()
 
     def _drop(self) -> None:
@@ -106,16 +125,16 @@ class Written:
 
     def covers(self, view: Tensor) -> bool:
         """Whether changes of all elements of a view are recorded."""
-        return bool(self._shards_of(view)) and _nested(view)
+        return not self.is_wrong and bool(self._shards_of(view)) and _nested(view)
 
     def of(self, view: Tensor) -> Found | None:
         """The changes of a view that is covered, by position in its row-major order, since the last update.
 
-        None where more than one in MOST_CHANGED of a shard changed, after more than one step, after `lose`, and
-        where they were not wanted.
+        None where more than one in MOST_CHANGED of a shard changed, in all steps together, after `lose`, and where
+        changes are not wanted.
         """
         numbers = self._shards_of(view)
-        if not numbers or self._steps > 1 or self._lost or not self.wanted:
+        if not numbers or self._lost or not self.wanted:
             return None
         pieces = []
         for number in numbers:
@@ -130,9 +149,12 @@ class Written:
         part = joined(pieces)
         return part if view.is_contiguous() else _in_view(part, view)
 
+    def _number_of(self, shard: Tensor) -> int:
+        return bisect_right(self._addresses, shard.data_ptr()) - 1
+
     def _shards_of(self, view: Tensor) -> range:
         """Numbers of the shards that make up a view's memory, empty where others do, too."""
-        first = number = bisect_right(self._addresses, view.data_ptr()) - 1
+        first = number = self._number_of(view)
         if number < 0 or not view.numel():
             return range(0)
         end = view.data_ptr() + _extent(view) * view.element_size()
@@ -154,6 +176,16 @@ def joined(pieces: Sequence[Found]) -> Found:
         return pieces[0]
     positions, old = torch.cat([each.positions for each in pieces]), torch.cat([each.old for each in pieces])
     return Found(positions=positions, old=old, new=torch.cat([each.new for each in pieces]))
+
+
+def _merged(before: Found, after: Found) -> Found:
+    """The changes of two steps: the old bits of the first, the new ones of the last."""
+    both = joined([before, after])
+    positions, order = both.positions.sort(stable=True)
+    differs = positions[1:] != positions[:-1]
+    end = differs.new_ones(1)
+    first, last = torch.cat((end, differs)), torch.cat((differs, end))
+    return Found(positions=positions[first], old=both.old[order][first], new=both.new[order][last])
 
 
 def _most(elements: int) -> int:

@@ -155,6 +155,7 @@ def _connected(path: str, layout: dict[str, Any], workers: int, rendezvous: Any)
     from megatron.core import parallel_state
 
     from megatron_scalerl.distributed.parallel import init_parallel
+    from megatron_scalerl.trainer import changes_gather
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.optimizer import build_optimizer
     from megatron_scalerl.trainer.weight_changes import WeightChanges
@@ -164,6 +165,7 @@ def _connected(path: str, layout: dict[str, Any], workers: int, rendezvous: Any)
     settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
     parallel = init_parallel(settings)
     chunks = build_policy(path, settings, parallel)
+    changes_gather.WINDOW = 1000  # so that there are several
     optimizer = build_optimizer(chunks, settings) if settings.policy.dtype == "bfloat16" else None
     changes = WeightChanges(optimizer, parallel.device) if optimizer else None
     source = MegatronWeightSource(chunks, parallel, most_senders=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron_scalerl.batching.packing import filler_micro_batch
 from megatron_scalerl.distributed.parallel import unwrap
 from megatron_scalerl.recipe.sections import OptimizerSection
 from megatron_scalerl.trainer.step import constant_with_warmup
+from megatron_scalerl.trainer.weight_changes import WeightChanges
 from megatron_scalerl.types import Batch
 
 NO_CLIP = {"optimizer": {"clip_grad": 0}}
@@ -239,6 +241,20 @@ def test_the_share_of_elements_that_a_step_changes(new_trainer, sharded, lr):
         changed = sum(int((after[n] != before[n]).sum()) for n in before)
         assert found == changed / sum(p.numel() for p in before.values())
         assert 0.05 < found < 0.95 if lr == 1e-4 else found == 0
+
+
+def test_a_pipeline_stage_without_experts_has_nothing_to_tell_of_them():
+    """Megatron makes an optimizer for them all the same, without a buffer."""
+    part = SimpleNamespace(
+        is_stub_optimizer=False,
+        buffers=[],
+        data_parallel_group=SimpleNamespace(size=lambda: 2),
+        _get_model_and_main_params_data_float16=lambda: ([], []),
+        _copy_main_params_to_model_params=lambda: None,
+    )
+    changes = WeightChanges(part, torch.device("cpu"))
+    part._copy_main_params_to_model_params()
+    assert not changes.written.is_gathered and changes.counts().tolist() == [0, 0]
 
 
 def test_changes_of_fp32_weights_which_are_written_in_place_are_not_counted(new_trainer):

@@ -40,7 +40,8 @@ def stepped(values, share, seed):
 @pytest.fixture
 def recorder():
     written = Written()
-    written.wanted = True
+    written.want(True, [torch.zeros(1)])  # nothing that other ranks write
+    written.forget()
     return written
 
 
@@ -83,6 +84,21 @@ def test_changes_of_parts_that_several_shards_make_up(recorder):
             assert torch.equal(getattr(found, column), getattr(expected, column)), (name, column)
 
 
+def test_changes_of_several_steps_are_those_from_the_first_values_to_the_last(recorder):
+    weights = torch.randn(SHAPE).bfloat16()
+    recorder.watch(weights)
+    before = weights.clone()
+    for seed in range(3):
+        recorder.begin_step()
+        write(recorder, weights, stepped(weights, 0.03, seed))
+        for name in ("rows", "columns", "transposed"):  # asked for in between, too
+            view = VIEWS[name](weights)
+            expected = find(bits_of(VIEWS[name](before).contiguous().view(-1).clone()), view, any_number=True)
+            found = recorder.of(view)
+            for column in ("positions", "old", "new"):
+                assert torch.equal(getattr(found, column), getattr(expected, column)), (name, column)
+
+
 def test_what_is_not_all_in_shards_is_not_covered(recorder):
     memory = torch.randn(100)
     recorder.watch(memory[10:50])
@@ -104,7 +120,7 @@ def test_more_than_one_in_eight_is_unknown(recorder):
     assert recorder.of(weights).positions.numel() == 0
 
 
-def test_changes_are_known_of_one_step_since_the_last_update_and_of_the_optimizer_alone(recorder):
+def test_changes_are_known_since_the_last_update_and_of_the_optimizer_alone(recorder):
     weights = torch.zeros(1000)
     recorder.watch(weights)
 
@@ -114,14 +130,17 @@ def test_changes_are_known_of_one_step_since_the_last_update_and_of_the_optimize
 
     step()
     assert recorder.of(weights).positions.numel()
-    step()
-    assert recorder.of(weights) is None, "two steps"
-    recorder.forget()
-    step()
-    assert recorder.of(weights).positions.numel()
     recorder.lose()
     assert recorder.of(weights) is None, "a checkpoint was loaded"
     recorder.forget()
     assert recorder.of(weights).positions.numel() == 0
-    recorder.wanted = False
+    recorder.want(False)
+    step()
     assert recorder.of(weights) is None, "nothing was recorded"
+    recorder.want(True)
+    assert recorder.of(weights) is None, "... nor then"
+    recorder.forget()
+    step()
+    assert recorder.of(weights).positions.numel()
+    recorder.is_wrong = True
+    assert not recorder.covers(weights), "something else writes, too"

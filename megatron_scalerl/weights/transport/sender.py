@@ -153,11 +153,12 @@ class Sender:
         Unless it is `lasting`, the bucket after the next one gets it, too: fresh pages cost more than the copy.
         """
         bucket = self._own[number]
-        if lasting or self._store is not None:  # which writes later
-            return torch.zeros(bucket.nbytes + 8, dtype=torch.uint8, device=self.groups[bucket.shard].device)
+        device = self.groups[bucket.shard].device
+        if lasting or (self._store is not None and device.type == "cpu"):  # which writes later
+            return torch.zeros(bucket.nbytes + 8, dtype=torch.uint8, device=device)
         if self._turns is None:
             size = max(each.nbytes for each in self._own) + 8
-            self._turns = torch.empty(2, size, dtype=torch.uint8, device=self.groups[bucket.shard].device)
+            self._turns = torch.empty(2, size, dtype=torch.uint8, device=device)
         packed, end = self._turns[number % 2, : bucket.nbytes + 8], 0
         for slot in bucket.slots:
             packed[end : slot.offset] = 0
@@ -170,7 +171,11 @@ class Sender:
         bucket = self._own[number]
         found = recorded(plan, bucket, read, self._written)
         if found is not None and total((before, digest_change(plan, bucket, found))) != self._values[number]:
-            raise RuntimeError("weights: expected the changes that the optimizer recorded, found other values")
+            self._written.is_wrong = True
+            raise RuntimeError(
+                "weights: expected the changes that the optimizer recorded, found other values: something else "
+                "writes the parameters; changes are found by comparing from now on"
+            )
 
     def _ship(self, shard: int, packed: torch.Tensor) -> Finish:
         return self._start(shard, packed)
