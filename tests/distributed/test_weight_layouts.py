@@ -91,15 +91,19 @@ def check_versions(versions: list[list[dict[str, Any]]], expected: dict[str, tor
             step(values)
 
 
-RECORDED: list[tuple[str, Sizes, bool, int]] = [
-    ("llama_tied", (2, 1, 1, 1), True, 2),
-    ("llama", (1, 2, 1, 1), True, 1),
-    ("llama4", (2, 1, 1, 1), False, 2),
-    ("qwen3_moe", (1, 1, 2, 1), True, 2),  # experts by one rank, the rest data parallel
-    ("llama", (1, 1, 1, 1), False, 1),  # two data-parallel ranks, each of which writes all
-    ("llama", (1, 1, 1, 1), True, 1),  # ... and each of which writes a shard
+WHOLE = {"use_distributed_optimizer": False}
+SHARDED = {"use_distributed_optimizer": True}
+OVERLAPPED = {**SHARDED, "overlap_param_gather": True, "overlap_grad_reduce": True}
+RECORDED: list[tuple[str, Sizes, dict[str, bool], int, int]] = [
+    ("llama_tied", (2, 1, 1, 1), SHARDED, 2, 4),
+    ("llama", (1, 2, 1, 1), SHARDED, 1, 4),
+    ("llama4", (2, 1, 1, 1), WHOLE, 2, 4),
+    ("qwen3_moe", (1, 1, 2, 1), SHARDED, 2, 4),  # experts by one rank, the rest data parallel
+    ("llama", (1, 1, 1, 1), WHOLE, 1, 4),  # two data-parallel ranks, each of which writes all
+    ("llama", (1, 1, 1, 1), SHARDED, 1, 4),  # ... and each of which writes a shard
+    ("llama", (1, 1, 1, 1), OVERLAPPED, 1, 1),  # ... of which one sends nothing
 ]
-"""(Family; tensor, pipeline, expert, context parallel; distributed optimizer; workers)."""
+"""(Family; tensor, pipeline, expert, context parallel; keys of megatron.ddp; workers; most senders)."""
 
 
 def test_changes_that_the_optimizer_records_update_every_worker_bit_for_bit(tmp_path: Path) -> None:
@@ -108,14 +112,14 @@ def test_changes_that_the_optimizer_records_update_every_worker_bit_for_bit(tmp_
     jobs = [
         (
             str(tmp_path / kind),
-            {**layout(kind, *sizes), "dtype": "bfloat16", "ddp": {"use_distributed_optimizer": sharded}},
+            {**layout(kind, *sizes), "dtype": "bfloat16", "ddp": ddp, "most_senders": most_senders},
             workers,
         )
-        for kind, sizes, sharded, workers in RECORDED
+        for kind, sizes, ddp, workers, most_senders in RECORDED
     ]
     with private_folder() as rendezvous:
         ranks = run_ranks(2, "weight_ranks:updates", jobs, rendezvous)
-    for (kind, _, _, workers), of_case in zip(RECORDED, zip(*ranks), strict=True):
+    for (kind, _, _, workers, _), of_case in zip(RECORDED, zip(*ranks), strict=True):
         versions, _, changed, _ = of_case[0]
         assert changed > 0
         expected = {n: v.bfloat16() for n, v in load_file(tmp_path / kind / "model.safetensors").items()}

@@ -146,7 +146,7 @@ class Sides:
                 main.copy_(stepped)
             part._copy_main_params_to_model_params()
         for chunk in self.chunks:
-            if chunk.ddp_config.use_distributed_optimizer:
+            if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
 
@@ -162,13 +162,15 @@ def _connected(path: str, layout: dict[str, Any], workers: int, rendezvous: Any)
     from megatron_scalerl.weights.sending import WeightSending
     from megatron_scalerl.weights.source import MegatronWeightSource
 
+    layout = dict(layout)
+    most_senders = layout.pop("most_senders", 4)
     settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
     parallel = init_parallel(settings)
     chunks = build_policy(path, settings, parallel)
     changes_gather.WINDOW = 1000  # so that there are several
     optimizer = build_optimizer(chunks, settings) if settings.policy.dtype == "bfloat16" else None
     changes = WeightChanges(optimizer, parallel.device) if optimizer else None
-    source = MegatronWeightSource(chunks, parallel, most_senders=4)
+    source = MegatronWeightSource(chunks, parallel, most_senders=most_senders)
     plan = source.plan_for([needs_of_worker(source.manifest, worker, workers) for worker in range(workers)])
     connection = Connection(
         backend="gloo",
