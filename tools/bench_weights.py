@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--layers", type=int, default=8)
     p.add_argument("--hidden", type=int, default=1024)
     p.add_argument("--vocab", type=int, default=32_000)
-    p.add_argument("--bucket-mib", type=int, default=16)
+    p.add_argument("--bucket-mib", type=int, default=64, help="as in a recipe (default: %(default)s)")
     p.add_argument("--deltas", choices=("absolute", "ulp"), default="absolute")
     p.add_argument("--compared", action="store_true", help="changes are compared with a copy, not recorded")
     p.add_argument("--store", metavar="FOLDER", default="/dev/shm", help="folder of the store (default: %(default)s)")

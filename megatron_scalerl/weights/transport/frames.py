@@ -86,11 +86,10 @@ def receive(
     told = Told() if told is None else told
     told.whole = ahead = all(whole.values())
 
-    largest = max(bucket.nbytes for bucket in order) + 8
-    memory = [torch.empty(largest, dtype=torch.uint8, device=any_group.device) for _ in order[:2] if reuse]
+    turns = any_group.turns(max(bucket.nbytes for bucket in order) + 8) if reuse else None
 
     def arrive(number: int) -> Callable[[], tuple[torch.Tensor | None, bool]]:
-        bucket, into = order[number], memory[number % 2] if reuse else None
+        bucket, into = order[number], None if turns is None else turns[number % 2]
         return _arrive(groups[bucket.sender], bucket, whole[bucket.sender], into)
 
     arriving = [arrive(0)]

@@ -25,6 +25,7 @@ class Group:
     """A broadcast group with a sending rank of the trainer as rank 0."""
 
     device = torch.device("cpu")
+    _turns: torch.Tensor | None = None
 
     def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0) -> None:
         """Join the group of a sender and a shard; returns when all members have.
@@ -57,6 +58,13 @@ class Group:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Broadcast rank 0's tensor. Raises RuntimeError if the group is closed, fails or times out."""
         self.start(tensor)()
+
+    def turns(self, nbytes: int) -> torch.Tensor:
+        """[2, at least nbytes] uint8, memory of buckets in turn, kept for later updates: fresh pages cost more than
+        a copy into them."""
+        if self._turns is None or self._turns.shape[1] < nbytes:
+            self._turns = torch.empty(2, nbytes, dtype=torch.uint8, device=self.device)
+        return self._turns
 
     def close(self) -> None:
         """Leave the group; the other members' pending broadcasts fail at once."""

@@ -39,7 +39,6 @@ class Sender:
         self._held: list[torch.Tensor] = []  # [own buckets] as all receivers have them, if changes may be sent;
         # empty where the optimizer records them
         self._values: list[int] = []  # [own buckets] digests of their values
-        self._turns: torch.Tensor | None = None  # [2, nbytes] memory of buckets that are only sent
         self._version, self._since_whole = WHOLE, 0
         self._store = make_writer(connection, number)
         if connection.deltas != "off":
@@ -82,7 +81,7 @@ class Sender:
             raise
         if self._store is not None:
             self._store.end(version)
-        self._version, self._turns = version, None
+        self._version = version
         self.values = {
             shard: total([v for b, v in zip(self._own, self._values) if b.shard == shard]) for shard in self.groups
         }
@@ -148,18 +147,13 @@ class Sender:
         return packed
 
     def _memory(self, number: int, *, lasting: bool) -> torch.Tensor:
-        """[nbytes + 8] uint8, 0 between the slots.
-
-        Unless it is `lasting`, the bucket after the next one gets it, too: fresh pages cost more than the copy.
-        """
+        """[nbytes + 8] uint8, 0 between the slots. Unless it is `lasting`, the bucket after the next has it, too."""
         bucket = self._own[number]
         device = self.groups[bucket.shard].device
         if lasting or (self._store is not None and device.type == "cpu"):  # which writes later
             return torch.zeros(bucket.nbytes + 8, dtype=torch.uint8, device=device)
-        if self._turns is None:
-            size = max(each.nbytes for each in self._own) + 8
-            self._turns = torch.empty(2, size, dtype=torch.uint8, device=device)
-        packed, end = self._turns[number % 2, : bucket.nbytes + 8], 0
+        turns = self.groups[self._own[0].shard].turns(max(each.nbytes for each in self._own) + 8)
+        packed, end = turns[number % 2, : bucket.nbytes + 8], 0
         for slot in bucket.slots:
             packed[end : slot.offset] = 0
             end = slot.offset + slot.nbytes
