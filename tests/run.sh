@@ -76,7 +76,7 @@ end_beside() { # shows what it has printed, and the rest as it comes; sets code 
 # Slow tests of one process: a third of the time of all slow ones, beside the others, which are several processes each.
 late=(tests/{fit,rewards,rollouts,study,weights} tests/test_*.py)
 # Half of the work of the fast tests.
-half=(tests/{doctor,fit,launch,logits,page,plan,rewards,slurm,study,telemetry})
+half=(tests/{doctor,fit,launch,logits,page,plan,rewards,slurm,study,telemetry,test_phases.py,weights})
 code=0
 tier=
 select=(-m "not full")
