@@ -121,6 +121,11 @@ def unsigned(bits: Tensor) -> np.ndarray:
     return bits.numpy().view(f"u{bits.element_size()}")
 
 
+def most_coded(elements: int) -> int:
+    """Where more of a piece's elements changed, all are sent."""
+    return max(elements // MOST_CHANGED, min(elements, SMALL))
+
+
 def find(held: Tensor, values: Tensor, *, any_number: bool = False) -> Found | None:
     """What changed, None where it is more than one in MOST_CHANGED of a piece that is not SMALL; `held` then has some
     of the new bits.
@@ -129,7 +134,7 @@ def find(held: Tensor, values: Tensor, *, any_number: bool = False) -> Found | N
     any_number: never None.
     """
     new = bits_of(values.detach().contiguous().view(-1) if values.dim() else values.detach().reshape(1))
-    most = held.numel() if any_number else max(held.numel() // MOST_CHANGED, min(held.numel(), SMALL))
+    most = held.numel() if any_number else most_coded(held.numel())
     if held.device.type == "cpu" and (compiled := loops()) is not None:
         flat, other = unsigned(held), unsigned(new)
         positions, old = np.empty(most, np.int64), np.empty(most, flat.dtype)

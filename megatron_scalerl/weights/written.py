@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_scalerl.weights.changes import MOST_CHANGED, SMALL, Found, bits_of
+from megatron_scalerl.weights.changes import SMALL, Found, bits_of, most_coded
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Shard:
 
     def joined(self) -> Found | None:
         """The changes of all steps, None where more than one in MOST_CHANGED changed."""
-        if self.changed > _most(self.elements):
+        if self.changed > most_coded(self.elements):
             return None
         if not self.found:
             none = bits_of(torch.empty(0, dtype=self.dtype, device=self.device))
@@ -103,7 +103,7 @@ class Written:
         """
         held = self._shards[self._number_of(shard)]
         held.changed += held.elements + SMALL if found is None else found.positions.numel()
-        if found is None or held.changed > _most(held.elements):
+        if found is None or held.changed > most_coded(held.elements):
             held.found = []
         elif found.positions.numel():
             positions = found.positions + first if first else found.positions
@@ -186,10 +186,6 @@ def _merged(before: Found, after: Found) -> Found:
     end = differs.new_ones(1)
     first, last = torch.cat((end, differs)), torch.cat((differs, end))
     return Found(positions=positions[first], old=both.old[order][first], new=both.new[order][last])
-
-
-def _most(elements: int) -> int:
-    return max(elements // MOST_CHANGED, min(elements, SMALL))
 
 
 def _axes(view: Tensor) -> list[tuple[int, int, int]]:

@@ -32,6 +32,14 @@ def write(written, shard, new, chunk=500):
         written.add(shard.view(-1), first, found)
 
 
+def check(recorder, view, before, name):
+    """What is recorded of a view is what a comparison with the values before finds."""
+    expected = find(bits_of(before.contiguous().view(-1).clone()), view, any_number=True)
+    found = recorder.of(view)
+    for column in ("positions", "old", "new"):
+        assert torch.equal(getattr(found, column), getattr(expected, column)), (name, column)
+
+
 def stepped(values, share, seed):
     g = torch.Generator().manual_seed(seed)
     return torch.where(torch.rand(values.shape, generator=g) < share, values + 1, values)
@@ -61,10 +69,7 @@ def test_changes_of_a_part_are_those_that_a_comparison_finds(recorder, dtype, sh
         for name, view_of in VIEWS.items():
             view = view_of(shard)
             assert recorder.covers(view), name
-            expected = find(bits_of(view_of(old).contiguous().view(-1).clone()), view, any_number=True)
-            found = recorder.of(view)
-            for column in ("positions", "old", "new"):
-                assert torch.equal(getattr(found, column), getattr(expected, column)), (name, column)
+            check(recorder, view, view_of(old), name)
 
 
 def test_changes_of_parts_that_several_shards_make_up(recorder):
@@ -78,10 +83,7 @@ def test_changes_of_parts_that_several_shards_make_up(recorder):
         write(recorder, flat[first:end], stepped(flat[first:end], 0.3, first))
     for name, view_of in VIEWS.items():
         view = view_of(weights)
-        expected = find(bits_of(view_of(before).contiguous().view(-1).clone()), view, any_number=True)
-        found = recorder.of(view)
-        for column in ("positions", "old", "new"):
-            assert torch.equal(getattr(found, column), getattr(expected, column)), (name, column)
+        check(recorder, view, view_of(before), name)
 
 
 def test_changes_of_several_steps_are_those_from_the_first_values_to_the_last(recorder):
@@ -93,10 +95,7 @@ def test_changes_of_several_steps_are_those_from_the_first_values_to_the_last(re
         write(recorder, weights, stepped(weights, 0.03, seed))
         for name in ("rows", "columns", "transposed"):  # asked for in between, too
             view = VIEWS[name](weights)
-            expected = find(bits_of(VIEWS[name](before).contiguous().view(-1).clone()), view, any_number=True)
-            found = recorder.of(view)
-            for column in ("positions", "old", "new"):
-                assert torch.equal(getattr(found, column), getattr(expected, column)), (name, column)
+            check(recorder, view, VIEWS[name](before), name)
 
 
 def test_what_is_not_all_in_shards_is_not_covered(recorder):
