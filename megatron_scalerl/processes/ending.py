@@ -31,6 +31,6 @@ def end_with(main: Callable[[], object]) -> NoReturn:
             stream.flush()
         except OSError:  # its reader has gone
             status = status or 1
-        except ValueError:  # the program closed it
+        except (ValueError, AttributeError):  # the program closed it, or it was closed at the start, and is None
             pass
     os._exit(status & 0xFF)

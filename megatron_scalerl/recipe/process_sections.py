@@ -134,8 +134,8 @@ class WeightsSection(Section):
     generating while it arrives in host memory, one copy for each engine, and are paused to write it."""
     deltas: Annotated[Literal["off", "absolute", "ulp"], BeforeValidator(_off)] = "off"
     """Send only the elements that changed since the last version, where it is one in 8 or less: each in 3.1 bytes
-    (absolute) or 2.1 (ulp, the distance in units in the last place). In bf16 the optimizer records them; in fp32
-    senders keep a copy of what they sent, and compare."""
+    (absolute) or 2.1 (ulp, the distance in units in the last place). Optimizers with fp32 main weights record
+    them; else senders keep a copy of what they sent, and compare."""
     anchor_every: PositiveInt = 20
     """With deltas, an update is whole after this many that were not: it repairs values that something else changed
     in an engine, and is verified against all values."""

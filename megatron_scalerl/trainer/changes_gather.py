@@ -18,7 +18,7 @@ from megatron_scalerl.weights.changes import Found
 from megatron_scalerl.weights.written import Written, joined
 
 WINDOW = 1 << 22
-"""Changes of each rank that are gathered at once."""
+"""Changes that are gathered at once, of all ranks together."""
 _DENSE = -1
 """Instead of a number of changes: more than one in `MOST_CHANGED`."""
 
@@ -28,6 +28,7 @@ class ChangesGather:
 
     def __init__(self, written: Written, parameters: Sequence[Tensor], own: Sequence[Tensor], group: Any) -> None:
         """parameters: what the group shards, in one order on all ranks. own: this rank's shards, views of them."""
+        assert all(shard.numel() < 1 << 31 for shard in own), "positions are gathered as int32"
         self._written, self._group, self._own = written, group, list(own)
         self._device = parameters[0].device
         rows = torch.tensor(_places(own, parameters), dtype=torch.int64, device=self._device)
@@ -37,7 +38,7 @@ class ChangesGather:
             for rank, table in enumerate(each.view(-1, 3) for each in every)
         ]
         for shard in (shard for shards in self._others for shard in shards):
-            written.watch(shard)
+            written.watch(shard, of_another=True)
 
     def __call__(self) -> None:
         """Tell the group what this rank's shards have, and add what the others have of those that are needed here."""
@@ -53,8 +54,9 @@ class ChangesGather:
             return
         mine = joined([each for each in found if each is not None] or [_nothing(self._device)])
         columns = mine.positions.to(torch.int32), mine.old, mine.new
-        for begin in range(0, longest, WINDOW):
-            end = min(begin + WINDOW, longest)
+        window = max(WINDOW // self._group.size(), 1)
+        for begin in range(0, longest, window):
+            end = min(begin + window, longest)
             every = zip(*(self._window(column[begin:end], end - begin) for column in columns))
             for shards, numbers, (positions, old, new) in zip(self._others, every_count, every):
                 self._take(shards, numbers, begin, Found(positions=positions, old=old, new=new))

@@ -24,6 +24,8 @@ class _Shard:
     elements: int
     dtype: torch.dtype
     device: torch.device
+    of_another: bool
+    """Another rank writes it, and tells what it changed; kept only where this rank's updates ask for it."""
     changed: int = 0
     found: list[tuple[int, Found]] = field(default_factory=list)
     """(step, changes), in order; empty where more than one in MOST_CHANGED changed."""
@@ -53,29 +55,30 @@ class Written:
         """Whether something that is not recorded was seen to change the weights; nothing is covered then."""
         self._addresses: list[int] = []  # of shards, rising
         self._shards: list[_Shard] = []
-        self._needed: set[int] | None = None  # numbers of shards, None: all
+        self._needed: set[int] = set()  # numbers of shards that this rank's updates read
         self._step = 0
         self._lost = False
         self._gathers: list[Callable[[], None]] = []
 
     def want(self, wanted: bool, views: Iterable[Tensor] = ()) -> None:
-        """Begin to record, or end it. views: what updates will ask for, as far as other ranks write it."""
+        """Begin to record, or end it. views: what this rank's updates will ask for; what other ranks change
+        elsewhere is not kept."""
         if wanted and not self.wanted:
             self.lose()  # steps were made without a record
         self.wanted = wanted
         self._needed = {number for view in views for number in self._shards_of(view)}
 
     def needs(self, shard: Tensor) -> bool:
-        """Whether an update will ask for elements of this shard."""
-        return self._needed is None or self._number_of(shard) in self._needed
+        """Whether an update of this rank will ask for elements of this shard."""
+        return self._number_of(shard) in self._needed
 
-    def watch(self, shard: Tensor) -> None:
-        """Every later change of this shard will be added. shard: contiguous."""
+    def watch(self, shard: Tensor, *, of_another: bool = False) -> None:
+        """Every later change of this shard will be added. shard: contiguous. of_another: by `gather`."""
         if not shard.numel():
             return
         at = bisect_right(self._addresses, shard.data_ptr())
         self._addresses.insert(at, shard.data_ptr())
-        self._shards.insert(at, _Shard(shard.numel(), shard.dtype, shard.device))
+        self._shards.insert(at, _Shard(shard.numel(), shard.dtype, shard.device, of_another))
 
     def gather_with(self, gather: Callable[[], None]) -> None:
         """`gather`, which all ranks call at once, adds what others wrote into parameters that this one has, too."""
@@ -131,15 +134,16 @@ class Written:
         """The changes of a view that is covered, by position in its row-major order, since the last update.
 
         None where more than one in MOST_CHANGED of a shard changed, in all steps together, after `lose`, and where
-        changes are not wanted.
+        changes are not wanted, or not those of another rank's shard.
         """
         numbers = self._shards_of(view)
         if not numbers or self._lost or not self.wanted:
             return None
         pieces = []
         for number in numbers:
-            found = self._shards[number].joined()
-            if found is None:
+            shard = self._shards[number]
+            found = shard.joined()
+            if found is None or (shard.of_another and number not in self._needed):
                 return None
             offset = (view.data_ptr() - self._addresses[number]) // view.element_size()
             ends = torch.tensor([offset, offset + _extent(view)], device=found.positions.device)

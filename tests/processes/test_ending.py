@@ -47,6 +47,12 @@ def test_output_that_cannot_be_written_is_a_failure():
         assert ended("print('done')", stdout=full).returncode == 1
 
 
+def test_a_stream_that_was_closed_at_the_start_is_no_failure():
+    program = "from megatron_scalerl.processes.ending import end_with\nend_with(lambda: 75)"
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", program]
+    assert subprocess.run(closed, cwd=ROOT, check=False).returncode == 75
+
+
 def test_threads_and_what_waits_for_them_end_with_the_program():
     """A thread that would keep Python from ending; gloo's groups have such ones in C++."""
     done = ended("import threading, time\n    threading.Thread(target=time.sleep, args=(1e6,)).start()", timeout=60)

@@ -109,6 +109,18 @@ def test_what_is_not_all_in_shards_is_not_covered(recorder):
     assert recorder.of(memory[40:95]) is None and not Written().covers(memory)
 
 
+def test_what_another_rank_wrote_is_known_where_it_was_asked_for(recorder):
+    weights = torch.zeros(100)
+    for first in (0, 50):
+        recorder.watch(weights[first : first + 50], of_another=True)
+    recorder.want(True, [weights[60:70]])
+    recorder.begin_step()
+    assert [recorder.needs(weights[first : first + 50]) for first in (0, 50)] == [False, True]
+    write(recorder, weights[50:], stepped(weights[50:], 0.3, 0))
+    assert recorder.of(weights[50:]).positions.numel() and recorder.of(weights[:50]) is None
+    assert recorder.of(weights) is None
+
+
 def test_more_than_one_in_eight_is_unknown(recorder):
     weights = torch.zeros(1 << 18)
     recorder.watch(weights)

@@ -60,11 +60,15 @@ class Group:
         self.start(tensor)()
 
     def turns(self, nbytes: int) -> torch.Tensor:
-        """[2, at least nbytes] uint8, memory of buckets in turn, kept for later updates: fresh pages cost more than
-        a copy into them."""
-        if self._turns is None or self._turns.shape[1] < nbytes:
-            self._turns = torch.empty(2, nbytes, dtype=torch.uint8, device=self.device)
-        return self._turns
+        """[2, at least nbytes] uint8, memory of buckets in turn.
+
+        On CPUs it is kept for later updates, as fresh pages cost more than a copy into them; others need a GPU's.
+        """
+        if self._turns is not None and self._turns.shape[1] >= nbytes:
+            return self._turns
+        turns = torch.empty(2, nbytes, dtype=torch.uint8, device=self.device)
+        self._turns = turns if turns.device.type == "cpu" else None
+        return turns
 
     def close(self) -> None:
         """Leave the group; the other members' pending broadcasts fail at once."""

@@ -147,10 +147,11 @@ class Sender:
         return packed
 
     def _memory(self, number: int, *, lasting: bool) -> torch.Tensor:
-        """[nbytes + 8] uint8, 0 between the slots. Unless it is `lasting`, the bucket after the next has it, too."""
+        """[nbytes + 8] uint8, 0 between the slots. On CPUs, unless it is `lasting`, the bucket after the next has it,
+        too."""
         bucket = self._own[number]
         device = self.groups[bucket.shard].device
-        if lasting or (self._store is not None and device.type == "cpu"):  # which writes later
+        if lasting or device.type != "cpu" or self._store is not None:  # a store writes later
             return torch.zeros(bucket.nbytes + 8, dtype=torch.uint8, device=device)
         turns = self.groups[self._own[0].shard].turns(max(each.nbytes for each in self._own) + 8)
         packed, end = turns[number % 2, : bucket.nbytes + 8], 0
