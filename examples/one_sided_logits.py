@@ -11,7 +11,7 @@ import sys
 from unittest import mock
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.engine import local_server, process
+from megatron_scalerl.launch import local_server, process
 
 engine_arguments = local_server.engine_arguments
 

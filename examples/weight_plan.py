@@ -13,8 +13,7 @@ from transformers import LlamaConfig
 
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.weights.owners import Place, manifest, send_plan
-from megatron_scalerl.weights.plan import buckets
-from megatron_scalerl.weights.rectangles import volume
+from megatron_scalerl.weights.plan import buckets, volume
 
 SMALL = LlamaConfig(
     hidden_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, vocab_size=4096

@@ -1,6 +1,9 @@
 """The command line: `megatron-scalerl COMMAND`, or `python -m megatron_scalerl COMMAND`.
 
 Commands are listed in `COMMANDS`; only the module of the command that is given is imported.
+
+`explained` turns a Python that is too old and missing packages into one-line errors. So this file imports the
+standard library only, in syntax that older Pythons parse: it also runs outside the environment.
 """
 
 from __future__ import annotations
@@ -11,11 +14,43 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import megatron_scalerl
-from megatron_scalerl.environment import explained
+
+OLDEST = (3, 11)
+"""The oldest supported Python version."""
+_HOW = "make the environment with tools/install.sh cpu (or gpu) and enter it with source .venv/bin/activate"
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Context for imports and commands: report what the environment lacks in one line, with exit code 2.
+
+    Raises SystemExit for a Python before 3.11 and for a package that is not installed. A missing module of
+    megatron_scalerl itself is a bug: its ModuleNotFoundError propagates.
+    """
+    if tuple(sys.version_info[:2]) < OLDEST:
+        wanted, found = (".".join(map(str, version[:2])) for version in (OLDEST, sys.version_info))
+        _end(f"expected Python {wanted} or newer, found {found} at {sys.executable}; {_HOW}")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "megatron_scalerl"):
+            raise
+        _end(f"package {package!r} is not installed for {sys.executable}; {_HOW}")
+
+
+def _end(line: str) -> None:
+    name = Path(sys.argv[0]).name
+    name = Path(sys.argv[0]).parent.name if name == "__main__.py" else name
+    print(f"{name}: {line}", file=sys.stderr)
+    raise SystemExit(2)
+
 
 PROGRAM = "megatron-scalerl"
 
@@ -77,7 +112,7 @@ def program() -> int:
     command = COMMANDS.get(_named(sys.argv[1:]))
     if command and command.forms_groups:
         with explained():
-            from megatron_scalerl.processes.ending import end_with
+            from megatron_scalerl.processes.child_process import end_with
 
             end_with(main)
     return main()

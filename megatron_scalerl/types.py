@@ -3,12 +3,21 @@
 prompts -> rollouts -> rewards -> filters -> advantages -> packing -> trainer -> weights
 
 The examples continue one another, in the order of the stages.
+
+Shapes in annotations, in the notation of jaxtyping: `Float[Tensor, "tokens vocab"]`, `Int64[Tensor, " T"]`.
+
+For readers. The type checker sees the array type alone and nothing is checked at run time, so there is no dependency;
+an import of the same names from `jaxtyping` would add its checks. One axis is written with a leading space.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated as Bool
+from typing import Annotated as Float
+from typing import Annotated as Int32
+from typing import Annotated as Int64
 from typing import Any, Literal
 
 import numpy as np
@@ -398,3 +407,6 @@ class PassRate:
     """`controller.outcomes.within_variance`; None with one generation."""
     tasks: Mapping[str, TaskPassRate] = field(default_factory=dict)
     """Of a mixture: task -> its part. RUN/validation.jsonl has them as columns pass_rate/TASK and prompts/TASK."""
+
+
+__all__ = ["Bool", "Float", "Int32", "Int64"]

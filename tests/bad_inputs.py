@@ -32,9 +32,8 @@ from megatron_scalerl.fit.table_file import read_table
 from megatron_scalerl.prompts.sources import read_rows
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.rewards.code_tests import parse_tests
-from megatron_scalerl.rollouts import blocks
 from megatron_scalerl.rollouts.history import read_history
-from megatron_scalerl.rollouts.store import StoreWriter, read_block, segment_path
+from megatron_scalerl.rollouts.store import GroupHeader, StoreWriter, block_bytes, read_block, segment_path
 from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.batch_frames import Limits, checked
 from megatron_scalerl.types import BlockRef, Prompt, Score
@@ -292,7 +291,7 @@ def records(folder: Path) -> Iterator[Case]:
     store = folder / "rollouts"
     store.mkdir()
     facts = rollout_bytes.facts_of(rollout_bytes.arrays_of(rollout()))
-    header = blocks.GroupHeader(
+    header = GroupHeader(
         prompt=Prompt(prompt_id="p", text="", answer="", token_ids=(1, 2)),
         epoch=0,
         first_token_version=0,
@@ -301,7 +300,7 @@ def records(folder: Path) -> Iterator[Case]:
         completions=(facts,),
     )
     with closing(StoreWriter(store)) as writer:
-        reference = writer.append(blocks.block_bytes(0, header, [rollout_bytes.write(rollout())]))
+        reference = writer.append(block_bytes(0, header, [rollout_bytes.write(rollout())]))
     path = segment_path(store, reference.segment)
     data = path.read_bytes()
     far = BlockRef(segment=reference.segment, offset=10**9, nbytes=reference.nbytes)

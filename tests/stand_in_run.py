@@ -24,6 +24,7 @@ from rollout_groups import scored
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import read_commit, write_commit
+from megatron_scalerl.controller.collector import RunCollector
 from megatron_scalerl.controller.evaluations import EvaluationInputs
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
@@ -34,12 +35,11 @@ from megatron_scalerl.controller.run_folder import RunFolder, check_history, res
 from megatron_scalerl.controller.weight_sync import WeightUpdate
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.launch.fleet import Devices, Fleet
+from megatron_scalerl.launch.placement import Devices, Fleet
 from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.history import read_history
-from megatron_scalerl.telemetry.collector import RunCollector
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score, StepReport
 

@@ -20,12 +20,12 @@ from rollout_groups import group, rollout
 from test_report import write_run
 
 from megatron_scalerl.__main__ import _parse, main
+from megatron_scalerl.cluster.site import read_site
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.parquet import SCHEMA
-from megatron_scalerl.slurm.site import read_site
 from megatron_scalerl.tiny.build import TinyArguments, build
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ENDED = """
 import runpy, sys
-from megatron_scalerl.processes.ending import end_with
+from megatron_scalerl.processes.child_process import end_with
 end_with(lambda: runpy.run_path(sys.argv[1], run_name="__main__") and None)
 """
 """Runs a program without Python's cleanup, in which gloo's threads may abort a process."""

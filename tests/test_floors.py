@@ -1,129 +1,66 @@
-"""Which package may import which. Read from the bottom of the table: nothing imports upward, so there is no cycle."""
+"""What may import what: packages stand on floors, nothing imports upward, and no two files import each other."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "megatron_scalerl"
 FLOORS = [
-    {"shapes": ""},
-    {  # no process, no wire
-        "types": "",
-        "environment": "",
-        "processes": "",
-        "losses": "shapes",
-        "logits": "shapes",
-        "models": "",
-        "tracing": "",
-    },
-    {
-        "recipe": "models",
-        "checkpoints": "models",
-        "batching": "losses shapes types",
-    },
-    {
-        "distributed": "recipe",
-        "prompts": "recipe types",
-        "rewards": "processes recipe types",
-        "tiny": "recipe",
-        "safe_load": "checkpoints",
-        "fit": "recipe",
-    },
-    {
-        "weights": "checkpoints distributed models",
-        "convert": "checkpoints models processes safe_load",
-        "update_report": "fit",
-    },
-    {
-        "trainer": "batching checkpoints distributed logits losses models processes recipe safe_load tracing types "
-        "weights",
-        "engine": "batching checkpoints distributed models processes recipe types weights",
-        "export": "checkpoints convert recipe",
-    },
-    {
-        "telemetry": "checkpoints engine processes recipe tracing weights",
-        "rollouts": "batching checkpoints engine processes prompts recipe rewards tracing types",
-        "launch": "distributed engine processes recipe rewards trainer types weights",
-        "sft": "batching convert distributed losses prompts recipe trainer types",
-    },
-    {
-        "evaluation": "batching checkpoints engine fit launch models processes prompts recipe rewards rollouts types",
-        "plan": "checkpoints distributed logits losses models processes recipe rollouts trainer update_report "
-        "weights",
-    },
-    {
-        "controller": "batching checkpoints distributed engine evaluation fit launch models processes prompts recipe "
-        "rewards rollouts safe_load telemetry tracing trainer types weights",
-        "report": "checkpoints fit plan processes recipe update_report",
-    },
-    {
-        "page": "batching checkpoints fit plan processes recipe report rollouts types update_report",
-    },
-    {
-        "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
-        "recipe rewards rollouts tiny trainer types weights",
-        "commands": "checkpoints controller evaluation export launch page processes recipe report rollouts sft",
-    },
-    {
-        "study": "checkpoints fit processes recipe tiny",
-        "doctor": "check_gpu checkpoints distributed launch plan processes recipe rewards",
-    },
-    {
-        "slurm": "checkpoints controller doctor fit plan recipe",
-    },
-    {
-        "__main__": "environment processes",
-    },
+    "types processes models distributed",
+    "__main__ recipe checkpoints losses logits",
+    "weights fit rewards prompts batching tiny",
+    "trainer engine",
+    "rollouts launch",
+    "plan evaluation",
+    "controller page",
+    "commands cluster",
 ]
-"""Each floor's packages and modules of the top level, and what they import of the floors below."""
+"""Packages and modules of the top level, from the ground up."""
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
 
 
-def packages_in(node, names):
-    """The packages that one import statement of `node` imports from."""
-    if isinstance(node, ast.Import):
-        found = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and node.level:
-        raise AssertionError(f"line {node.lineno}: expected absolute imports")
-    elif isinstance(node, ast.ImportFrom):
-        found = [f"{node.module}.{alias.name}" for alias in node.names]
-    else:
-        return set()
-    parts = [name.split(".") for name in found]
-    return {p[1] for p in parts if p[0] == PACKAGE.name and len(p) > 1 and p[1] in names}
+def imported(path):
+    """Modules of the package that a file imports, at its top, in a function or for types only."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: expected absolute imports"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == PACKAGE.name:
+                # the type checker lets a missing module pass: packages without types look the same to it
+                assert name in MODULES, f"{path}:{node.lineno}: no module {name}"
+                yield name
 
 
-def imports():
-    """Package -> what it imports, whether at the top of a module, in a function or for types only."""
-    names = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()} - {"__init__"}
-    found = {name: set() for name in names}
-    for path in PACKAGE.rglob("*.py"):
-        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
-            if name != "__init__":
-                found[name] |= packages_in(node, names) - {name}
-    return found
+IMPORTS = {name: set(imported(path)) - {name} for name, path in MODULES.items()}
 
 
-def test_every_package_imports_what_the_table_says_and_nothing_else():
-    said = {name: set(below.split()) for floor in FLOORS for name, below in floor.items()}
-    assert imports() == said
-
-
-def test_every_imported_module_exists():
-    """The type checker lets a missing one pass: packages without types look the same to it."""
-    missing = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.module}"
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf8")))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name
-        for place in [PACKAGE.parent.joinpath(*node.module.split("."))]
-        if not place.with_suffix(".py").is_file() and not (place / "__init__.py").is_file()
-    ]
-    assert missing == []
+def room(module):
+    return (module.split(".") + [""])[1]
 
 
 def test_no_package_imports_from_its_own_floor_or_above():
-    below = set()
-    for floor in FLOORS:
-        for name, imported in floor.items():
-            assert set(imported.split()) <= below, name
-        below |= floor.keys()
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
+    assert {room(module) for module in MODULES} - {""} == floor.keys()
+    upward = {
+        (module, other)
+        for module, others in IMPORTS.items()
+        for other in others
+        if room(module) and room(other) and room(module) != room(other) and floor[room(other)] >= floor[room(module)]
+    }
+    assert upward == set()
+
+
+def test_no_files_import_each_other():
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None

@@ -266,7 +266,7 @@ def test_an_engine_is_shared_by_the_measurements_of_one_version():
 def test_the_time_of_a_held_engine_goes_to_what_it_finished(tmp_path):
     from megatron_scalerl.controller.ledger import Ledger
     from megatron_scalerl.controller.run_folder import ResumePoint
-    from megatron_scalerl.launch.fleet import Devices
+    from megatron_scalerl.launch.placement import Devices
 
     class Clock:
         now = 0.0

@@ -72,8 +72,8 @@ with explained():
     from megatron_scalerl.distributed.rendezvous import private_folder
     from megatron_scalerl.engine.client import EngineClient
     from megatron_scalerl.engine.membership import Membership
-    from megatron_scalerl.launch.fleet import Devices, Fleet
-    from megatron_scalerl.launch.open_files import allow_open_files
+    from megatron_scalerl.launch.hosts import allow_open_files
+    from megatron_scalerl.launch.placement import Devices, Fleet
     from megatron_scalerl.processes.signals import SaveAndExit
     from megatron_scalerl.prompts.dataset import PromptSet
     from megatron_scalerl.recipe import Recipe

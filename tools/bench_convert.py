@@ -50,8 +50,8 @@ with explained():
     import numpy as np
     from rich.console import Console
 
+    from megatron_scalerl.checkpoints.conversion import Options
     from megatron_scalerl.checkpoints.hf_folder import INDEX
-    from megatron_scalerl.convert.conversion import Options
 
 # The rest of the package comes where it is used: workers import this file again, and need no torch.
 
@@ -87,8 +87,8 @@ def vars_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure(source: Path, nbytes: int, largest: int, rounds: int, processes: int, console: Console) -> dict[str, Any]:
     """Seconds of every round, median ratios, and peak anonymous memory."""
-    from megatron_scalerl.convert.to_hf import to_hf
-    from megatron_scalerl.convert.to_megatron import to_megatron
+    from megatron_scalerl.checkpoints.to_hf import to_hf
+    from megatron_scalerl.checkpoints.to_megatron import to_megatron
 
     place = source.parent
     megatron, back, copy = place / "megatron", place / "back", place / "copy"

@@ -73,10 +73,11 @@ with explained():
     from megatron_scalerl.controller.meter import Meter, metering
     from megatron_scalerl.controller.progress import Progress
     from megatron_scalerl.controller.run_folder import RunFolder, resume_point
+    from megatron_scalerl.controller.trace_file import trace_files
     from megatron_scalerl.engine.client import EngineClient
     from megatron_scalerl.engine.membership import Membership
-    from megatron_scalerl.launch.fleet import Devices, Fleet
-    from megatron_scalerl.launch.open_files import allow_open_files
+    from megatron_scalerl.launch.hosts import allow_open_files
+    from megatron_scalerl.launch.placement import Devices, Fleet
     from megatron_scalerl.processes.signals import SaveAndExit
     from megatron_scalerl.prompts.dataset import PromptSet
     from megatron_scalerl.recipe import Recipe
@@ -85,7 +86,6 @@ with explained():
     from megatron_scalerl.rollouts.history import read_history
     from megatron_scalerl.rollouts.plans import Plans
     from megatron_scalerl.rollouts.sampler import Sampler
-    from megatron_scalerl.telemetry.trace_file import trace_files
     from megatron_scalerl.tiny.tokenizer import build_tokenizer
     from megatron_scalerl.trainer.client import STEP
     from megatron_scalerl.types import Prompt

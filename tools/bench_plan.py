@@ -173,7 +173,7 @@ def measure_rank(case: dict[str, Any]) -> dict[str, int]:
     import gc
 
     from megatron_scalerl.batching.packing import pack
-    from megatron_scalerl.distributed.parallel import init_parallel
+    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
 
     recipe = case_recipe(case)
@@ -327,5 +327,5 @@ def train(tiny: Path, k: int, steps: int) -> tuple[list[dict[str, Any]], list[in
 
 if __name__ == "__main__":
     with explained():
-        from megatron_scalerl.processes.ending import end_with
+        from megatron_scalerl.processes.child_process import end_with
     end_with(explained()(main))

@@ -44,7 +44,7 @@ if __name__ == "__main__":
 with explained():
     from megatron_scalerl.engine.client import SamplingSpec
     from megatron_scalerl.engine.interruption import Plan
-    from megatron_scalerl.engine.process import EngineProcess
+    from megatron_scalerl.launch.process import EngineProcess
     from megatron_scalerl.recipe import Recipe
 
 VOCAB, PROMPT, SHORTEST, LONGEST = 512, 31, 64, 192

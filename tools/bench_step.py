@@ -73,10 +73,10 @@ with explained():
 
     from megatron_scalerl.batching.packing import pack, real_tokens
     from megatron_scalerl.distributed.device import HAVE_TE
-    from megatron_scalerl.distributed.parallel import Parallel, init_parallel
+    from megatron_scalerl.distributed.parallel import Parallel
     from megatron_scalerl.models import family as family_of
     from megatron_scalerl.models import read_hf_config
-    from megatron_scalerl.processes.ending import end_with
+    from megatron_scalerl.processes.child_process import end_with
     from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.tiny.policy import make_llama
     from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention
@@ -84,6 +84,7 @@ with explained():
     from megatron_scalerl.trainer.layers.spec import block_submodules
     from megatron_scalerl.trainer.optimizer import build_optimizer
     from megatron_scalerl.trainer.options import ddp_config, model_options
+    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
     from megatron_scalerl.types import Batch, MicroBatch, Rollout, Sample
 

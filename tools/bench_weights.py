@@ -93,9 +93,9 @@ with explained():
     from weights_worker import group_of, no_digests, receive
 
     from megatron_scalerl.distributed.rendezvous import private_folder
-    from megatron_scalerl.processes.ending import end_with
+    from megatron_scalerl.processes.child_process import end_with
     from megatron_scalerl.weights import plan as plans
-    from megatron_scalerl.weights.connection import Connection
+    from megatron_scalerl.weights.plan import Connection
     from megatron_scalerl.weights.transport import gloo, make_sender
 
 
@@ -122,9 +122,9 @@ class Trainer:
     """The sending process: one rank with a Megatron policy."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        from megatron_scalerl.distributed.parallel import init_parallel
         from megatron_scalerl.recipe import Recipe
         from megatron_scalerl.trainer.optimizer import parts_of
+        from megatron_scalerl.trainer.ranks import init_parallel
         from megatron_scalerl.trainer.step import make_trainer
         from megatron_scalerl.weights.source import MegatronWeightSource
         from megatron_scalerl.weights.written import Written

@@ -5,8 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_scalerl.__main__ import main
-from megatron_scalerl.environment import explained
+from megatron_scalerl.__main__ import explained, main
 
 __all__ = ["explained", "run"]
 

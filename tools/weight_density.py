@@ -39,10 +39,10 @@ with explained():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from megatron_scalerl.batching.packing import pack
-    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.models import family, read_hf_config
-    from megatron_scalerl.processes.ending import end_with
+    from megatron_scalerl.processes.child_process import end_with
     from megatron_scalerl.recipe import Recipe
+    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
 
 

@@ -48,7 +48,7 @@ with explained():
     from megatron_scalerl.plan.sharding import Layout
     from megatron_scalerl.plan.update import EngineShape, UpdateWork, moved, places_of, worker_needs
     from megatron_scalerl.weights.owners import manifest
-    from megatron_scalerl.weights.rectangles import volume
+    from megatron_scalerl.weights.plan import volume
 
 
 CHANGES = 0.01 * 3.1 / 2

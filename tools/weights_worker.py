@@ -15,7 +15,7 @@ import torch
 
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.weights import plan as plans
-from megatron_scalerl.weights.connection import VLLM_BACKEND, Connection
+from megatron_scalerl.weights.plan import VLLM_BACKEND, Connection
 from megatron_scalerl.weights.transport import frames, gloo, sender, store
 
 VERIFIED = ("update", "changes", "staged", "update, shm", "update, stored", "from the store")
@@ -31,8 +31,7 @@ def group_of(arm: str) -> str:
 
 def no_digests(arm: str) -> None:
     """Replace the digests of buckets and of sent values by constants where the arm has none, or put them back."""
-    from megatron_scalerl.weights.digest import digest
-    from megatron_scalerl.weights.value_digest import value_digest
+    from megatron_scalerl.weights.digest import digest, value_digest
 
     without = arm in WITHOUT_DIGESTS
     frames.digest = (lambda data: 0) if without else digest
@@ -80,14 +79,14 @@ class Worker:
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     def _known(self, plan: str) -> bool:
-        from megatron_scalerl.engine.weight_receiver import needs_of
+        from megatron_scalerl.weights.weight_receiver import needs_of
 
         needs_of(self.model, plans.manifest_to_json(plans.from_json(plan).parameters))
         return True
 
     def update(self, arm: str, version: int, size: int) -> str:
         """Take part in one update; the digest of what the model holds, where that is part of the arm."""
-        from megatron_scalerl.engine.weight_receiver import live_digest
+        from megatron_scalerl.weights.weight_receiver import live_digest
 
         no_digests(arm)
         if arm == "gloo":

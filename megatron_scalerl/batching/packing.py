@@ -13,8 +13,7 @@ import numpy as np
 
 from megatron_scalerl.batching.assignment import RankPlan, SampleFacts, plan_step, sample_facts
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays, arrays_of
-from megatron_scalerl.shapes import Int32, Int64
-from megatron_scalerl.types import Batch, MicroBatch, Sample
+from megatron_scalerl.types import Batch, Int32, Int64, MicroBatch, Sample
 
 _FILLS = {"staleness": -1, "expert_choices": -1}
 """Values of padding positions that are not 0."""

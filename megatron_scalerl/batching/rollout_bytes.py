@@ -21,8 +21,7 @@ from typing import Literal, cast
 
 import numpy as np
 
-from megatron_scalerl.shapes import Int64
-from megatron_scalerl.types import Completion, ExpertChoices, Rollout
+from megatron_scalerl.types import Completion, ExpertChoices, Int64, Rollout
 
 _FORMAT = 1
 _HEADER = struct.Struct("<BBHIIIiIIHHQ")

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_scalerl.logits import token_logprobs
 from megatron_scalerl.logits.choice import load_backend
-from megatron_scalerl.logits.merge import merged, results
-from megatron_scalerl.logits.projection import Projection
+from megatron_scalerl.logits.projection import Projection, merged, results
 
 TOKENS, WIDTH, VOCAB = 700, 320, 5003
 NATS = 5e-5

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.programs import last_error, read_log
-from megatron_scalerl.processes.ending import end_with
+from megatron_scalerl.processes.child_process import end_with
 
 Size = Literal["full", "quick", "toy"]
 Layers = Literal["plain", "te"]

@@ -13,8 +13,7 @@ from typing import Any
 
 from megatron_scalerl.check_gpu.programs import cause, last_line, read_log, stop
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
-from megatron_scalerl.processes.child_process import ChildProcess
-from megatron_scalerl.processes.ending import end_with
+from megatron_scalerl.processes.child_process import ChildProcess, end_with
 
 _GRACE_S = 1.0
 

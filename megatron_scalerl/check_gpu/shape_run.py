@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_scalerl.batching.packing import pack, real_tokens
 from megatron_scalerl.check_gpu.cases import TOY, bare_recipe, full_micro_batches
-from megatron_scalerl.processes.ending import end_with
+from megatron_scalerl.processes.child_process import end_with
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Batch
 
@@ -227,7 +227,7 @@ def main() -> None:
     from megatron_scalerl.check_gpu.device_memory import memory, used_by_driver
 
     others = used_by_driver() if asked["on_gpu"] else None
-    from megatron_scalerl.distributed.parallel import init_parallel
+    from megatron_scalerl.trainer.ranks import init_parallel
 
     folder = Path(asked["folder"])
     parallel = None

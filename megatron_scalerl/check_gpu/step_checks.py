@@ -28,9 +28,10 @@ from megatron_scalerl.check_gpu.parts.trainer import (
     trained_samples,
 )
 from megatron_scalerl.distributed import device
-from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel, unwrap
+from megatron_scalerl.distributed.parallel import shutdown_parallel, unwrap
 from megatron_scalerl.losses import LOSSES
 from megatron_scalerl.trainer import checkpoint
+from megatron_scalerl.trainer.ranks import init_parallel
 from megatron_scalerl.types import Batch
 
 LOGPROB_BOUND = 1e-4

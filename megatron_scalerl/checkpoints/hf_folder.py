@@ -1,11 +1,16 @@
 """Hugging Face folders: safetensors headers, checked, and tensors read through memory maps.
 
 Importing this module does not import torch, so that the converter's workers start at once and stay small.
+
+Names of Megatron-Core's parameters: where layer and expert numbers are, and Transformer Engine's other names.
+
+Read from megatron-core 0.16.1. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_scalerl.models.family import Family, Index
+
 
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {
@@ -217,3 +223,15 @@ def family_of_folder(hf_path: str | Path) -> Family:
 
     stored = any(Path(hf_path).glob("*.safetensors"))
     return family(read_hf_config(hf_path), open_folder(hf_path).tensors if stored else ())
+
+
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+"""An expert as a module of its own."""
+GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc([12])\.weight(\d+)$")
+"""An expert inside Transformer Engine's grouped linear layer: projection, expert."""
+FUSED_NORMS = {
+    ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
+    ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
+}
+"""Norm of a plain layer -> its name where Transformer Engine fuses it into the next linear layer."""

@@ -23,7 +23,7 @@ RUN is on a folder that this host and the controller's see. The engine serves on
 is evicted, or the controller ends, it is started again, after a delay, until the run is finished, or until it has not
 been in the run for --wait-minutes (exit code 1)."""
 
-AGENT = (sys.executable, "-m", "megatron_scalerl.engine.agent")
+AGENT = (sys.executable, "-m", "megatron_scalerl.launch.agent")
 """The program of one start of the engine."""
 ATTEMPTS, END = "attempts.jsonl", "end.json"
 """Files of a run (`controller.run_folder`, which imports torch: this process stays small beside an engine)."""

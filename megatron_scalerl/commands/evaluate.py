@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.evaluation.offline import VERSION, generate
     from megatron_scalerl.evaluation.problems import read_problems, split_schema
     from megatron_scalerl.evaluation.results import Header, ResultFile
-    from megatron_scalerl.launch.open_files import allow_open_files
+    from megatron_scalerl.launch.hosts import allow_open_files
     from megatron_scalerl.processes.signals import run_until_signal
     from megatron_scalerl.recipe.file import load_recipe_for
 

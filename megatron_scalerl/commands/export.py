@@ -1,12 +1,35 @@
-"""`megatron-scalerl export RUN --out DIR`: the newest checkpoint of a run as a Hugging Face folder."""
+"""`megatron-scalerl export RUN --out DIR`: the newest checkpoint of a run as a Hugging Face folder.
+
+The checkpoint is read tensor by tensor, whatever layout it was trained in; no model is built.
+"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from megatron_scalerl.checkpoints import commit
+from megatron_scalerl.recipe.file import load_run_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def export(run_dir: str | Path, out: str | Path) -> int:
+    """Write the policy of the newest checkpoint to `out` and return its step.
+
+    Raises ValueError if the run has no complete checkpoint or `out` exists.
+    """
+    run_dir = Path(run_dir)
+    newest = commit.latest(run_dir / "checkpoints")
+    if newest is None:
+        raise ValueError(f"{run_dir / 'checkpoints'}: expected a checkpoint with its COMMIT file, found none")
+    from megatron_scalerl.checkpoints.to_hf import to_hf  # imports torch: only once there is something to export
+
+    step: int = commit.read_commit(newest)["step"]
+    to_hf(newest, out, like=load_run_recipe(run_dir).policy.path)
+    return step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Export. Raises ValueError where the run has no complete checkpoint or the output folder exists."""
-    from megatron_scalerl.export import export
 
     step = export(arguments.run_dir, arguments.out)
     console.print(f"{arguments.out}: the policy of step {step}", highlight=False)

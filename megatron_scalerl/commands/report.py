@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.html is None:
         if arguments.group:
             raise ValueError("--group requires --html FILE")
-        from megatron_scalerl.report import report
+        from megatron_scalerl.page.report import report
 
         report(arguments.run_dir, console)
         return 0

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_scalerl.checkpoints.commit import latest
-from megatron_scalerl.processes.held_since import held_from_now
 from megatron_scalerl.processes.parent_death import tied_command
 from megatron_scalerl.processes.signals import (
     HOSTS_LEFT_CODE,
@@ -27,9 +26,10 @@ from megatron_scalerl.processes.signals import (
     SAVE_SIGNAL,
     SAVED_CODE,
     SIGNALS,
+    Takeover,
     exit_code_of,
+    held_from_now,
 )
-from megatron_scalerl.processes.takeover import Takeover
 
 logger = logging.getLogger(__name__)
 

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Run the recipe until it ends. Raises ValueError for user errors, RuntimeError and OSError for failures."""
     from megatron_scalerl.launch.hosts import hosts_of
-    from megatron_scalerl.recipe.input_files import check_prompts
+    from megatron_scalerl.recipe.file import check_prompts
 
     recipe = recipe_of(arguments)
     check_prompts(recipe)
@@ -107,8 +107,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
     """The recipe with its overrides. Raises ValueError for a bad recipe and where its policy does not exist."""
-    from megatron_scalerl.recipe.file import load_recipe
-    from megatron_scalerl.recipe.input_files import check_policy
+    from megatron_scalerl.recipe.file import check_policy, load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     check_policy(recipe)

@@ -46,11 +46,10 @@ import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
-from megatron_scalerl.controller.batch_metrics import batch_metrics, engine_metrics, step_metrics
 from megatron_scalerl.controller.evaluations import EvaluationInputs
 from megatron_scalerl.controller.measurements import Measurements
 from megatron_scalerl.controller.meter import Meter
-from megatron_scalerl.controller.metrics import Metrics, Sink
+from megatron_scalerl.controller.metrics import Metrics, Sink, batch_metrics, engine_metrics, step_metrics
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
@@ -59,19 +58,18 @@ from megatron_scalerl.controller.sending import Ahead, Sender, SentBatch
 from megatron_scalerl.controller.token_scores import TokenScores
 from megatron_scalerl.controller.weight_sync import NO_UPDATE, WeightSync
 from megatron_scalerl.engine.rounds import Rounds
-from megatron_scalerl.launch.fleet import Fleet
+from megatron_scalerl.launch.placement import Fleet
 from megatron_scalerl.processes.garbage import rare_full_collections
 from megatron_scalerl.processes.signals import SaveAndExit
+from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import tasks_of
-from megatron_scalerl.rollouts.admission import Admission
 from megatron_scalerl.rollouts.history import BatchRecord, History, read_batch, read_groups, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import Sampler
-from megatron_scalerl.rollouts.stream import RolloutStream
-from megatron_scalerl.tracing.spans import spanned
+from megatron_scalerl.rollouts.stream import Admission, RolloutStream
 from megatron_scalerl.types import RolloutGroup, StepReport
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
-from megatron_scalerl.controller.validations import Validations
+from megatron_scalerl.controller.validation import Validations
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.prompts.dataset import PromptSet

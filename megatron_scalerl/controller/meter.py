@@ -22,7 +22,7 @@ from typing import Literal
 from megatron_scalerl.controller.ledger import Ledger, Phase, Role
 from megatron_scalerl.controller.run_folder import ResumePoint
 from megatron_scalerl.engine.client import EngineClient
-from megatron_scalerl.launch.fleet import Devices
+from megatron_scalerl.launch.placement import Devices
 
 HEARTBEAT_S = 10.0
 """Seconds between heartbeats: the longest time that a crash leaves uncharged."""

@@ -13,13 +13,12 @@ from pathlib import Path
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_scalerl.controller.evaluations import EvaluationInputs, evaluation_inputs
-from megatron_scalerl.engine.local_server import bind_server
 from megatron_scalerl.engine.options import check_options
+from megatron_scalerl.launch.local_server import bind_server
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.prompts.dataset import PromptSet, load_prompts
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import read_run_recipe
-from megatron_scalerl.recipe.input_files import check_policy, check_prompts
+from megatron_scalerl.recipe.file import check_policy, check_prompts, read_run_recipe
 from megatron_scalerl.recipe.parallel_layout import check_sharding
 from megatron_scalerl.recipe.tasks import Task, tasks_of
 from megatron_scalerl.rewards.code_tests import parse_tests
@@ -129,7 +128,7 @@ def _check_answer(task: Task, answer: str) -> None:
 def _check_layout(recipe: Recipe, hf_config: PretrainedConfig) -> None:
     """Raises ValueError for settings that Megatron would reject on every rank."""
     policy = family(hf_config)
-    check_sharding(policy, recipe)
+    check_sharding(policy, recipe.megatron.parallel, recipe.megatron.model)
     m = recipe.megatron
     if m.model or m.parallel or m.ddp or m.optimizer:
         from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check

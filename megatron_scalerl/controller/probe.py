@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays, read
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
-from megatron_scalerl.launch.fleet import Fleet
+from megatron_scalerl.launch.placement import Fleet
+from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
-from megatron_scalerl.tracing.spans import spanned
 from megatron_scalerl.types import CompletionLost, Prompt
 
 logger = logging.getLogger(__name__)

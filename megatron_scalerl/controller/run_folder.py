@@ -31,8 +31,9 @@ from msgspec import Meta
 from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
+from megatron_scalerl.checkpoints.safe_check import check_checkpoint
 from megatron_scalerl.fit.inputs import flattened
-from megatron_scalerl.launch.fleet import Attempt
+from megatron_scalerl.launch.placement import Attempt
 from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_run_recipe
@@ -40,7 +41,6 @@ from megatron_scalerl.recipe.stored import MISSING
 from megatron_scalerl.rollouts.history import History, check_groups
 from megatron_scalerl.rollouts.journal import Position
 from megatron_scalerl.rollouts.store import check_position
-from megatron_scalerl.safe_load.check import check_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.controller.run_folder import ControllerState, RunFolder
 from megatron_scalerl.processes.garbage import release_memory
+from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.tracing.spans import spanned
 from megatron_scalerl.trainer.client import TrainerClient
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.batching.assignment import plan_step
-from megatron_scalerl.launch.fleet import Fleet
+from megatron_scalerl.launch.placement import Fleet
+from megatron_scalerl.processes.spans import span, spanned
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.completions import completions_of
-from megatron_scalerl.tracing.spans import span, spanned
 from megatron_scalerl.types import RolloutGroup
 
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_scalerl.batching import rollout_bytes
-from megatron_scalerl.launch.fleet import Fleet
+from megatron_scalerl.launch.placement import Fleet
+from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.store import read_completions, segment_path
 from megatron_scalerl.rollouts.token_scores import CompletionScores, write_scores
-from megatron_scalerl.tracing.spans import spanned
 from megatron_scalerl.types import BlockRef, RolloutGroup
 
 _GROUPS = 4

@@ -8,23 +8,30 @@
 Each context manager releases what it holds when the controller returns or raises. When the trainer fails, the attempt
 ends and the next one starts its ranks again from the newest checkpoint (trainer.max_restarts), while the engines keep
 running: to the ledger, the journal and the metrics it is a restart of the run.
+
+Failures become user errors (exit code 2) or failures of the running run (exit code 1).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter
+from megatron_scalerl.controller.collector import RunCollector
+from megatron_scalerl.controller.endpoint import serving_metrics
 from megatron_scalerl.controller.evaluations import write_contamination
-from megatron_scalerl.controller.failures import log_failures
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.meter import Meter, metering
@@ -39,31 +46,70 @@ from megatron_scalerl.controller.run_folder import (
     finished,
     resume_point,
 )
-from megatron_scalerl.controller.validations import VersionLost
+from megatron_scalerl.controller.trace_file import trace_files
+from megatron_scalerl.controller.validation import VersionLost
 from megatron_scalerl.controller.weight_store import weight_store
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
 from megatron_scalerl.engine.membership import Member
-from megatron_scalerl.launch.fleet import Devices, Fleet
-from megatron_scalerl.launch.hosts import ONE_HOST, Hosts
+from megatron_scalerl.launch.hosts import ONE_HOST, Hosts, allow_open_files
 from megatron_scalerl.launch.launcher import Launcher, launching
-from megatron_scalerl.launch.open_files import allow_open_files
-from megatron_scalerl.launch.placement import Placement
-from megatron_scalerl.processes.child_process import ProcessDied
+from megatron_scalerl.launch.placement import Devices, Fleet, Placement
+from megatron_scalerl.processes.child_process import ProcessDied, open_log
 from megatron_scalerl.processes.garbage import map_large_blocks
-from megatron_scalerl.processes.held_since import held_uncharged
-from megatron_scalerl.processes.signals import SaveAndExit, run_until_signal
-from megatron_scalerl.processes.takeover import Takeover
+from megatron_scalerl.processes.logs import log_to_file
+from megatron_scalerl.processes.signals import SaveAndExit, Takeover, held_uncharged, run_until_signal
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.recipe.tasks import tasks_of
-from megatron_scalerl.rewards.task_pools import TaskPools
+from megatron_scalerl.rewards.pool import TaskPools
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.history import History, read_history
 from megatron_scalerl.rollouts.plans import Plans
 from megatron_scalerl.rollouts.sampler import Sampler
-from megatron_scalerl.telemetry.collector import RunCollector
-from megatron_scalerl.telemetry.endpoint import serving_metrics
-from megatron_scalerl.telemetry.trace_file import trace_files
 from megatron_scalerl.trainer.client import TrainerError
+
+logger = logging.getLogger(__name__)
+
+
+class RunFailed(RuntimeError):
+    """A run failed after its start, not by a user error."""
+
+
+@contextmanager
+def log_failures(log: str | Path) -> Iterator[None]:
+    """Context of a run whose inputs are checked and whose folder exists.
+
+    Inside, a ValueError means an invalid answer of a peer, a damaged file or a bug, so every exception other than
+    RuntimeError and OSError becomes RunFailed, which names its type. A RecipeError remains a user error. Of an
+    exception group the first exception is raised. What the controller logs is appended to `log`, as is the traceback
+    of every failure, and a note on the exception names that file.
+    """
+    with open_log(Path(log)) as file:
+        text = io.TextIOWrapper(file, "utf8", "backslashreplace")  # a path may hold bytes that are not UTF-8
+        with log_to_file(text, "controller"), _failures(log):
+            yield
+
+
+@contextmanager
+def _failures(log: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        first = _first_of(error)
+        if isinstance(first, RecipeError):
+            raise first from None
+        logger.exception("the run failed")
+        expected = isinstance(first, RuntimeError | OSError)
+        failure = first if expected else RunFailed(f"{type(first).__name__}: {first}")
+        failure.add_note(f"traceback in {log}")
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _first_of(error: Exception) -> Exception:
+    return _first_of(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
+
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
-from megatron_scalerl.tracing.spans import span
+from megatron_scalerl.processes.spans import span
 from megatron_scalerl.trainer.client import TrainerError
-from megatron_scalerl.weights.connection import SendReport
+from megatron_scalerl.weights.plan import SendReport
 
 EngineCall = Callable[[EngineClient], Awaitable[Any]]
 

@@ -30,10 +30,9 @@ import msgspec
 from megatron_scalerl.controller.weight_phases import PhaseFailed, Phases, verify
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.tracing.spans import spanned
-from megatron_scalerl.weights.connection import Connection, SendReport
-from megatron_scalerl.weights.plan import Manifest
+from megatron_scalerl.weights.plan import Connection, Manifest, SendReport
 from megatron_scalerl.weights.transport import STORE_BACKEND
 from megatron_scalerl.weights.transport.store import is_stored, stored_anchor
 

@@ -38,12 +38,18 @@ from megatron_scalerl.controller.weight_store import Formed, WeightStore
 from megatron_scalerl.engine.answers import REFUSED, EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.processes.spans import passed, spanned
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.tracing.spans import passed, spanned
 from megatron_scalerl.trainer.client import TrainerClient
 from megatron_scalerl.types import StepReport
-from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.plan import Manifest, manifest_to_json, needs_from_json, not_covered, to_json
+from megatron_scalerl.weights.plan import (
+    Connection,
+    Manifest,
+    manifest_to_json,
+    needs_from_json,
+    not_covered,
+    to_json,
+)
 from megatron_scalerl.weights.transport import resolve_transport
 
 logger = logging.getLogger(__name__)

@@ -12,17 +12,12 @@ import os
 import random
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_scalerl.distributed import cpu_compat
-from megatron_scalerl.recipe.parallel_layout import sizes_of
-
-if TYPE_CHECKING:
-    from megatron_scalerl.recipe import Recipe
 
 HAVE_GPU: bool = torch.cuda.is_available()
 """True where PyTorch sees a GPU. Hide GPUs (CUDA_VISIBLE_DEVICES=) to run the CPU path on a GPU machine."""
@@ -50,27 +45,6 @@ def gpu_count() -> int:
 def backend() -> str:
     """Backend of collectives on `device()`: "nccl" or "gloo"."""
     return "nccl" if HAVE_GPU else "gloo"
-
-
-def environment(recipe: Recipe) -> dict[str, str]:
-    """Environment variables that a trainer process needs before it initializes CUDA; none without a GPU.
-
-    Launchers set those that the user has not set; `prepare` does so in processes started otherwise. The source of
-    each is in docs/cuda.md.
-    """
-    if not HAVE_GPU:
-        return {}
-    found = {}
-    sizes = sizes_of(recipe.megatron.parallel)
-    overlapped_experts = recipe.megatron.model.get("overlap_moe_expert_parallel_comm")
-    if (sizes.tp > 1 or sizes.cp > 1) and not overlapped_experts:
-        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if not recipe.megatron.ddp.get("nccl_ub") and "PYTORCH_ALLOC_CONF" not in os.environ:
-        # The older of its two names, which Megatron-Core reads.
-        found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    if recipe.trainer.deterministic:
-        found |= {name: values[0] for name, values in _DETERMINISTIC.items()}
-    return found
 
 
 def prepare(
@@ -102,7 +76,7 @@ def prepare(
     return device()
 
 
-_DETERMINISTIC = {
+DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
@@ -112,7 +86,7 @@ _DETERMINISTIC = {
 
 
 def _set_deterministic() -> None:
-    for name, values in _DETERMINISTIC.items():
+    for name, values in DETERMINISTIC.items():
         found = os.environ.setdefault(name, values[0])
         if found not in values:
             raise ValueError(
@@ -135,7 +109,7 @@ def connect_peers() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, torch and Megatron's tensor- and expert-parallel RNGs; call after `init_parallel`."""
+    """Seed Python, numpy, torch and Megatron's tensor- and expert-parallel RNGs; call after `parallel.join_world`."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     random.seed(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,16 +17,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.rendezvous import Rendezvous, open_store, use_interface
-from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.nearest import check_keys
-from megatron_scalerl.recipe.parallel_layout import check_world, sizes_of
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """This rank's coordinates in the parallel layout. Produced by `init_parallel`."""
+    """This rank's coordinates in the parallel layout. Produced by `join_world`."""
 
     rank: int
     """Global rank."""
@@ -68,36 +66,36 @@ class Parallel:
         return self.tp_rank == self.pp_rank == self.cp_rank == 0
 
 
-def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Parallel:
-    """Prepare the device, join the process group and create the subgroups of `megatron.parallel`.
+def join_world(
+    keywords: Mapping[str, Any],
+    *,
+    world_size: int,
+    seed: int,
+    timeout_s: float,
+    rendezvous: Rendezvous | None = None,
+) -> Parallel:
+    """Join the process group and create its subgroups, on a device that `device.prepare` has prepared.
 
-    Rank and size come from RANK and WORLD_SIZE. The ranks of a run meet at `rendezvous`. Without one they meet at
-    MASTER_ADDR and MASTER_PORT, as torchrun sets them: its store listens on every interface, and the user must
-    protect the network. Without any of the four variables this process is a world of one. Raises ValueError if the
-    world does not fit the layout or trainer.world_size, for unknown keys of megatron.parallel, and for an interleaved
-    pipeline without a GPU; RuntimeError if the ranks do not meet.
+    keywords: those of Megatron's initialize_model_parallel. Rank and size come from RANK and WORLD_SIZE. The ranks of
+    a run meet at `rendezvous`. Without one they meet at MASTER_ADDR and MASTER_PORT, as torchrun sets them: its store
+    listens on every interface, and the user must protect the network. Without any of the four variables this process
+    is a world of one. Raises ValueError if RANK and WORLD_SIZE are not of a world of `world_size`; RuntimeError
+    if the ranks do not meet.
     """
-    keywords = checked_keywords(recipe)
-    rank, world_size = _place_in_world(recipe.trainer.world_size, rendezvous)
-    check_world(sizes_of(keywords), world_size)
-    place = device.prepare(
-        threads=recipe.trainer.threads,
-        deterministic=recipe.trainer.deterministic,
-        variables=device.environment(recipe),
-    )
+    rank = rank_in_world(world_size, rendezvous)
     if not dist.is_initialized():
-        _join(rank, world_size, rendezvous, timedelta(seconds=recipe.trainer.step_timeout_s))
+        _join(rank, world_size, rendezvous, timedelta(seconds=timeout_s))
         device.connect_peers()
-    # Megatron's own groups would time out after 30 minutes, whatever the recipe's step timeout is.
-    minutes = max(1, math.ceil(recipe.trainer.step_timeout_s / 60))
+    # Megatron's own groups would time out after 30 minutes, whatever `timeout_s` is.
+    minutes = max(1, math.ceil(timeout_s / 60))
     parallel_state.initialize_model_parallel(**{"distributed_timeout_minutes": minutes, **keywords})
-    device.seed_everything(recipe.seed)
+    device.seed_everything(seed)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return Parallel(rank=rank, world_size=world_size, device=place, groups=groups, **_coordinates(groups))
+    return Parallel(rank=rank, world_size=world_size, device=device.device(), groups=groups, **_coordinates(groups))
 
 
 def shutdown_parallel(*, keep_world: bool = False) -> None:
-    """Leave all process groups, so that `init_parallel` can be called again; `keep_world`: all but the world's."""
+    """Leave all process groups, so that `join_world` can be called again; `keep_world`: all but the world's."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized() and not keep_world:
         dist.destroy_process_group()
@@ -108,25 +106,13 @@ def virtual_pipeline_size() -> int | None:
     return parallel_state.get_virtual_pipeline_model_parallel_world_size()
 
 
-def checked_keywords(recipe: Recipe) -> dict[str, Any]:
-    """Keywords of initialize_model_parallel.
-
-    Raises ValueError for an unknown one, naming the nearest, and for an interleaved pipeline without a GPU.
-    """
-    keywords = dict(recipe.megatron.parallel)
-    known = inspect.signature(parallel_state.initialize_model_parallel).parameters
-    check_keys(
-        "megatron.parallel", keywords, known, expected="a keyword of initialize_model_parallel", in_recipe=True
-    )
-    if not device.HAVE_GPU and keywords.get("virtual_pipeline_model_parallel_size"):
-        raise ValueError(
-            "megatron.parallel.virtual_pipeline_model_parallel_size: expected none without a GPU (the interleaved "
-            f"schedule hangs over gloo), found {keywords['virtual_pipeline_model_parallel_size']}"
-        )
-    return keywords
+def known_keywords() -> Collection[str]:
+    """Keywords of Megatron's initialize_model_parallel."""
+    return inspect.signature(parallel_state.initialize_model_parallel).parameters
 
 
-def _place_in_world(expected_size: int, rendezvous: Rendezvous | None) -> tuple[int, int]:
+def rank_in_world(expected_size: int, rendezvous: Rendezvous | None) -> int:
+    """This process's rank, from the environment. Raises ValueError if it is not of a world of `expected_size`."""
     required = _LAUNCH_VARIABLES if rendezvous is None else _LAUNCH_VARIABLES[:2]
     missing = [name for name in required if name not in os.environ]
     if rendezvous is None and len(missing) == len(required):
@@ -139,7 +125,7 @@ def _place_in_world(expected_size: int, rendezvous: Rendezvous | None) -> tuple[
         raise ValueError(
             f"trainer.world_size: expected {expected_size} processes as in the recipe, found {world_size}"
         )
-    return rank, world_size
+    return rank
 
 
 def _join(rank: int, world_size: int, rendezvous: Rendezvous | None, timeout: timedelta) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 
 from megatron_scalerl.engine.answers import EngineError
-from megatron_scalerl.processes.patience import within
+from megatron_scalerl.processes.child_process import within
 
 TOKEN_BYTES = 1024
 """Limit of a generation's response per token; vLLM 0.32 writes at most 200 bytes."""

@@ -26,8 +26,8 @@ from megatron_scalerl.distributed.rendezvous import LOOPBACK, listen_only_at
 from megatron_scalerl.engine.certificate import CertificateFiles
 from megatron_scalerl.engine.numerics import attention_temperature, logprobs_mode
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.nearest import check_keys
-from megatron_scalerl.weights.connection import VLLM_BACKEND
+from megatron_scalerl.recipe.other_names import check_keys
+from megatron_scalerl.weights.plan import VLLM_BACKEND
 
 PLUGIN = "megatron_scalerl.engine.vllm_plugin"
 SERVER = "megatron_scalerl.engine.server"

@@ -24,7 +24,7 @@ from megatron_scalerl.engine.answers import PROGRESS_PATH, REFUSED
 from megatron_scalerl.engine.interruption import Forcing, Plan
 from megatron_scalerl.processes.logs import NAME_VARIABLE, log_to_stderr
 from megatron_scalerl.processes.parent_death import die_with_parent
-from megatron_scalerl.weights.connection import VLLM_BACKEND
+from megatron_scalerl.weights.plan import VLLM_BACKEND
 
 
 def register() -> None:
@@ -34,7 +34,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     if VLLM_BACKEND not in Factory._registry:
-        Factory.register_engine(VLLM_BACKEND, "megatron_scalerl.engine.weight_receiver", "WeightReceiver")
+        Factory.register_engine(VLLM_BACKEND, "megatron_scalerl.weights.weight_receiver", "WeightReceiver")
     if torch.cpu._is_amx_tile_supported():
         # vLLM's bfloat16 attention uses AMX tiles without requesting them from the kernel (illegal instruction)
         torch.cpu._init_amx()
@@ -185,7 +185,7 @@ class WorkerExtension:
 
         If they are not those of its model: REFUSED and the reason.
         """
-        from megatron_scalerl.engine.weight_receiver import needs_of
+        from megatron_scalerl.weights.weight_receiver import needs_of
 
         try:
             return needs_of(self.model_runner.get_model(), manifest)  # type: ignore[attr-defined]
@@ -194,7 +194,7 @@ class WorkerExtension:
 
     def msrl_live_digest(self) -> str:
         """Digest of the values that this worker's model holds now (hex); empty where only its loader knows them."""
-        from megatron_scalerl.engine.weight_receiver import live_digest
+        from megatron_scalerl.weights.weight_receiver import live_digest
 
         return live_digest(self.model_runner.get_model())  # type: ignore[attr-defined]
 

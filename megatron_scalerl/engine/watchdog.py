@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from megatron_scalerl.engine.answers import CoreProgress, EngineError
 from megatron_scalerl.engine.client import EngineClient
-from megatron_scalerl.processes.patience import within
+from megatron_scalerl.processes.child_process import within
 from megatron_scalerl.recipe.process_sections import EngineSection
 
 _POLLS = 20

@@ -14,7 +14,7 @@ from megatron_scalerl.evaluation.problems import Problem, ProblemFile
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.input_files import check_policy
+from megatron_scalerl.recipe.file import check_policy
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rollouts.plans import forced_ids
 from megatron_scalerl.rollouts.policy_tokenizer import policy_tokenizer

@@ -19,10 +19,9 @@ from megatron_scalerl.evaluation.completing import Holders, Request, complete_al
 from megatron_scalerl.evaluation.inputs import Evaluated
 from megatron_scalerl.evaluation.results import Key, ResultFile, Row
 from megatron_scalerl.launch.engines import Engines
-from megatron_scalerl.launch.fleet import Attempt
 from megatron_scalerl.launch.hosts import ONE_HOST
 from megatron_scalerl.launch.launcher import until_failure
-from megatron_scalerl.launch.placement import Placement
+from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool

@@ -8,8 +8,7 @@ from pathlib import Path
 from megatron_scalerl.evaluation.contamination import Text
 from megatron_scalerl.evaluation.problems import ProblemFile
 from megatron_scalerl.prompts.sources import read_rows
-from megatron_scalerl.recipe.file import load_recipe
-from megatron_scalerl.recipe.input_files import check_prompts
+from megatron_scalerl.recipe.file import check_prompts, load_recipe
 from megatron_scalerl.recipe.tasks import tasks_of
 
 DEFAULT_COLUMN = "prompt"

@@ -248,9 +248,7 @@ def _print(runs: list["RunReport"], comparison: "Comparison | None", options: ar
 
 
 def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: argparse.Namespace) -> None:
-    from megatron_scalerl.fit.plot import plot_forecast
-    from megatron_scalerl.fit.plot_comparison import plot_comparison
-    from megatron_scalerl.fit.plot_diagnostics import plot_efficiency
+    from megatron_scalerl.fit.plot import plot_comparison, plot_efficiency, plot_forecast
 
     fits = [run.fit for run in runs]
     computes = [p.compute for run in runs for p in run.predictions] if options.predict else []
@@ -298,7 +296,7 @@ def _with_details(path: Path, run: "RunReport", options: argparse.Namespace) -> 
     """The run with its backtest, drawn to `path`, and the comparison of forms, if it has enough points."""
     from megatron_scalerl.fit.backtest import MIN_POINTS
     from megatron_scalerl.fit.forms import compare_forms
-    from megatron_scalerl.fit.plot_diagnostics import plot_backtest
+    from megatron_scalerl.fit.plot import plot_backtest
 
     if len(run.curve.compute) > MIN_POINTS + 1:
         test = _backtest(run.curve, options, max_prefixes=BACKTEST_PREFIXES)

@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, interface_of
-from megatron_scalerl.engine.agent_messages import Hello, Welcome
 from megatron_scalerl.engine.certificate import make_certificate
-from megatron_scalerl.engine.control import AgentLink, EngineRegistry
-from megatron_scalerl.engine.control_folder import ControllerFile, write_controller
-from megatron_scalerl.engine.process import EngineProcess
-from megatron_scalerl.engine.remote_server import RemoteServer
-from megatron_scalerl.launch.fleet import Attempt
+from megatron_scalerl.launch.agent_messages import Hello, Welcome
+from megatron_scalerl.launch.control import AgentLink, EngineRegistry
+from megatron_scalerl.launch.control_folder import ControllerFile, write_controller
 from megatron_scalerl.launch.hosts import Host, Hosts
+from megatron_scalerl.launch.placement import Attempt
+from megatron_scalerl.launch.process import EngineProcess
+from megatron_scalerl.launch.remote_server import RemoteServer
 from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.recipe import Recipe
@@ -78,7 +78,7 @@ class Agents:
         name, start = f"engine-{index}", uuid.uuid4().hex
         port = self._recipe.engine.port
         argv = [
-            *(sys.executable, "-m", "megatron_scalerl.engine.agent", str(self._attempt.folder.absolute())),
+            *(sys.executable, "-m", "megatron_scalerl.launch.agent", str(self._attempt.folder.absolute())),
             *("--name", name, "--start", start, "--incarnation", self._attempt.incarnation),
             *("--devices", str(self._recipe.engine.devices_per_engine)),
             *("--port", str(port + index if port else 0)),

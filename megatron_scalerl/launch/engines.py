@@ -19,16 +19,14 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK
-from megatron_scalerl.engine.agent_messages import Hello
-from megatron_scalerl.engine.control import AgentLink
 from megatron_scalerl.engine.membership import Member, Membership
-from megatron_scalerl.engine.process import EngineProcess
 from megatron_scalerl.engine.watchdog import EngineDied, LagClock
+from megatron_scalerl.launch.agent_messages import Hello
 from megatron_scalerl.launch.agents import Agents
-from megatron_scalerl.launch.fleet import Attempt
-from megatron_scalerl.launch.hosts import Hosts
-from megatron_scalerl.launch.open_files import files_needed
-from megatron_scalerl.launch.placement import Placement, gpus_at
+from megatron_scalerl.launch.control import AgentLink
+from megatron_scalerl.launch.hosts import Hosts, files_needed
+from megatron_scalerl.launch.placement import Attempt, Placement, gpus_at
+from megatron_scalerl.launch.process import EngineProcess
 from megatron_scalerl.recipe import Recipe
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,11 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
-from megatron_scalerl.engine.control_folder import secret_file, withdraw
 from megatron_scalerl.engine.membership import Member
+from megatron_scalerl.launch.control_folder import secret_file, withdraw
 from megatron_scalerl.launch.engines import Engines
-from megatron_scalerl.launch.fleet import Attempt, Devices, Fleet
 from megatron_scalerl.launch.hosts import ONE_HOST, Hosts
-from megatron_scalerl.launch.placement import Placement
+from megatron_scalerl.launch.placement import Attempt, Devices, Fleet, Placement
 from megatron_scalerl.launch.trainer import TrainerRanks, trainer_ranks
 from megatron_scalerl.processes.secret_file import write_secret
 from megatron_scalerl.recipe import Recipe

@@ -17,19 +17,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
-from megatron_scalerl.distributed.device import environment
 from megatron_scalerl.distributed.rendezvous import private_folder
 from megatron_scalerl.distributed.sockets import Purpose, controller_key
-from megatron_scalerl.engine.control_folder import secret_file
-from megatron_scalerl.launch.fleet import Attempt
+from megatron_scalerl.launch import host_ranks
+from megatron_scalerl.launch.control_folder import secret_file
 from megatron_scalerl.launch.hosts import Hosts
-from megatron_scalerl.launch.placement import HostRanks, Placement
+from megatron_scalerl.launch.placement import Attempt, HostRanks, Placement
 from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.trainer import rank_process
 from megatron_scalerl.trainer.client import BLAME_S, LOOPBACK_ENDPOINT, TrainerClient
 from megatron_scalerl.trainer.messages import TrainerInfo
+from megatron_scalerl.trainer.ranks import environment
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ class TrainerRanks:
             "MSRL_LOGS": str(logs),
             NAME_VARIABLE: name,
         }
-        argv = [sys.executable, "-m", "megatron_scalerl.trainer.host_ranks"]
+        argv = [sys.executable, "-m", "megatron_scalerl.launch.host_ranks"]
         command = self._hosts.command(ranks.host, argv, env)
         return await ChildProcess.start(name, command, os.environ, logs / f"{name}.log")
 
@@ -159,7 +158,7 @@ async def start_rank(
     local_rank: None for `rank`. env: further variables.
     """
     ours = {name: value for name, value in environment(recipe).items() if name not in os.environ}
-    return await rank_process.start_rank(
+    return await host_ranks.start_rank(
         {**ours, **client.worker_env(rank), **env, "MSRL_RECIPE": str(recipe_file)},
         rank=rank,
         local_rank=rank if local_rank is None else local_rank,

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_scalerl.logits.arguments import Settings, checked
 from megatron_scalerl.logits.chunk_loss import ChunkLoss, TokenLoss
 from megatron_scalerl.logits.function import TokenLogprobs
-from megatron_scalerl.shapes import Float, Int64
+from megatron_scalerl.types import Float, Int64
 
 
 def token_logprobs(

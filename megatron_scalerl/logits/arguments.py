@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_scalerl.logits.choice import choose_backend
 from megatron_scalerl.logits.function import Call
 from megatron_scalerl.logits.projection import Entropy, GradLogits, Precision
-from megatron_scalerl.shapes import Bool, Float, Int64
+from megatron_scalerl.types import Bool, Float, Int64
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 """Of hidden and weight; their values are multiplied exactly."""

@@ -20,7 +20,7 @@ def _cuda() -> Backend:
 
 
 def _triton() -> Backend:
-    from megatron_scalerl.logits.triton_backend import TritonBackend
+    from megatron_scalerl.logits.fused_kernel import TritonBackend
 
     return TritonBackend()
 

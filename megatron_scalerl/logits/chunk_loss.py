@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_scalerl.logits.blocks import slices
 from megatron_scalerl.logits.function import Call, added_to_main_grad
-from megatron_scalerl.logits.projection import TokenGradients
+from megatron_scalerl.logits.projection import TokenGradients, slices
 
 ChunkLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The loss of some tokens: from their log-probabilities [C], entropies [C] and places [C] (int64, among all tokens

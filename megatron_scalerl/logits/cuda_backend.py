@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_scalerl.logits.blocks import block_of, slices
 from megatron_scalerl.logits.exact import fp32_products
-from megatron_scalerl.logits.merge import no_columns
-from megatron_scalerl.logits.projection import Projection, TokenGradients
+from megatron_scalerl.logits.projection import Projection, TokenGradients, block_of, no_columns, slices
 from megatron_scalerl.logits.row_kernels import compiled, logit_gradient, row_statistics
 
 TOKEN_STEP, COLUMN_STEP = 128, 256

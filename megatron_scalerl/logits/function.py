@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_scalerl.logits.merge import merged, results
-from megatron_scalerl.logits.projection import Backend, GradLogits, Projection, TokenGradients
+from megatron_scalerl.logits.projection import Backend, GradLogits, Projection, TokenGradients, merged, results
 
 
 @dataclass(frozen=True, kw_only=True)

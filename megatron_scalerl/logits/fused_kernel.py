@@ -3,6 +3,11 @@
 A program owns a tile of tokens and a contiguous range of the vocabulary (a run). It multiplies one tile after another
 and merges each into the tokens' statistics. Memory: four numbers per token and run. Concurrent programs cover a few
 tiles of tokens (`GROUP`) times all runs, so that both operands' tiles stay in the L2 cache.
+
+The logit projection on a GPU with a fused forward pass: its logits never reach memory.
+
+For passes that need log-probabilities only, and for workspaces too small for an efficient cuBLAS block. Gradients are
+those of `cuda_backend`.
 """
 
 from __future__ import annotations
@@ -14,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_scalerl.logits.merge import merged
-from megatron_scalerl.logits.projection import Projection
+from megatron_scalerl.logits.cuda_backend import CudaBackend
+from megatron_scalerl.logits.projection import Projection, merged, no_columns
 from megatron_scalerl.logits.row_kernels import merged_pair
 
 
@@ -198,3 +203,16 @@ def _fused_statistics_kernel(
     tl.store(base + tokens, r, mask=known)
     tl.store(base + 2 * tokens, u, mask=known)
     tl.store(base + 3 * tokens, picked, mask=known)
+
+
+class TritonBackend(CudaBackend):
+    """See `projection.Backend`."""
+
+    name = "triton"
+
+    def statistics(self, projection: Projection) -> Tensor:
+        """The statistics [4, T], in one kernel."""
+        p = projection
+        if not p.tokens or not p.count:
+            return no_columns(p.tokens, p.hidden, p.accumulator)
+        return fused_statistics(p)

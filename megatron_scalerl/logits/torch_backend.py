@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_scalerl.logits.blocks import block_of, slices
 from megatron_scalerl.logits.exact import add_product, bf16_may_be_faster, fp32_products, set_product
-from megatron_scalerl.logits.merge import merged, no_columns
-from megatron_scalerl.logits.projection import Projection, TokenGradients
+from megatron_scalerl.logits.projection import Projection, TokenGradients, block_of, merged, no_columns, slices
 
 SMALLEST = (4, 4)
 """Tokens and columns of the smallest block."""

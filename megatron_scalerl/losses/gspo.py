@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, clipped_surrogate, log_ratio
-from megatron_scalerl.shapes import Float
+from megatron_scalerl.types import Float
 
 if TYPE_CHECKING:
     from torch import Tensor

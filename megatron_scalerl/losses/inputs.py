@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_scalerl.shapes import Bool, Float, Int64
+from megatron_scalerl.types import Bool, Float, Int64
 
 if TYPE_CHECKING:  # the controller imports `losses.reduction` without torch
     from torch import Tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_scalerl.page.update_report import finite
 from megatron_scalerl.processes.logs import printable
-from megatron_scalerl.update_report import finite
 
 MOST_ROWS = 500
 """Rows on the page, the newest."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_scalerl.fit.outlook import Outlook, Projection, projection
-from megatron_scalerl.report import last_step, moved_text
+from megatron_scalerl.page.report import last_step, moved_text
 
 MOST = 128
 """Forecasts that are made for the page, at about equal distances: a fit takes a fifth of a second."""

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from megatron_scalerl.fit.outlook import checked_row
-from megatron_scalerl.update_report import finite
+from megatron_scalerl.page.update_report import finite
 
 
 def json_row(line: bytes, what: str = "a JSON object") -> dict[str, Any]:

@@ -15,12 +15,12 @@ from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.page.evaluation_table import evaluation_table
 from megatron_scalerl.page.forecasts import Forecasts
 from megatron_scalerl.page.growing_file import GrowingFile
+from megatron_scalerl.page.report import cost_text, gain, gain_text, gains_by_task, last_step
 from megatron_scalerl.page.rows import evaluation_row, json_row, step_row, validation_row
+from megatron_scalerl.page.update_report import KEPT, UPDATE_PHASES, PredictedUpdate, Updates, finite, updates_of
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.recipe.usable import damage_of, usable_recipe
-from megatron_scalerl.report import cost_text, gain, gain_text, gains_by_task, last_step
-from megatron_scalerl.update_report import KEPT, UPDATE_PHASES, PredictedUpdate, Updates, finite, updates_of
 
 PROBE = ("probe_mismatch_mean", "probe_mismatch_max")
 """Columns of metrics.jsonl that the rows of some steps have (weights.probe_every)."""

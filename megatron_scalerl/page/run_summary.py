@@ -16,11 +16,11 @@ from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.fit.inputs import flattened
 from megatron_scalerl.fit.outlook import RunFit, run_fit
 from megatron_scalerl.page.growing_file import GrowingFile, first_row, newest_row
+from megatron_scalerl.page.report import last_step
 from megatron_scalerl.page.rows import validation_row
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import RecipeError, read_run_recipe
 from megatron_scalerl.recipe.stored import completed
-from megatron_scalerl.report import last_step
 
 QUIET_S = 60.0
 """Seconds without a write to the ledger, which gets a heartbeat every 10 s, after which a run counts as stopped."""

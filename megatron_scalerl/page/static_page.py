@@ -12,10 +12,10 @@ import msgspec
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.page.completions import Reader
 from megatron_scalerl.page.groups import GroupIndex
+from megatron_scalerl.page.predicted import predicted_update
 from megatron_scalerl.page.render import RUN, RUNS, page
 from megatron_scalerl.page.run_data import RunData, thinned
 from megatron_scalerl.page.runs_data import RunsData
-from megatron_scalerl.plan.predicted import predicted_update
 
 logger = logging.getLogger(__name__)
 MOST_BYTES = 25_000_000

@@ -24,7 +24,7 @@ import yaml
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.plan.assumptions import OLD_NAMES, check_number, described
 from megatron_scalerl.plan.hardware import GPUS, Layers, gpu_of_device
-from megatron_scalerl.recipe.nearest import check_keys
+from megatron_scalerl.recipe.other_names import check_keys
 
 _HEADER = ("gpu", "layers", "written", "assumptions")
 _ENTRY = ("value", "source")

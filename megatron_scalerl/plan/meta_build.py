@@ -83,10 +83,11 @@ def _count(recipe: Recipe, config_path: str, *, rank: int) -> dict[str, int]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.models import family, read_hf_config
     from megatron_scalerl.trainer.model import PolicyModel
     from megatron_scalerl.trainer.options import model_options
+    from megatron_scalerl.trainer.ranks import init_parallel
 
     world_size = recipe.trainer.world_size
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

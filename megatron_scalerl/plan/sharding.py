@@ -60,7 +60,7 @@ def layout_of(recipe: Recipe, family: Family, world_size: int) -> Layout:
     """The layout on `world_size` trainer ranks. Raises ValueError if the recipe's sizes do not fit."""
     sizes = sizes_of(recipe.megatron.parallel)
     check_world(sizes, world_size)
-    check_sharding(family, recipe)
+    check_sharding(family, recipe.megatron.parallel, recipe.megatron.model)
     return Layout(
         world_size=world_size,
         tp=sizes.tp,

@@ -15,8 +15,7 @@ from statistics import fmean
 
 from megatron_scalerl.plan.engine import Decoding
 from megatron_scalerl.plan.lengths import Lengths
-from megatron_scalerl.rollouts.gate import StalenessGate
-from megatron_scalerl.rollouts.phase_gate import PhaseGate
+from megatron_scalerl.rollouts.gate import PhaseGate, StalenessGate
 
 
 @dataclass(frozen=True, kw_only=True)

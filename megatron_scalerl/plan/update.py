@@ -19,8 +19,7 @@ from megatron_scalerl.models.family import Family, Rule
 from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.weights.owners import Place, manifest, send_plan
-from megatron_scalerl.weights.plan import Needs, buckets
-from megatron_scalerl.weights.rectangles import Ranges
+from megatron_scalerl.weights.plan import Needs, Ranges, buckets
 
 HOP_S = 30e-6
 """Latency of a bucket for each hop of its broadcast (seconds); ours."""

@@ -2,6 +2,10 @@
 
 A child dies with the controller, however that exits (`processes.parent_death`). The child's own children are in its
 process group, which `stop` and `kill` signal as a whole.
+
+Time limits that do not count the time in which this process itself was stopped.
+
+The end of a process that formed torch's process groups.
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ import logging
 import os
 import signal
 import stat
+import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.processes.parent_death import tied_command
@@ -170,3 +175,55 @@ def log_tail(path: Path) -> str:
 def log_end(path: Path) -> str:
     """The last lines of a log as the end of an error message; starts with `LOG_END`."""
     return f"{LOG_END}{path}:\n{log_tail(path)}"
+
+
+T = TypeVar("T")
+
+_SLICES = 4
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled after `seconds`. Raises TimeoutError then.
+
+    The limit is waited for in _SLICES parts: where this process is stopped for hours (a suspended job), that counts
+    as one of them, and `work` has the others to finish.
+    """
+    task = asyncio.create_task(work)
+    try:
+        for _ in range(_SLICES):
+            done, _ = await asyncio.wait({task}, timeout=seconds / _SLICES)
+            if done:
+                return task.result()
+        raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def end_with(main: Callable[[], object]) -> NoReturn:
+    """Run a program and end this process with its exit code, without Python's cleanup, its output written.
+
+    `main` returns an exit code or None, or raises: SystemExit as usual, any other exception is printed and is exit
+    code 1. Functions of `atexit` are not called. For a process that forms groups of gloo: their threads go on after
+    `distributed.parallel.shutdown_parallel`, as Megatron refers to the groups. While Python ends, they abort the
+    process once in a while ("terminate called without an active exception": 1 of 40 processes of a single rank on two
+    busy cores, torch 2.13), and the destructor of a group may wait for a lost peer.
+    """
+    code: object = 1
+    try:
+        code = main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    status = code if isinstance(code, int) else int(code is not None)
+    for stream, last in ((sys.stdout, ""), (sys.stderr, f"{code}\n" if isinstance(code, str) else "")):
+        try:
+            stream.write(last)
+            stream.flush()
+        except OSError:  # its reader has gone
+            status = status or 1
+        except (ValueError, AttributeError):  # the program closed it, or it was closed at the start, and is None
+            pass
+    os._exit(status & 0xFF)

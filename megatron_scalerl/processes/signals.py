@@ -1,6 +1,13 @@
 """Signals that end a run gracefully: its coroutine is cancelled, so that every context manager exits.
 
 SIGINT and SIGTERM cancel it at once, SIGUSR1 once its state is saved (`SaveAndExit`).
+
+A later attempt of a run's job, which began while this one still lives: on a node that Slurm has lost.
+
+Since when a Slurm job holds its devices without a charge in the ledger.
+
+The job's script sets the variable to its start, and `train --supervise` to the end of the program that it starts
+again, if that one has charged anything. It is in seconds of /proc/uptime, which no change of the time of day moves.
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -193,3 +201,50 @@ def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | No
         if not received:
             raise
         raise Stopped(received[0], error) from error
+
+
+ATTEMPT_FILE = Path("slurm", "attempt")
+"""In RUN/. The job script writes JOB.RESTART to it when an attempt begins."""
+
+
+class Takeover:
+    """Whether an attempt began after this object was made. Without Slurm none does."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self._file = Path(run_dir) / ATTEMPT_FILE
+        self._own = self._read()
+
+    @property
+    def happened(self) -> bool:
+        """True once the file names another attempt; False while it cannot be read."""
+        return (now := self._read()) is not None and now != self._own
+
+    def _read(self) -> str | None:
+        try:
+            return self._file.read_text(encoding="utf8").strip() or None
+        except (OSError, UnicodeDecodeError):
+            return None
+
+
+HELD_SINCE = "MSRL_HELD_SINCE"
+
+
+def held_uncharged() -> float:
+    """Seconds for which this job has held its devices uncharged; 0 outside of a job."""
+    try:
+        since = float(os.environ.get(HELD_SINCE, "inf"))
+    except ValueError:
+        return 0.0
+    return max(0.0, _uptime() - since)
+
+
+def held_from_now() -> dict[str, str]:
+    """The variable for a program that is started after another one of this job has charged; none outside of a job."""
+    if HELD_SINCE not in os.environ:
+        return {}
+    return {HELD_SINCE: f"{_uptime():.2f}"}
+
+
+def _uptime() -> float:
+    """Read where the job's script reads it: a container may have a /proc/uptime of its own, and no clock like it."""
+    return float(Path("/proc/uptime").read_text("ascii").split()[0])

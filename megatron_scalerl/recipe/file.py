@@ -2,6 +2,8 @@
 
 An overlay is a file with differences from a recipe, such as those in recipes/ablations, so that it serves recipes of
 every size. `overlay=FILE` stands among the overrides: every command that takes a recipe takes overlays.
+
+Checks that the files that a recipe names exist, before heavy packages are imported.
 """
 
 from __future__ import annotations
@@ -17,10 +19,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.nearest import unknown_key
-from megatron_scalerl.recipe.other_names import setting_of
-from megatron_scalerl.recipe.sections import PromptsSection
-from megatron_scalerl.recipe.task_section import TaskSection
+from megatron_scalerl.recipe.other_names import setting_of, unknown_key
+from megatron_scalerl.recipe.sections import PromptsSection, TaskSection
+from megatron_scalerl.recipe.tasks import tasks_of
 
 OLD_KEYS = {"advantages.normalise": "advantages.normalize"}
 """Old key path -> new key path. A recipe that uses an old one is rejected; the recipe.yaml of an old run is read."""
@@ -256,3 +257,22 @@ def _keys_beside(key: str) -> list[str]:
     parts = key.split(".")
     name = parts[2] if parts[:2] == ["prompts", "tasks"] and len(parts) > 3 else None
     return [k if name is None else k.replace(".NAME.", f".{name}.") for k in valid_keys()]
+
+
+def check_policy(recipe: Recipe) -> None:
+    """Raises ValueError where policy.path is not a Hugging Face folder or policy.megatron_path is not a folder."""
+    section = recipe.policy
+    if not Path(section.path, "config.json").is_file():
+        raise ValueError(f"policy.path: expected a Hugging Face folder with config.json, found {section.path}")
+    if section.megatron_path is not None and not Path(section.megatron_path).is_dir():
+        raise ValueError(
+            "policy.megatron_path: expected the folder of a converted checkpoint (docs/checkpoints.md), "
+            f"found {section.megatron_path}"
+        )
+
+
+def check_prompts(recipe: Recipe) -> None:
+    """Raises ValueError where a file or folder with prompts does not exist."""
+    for path in (path for task in tasks_of(recipe) for path in (task.prompts.path, task.prompts.held_out_path)):
+        if path is not None and not Path(path).exists():
+            raise ValueError(f"{path}: expected a prompts file or folder, found nothing")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_scalerl.models.family import Family
-    from megatron_scalerl.recipe import Recipe
+
 
 Stages = tuple[tuple[int, ...], ...]
 """Layer indices of each pipeline stage, from 0; with a virtual pipeline in the order of the chunks."""
@@ -99,15 +99,15 @@ def check_world(sizes: ParallelSizes, world_size: int) -> None:
             )
 
 
-def check_sharding(family: Family, recipe: Recipe) -> None:
+def check_sharding(family: Family, parallel: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Raises ValueError where a parallel size does not divide the dimension it shards, or requires another setting.
 
-    Checks heads, key-value heads, MLPs, experts, pipeline layers and sequence parallelism. The vocabulary and the
-    length of a micro-batch are padded.
+    parallel, model: the sections megatron.parallel and megatron.model. Checks heads, key-value heads, MLPs, experts,
+    pipeline layers and sequence parallelism. The vocabulary and the length of a micro-batch are padded.
     """
     from megatron_scalerl.models.family import check_layout
 
-    sizes, model = sizes_of(recipe.megatron.parallel), recipe.megatron.model
+    sizes = sizes_of(parallel)
     check_layout(family, tp_size=sizes.tp, ep_size=sizes.ep, etp_size=sizes.etp)
     stages_of(model, len(family.layers), sizes)
     sequence = bool(model.get("sequence_parallel", False))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megatron_scalerl.recipe.section import (
+from megatron_scalerl.recipe.sections import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,

@@ -16,8 +16,8 @@ from megatron_scalerl.recipe.process_sections import (
     TrainerSection,
     WeightsSection,
 )
-from megatron_scalerl.recipe.section import MICRO_BATCH_MULTIPLE, NonNegativeInt, PositiveInt, Section
 from megatron_scalerl.recipe.sections import (
+    MICRO_BATCH_MULTIPLE,
     AdvantagesSection,
     CheckpointSection,
     CurriculumSection,
@@ -26,11 +26,14 @@ from megatron_scalerl.recipe.sections import (
     InterruptionSection,
     LengthPenaltySection,
     LossSection,
+    NonNegativeInt,
     OptimizerSection,
     PolicySection,
+    PositiveInt,
     PromptsSection,
     RewardsSection,
     RolloutsSection,
+    Section,
     SftSection,
     ValidationSection,
 )

@@ -2,23 +2,72 @@
 
 "The paper" is Khatri et al. 2025, arXiv 2510.13786. Where a default departs from it, or the paper does not specify
 one, the docstring of the field says so. The sections about the processes of a run are in `recipe.process_sections`.
+
+What all sections of a recipe have in common: their base class and the types of numbers.
+
+The section `prompts.tasks.NAME`: one task of a mixture. Its keys are those of `prompts` and `rewards`.
+
+A key that is not set, or null, has the value of `prompts` or `rewards`: no default of its own stands here.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_scalerl.recipe.section import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Share,
-)
-from megatron_scalerl.recipe.task_section import TaskName, TaskSection
+MICRO_BATCH_MULTIPLE = 128
+"""The default of trainer.micro_batch_tokens is rounded up to a multiple of this (tokens)."""
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A section of the recipe: unknown keys are errors, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+TaskName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
+"""Name of a task, in metrics and in the journal."""
+
+
+class TaskSection(Section):
+    """One task of a mixture."""
+
+    path: str
+    """Its training prompts, as prompts.path."""
+    weight: PositiveFloat
+    """Its share of the drawn prompts, relative to the other tasks'."""
+    split: str | None = None
+    """As prompts.split."""
+    prompt_column: str | None = None
+    """As prompts.prompt_column."""
+    answer_column: str | None = None
+    """As prompts.answer_column."""
+    prompt_template: str | None = None
+    """As prompts.prompt_template."""
+    held_out_path: str | None = None
+    """As prompts.held_out_path, which cannot be set for all tasks."""
+    held_out: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """As prompts.held_out, of this task's prompts."""
+    verifier: str | None = None
+    """As rewards.verifier. Every task has verifier processes of its own."""
+    workers: PositiveInt | None = None
+    """As rewards.workers, for this task."""
+    cpu_s: PositiveFloat | None = None
+    """As rewards.cpu_s."""
+    timeout_s: PositiveFloat | None = None
+    """As rewards.timeout_s."""
+    memory_mb: PositiveInt | None = None
+    """As rewards.memory_mb."""
+    file_mb: NonNegativeInt | None = None
+    """As rewards.file_mb."""
+
 
 PAPER_PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
 """The phrase of section 4 of the paper without the closing think tag, which is appended when it is forced. The

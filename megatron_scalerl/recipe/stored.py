@@ -9,8 +9,7 @@ from pydantic import BaseModel
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import renamed
-from megatron_scalerl.recipe.sections import PromptsSection
-from megatron_scalerl.recipe.task_section import TaskSection
+from megatron_scalerl.recipe.sections import PromptsSection, TaskSection
 
 MISSING = {
     "interruption.after_natural_end": "answer_tokens",

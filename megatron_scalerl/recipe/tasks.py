@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_scalerl.recipe.recipe import Recipe
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
-from megatron_scalerl.recipe.task_section import TaskSection
+from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection, TaskSection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,20 +29,25 @@ Worst case of n different checks that all exceed the limit of processor time: n 
 dedicated CPUs, with R about 0.5 s for the replacement of a process: 48 prompts x 16 with the default of 2 s take 16
 minutes with 2 workers and 4 with 8. No check gets less time because of earlier ones. Huge powers and factorials are
 not affected: magnitude.py refuses them without evaluating them, and 768 different ones take 7 s with 2 workers.
+
+The verifier pools of a run: one for each task, so that slow checks of one task do not hold up the other's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
 import pickle
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_scalerl.recipe.sections import RewardsSection
+from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.rewards.length_penalty import penalized
 from megatron_scalerl.rewards.limits import Limits
 from megatron_scalerl.rewards.worker_process import WorkerDied, WorkerProcess
@@ -383,3 +388,28 @@ def default_workers() -> int:
     """Number of verifier processes by default: one per processor, at most MAX_DEFAULT_WORKERS."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MAX_DEFAULT_WORKERS, cpus)
+
+
+class TaskPools:
+    """Scores each completion in the pool of its prompt's task; `async with` starts and closes the pools."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._pools = {task.name: VerifierPool(task.rewards) for task in tasks}
+        self._running = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> TaskPools:
+        """Raises as `VerifierPool.start`; pools that were started are closed then."""
+        async with contextlib.AsyncExitStack() as started:
+            for pool in self._pools.values():
+                await started.enter_async_context(pool)
+            self._running = started.pop_all()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._running.aclose()
+
+    async def score(
+        self, text_after_thinking: str | None, prompt: Prompt, *, truncated: bool = False, tokens: int = 0
+    ) -> Score:
+        """As `VerifierPool.score`."""
+        return await self._pools[prompt.task].score(text_after_thinking, prompt, truncated=truncated, tokens=tokens)

@@ -8,6 +8,8 @@ once it is ready, and then one reply per job, until the socket is closed. A fram
     job      Job, body of the response               Reply, bytes of the completion
 
 It imports neither torch nor, where the policy's tokenizer is one of the package `tokenizers`, transformers.
+
+The text of a completion after thinking, which the verifier scores. Used in the decoder processes.
 """
 
 from __future__ import annotations
@@ -21,12 +23,38 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from megatron_scalerl.batching.rollout_bytes import facts_of, write
 from megatron_scalerl.engine.answers import EngineError, completion
 from megatron_scalerl.engine.interruption import Plan
-from megatron_scalerl.rollouts.answer_text import AnswerFormat
+from megatron_scalerl.rewards.math import extract_answer
 from megatron_scalerl.types import Completion, CompletionLost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerFormat:
+    """How the answer of a completion is found. Produced by `rollouts.plans`."""
+
+    plan: Plan
+    """Any interruption plan of the run: its closing tag ends thinking."""
+    think_end: str
+    """The closing tag as text."""
+    hidden_ids: frozenset[int]
+    """Tokens that are not part of the text: special tokens and those that end a completion."""
+
+    def answer_text(self, token_ids: np.ndarray, decode: Callable[[Sequence[int]], str]) -> str | None:
+        """The text after thinking; None if thinking did not end.
+
+        token_ids: [T] the completion. decode: token ids to text, special tokens included.
+        """
+        end = self.plan.thinking_end(token_ids)
+        if end is None:
+            return None
+        # the tag's tokens may include neighboring text, so decode them too and cut the tag off as text
+        rest = token_ids[end - len(self.plan.think_end_ids) :].tolist()
+        return extract_answer(decode([token for token in rest if token not in self.hidden_ids]), self.think_end)
+
 
 SOCKET_VARIABLE = "MSRL_DECODER_FD"
 """Environment variable with the number of the inherited socket."""

@@ -33,8 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.interruption import Plan
-from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_end
-from megatron_scalerl.processes.patience import within
+from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_end, within
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.pool import default_workers
 from megatron_scalerl.rollouts.decoder import SIZES, SOCKET_VARIABLE, Job, Reply, Setup, frame

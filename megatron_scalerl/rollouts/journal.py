@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter
-from megatron_scalerl.rollouts.blocks import GroupHeader, block_bytes
 from megatron_scalerl.rollouts.history import Admit, BatchRecord, Finish, History, read_history
 from megatron_scalerl.rollouts.retention import Policy, Retention, remove
-from megatron_scalerl.rollouts.store import SEGMENT_BYTES, StoreWriter
+from megatron_scalerl.rollouts.store import SEGMENT_BYTES, GroupHeader, StoreWriter, block_bytes
 from megatron_scalerl.types import BlockRef, RolloutGroup
 
 T = TypeVar("T")

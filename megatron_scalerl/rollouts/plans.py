@@ -11,7 +11,7 @@ from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.interruption import Plan, draw_cut, plan_ids, tag_variants
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.answer_text import AnswerFormat
+from megatron_scalerl.rollouts.decoder import AnswerFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_scalerl.engine.client import EngineClient
-from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.rewards.task_pools import TaskPools
+from megatron_scalerl.processes.spans import span
+from megatron_scalerl.rewards.pool import TaskPools, VerifierPool
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Draw, Plans
-from megatron_scalerl.tracing.spans import span
 from megatron_scalerl.types import Completion, Prompt, Score
 
 TRAINING_PRIORITY, VALIDATION_PRIORITY = 1, 0

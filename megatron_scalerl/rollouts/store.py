@@ -1,12 +1,25 @@
 """The run's rollout store: finished groups in RUN/rollouts/segment-NNNNN.bin, appended and read by reference.
 
-`blocks` has the format. One writer appends to the newest segment and begins a new one at `SEGMENT_BYTES`; one file is
-open for writing. A block is read by its reference (`types.BlockRef`) with reads of its own bytes, as a whole, or its
-head, or one completion; every checksum is verified. `scan` lists the blocks of a segment without the journal.
+One writer appends to the newest segment and begins a new one at `SEGMENT_BYTES`; one file is open for writing. A
+block is read by its reference (`types.BlockRef`) with reads of its own bytes, as a whole, or its head, or one
+completion; every checksum is verified. `scan` lists the blocks of a segment without the journal.
 
 A crash may leave a torn block at the end of the newest segment: it is cut when the store is opened for writing.
 Blocks up to the last reference of the journal were synced before it, so no byte before that is cut. Only the owner
 can read these files.
+
+The format of a segment of the rollout store: checksummed blocks, one for each finished group.
+
+Little-endian, without padding:
+
+    segment       magic MSRLSEGM, format 1 u32, CRC-32 of these 12 bytes u32; then blocks, one after another
+    block         magic GRUP, checksum u32, bytes of the block u64, group id i64, bytes of the header u32, C u32
+                  table [C] (bytes of the completion u64, its CRC-32 u32)
+                  header (JSON, `GroupHeader`)
+                  completions [C], each as `batching.rollout_bytes` writes it
+
+The block's checksum is the CRC-32 of all that follows it up to the first completion. So the header of a block, and
+each of its completions, can be read and verified alone.
 """
 
 from __future__ import annotations
@@ -14,6 +27,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import struct
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +38,120 @@ import msgspec
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays
 from megatron_scalerl.checkpoints.atomic_io import naming, sync, write_all
-from megatron_scalerl.rollouts import blocks
-from megatron_scalerl.rollouts.blocks import BlockHead, GroupHeader
-from megatron_scalerl.types import BlockRef
+from megatron_scalerl.types import BlockRef, Completion, Prompt, Score
+
+_SEGMENT_START = struct.Struct("<8sI")
+_CHECKSUM = struct.Struct("<I")
+_SEGMENT_MAGIC, _FORMAT = b"MSRLSEGM", 1
+SEGMENT_START = _SEGMENT_START.size + _CHECKSUM.size
+"""Offset of the first block."""
+_MAGIC = b"GRUP"
+_FIXED = struct.Struct("<4sIQqII")
+_COVERED = struct.Struct("<QqII")
+"""The part of `_FIXED` that the checksum covers."""
+_ENTRY = struct.Struct("<QI")
+FIXED_BYTES = _FIXED.size
+"""Bytes from which `head_bytes` is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupHeader:
+    """A finished group without its id and its completions' tokens; fields as in `types.RolloutGroup`."""
+
+    prompt: Prompt
+    epoch: int
+    first_token_version: int
+    lost_completions: int
+    scores: tuple[Score, ...]
+    """[C]"""
+    completions: tuple[Completion, ...]
+    """[C]"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockHead:
+    """The start of a block, verified."""
+
+    nbytes: int
+    """Size of the whole block."""
+    group_id: int
+    header: bytes
+    """JSON of a `GroupHeader`."""
+    offsets: tuple[int, ...]
+    """[C] first byte of each completion in the block."""
+    sizes: tuple[int, ...]
+    """[C] bytes of each completion."""
+    checksums: tuple[int, ...]
+    """[C] CRC-32 of each completion."""
+
+
+def segment_header() -> bytes:
+    """The first `SEGMENT_START` bytes of a segment."""
+    start = _SEGMENT_START.pack(_SEGMENT_MAGIC, _FORMAT)
+    return start + _CHECKSUM.pack(zlib.crc32(start))
+
+
+def check_segment_header(data: bytes) -> None:
+    """Raises ValueError unless `data` is the start of a segment."""
+    if data != segment_header():
+        raise ValueError(f"expected a segment of rollouts, format {_FORMAT}, found {data!r}")
+
+
+def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]) -> bytes:
+    """The block of one group."""
+    encoded = msgspec.json.encode(header)
+    size = _FIXED.size + _ENTRY.size * len(completions) + len(encoded) + sum(map(len, completions))
+    covered = _COVERED.pack(size, group_id, len(encoded), len(completions))
+    table = b"".join(_ENTRY.pack(len(c), zlib.crc32(c)) for c in completions)
+    start = b"".join([covered, table, encoded])
+    return b"".join([_MAGIC, _CHECKSUM.pack(zlib.crc32(start)), start, *completions])
+
+
+def head_bytes(data: bytes) -> int:
+    """Bytes of a block before its first completion, from its first `FIXED_BYTES`. Raises ValueError."""
+    if len(data) < _FIXED.size:
+        raise ValueError(f"expected a block of at least {_FIXED.size} bytes, found {len(data)}")
+    magic, _, size, _, header_bytes, completions = _FIXED.unpack_from(data)
+    if magic != _MAGIC:
+        raise ValueError(f"expected a block that begins with {_MAGIC!r}, found {magic!r}")
+    head: int = _FIXED.size + _ENTRY.size * completions + header_bytes
+    if head > size:
+        raise ValueError(f"expected a block of at least {head} bytes, found {size}")
+    return head
+
+
+def read_head(data: bytes) -> BlockHead:
+    """The head of the block that begins `data`, which has at least its `head_bytes`. Raises ValueError."""
+    end = head_bytes(data)
+    if len(data) < end:
+        raise ValueError(f"expected a block whose head has {end} bytes, found {len(data)}")
+    _, checksum, size, group_id, _, completions = _FIXED.unpack_from(data)
+    if (found := zlib.crc32(memoryview(data)[8:end])) != checksum:
+        raise ValueError(f"expected a block head with checksum {checksum:08x}, found {found:08x}")
+    table_end = _FIXED.size + _ENTRY.size * completions
+    entries = list(_ENTRY.iter_unpack(memoryview(data)[_FIXED.size : table_end]))
+    sizes = tuple(entry[0] for entry in entries)
+    offsets, at = [], end
+    for each in sizes:
+        offsets.append(at)
+        at += each
+    if at != size:
+        raise ValueError(f"expected completions up to byte {size} of the block, found {at}")
+    return BlockHead(
+        nbytes=size,
+        group_id=group_id,
+        header=bytes(data[table_end:end]),
+        offsets=tuple(offsets),
+        sizes=sizes,
+        checksums=tuple(entry[1] for entry in entries),
+    )
+
+
+def check_completion(data: bytes | memoryview, checksum: int) -> None:
+    """Raises ValueError unless `data` has this CRC-32."""
+    if (found := zlib.crc32(data)) != checksum:
+        raise ValueError(f"expected checksum {checksum:08x}, found {found:08x}")
+
 
 SEGMENT_BYTES = 512 << 20
 """Size at which a segment is complete: what retention deletes at once."""
@@ -55,7 +181,7 @@ def segments(folder: Path) -> list[int]:
 
 
 class StoreWriter:
-    """Appends blocks. Not for several threads at a time."""
+    """Appends  Not for several threads at a time."""
 
     def __init__(self, folder: Path, *, durable: BlockRef | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Open RUN/rollouts. durable: the last block that the journal names.
@@ -81,13 +207,13 @@ class StoreWriter:
         return max(self._segment, 0), self._end
 
     def append(self, block: bytes) -> BlockRef:
-        """Write one block (`blocks.block_bytes`). Raises OSError naming the file; nothing of the block is left then.
+        """Write one block (`block_bytes`). Raises OSError naming the file; nothing of the block is left then.
 
         It is on the disk after the next `sync`.
         """
         if self._failure is not None:
             raise self._failure
-        full = self._end > blocks.SEGMENT_START and self._end + len(block) > self._limit
+        full = self._end > SEGMENT_START and self._end + len(block) > self._limit
         if self._fd < 0 or full or self._complete:
             self._begin_segment()
         try:
@@ -115,7 +241,7 @@ class StoreWriter:
 
     def complete_segment(self) -> None:
         """The next block begins a new segment."""
-        self._complete = self._end > blocks.SEGMENT_START
+        self._complete = self._end > SEGMENT_START
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -130,7 +256,7 @@ class StoreWriter:
         handle = os.open(path, flags, 0o600)
         try:
             with naming(path):
-                write_all(handle, blocks.segment_header())
+                write_all(handle, segment_header())
             sync(self.folder)
         except OSError:
             os.close(handle)
@@ -138,7 +264,7 @@ class StoreWriter:
             raise
         self.close()
         self._complete = False
-        self._fd, self._segment, self._end = handle, self._segment + 1, blocks.SEGMENT_START
+        self._fd, self._segment, self._end = handle, self._segment + 1, SEGMENT_START
 
     def _reopen(self, path: Path, durable: int) -> None:
         """Go on with the newest segment after `durable` bytes, unless it is complete or damaged."""
@@ -153,8 +279,8 @@ class StoreWriter:
                 if end < os.fstat(handle).st_size:
                     os.ftruncate(handle, end)
                 if end == 0:
-                    write_all(handle, blocks.segment_header())
-                    end = blocks.SEGMENT_START
+                    write_all(handle, segment_header())
+                    end = SEGMENT_START
                 os.fsync(handle)
         except BaseException:
             os.close(handle)
@@ -169,12 +295,12 @@ def _whole_end(path: Path, durable: int) -> int | None:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(blocks.SEGMENT_START)
+        start = file.read(SEGMENT_START)
     if durable > size:
         return None
-    if start != blocks.segment_header():
-        return 0 if len(start) < blocks.SEGMENT_START or (not any(start) and not durable) else None
-    end = max(durable, blocks.SEGMENT_START)
+    if start != segment_header():
+        return 0 if len(start) < SEGMENT_START or (not any(start) and not durable) else None
+    end = max(durable, SEGMENT_START)
     with contextlib.suppress(ValueError):
         for stored, _ in scan(path, end):
             read_block(path, stored)
@@ -189,13 +315,13 @@ def read_block(path: Path, stored: BlockRef) -> StoredGroup:
     """
     with _placing(path, stored.offset):
         data = _pread(path, stored.offset, stored.nbytes)
-        head = _check_size(blocks.read_head(data), stored)
+        head = _check_size(read_head(data), stored)
         whole = memoryview(data)
         completions = [whole[at : at + size] for at, size in zip(head.offsets, head.sizes)]
         header = _header(head)
     for completion, at, checksum in zip(completions, head.offsets, head.checksums):
         with _placing(path, stored.offset + at):
-            blocks.check_completion(completion, checksum)
+            check_completion(completion, checksum)
     return StoredGroup(group_id=head.group_id, header=header, completions=tuple(completions))
 
 
@@ -225,12 +351,12 @@ def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> 
         at = stored.offset + head.offsets[position]
         with _placing(path, at):
             data = _pread(path, at, head.sizes[position])
-            blocks.check_completion(data, head.checksums[position])
+            check_completion(data, head.checksums[position])
         found.append(data)
     return found
 
 
-def scan(path: Path, offset: int = blocks.SEGMENT_START) -> Iterator[tuple[BlockRef, BlockHead]]:
+def scan(path: Path, offset: int = SEGMENT_START) -> Iterator[tuple[BlockRef, BlockHead]]:
     """Place and head of every block of a segment from `offset` on, in order; completions are not read.
 
     Raises ValueError, naming file and offset, at the first that is damaged or torn; OSError.
@@ -238,7 +364,7 @@ def scan(path: Path, offset: int = blocks.SEGMENT_START) -> Iterator[tuple[Block
     match = _SEGMENT.fullmatch(path.name)
     segment = int(match[1]) if match else 0
     with _placing(path, 0):
-        blocks.check_segment_header(_pread(path, 0, blocks.SEGMENT_START))
+        check_segment_header(_pread(path, 0, SEGMENT_START))
     size = path.stat().st_size
     while offset < size:
         with _placing(path, offset):
@@ -277,9 +403,9 @@ def check_position(folder: Path, segment: int, offset: int) -> None:
 
 def _head_at(path: Path, offset: int, available: int) -> BlockHead:
     data = _pread(path, offset, min(_FIRST_READ, available))
-    if (size := blocks.head_bytes(data)) > len(data):
+    if (size := head_bytes(data)) > len(data):
         data = _pread(path, offset, min(size, available))
-    return blocks.read_head(data)
+    return read_head(data)
 
 
 def _check_size(head: BlockHead, stored: BlockRef) -> BlockHead:

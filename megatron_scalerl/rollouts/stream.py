@@ -33,30 +33,127 @@ The first other failure in admission or a group task is raised by `next_batch`. 
 
 Khatri et al. 2025, section 2 (PipelineRL, k = 8); the staleness bound is proved in `gate`. The schedule
 ppo_off_policy has the same loops behind another gate (`phase_gate`).
+
+A group on its way to an engine: new, issued again after an eviction, or repeated after a restart.
+
+The work that the stream has submitted to each engine: who gets the next group, and how long nobody had any.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
+from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.admission import Admission
-from megatron_scalerl.rollouts.engine_loads import EngineLoads
+from megatron_scalerl.rollouts.gate import gate_of
 from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.rollouts.phase_gate import gate_of
 from megatron_scalerl.rollouts.plans import Draw
 from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler, ScoredCompletion
-from megatron_scalerl.tracing.spans import spanned
 from megatron_scalerl.types import Completion, CompletionLost, Prompt, RolloutGroup
+
+_FORGET = 0.02
+"""Weight of the newest completion in the running mean of their lengths."""
+
+
+class _Load:
+    """Work of one engine."""
+
+    def __init__(self) -> None:
+        self.completions = 0
+        self.tokens = 0.0
+        """Prompt tokens and expected completion tokens of the completions."""
+
+
+class EngineLoads:
+    """Completions and expected tokens per engine. Not safe for several threads."""
+
+    def __init__(self, engines: Membership, *, group_size: int, max_in_flight: int, expected_tokens: float) -> None:
+        """max_in_flight: completions per engine. expected_tokens: of a completion, before the first has finished."""
+        self._engines = engines
+        self._group_size, self._max_in_flight = group_size, max_in_flight
+        self._expected_tokens = expected_tokens
+        self._loads: dict[EngineClient, _Load] = {}
+        self._idle_since: float | None = None
+        self._idle_seconds = 0.0
+
+    def free_engine(self) -> EngineClient | None:
+        """The serving engine with the fewest expected tokens, of those with slots for a whole group."""
+        serving = self._engines.serving
+        self._loads = {engine: self._loads.get(engine) or _Load() for engine in self._engines.there}
+        free = [e for e in serving if self._loads[e].completions + self._group_size <= self._max_in_flight]
+        return min(free, key=lambda engine: self._loads[engine].tokens, default=None)
+
+    def add(self, engine: EngineClient, prompt: Prompt, completions: int) -> float:
+        """Count so many completions of a prompt; returns the expected tokens of each, with its prompt's."""
+        there = self._engines.there  # one that is held goes on with its requests, and comes back
+        self._loads = {e: load for e, load in self._loads.items() if e in there}
+        load = self._loads.setdefault(engine, _Load())
+        weight = len(prompt.token_ids) + self._expected_tokens
+        load.completions += completions
+        load.tokens += completions * weight
+        self.note_idle()
+        return weight
+
+    def remove(self, engine: EngineClient, weight: float) -> None:
+        """A completion with the weight that `add` returned is over."""
+        if (load := self._loads.get(engine)) is not None:
+            load.completions -= 1
+            load.tokens -= weight
+        self.note_idle()
+
+    def note_idle(self) -> None:
+        """Begin or end the time in which engines serve and none has work; to be called when one joins or leaves, too.
+
+        Time in which no engine serves is not idle: the engines are being started then.
+        """
+        serving, now = self._engines.serving, time.monotonic()
+        idle = bool(serving) and not any(self._loads[e].completions for e in serving if e in self._loads)
+        if not idle and self._idle_since is not None:
+            self._idle_seconds += now - self._idle_since
+        self._idle_since = (self._idle_since or now) if idle else None
+
+    def observe(self, tokens: int) -> None:
+        """A completion was so long."""
+        self._expected_tokens += _FORGET * (tokens - self._expected_tokens)
+
+    def take_idle_seconds(self) -> float:
+        """Seconds since the last call in which engines served and none had work."""
+        now = time.monotonic()
+        idle = self._idle_seconds + (now - self._idle_since if self._idle_since is not None else 0.0)
+        self._idle_seconds = 0.0
+        self._idle_since = now if self._idle_since is not None else None
+        return idle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """A group to generate."""
+
+    group_id: int
+    prompt: Prompt
+    epoch: int
+    kept: dict[int, ScoredCompletion | None] = field(default_factory=dict)
+    """Completions that finished before their engine was evicted, by index; None for a lost one."""
+    redraws: int = 0
+    """How often all of its completions were lost: each time, they get draws that the group has not had."""
+    recorded: RolloutGroup | None = None
+    """The group itself if it had finished before a restart and is only generated for the others of its round."""
+
+    @property
+    def counted(self) -> bool:
+        """True if the gate counts the group: it is recorded, or a kept completion fixes its deadline."""
+        return self.recorded is not None or any(result is not None for result in self.kept.values())
+
 
 logger = logging.getLogger(__name__)
 

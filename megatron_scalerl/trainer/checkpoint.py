@@ -14,7 +14,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +23,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_scalerl.checkpoints import safe_megatron
 from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.checkpoints.commit import COMMIT, discard, read_commit, write_commit
+from megatron_scalerl.checkpoints.commit import discard, read_commit, write_commit
 from megatron_scalerl.distributed.parallel import Parallel
-from megatron_scalerl.safe_load import megatron
+from megatron_scalerl.trainer.model import keyed, sharded_models
 from megatron_scalerl.trainer.optimizer_state import gathered_with_few_copies, live_storages
 from megatron_scalerl.trainer.shard_writer import ShardWriting, writing_in_process
-
-if TYPE_CHECKING:  # `step` builds its model with `load_megatron`
-    from megatron_scalerl.trainer.step import Trainer
+from megatron_scalerl.trainer.step import Trainer
 
 EXTRA = "controller.json"
 """File of the controller's own state."""
@@ -78,7 +77,7 @@ class AsyncSave:
 
 def save_policy(path: str | Path, chunks: Sequence[Any], parallel: Parallel) -> None:
     """Write and commit a checkpoint of the weights alone, to be exported. Every rank must call it."""
-    _save(Path(path), _sharded_models(_inside_ddp(chunks)), parallel, {}, None)
+    _save(Path(path), sharded_models(_inside_ddp(chunks)), parallel, {}, None)
 
 
 def _save(
@@ -116,8 +115,8 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     facts = read_commit(path)
     same_layout = facts["layout"] == _layout(trainer.parallel)
     trainer.changes.written.lose()
-    state = megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
-    for key, model in _keyed(_inside_ddp(trainer.chunks)).items():
+    state = safe_megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
+    for key, model in keyed(_inside_ddp(trainer.chunks)).items():
         model.load_state_dict(state[key])
     trainer.optimizer.load_state_dict(state["optimizer"])
     if same_layout:
@@ -127,24 +126,9 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     return extra
 
 
-def load_megatron(models: Sequence[Any], path: str | Path) -> None:
-    """Load this rank's unwrapped model chunks from a checkpoint of the converter. Every rank must call it.
-
-    Parameters are cast to the model's type; rows that pad the vocabulary become 0. The only other data read are
-    modules' extra states, which must be empty. Raises ValueError for a folder that is not a complete checkpoint, or
-    not of this policy, and for parts that `safe_load` refuses.
-    """
-    path = Path(path)
-    if (path / COMMIT).is_file() or not path.is_dir():
-        read_commit(path)
-    state = megatron.load(_sharded_models(models), path, common=False)
-    for key, model in _keyed(models).items():
-        model.load_state_dict(state[key])
-
-
 def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict[str, Any]:
     """The state that Megatron saves, or the template that it loads into."""
-    state = _sharded_models(_inside_ddp(trainer.chunks))
+    state = sharded_models(_inside_ddp(trainer.chunks))
     groups = trainer.parallel.groups
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -158,15 +142,6 @@ def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict
         rank, world = trainer.parallel.rank, trainer.parallel.world_size
         state["generators"] = ShardedObject("generators", _generators(), (world,), (rank,))
     return state
-
-
-def _sharded_models(models: Sequence[Any]) -> dict[str, Any]:
-    return {key: model.sharded_state_dict() for key, model in _keyed(models).items()}
-
-
-def _keyed(models: Sequence[Any]) -> dict[str, Any]:
-    """Model chunks by Megatron's keys."""
-    return {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
 
 
 def _inside_ddp(chunks: Sequence[Any]) -> list[Any]:

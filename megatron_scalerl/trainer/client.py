@@ -16,12 +16,11 @@ import zmq.asyncio
 from megatron_scalerl.batching.assignment import ReadCompletions, StepPlan
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
-from megatron_scalerl.tracing.spans import STEP, from_rank, span
+from megatron_scalerl.processes.spans import STEP, from_rank, span
 from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
-from megatron_scalerl.weights.connection import Connection, SendReport
-from megatron_scalerl.weights.plan import Manifest, Needs, WeightPlan
+from megatron_scalerl.weights.plan import Connection, Manifest, Needs, SendReport, WeightPlan
 
 LOOPBACK_ENDPOINT = "tcp://127.0.0.1:*"  # at a free port, of a run on one host
 STOP_TIMEOUT_S = 30.0

@@ -15,9 +15,8 @@ import msgspec
 
 from megatron_scalerl.batching.assignment import RankPlan
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous
-from megatron_scalerl.tracing.spans import Spans
-from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.plan import Needs
+from megatron_scalerl.processes.spans import Spans
+from megatron_scalerl.weights.plan import Connection, Needs
 
 
 @dataclass(frozen=True, kw_only=True)

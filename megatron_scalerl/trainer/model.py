@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from megatron_scalerl.checkpoints import safe_megatron
+from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder
 from megatron_scalerl.distributed.device import HAVE_TE
 from megatron_scalerl.distributed.parallel import Parallel, virtual_pipeline_size
@@ -21,7 +23,6 @@ from megatron_scalerl.logits.chunk_loss import ChunkLoss
 from megatron_scalerl.logits.projection import Entropy
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.trainer.checkpoint import load_megatron
 from megatron_scalerl.trainer.layers import routing
 from megatron_scalerl.trainer.layers.context import share_of
 from megatron_scalerl.trainer.layers.packing import PackedRow, Plan, packed_row
@@ -231,3 +232,28 @@ def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:
         return
     functions = [chunk.no_sync for chunk in chunks]
     config.no_sync_func = functions if len(functions) > 1 else functions[0]
+
+
+def load_megatron(models: Sequence[Any], path: str | Path) -> None:
+    """Load this rank's unwrapped model chunks from a checkpoint of the converter. Every rank must call it.
+
+    Parameters are cast to the model's type; rows that pad the vocabulary become 0. The only other data read are
+    modules' extra states, which must be empty. Raises ValueError for a folder that is not a complete checkpoint, or
+    not of this policy, and for parts that `safe_load` refuses.
+    """
+    path = Path(path)
+    if (path / COMMIT).is_file() or not path.is_dir():
+        read_commit(path)
+    state = safe_megatron.load(sharded_models(models), path, common=False)
+    for key, model in keyed(models).items():
+        model.load_state_dict(state[key])
+
+
+def sharded_models(models: Sequence[Any]) -> dict[str, Any]:
+    """Sharded state of model chunks by Megatron's keys."""
+    return {key: model.sharded_state_dict() for key, model in keyed(models).items()}
+
+
+def keyed(models: Sequence[Any]) -> dict[str, Any]:
+    """Model chunks by Megatron's keys."""
+    return {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}

@@ -16,12 +16,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from megatron_scalerl.distributed.device import HAVE_GPU, HAVE_TE
-from megatron_scalerl.distributed.parallel import Parallel, checked_keywords
+from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.nearest import check_keys
+from megatron_scalerl.recipe.other_names import check_keys
 from megatron_scalerl.recipe.parallel_layout import check_sharding, sizes_of
 from megatron_scalerl.trainer.layers.routing import check_replay
+from megatron_scalerl.trainer.ranks import parallel_keywords
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -56,7 +57,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     megatron.parallel or policy.dtype sets; for a parallel size that does not divide what it shards; and for what
     Megatron refuses.
     """
-    check_sharding(family, recipe)
+    check_sharding(family, recipe.megatron.parallel, recipe.megatron.model)
     owned = _owned_by_others(recipe, parallel)
     known = {f.name for f in fields(TransformerConfig)}
     given = recipe.megatron.model
@@ -98,7 +99,7 @@ def check_megatron(family: Family, recipe: Recipe) -> None:
     Raises ValueError, in one line, for unknown keys of the four sections and for whatever Megatron's configuration
     classes refuse or assert.
     """
-    checked_keywords(recipe)
+    parallel_keywords(recipe)
     ddp_config(recipe)
     optimizer_config(recipe)
     config = model_options(family, recipe, _first_rank(recipe)).config

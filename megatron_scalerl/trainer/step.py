@@ -26,10 +26,9 @@ from megatron_scalerl.batching.packing import pad_to, real_tokens, scoring_micro
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.losses import SEPARABLE, LossInputs, LossOutput, make_loss
+from megatron_scalerl.processes.spans import RANK, span
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import OptimizerSection
-from megatron_scalerl.tracing.rank import RANK
-from megatron_scalerl.tracing.spans import span
 from megatron_scalerl.trainer.agreement import agree, check_tokens
 from megatron_scalerl.trainer.model import build_policy
 from megatron_scalerl.trainer.optimizer import build_optimizer

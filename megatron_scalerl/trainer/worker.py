@@ -31,10 +31,9 @@ from zmq.utils.monitor import recv_monitor_message
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous, address_of, listen_on, serve_store
 from megatron_scalerl.processes.logs import log_to_stderr
+from megatron_scalerl.processes.spans import RANK, RankTrace, span
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
-from megatron_scalerl.tracing.rank import RANK, RankTrace
-from megatron_scalerl.tracing.spans import span
 from megatron_scalerl.trainer import messages
 
 if TYPE_CHECKING:
@@ -193,8 +192,8 @@ class Worker:
     def __init__(self, recipe: Recipe, rendezvous: Rendezvous) -> None:
         # Imported here: a rank that is refused should not wait for torch and Megatron to load.
         from megatron_scalerl.distributed.bandwidth import check_bandwidth
-        from megatron_scalerl.distributed.parallel import init_parallel
         from megatron_scalerl.trainer.batch_frames import BatchFrames
+        from megatron_scalerl.trainer.ranks import init_parallel
         from megatron_scalerl.trainer.step import make_trainer
         from megatron_scalerl.weights.sending import WeightSending
         from megatron_scalerl.weights.source import MegatronWeightSource

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_scalerl.weights import change_loops
 from megatron_scalerl.weights.change_loops import MOST_DIMENSIONS, loops
-from megatron_scalerl.weights.rectangles import Ranges, volume
-from megatron_scalerl.weights.value_digest import digest_at, factors_of, weighed
+from megatron_scalerl.weights.digest import digest_at, factors_of, weighed
+from megatron_scalerl.weights.plan import Ranges, volume
 
 Codec = Literal["absolute", "ulp"]
 MOST_CHANGED = 8

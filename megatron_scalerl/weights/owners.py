@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_scalerl.models.family import Family, Index, Piece, Rule
-from megatron_scalerl.weights.plan import Manifest, Needs, ParamMeta, Part, WeightPlan, check
-from megatron_scalerl.weights.rectangles import Ranges, overlap, volume
+from megatron_scalerl.weights.plan import Manifest, Needs, ParamMeta, Part, Ranges, WeightPlan, check, overlap, volume
 
 
 class Place(NamedTuple):

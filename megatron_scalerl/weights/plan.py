@@ -5,6 +5,10 @@ Hugging Face checkpoint, layer by layer. What a worker of an engine needs of eac
 workers with the same needs are one shard, as the workers of one tensor-parallel rank in all engines. A rectangle is
 sent by the one trainer rank that holds it: nothing is gathered, and no worker gets what it does not need. A sender's
 rectangles for a shard are packed into buckets in the plan's order; buckets of all senders take turns.
+
+How the trainer's sending ranks and the engines connect, and their report. Free of torch, for the controller.
+
+Rectangles of tensors: what a rank holds, what a worker needs, what a message carries.
 """
 
 from __future__ import annotations
@@ -14,11 +18,92 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from megatron_scalerl.weights.rectangles import Ranges, split, volume
+from megatron_scalerl.distributed.rendezvous import Rendezvous
+
+Ranges = tuple[tuple[int, int], ...]
+"""A rectangle: (first, end) along each dimension of a tensor; () of a scalar."""
+
+
+def overlap(one: Ranges, other: Ranges) -> Ranges | None:
+    """The rectangle that two have in common, None if there is none."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
+    return common if all(a < b for a, b in common) else None
+
+
+def volume(ranges: Ranges) -> int:
+    """Elements of a rectangle."""
+    return prod(b - a for a, b in ranges)
+
+
+def within(outer: Ranges, inner: Ranges) -> tuple[slice, ...]:
+    """Where a rectangle lies in a larger one's own coordinates."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer))
+
+
+def split(ranges: Ranges, most: int) -> Iterable[Ranges]:
+    """Pieces of at most `most` elements: cut along the first dimension, and where one index is too many, the next."""
+    if volume(ranges) <= most:
+        return [ranges]
+    (first, end), rest = ranges[0], ranges[1:]
+    rows = most // volume(rest)
+    if rows == 0:
+        return [((row, row + 1), *tail) for row in range(first, end) for tail in split(rest, most)]
+    return [((row, min(row + rows, end)), *rest) for row in range(first, end, rows)]
+
+
+def merged(rectangles: Iterable[Ranges]) -> tuple[Ranges, ...]:
+    """Disjoint rectangles with the same elements: neighbors along one dimension become one."""
+    current = sorted(disjoint(rectangles))
+    for axis in reversed(range(len(current[0]) if current else 0)):
+        by_rest: dict[Ranges, list[tuple[int, int]]] = {}
+        for ranges in current:
+            by_rest.setdefault(ranges[:axis] + ranges[axis + 1 :], []).append(ranges[axis])
+        current = [
+            (*rest[:axis], along, *rest[axis:]) for rest, parts in by_rest.items() for along in _joined(sorted(parts))
+        ]
+    return tuple(sorted(current))
+
+
+def disjoint(rectangles: Iterable[Ranges]) -> list[Ranges]:
+    """The same elements without repetition: what overlaps is cut at the boundaries of the other rectangle."""
+    done: list[Ranges] = []
+    for ranges in sorted(rectangles):
+        rest = [ranges]
+        for other in done:
+            rest = [piece for part in rest for piece in _without(part, other)]
+        done += rest
+    return done
+
+
+def _without(ranges: Ranges, other: Ranges) -> Iterator[Ranges]:
+    """`ranges` less `other`, as rectangles."""
+    if any(b <= c or d <= a for (a, b), (c, d) in zip(ranges, other)):
+        yield ranges
+        return
+    head: Ranges = ()
+    for axis, ((a, b), (c, d)) in enumerate(zip(ranges, other)):
+        tail = ranges[axis + 1 :]
+        if a < c:
+            yield (*head, (a, c), *tail)
+        if d < b:
+            yield (*head, (d, b), *tail)
+        head = (*head, (max(a, c), min(b, d)))
+
+
+def _joined(parts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    first, end = parts[0]
+    for a, b in parts[1:]:
+        if a > end:
+            yield first, end
+            first = a
+        end = b
+    yield first, end
+
 
 ALIGNMENT = 16
 """Every rectangle starts at a multiple of this many bytes in its bucket, so that it can be viewed in its type."""
@@ -293,3 +378,56 @@ def _of_pair(plan: WeightPlan, sender: int, shard: int, numbers: Iterable[int], 
             offset += size
     if slots:
         yield Bucket(sender=sender, shard=shard, slots=tuple(slots), nbytes=offset)
+
+
+VLLM_BACKEND = "msrl"
+"""Our name among vLLM's weight-transfer backends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connection:
+    """The broadcast groups for weights. Produced by `WeightSync`; `msgspec.to_builtins` makes JSON of it."""
+
+    backend: str
+    """gloo, nccl or shm; of an engine that reads the store, file."""
+    rendezvous: Rendezvous
+    """Where the members find the group's store."""
+    group: str
+    """The store of sender n and shard s is GROUP-n-s there; unique per connection, not a secret."""
+    world_sizes: tuple[int, ...]
+    """[shards] of their groups: 1 + the workers of all engines that need the shard."""
+    bucket_mib: int
+    """Size of the buckets in which parameters are sent (MiB)."""
+    timeout_s: float
+    """For every single broadcast (seconds)."""
+    connect_timeout_s: float
+    """For joining, on gloo; NCCL connects in its first broadcast (seconds)."""
+    deltas: Literal["off", "absolute", "ulp"] = "off"
+    """How changes are coded (`weights.changes`); off: all updates are whole."""
+    anchor_every: int = 20
+    """Every update after this many updates of changes is whole."""
+    store: str = ""
+    """Folder of the store (`transport.store`); "" for none."""
+    store_bytes: int = 0
+    """Most that all senders write into it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendReport:
+    """One finished broadcast of all weights, as the sending ranks measured it."""
+
+    seconds: float
+    bytes: int
+    """Bytes sent by all ranks, padding included."""
+    whole_bytes: int
+    """What they would have sent without deltas."""
+    most_sent: int
+    """Bytes of the rank that sent most."""
+    most_received: int
+    """Bytes of the worker that got most."""
+    digests: tuple[str, ...]
+    """[shards] digest of the buckets that were sent to each (hex)."""
+    values: tuple[str, ...]
+    """[shards] digest of the values that each got (hex), whatever buckets they were sent in."""
+    failure: str = ""
+    """Why the group failed, as when an engine ends during the broadcast; then nothing above counts."""

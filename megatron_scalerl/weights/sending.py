@@ -13,9 +13,8 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from megatron_scalerl.weights.connection import Connection, SendReport
 from megatron_scalerl.weights.digest import combine
-from megatron_scalerl.weights.plan import buckets
+from megatron_scalerl.weights.plan import Connection, SendReport, buckets
 from megatron_scalerl.weights.source import MegatronWeightSource
 from megatron_scalerl.weights.transport import make_sender
 from megatron_scalerl.weights.transport.sender import Sender

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_scalerl.checkpoints.hf_folder import HfReader, open_folder
-from megatron_scalerl.checkpoints.megatron_names import EXPERT, FUSED_NORMS, GROUPED_EXPERT, LAYER
+from megatron_scalerl.checkpoints.hf_folder import EXPERT, FUSED_NORMS, GROUPED_EXPERT, LAYER, HfReader, open_folder
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.models.family import Family, Rule
 from megatron_scalerl.weights.owners import Place, SendPlan, manifest, send_plan
-from megatron_scalerl.weights.plan import Needs, WeightPlan, all_of
-from megatron_scalerl.weights.rectangles import within
+from megatron_scalerl.weights.plan import Needs, WeightPlan, all_of, within
 
 
 def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel: Parallel) -> None:

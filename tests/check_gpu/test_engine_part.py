@@ -27,8 +27,7 @@ from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
 from megatron_scalerl.plan.counting import Parameters
 from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.types import ExpertChoices, Rollout
-from megatron_scalerl.weights.connection import SendReport
-from megatron_scalerl.weights.plan import all_of, manifest_of, needs_to_json, whole
+from megatron_scalerl.weights.plan import SendReport, all_of, manifest_of, needs_to_json, whole
 
 ROLLOUT = Rollout(
     token_ids=(7, 8, 9, 20, 5, 11, 12),

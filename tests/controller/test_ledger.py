@@ -9,7 +9,7 @@ from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.run_folder import ResumePoint
-from megatron_scalerl.launch.fleet import Devices
+from megatron_scalerl.launch.placement import Devices
 
 
 def test_what_a_job_held_is_on_record_at_once(tmp_path):

@@ -11,8 +11,7 @@ from rollout_groups import group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.controller.batch_metrics import batch_metrics
-from megatron_scalerl.controller.metrics import Metrics
+from megatron_scalerl.controller.metrics import Metrics, batch_metrics
 from megatron_scalerl.types import PassRate, TaskPassRate
 
 

@@ -9,7 +9,7 @@ from rollout_groups import scored
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.probe import Probe, ProbeError
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.launch.fleet import Devices, Fleet
+from megatron_scalerl.launch.placement import Devices, Fleet
 from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score

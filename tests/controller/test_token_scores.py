@@ -10,8 +10,7 @@ from rollout_groups import group_of, rollout
 from megatron_scalerl.batching.rollout_bytes import arrays_of, write
 from megatron_scalerl.controller.token_scores import TokenScores
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.blocks import GroupHeader, block_bytes
-from megatron_scalerl.rollouts.store import StoreWriter
+from megatron_scalerl.rollouts.store import GroupHeader, StoreWriter, block_bytes
 from megatron_scalerl.rollouts.token_scores import read_scores
 from megatron_scalerl.types import Prompt, Score
 

@@ -13,8 +13,7 @@ from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerError, WeightGroupFailed
 from megatron_scalerl.types import StepReport
-from megatron_scalerl.weights.connection import SendReport
-from megatron_scalerl.weights.plan import all_of, manifest_of, needs_to_json, whole
+from megatron_scalerl.weights.plan import SendReport, all_of, manifest_of, needs_to_json, whole
 
 MANIFEST = manifest_of([("w", "float32", (4,))])
 

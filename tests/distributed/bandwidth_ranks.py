@@ -15,7 +15,8 @@ SLOW, SECONDS = (1, 2), 1000.0
 def measure(policy: str, hosts: list[str]) -> tuple[float, str]:
     """The bandwidth without a floor, and what is said below one that nothing reaches."""
     from megatron_scalerl.distributed import bandwidth
-    from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
+    from megatron_scalerl.trainer.ranks import init_parallel
 
     parallel = init_parallel(recipe(policy, len(hosts), {}))
     stand_in_for_gethostname, send, ahead_s = hosts[parallel.rank], bandwidth._send, 0.0

@@ -17,8 +17,9 @@ def many(jobs: list[tuple[str, str, dict[str, int]]]) -> dict[str, Any]:
     """For each (name, policy, layout): two steps on shared batches and on local ones, from the same weights."""
     import torch
 
-    from megatron_scalerl.distributed.parallel import init_parallel, unwrap
+    from megatron_scalerl.distributed.parallel import unwrap
     from megatron_scalerl.trainer.batch_frames import BatchFrames
+    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
 
     found = {}

@@ -21,9 +21,8 @@ def differing_parameters(jobs: list[Job]) -> list[dict[str, Any]]:
     """
     from megatron.core import dist_checkpointing, parallel_state
 
-    from megatron_scalerl.distributed.parallel import init_parallel
-    from megatron_scalerl.trainer.checkpoint import load_megatron
-    from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.model import build_policy, load_megatron
+    from megatron_scalerl.trainer.ranks import init_parallel
 
     found = []
     for hf_path, megatron_path, layout in jobs:
@@ -51,9 +50,8 @@ def refusals(jobs: list[Job]) -> list[str]:
     """For every job: what this rank says as it starts from a checkpoint that must be refused."""
     from megatron.core import parallel_state
 
-    from megatron_scalerl.distributed.parallel import init_parallel
-    from megatron_scalerl.trainer.checkpoint import load_megatron
-    from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.model import build_policy, load_megatron
+    from megatron_scalerl.trainer.ranks import init_parallel
 
     refusals = []
     for hf_path, megatron_path, layout in jobs:
@@ -72,8 +70,8 @@ def save_the_stock_way(jobs: list[Job]) -> None:
     """Writes a Hugging Face folder's policy as Megatron does, in the layout's own chunks."""
     from megatron.core import dist_checkpointing, parallel_state
 
-    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.shard_writer import writing_in_process
 
     for hf_path, out, layout in jobs:

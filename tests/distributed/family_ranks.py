@@ -24,8 +24,8 @@ def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
     from gathered_weights import gathered
     from megatron.core import parallel_state
 
-    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     found: dict[str, torch.Tensor] = {}

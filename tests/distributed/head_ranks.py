@@ -17,8 +17,9 @@ def gradients(jobs: list[tuple[str, str, dict[str, Any], bool | None, bool]]) ->
     """For each (name, policy path, layout, main_grad, loss in chunk): every main_grad after two micro-batches."""
     from megatron.core import parallel_state
 
-    from megatron_scalerl.distributed.parallel import init_parallel, unwrap
+    from megatron_scalerl.distributed.parallel import unwrap
     from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.ranks import init_parallel
 
     found = {}
     for name, path, layout, main_grad, in_chunk in jobs:

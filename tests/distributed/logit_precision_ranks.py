@@ -15,8 +15,8 @@ def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.
     """For (name, policy path, layout): logits [N, vocab] of the first fixed row, and the model's log-probs."""
     from megatron.core import parallel_state
 
-    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.ranks import init_parallel
 
     found: dict[str, Any] = {}
     for name, path, layout in jobs:
@@ -35,9 +35,9 @@ def save(jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
     """For (output folder, policy path, layout): loads, adds 1/8 to every weight, saves OUT.megatron."""
     from megatron.core import parallel_state
 
-    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.checkpoint import save_policy
     from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.ranks import init_parallel
 
     for out, path, layout in jobs:
         settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)

@@ -42,9 +42,9 @@ def measure(path: str, layout: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.optimizer import build_optimizer
+    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     layout = dict(layout)

@@ -26,8 +26,8 @@ def measure(path: str, layout: dict[str, Any], rows: list[Row]) -> dict[str, Any
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
-    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     settings = parity_ranks.recipe(path, int(os.environ["WORLD_SIZE"]), layout)

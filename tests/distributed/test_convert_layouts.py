@@ -17,10 +17,10 @@ from random_policies import make
 from runner import run_ranks
 from safetensors.torch import load_file
 
-from megatron_scalerl.convert.conversion import Options
-from megatron_scalerl.convert.to_hf import to_hf
-from megatron_scalerl.convert.to_megatron import to_megatron
-from megatron_scalerl.convert.verify import verify
+from megatron_scalerl.checkpoints.conversion import Options
+from megatron_scalerl.checkpoints.to_hf import to_hf
+from megatron_scalerl.checkpoints.to_megatron import to_megatron
+from megatron_scalerl.checkpoints.verify import verify
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Policies KIND.hf and their checkpoints KIND.megatron, with large parameters split into several chunks."""
     root = tmp_path_factory.mktemp("converted")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_scalerl.convert.to_megatron.CHUNK_BYTES", 5000)
+        patch.setattr("megatron_scalerl.checkpoints.to_megatron.CHUNK_BYTES", 5000)
         for kind in KINDS:
             make(kind, root / f"{kind}.hf")
             to_megatron(root / f"{kind}.hf", root / f"{kind}.megatron")

@@ -20,8 +20,8 @@ from random_policy import make_recipe
 
 import megatron_scalerl
 from megatron_scalerl.distributed import device
-from megatron_scalerl.launch import trainer
-from megatron_scalerl.trainer import rank_process
+from megatron_scalerl.launch import host_ranks, trainer
+from megatron_scalerl.trainer.ranks import environment
 
 
 def test_without_a_gpu_the_seam_is_cpu_and_gloo() -> None:
@@ -82,7 +82,7 @@ def two(kind: str, **model: Any) -> dict[str, Any]:
 
 def test_a_cpu_needs_no_environment() -> None:
     if not device.HAVE_GPU:
-        assert device.environment(recipe(trainer={"deterministic": True})) == {}
+        assert environment(recipe(trainer={"deterministic": True})) == {}
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_the_environment_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(device, "HAVE_GPU", True)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    assert device.environment(recipe(**sections)) == expected
+    assert environment(recipe(**sections)) == expected
 
 
 def test_the_allocators_newer_variable_is_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "HAVE_GPU", True)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
-    assert device.environment(recipe()) == {}
+    assert environment(recipe()) == {}
 
 
 def test_megatron_refuses_what_the_environment_avoids(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_a_rank_is_started_with_the_environment_and_the_users_wins(
     async def start(name: str, argv: list[str], env: dict[str, str], log: Path) -> None:
         seen.update(env)
 
-    monkeypatch.setattr(rank_process.ChildProcess, "start", start)
+    monkeypatch.setattr(host_ranks.ChildProcess, "start", start)
     monkeypatch.setattr(trainer, "environment", lambda _: {"MSRL_TEST_A": "ours", "MSRL_TEST_B": "ours"})
     monkeypatch.setenv("MSRL_TEST_B", "the user's")
     client: Any = SimpleNamespace(worker_env=lambda rank: {"RANK": str(rank)})

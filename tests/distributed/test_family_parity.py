@@ -18,8 +18,8 @@ from runner import run_ranks
 from safetensors.torch import load_file
 
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder, open_folder
-from megatron_scalerl.convert.to_hf import to_hf
-from megatron_scalerl.convert.to_megatron import to_megatron
+from megatron_scalerl.checkpoints.to_hf import to_hf
+from megatron_scalerl.checkpoints.to_megatron import to_megatron
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -13,7 +13,7 @@ import random_policies
 import torch
 from runner import run_ranks
 
-from megatron_scalerl.convert.to_hf import to_hf
+from megatron_scalerl.checkpoints.to_hf import to_hf
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -30,7 +30,7 @@ def recipe(policy: str, layout: dict[str, Any], /, **sections: Any) -> Any:
 
 
 def trainer_of(settings: Any) -> Any:
-    from megatron_scalerl.distributed.parallel import init_parallel
+    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
 
     return make_trainer(settings, init_parallel(settings))

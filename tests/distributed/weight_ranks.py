@@ -17,8 +17,7 @@ from parity_ranks import recipe
 from worker_needs import needs_of_worker
 
 from megatron_scalerl.weights.changes import Changes, bits_of
-from megatron_scalerl.weights.connection import Connection, SendReport
-from megatron_scalerl.weights.plan import WeightPlan, buckets
+from megatron_scalerl.weights.plan import Connection, SendReport, WeightPlan, buckets
 from megatron_scalerl.weights.transport.frames import receive
 from megatron_scalerl.weights.transport.gloo import Group
 
@@ -154,10 +153,10 @@ class Sides:
 def _connected(path: str, layout: dict[str, Any], workers: int, rendezvous: Any) -> Iterator[Sides]:
     from megatron.core import parallel_state
 
-    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer import changes_gather
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.optimizer import build_optimizer
+    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.weight_changes import WeightChanges
     from megatron_scalerl.weights.sending import WeightSending
     from megatron_scalerl.weights.source import MegatronWeightSource

@@ -7,8 +7,8 @@ def greedy_tokens(recipe_path: str, policy: str, prompts: list[list[int]], count
     """The `count` likeliest tokens after each prompt, by Megatron."""
     from policy_rows import greedy
 
-    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.recipe.file import load_recipe
+    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
 
     recipe = load_recipe(recipe_path, [f"policy.path={policy}"])

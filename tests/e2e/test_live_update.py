@@ -16,11 +16,11 @@ from whole_runs import ROOT, overrides
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.batching.assignment import of_rollouts, plan_step
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of
+from megatron_scalerl.commands.export import export
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import RunFolder
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.client import SamplingSpec
-from megatron_scalerl.export import export
 from megatron_scalerl.launch.launcher import launching
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.types import RolloutGroup, Score

@@ -9,11 +9,11 @@ from torch import equal
 from whole_runs import overrides, run, start
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.plan.predicted import predicted_update
+from megatron_scalerl.page.predicted import predicted_update
+from megatron_scalerl.page.update_report import PredictedUpdate
 from megatron_scalerl.rollouts.history import read_groups, read_history
 from megatron_scalerl.rollouts.store import read_arrays, segment_path
 from megatron_scalerl.rollouts.token_scores import read_scores
-from megatron_scalerl.update_report import PredictedUpdate
 
 pytestmark = pytest.mark.slow
 

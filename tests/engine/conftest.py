@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engine_recipes import SECRET, recipe_for
 
-from megatron_scalerl.engine.process import EngineProcess
+from megatron_scalerl.launch.process import EngineProcess
 
 Run = Callable[[Awaitable[Any]], Any]
 

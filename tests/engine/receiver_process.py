@@ -77,7 +77,7 @@ class Engine:
 
         import torch
 
-        from megatron_scalerl.engine import weight_receiver
+        from megatron_scalerl.weights import weight_receiver
 
         class Model(torch.nn.Module):
             def load_weights(self, given: Any) -> None:

@@ -51,7 +51,7 @@ class SenderProcess:
         await self._ask("connect", connection=msgspec.to_builtins(connection))
 
     async def send_weights(self, version: int) -> Any:
-        from megatron_scalerl.weights.connection import SendReport
+        from megatron_scalerl.weights.plan import SendReport
 
         report = await self._ask("send", folder=str(self.folder), version=version, fault=self.fault)
         return msgspec.convert(report, SendReport)
@@ -109,9 +109,8 @@ def _named(weights: Any) -> list[Any]:
 
 
 def _send(sender: Any, plan: Any, weights: Any, version: int) -> Any:
-    from megatron_scalerl.weights.connection import SendReport
     from megatron_scalerl.weights.digest import combine
-    from megatron_scalerl.weights.plan import buckets
+    from megatron_scalerl.weights.plan import SendReport, buckets
 
     tensors = list(weights.values())
 
@@ -146,7 +145,7 @@ def main() -> None:
     import torch
 
     from megatron_scalerl.weights import plan as plans
-    from megatron_scalerl.weights.connection import Connection
+    from megatron_scalerl.weights.plan import Connection
     from megatron_scalerl.weights.transport import make_sender
 
     torch.set_num_threads(1)

@@ -19,8 +19,8 @@ from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import SECRET_HEADER, SamplingSpec
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.engine.numerics import check_engine
-from megatron_scalerl.engine.process import EngineProcess
 from megatron_scalerl.engine.watchdog import EngineDied
+from megatron_scalerl.launch.process import EngineProcess
 from megatron_scalerl.types import CompletionLost
 
 pytestmark = pytest.mark.slow

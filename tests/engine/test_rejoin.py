@@ -22,7 +22,7 @@ from sender_process import SenderProcess
 from megatron_scalerl.controller.weight_store import weight_store
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.membership import EngineState, Membership
-from megatron_scalerl.weights.value_digest import total, value_digest
+from megatron_scalerl.weights.digest import total, value_digest
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from megatron_scalerl.controller.weight_sync import WeightsRefused, WeightSync
 from megatron_scalerl.engine.answers import EngineLost
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.engine.process import EngineProcess
-from megatron_scalerl.weights.value_digest import total, value_digest
+from megatron_scalerl.launch.process import EngineProcess
+from megatron_scalerl.weights.digest import total, value_digest
 
 pytestmark = pytest.mark.slow
 

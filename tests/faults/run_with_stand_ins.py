@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.commands import train
-from megatron_scalerl.engine import local_server
+from megatron_scalerl.launch import local_server
 
 SERVER = Path(__file__).parent / "stand_in_engine.py"
 

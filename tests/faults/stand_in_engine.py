@@ -25,9 +25,8 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from megatron_scalerl.processes.logs import NAME_VARIABLE
-from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
-from megatron_scalerl.weights.plan import all_of, from_json, manifest_from_json, needs_to_json
+from megatron_scalerl.weights.plan import Connection, all_of, from_json, manifest_from_json, needs_to_json
 from megatron_scalerl.weights.transport import join_sender
 from megatron_scalerl.weights.transport.frames import Told, receive
 from megatron_scalerl.weights.transport.gloo import Group

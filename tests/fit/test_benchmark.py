@@ -2,13 +2,13 @@
 
 from functools import cache
 
+import benchmark
 import numpy as np
 import pytest
+from known_runs import PUBLISHED, TINY, known_runs, tasks
+from methods import OTHERS, Outcome, bootstrap, by_fit, outcome, summarize
 
-from megatron_scalerl.fit import benchmark
 from megatron_scalerl.fit.published import published_series
-from megatron_scalerl.fit.study.methods import OTHERS, Outcome, bootstrap, by_fit, outcome, summarize
-from megatron_scalerl.fit.study.runs import PUBLISHED, TINY, known_runs, tasks
 
 METHODS = ["robust", pytest.param("left out", marks=pytest.mark.slow)]
 COLLAPSING = "DeepSeek-GRPO"

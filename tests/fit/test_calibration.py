@@ -1,8 +1,7 @@
 """Nominal coverage: 90 % intervals of parameters and new measurements over synthetic runs."""
 
 import pytest
-
-from megatron_scalerl.fit.study.synthetic import SCENARIOS, coverage
+from synthetic import SCENARIOS, coverage
 
 
 @pytest.mark.slow

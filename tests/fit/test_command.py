@@ -241,7 +241,7 @@ def test_users_do_not_import_the_studies(tmp_path):
         "from megatron_scalerl import report; from megatron_scalerl.__main__ import main; "
         f"assert main(['fit', *{arguments!r}]) == 0"
     )
-    assert {"megatron_scalerl.fit.html", "megatron_scalerl.fit.forecast", "megatron_scalerl.report"} <= loaded
+    assert {"megatron_scalerl.fit.html", "megatron_scalerl.fit.forecast", "megatron_scalerl.page.report"} <= loaded
     assert not [name for name in loaded if name.startswith("megatron_scalerl.fit.study")]
     others = [path for path in (ROOT / "megatron_scalerl").rglob("*.py") if path.parent.name != "study"]
     assert [path.name for path in others if "fit.study" in path.read_text()] == ["benchmark.py"]

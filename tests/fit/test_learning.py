@@ -4,8 +4,10 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import learning
 import numpy as np
 import pytest
+from known_runs import PUBLISHED, TINY, KnownRun, by_run, known_runs, tasks
 
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit
@@ -13,8 +15,6 @@ from megatron_scalerl.fit.observations import observe
 from megatron_scalerl.fit.posterior import hypothesis_evidence, log_prior
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Discrepancy
 from megatron_scalerl.fit.published import published_series
-from megatron_scalerl.fit.study import learning
-from megatron_scalerl.fit.study.runs import PUBLISHED, TINY, KnownRun, by_run, known_runs, tasks
 
 FEW = ("MiniMax", "LOO-length-penalty", "GSPO", "token-avg", "chain_lr1e-4", "chain_lr2e-6")
 

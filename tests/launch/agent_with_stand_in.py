@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from megatron_scalerl.distributed import sockets
-from megatron_scalerl.engine import agent, local_server
+from megatron_scalerl.launch import agent, local_server
 
 SERVER = Path(__file__).parents[1] / "faults" / "stand_in_engine.py"
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import psutil
 
-from megatron_scalerl.engine.control_folder import secret_file
+from megatron_scalerl.launch.control_folder import secret_file
 from megatron_scalerl.launch.engines import Engines
-from megatron_scalerl.launch.fleet import Attempt
 from megatron_scalerl.launch.hosts import hosts_of
-from megatron_scalerl.launch.placement import Placement
+from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.processes.secret_file import write_secret
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 

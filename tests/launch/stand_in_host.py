@@ -18,7 +18,7 @@ if __name__ == "__main__":
     if Path(os.environ.get("STAND_IN_DOWN", os.devnull), host).exists():
         sys.exit(f"connect to host {host}: no route to host")
     if os.environ.get("STAND_IN_SERVERS"):
-        command = command.replace("-m megatron_scalerl.engine.agent", str(AGENT))
+        command = command.replace("-m megatron_scalerl.launch.agent", str(AGENT))
     env = {**os.environ, "MSRL_BIND_HOST": ADDRESSES[host]}
     process = subprocess.Popen(["sh", "-c", command], env=env, start_new_session=True)
     code = process.wait()

@@ -21,10 +21,10 @@ from megatron_scalerl.commands import engine
 from megatron_scalerl.commands.engine import has_ended
 from megatron_scalerl.controller import run_folder as run_folder_module
 from megatron_scalerl.engine.client import SamplingSpec
-from megatron_scalerl.engine.control_folder import secret_file
 from megatron_scalerl.engine.membership import EngineState
 from megatron_scalerl.engine.watchdog import EngineDied
 from megatron_scalerl.launch import engines as engines_module
+from megatron_scalerl.launch.control_folder import secret_file
 from megatron_scalerl.processes.secret_file import write_secret
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.tiny.policy import make_llama
@@ -184,7 +184,7 @@ def test_an_agent_of_an_earlier_start_is_refused(policy, run_folder):
 
 
 def test_an_agent_may_outlive_the_command_that_started_it(policy, run_folder, monkeypatch):
-    monkeypatch.setattr("megatron_scalerl.engine.remote_server.ANSWER_S", 0.5)
+    monkeypatch.setattr("megatron_scalerl.launch.remote_server.ANSWER_S", 0.5)
 
     async def scenario():
         async with engines_of(recipe_for(policy), run_folder) as engines:

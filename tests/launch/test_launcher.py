@@ -14,10 +14,9 @@ from megatron_scalerl.engine.watchdog import EngineDied, watch_progress
 from megatron_scalerl.launch import engines as engines_module
 from megatron_scalerl.launch import trainer as trainer_module
 from megatron_scalerl.launch.engines import Engines
-from megatron_scalerl.launch.fleet import Attempt
 from megatron_scalerl.launch.hosts import ONE_HOST
 from megatron_scalerl.launch.launcher import until_failure
-from megatron_scalerl.launch.placement import Placement
+from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.launch.trainer import TrainerRanks
 from megatron_scalerl.processes.child_process import LOG_END, ChildProcess, ProcessDied
 from megatron_scalerl.recipe import Recipe

@@ -6,13 +6,13 @@ import sys
 import pytest
 from launch.stand_ins import environment
 
-from megatron_scalerl.launch.open_files import files_needed
+from megatron_scalerl.launch.hosts import files_needed
 from megatron_scalerl.recipe import Recipe
 
 SCRIPT = """
 import resource, subprocess, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, int(sys.argv[1])))
-from megatron_scalerl.launch.open_files import allow_open_files
+from megatron_scalerl.launch.hosts import allow_open_files
 from megatron_scalerl.recipe import Recipe
 recipe = Recipe.model_validate_json(sys.argv[2])
 try:

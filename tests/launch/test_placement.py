@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts
-from megatron_scalerl.launch.placement import Placement, gpus_at
+from megatron_scalerl.launch.placement import Placement, gpus_at, hosts_needed
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.hosts_needed import hosts_needed
 
 
 def recipe(ranks, engines, each=1, transport="nccl"):

@@ -12,10 +12,9 @@ from launch.other_hosts import none_left
 from random_policies import write_policy
 from random_policy import make_recipe
 
-from megatron_scalerl.engine.control_folder import secret_file
-from megatron_scalerl.launch.fleet import Attempt
+from megatron_scalerl.launch.control_folder import secret_file
 from megatron_scalerl.launch.hosts import hosts_of
-from megatron_scalerl.launch.placement import Placement
+from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.launch.trainer import trainer_ranks
 from megatron_scalerl.processes.child_process import ProcessDied
 from megatron_scalerl.processes.secret_file import write_secret
@@ -116,7 +115,7 @@ def test_ranks_end_with_what_started_them(policy, tmp_path, victim):
                 if victim == "controller":
                     trainer.client.close()  # as its death does
                 else:
-                    for each in [each for each in running if "megatron_scalerl.trainer.host_ranks" in each.cmdline()]:
+                    for each in [each for each in running if "megatron_scalerl.launch.host_ranks" in each.cmdline()]:
                         os.kill(each.pid, signal.SIGKILL)
                 await none_left(running)
                 raise TrainerError("as the launcher does then")

@@ -23,8 +23,7 @@ from megatron_scalerl.logits.api import token_loss
 from megatron_scalerl.logits.choice import choose_backend
 from megatron_scalerl.logits.cuda_backend import CudaBackend, gradient_block, statistics_block
 from megatron_scalerl.logits.fused_kernel import Tiles
-from megatron_scalerl.logits.merge import merged, results
-from megatron_scalerl.logits.projection import Projection, TokenGradients
+from megatron_scalerl.logits.projection import Projection, TokenGradients, merged, results
 
 TOKENS, WIDTH, VOCAB = 21, 24, 150
 BOTH = pytest.mark.parametrize("backend", ["cuda", "triton"])

@@ -10,8 +10,7 @@ from triton_interpreter import bf16_as_on_a_gpu, interpret, truth
 
 from megatron_scalerl.logits import fused_kernel, row_kernels
 from megatron_scalerl.logits.fused_kernel import Tiles, fused_statistics
-from megatron_scalerl.logits.merge import merged, results
-from megatron_scalerl.logits.projection import Projection
+from megatron_scalerl.logits.projection import Projection, merged, results
 from megatron_scalerl.logits.torch_backend import TorchBackend
 
 TILES = Tiles(tokens=16, columns=32, width=16, warps=4, stages=1, runs=2)

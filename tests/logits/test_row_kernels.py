@@ -9,7 +9,7 @@ import torch
 from triton_interpreter import bf16_as_on_a_gpu, interpret, truth
 
 from megatron_scalerl.logits import row_kernels
-from megatron_scalerl.logits.merge import no_columns, results
+from megatron_scalerl.logits.projection import no_columns, results
 from megatron_scalerl.logits.row_kernels import logit_gradient, row_statistics
 
 ONE = torch.tensor(1.0)

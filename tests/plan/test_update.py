@@ -10,8 +10,7 @@ from megatron_scalerl.plan.sharding import layout_of
 from megatron_scalerl.plan.update import HOP_S, EngineShape, UpdateWork, places_of, update_work, worker_needs
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.weights.owners import manifest
-from megatron_scalerl.weights.plan import not_covered
-from megatron_scalerl.weights.rectangles import volume
+from megatron_scalerl.weights.plan import not_covered, volume
 
 ROOT = Path(__file__).parents[2]
 DENSE, SCOUT = "Llama-3.1-8B", "Llama-4-Scout-17B-16E"

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 def ended(body, **options):
     """A process whose `main` has this body."""
-    program = f"import atexit, sys\nfrom megatron_scalerl.processes.ending import end_with\ndef main():\n    {body}\n"
+    program = "import atexit, sys\nfrom megatron_scalerl.processes.child_process import end_with\n"
+    program += f"def main():\n    {body}\n"
     program += "atexit.register(print, 'cleanup')\nend_with(main)\n"
     options = {"stdout": subprocess.PIPE, **options}
     return subprocess.run(
@@ -48,7 +49,7 @@ def test_output_that_cannot_be_written_is_a_failure():
 
 
 def test_a_stream_that_was_closed_at_the_start_is_no_failure():
-    program = "from megatron_scalerl.processes.ending import end_with\nend_with(lambda: 75)"
+    program = "from megatron_scalerl.processes.child_process import end_with\nend_with(lambda: 75)"
     closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", program]
     assert subprocess.run(closed, cwd=ROOT, check=False).returncode == 75
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from megatron_scalerl.commands import supervise
-from megatron_scalerl.processes import held_since
-from megatron_scalerl.processes.held_since import HELD_SINCE, held_from_now, held_uncharged
+from megatron_scalerl.processes import signals
+from megatron_scalerl.processes.signals import HELD_SINCE, held_from_now, held_uncharged
 
 NOTE = """import os, sys
 print(os.environ.get('MSRL_HELD_SINCE'), file=open(sys.argv[1], 'a'))
@@ -20,7 +20,7 @@ sys.exit(1)"""
     ("ago", "held"), [("0", 0.0), ("40.5", 40.5), ("-9", 0.0), (None, 0.0), ("x", 0.0), ("nan", 0.0)]
 )
 def test_a_job_has_held_its_devices_since_its_start(ago, held, monkeypatch):
-    monkeypatch.setattr(held_since, "_uptime", lambda: 1000.0)
+    monkeypatch.setattr(signals, "_uptime", lambda: 1000.0)
     monkeypatch.delenv(HELD_SINCE, raising=False)
     if ago is not None:
         monkeypatch.setenv(HELD_SINCE, str(1000 - float(ago)) if ago != "x" else ago)

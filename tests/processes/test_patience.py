@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_scalerl.processes.patience import within
+from megatron_scalerl.processes.child_process import within
 
 
 def test_work_that_takes_too_long_is_cancelled():

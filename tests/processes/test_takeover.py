@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_scalerl.processes.takeover import ATTEMPT_FILE, Takeover
+from megatron_scalerl.processes.signals import ATTEMPT_FILE, Takeover
 
 
 @pytest.mark.parametrize(

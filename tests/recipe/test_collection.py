@@ -3,9 +3,9 @@
 import pytest
 from recipe_files import ROOT
 
+from megatron_scalerl.cluster.submission import recipes_of
 from megatron_scalerl.recipe.collection import listed, resolve, resolve_seeds
 from megatron_scalerl.recipe.file import RecipeError
-from megatron_scalerl.slurm.submission import recipes_of
 
 TINY, ABLATIONS = ROOT / "recipes" / "tiny_cpu.yaml", ROOT / "recipes" / "ablations"
 

@@ -217,7 +217,7 @@ def test_megatrons_own_uneven_splits_pass(name, policies):
     parallel, model, expected = SPLITS[name]
     r = recipe(policies, "dense", len(expected), parallel, **model)
     policy = family(read_hf_config(policies / "dense"))
-    check_sharding(policy, r)
+    check_sharding(policy, r.megatron.parallel, r.megatron.model)
     check_megatron(policy, r)
     assert [list(s) for s in stages_of(r.megatron.model, 6, sizes_of(r.megatron.parallel))] == expected
     if "layout" not in name:

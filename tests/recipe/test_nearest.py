@@ -7,8 +7,7 @@ from megatron.core import parallel_state
 
 from megatron_scalerl.engine.options import OURS, vllm_options
 from megatron_scalerl.recipe.file import RecipeError, load_recipe, valid_keys
-from megatron_scalerl.recipe.nearest import check_keys, unknown_key
-from megatron_scalerl.recipe.other_names import OTHER_NAMES, setting_of
+from megatron_scalerl.recipe.other_names import OTHER_NAMES, check_keys, setting_of, unknown_key
 
 MINIMAL = "name: t\nsteps: 3\npolicy: {path: x}\nprompts: {path: y}\n"
 LISTED = "; all keys: megatron_scalerl/recipe/sections.py and process_sections.py"

@@ -7,9 +7,7 @@ from recipe_files import OVERLAYS, ROOT
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import OLD_KEYS, RecipeError, dump_recipe, load_recipe, valid_keys
-from megatron_scalerl.recipe.section import Section
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
-from megatron_scalerl.recipe.task_section import TaskSection
+from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection, Section, TaskSection
 from megatron_scalerl.recipe.tasks import tasks_of
 
 TINY = ROOT / "recipes" / "tiny_cpu.yaml"

@@ -9,7 +9,7 @@ from verifier_pools import RIGHT, WRONG
 
 from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
 from megatron_scalerl.recipe.tasks import Task
-from megatron_scalerl.rewards.task_pools import TaskPools
+from megatron_scalerl.rewards.pool import TaskPools
 from megatron_scalerl.types import Prompt
 
 TESTS = json.dumps([{"input": "", "output": "7"}])

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_scalerl.rollouts.gate import StalenessGate
-from megatron_scalerl.rollouts.phase_gate import PhaseGate
+from megatron_scalerl.rollouts.gate import PhaseGate, StalenessGate
 
 
 class Simulation:

@@ -16,10 +16,9 @@ from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.admission import Admission
 from megatron_scalerl.rollouts.history import read_groups, read_history, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.rollouts.stream import RolloutStream
+from megatron_scalerl.rollouts.stream import Admission, RolloutStream
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 GROUPS, SIZE = 3, 4

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from rollout_groups import rollout
 
 from megatron_scalerl.batching import rollout_bytes
-from megatron_scalerl.rollouts import blocks
-from megatron_scalerl.rollouts.blocks import SEGMENT_START, GroupHeader, block_bytes
+from megatron_scalerl.rollouts import store
 from megatron_scalerl.rollouts.store import (
+    SEGMENT_START,
+    GroupHeader,
     StoreWriter,
+    block_bytes,
     check_position,
     read_arrays,
     read_block,
@@ -199,7 +201,7 @@ def test_no_content_is_more_than_a_value_error(tmp_path_factory, noise, at, size
     folder = tmp_path_factory.getbasetemp()
     path = segment_path(folder, 77)
     good = block(0)[0]
-    content = blocks.segment_header() + good[:at] + noise + good[at + len(noise) :]
+    content = store.segment_header() + good[:at] + noise + good[at + len(noise) :]
     path.write_bytes(content)
     for read in (
         lambda: list(scan(path)),
@@ -298,7 +300,7 @@ def test_after_a_failed_sync_nothing_is_called_durable(tmp_path, monkeypatch):
 
 def test_a_link_in_the_place_of_a_segment_is_not_followed(tmp_path):
     target = tmp_path / "mine"
-    target.write_bytes(blocks.segment_header())
+    target.write_bytes(store.segment_header())
     segment_path(tmp_path, 0).symlink_to(target)
     with pytest.raises(OSError, match=r"segment-00000.bin"):
         StoreWriter(tmp_path)

@@ -9,10 +9,9 @@ from rollout_groups import scored
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.admission import Admission
 from megatron_scalerl.rollouts.history import read_groups, read_history
 from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.rollouts.stream import RolloutStream
+from megatron_scalerl.rollouts.stream import Admission, RolloutStream
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score
 
 

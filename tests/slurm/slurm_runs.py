@@ -9,7 +9,7 @@ import yaml
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.slurm import cluster
+from megatron_scalerl.cluster import cluster
 
 ROOT = Path(__file__).parents[2]
 WITH_STAND_INS = ROOT / "tests" / "faults" / "run_with_stand_ins.py"

@@ -101,8 +101,8 @@ def doctor():
 
     from megatron_scalerl.__main__ import main
     from megatron_scalerl.check_gpu.runner import Machine
-    from megatron_scalerl.doctor import node, nodes
-    from megatron_scalerl.doctor.nvml import read
+    from megatron_scalerl.cluster import doctor_nodes, node
+    from megatron_scalerl.cluster.nvml import read
 
     recipe = next(Path(word) for word in sys.argv if word.endswith("recipe.yaml"))
     gpus = recipe.parent / f"gpus-{NODE}"
@@ -111,7 +111,7 @@ def doctor():
     node.probe_machine = lambda **_: Machine(gpus=(), no_gpu="", modules=(), details=details)
     node.version_checks = lambda *_: []
     node._parameters = lambda *_: "the stand-in counts none"
-    nodes.PROGRAM = (sys.executable, __file__)
+    doctor_nodes.PROGRAM = (sys.executable, __file__)
     return main(sys.argv[1:])
 
 

@@ -7,8 +7,8 @@ import pytest
 from slurm_runs import JOB, WITH_STAND_INS, steps, wait_for, wait_for_end, write_recipe, write_site
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.slurm import cluster as slurm
-from megatron_scalerl.slurm.budget import spent
+from megatron_scalerl.cluster import cluster as slurm
+from megatron_scalerl.cluster.budget import spent
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 GPUS = 3

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_scalerl.doctor.mounts import Mount
+from megatron_scalerl.cluster import cluster, slurm_checks
+from megatron_scalerl.cluster.allocation import Allocation, Asked, allocate, check_plan
+from megatron_scalerl.cluster.budget import seconds_left, spent
+from megatron_scalerl.cluster.cluster import Partition
+from megatron_scalerl.cluster.components import components
+from megatron_scalerl.cluster.mounts import Mount
+from megatron_scalerl.cluster.slurm_engines import plan_engines
+from megatron_scalerl.cluster.slurm_nodes import attempts, lost, unfit
+from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
-from megatron_scalerl.recipe.hosts_needed import hosts_needed
-from megatron_scalerl.slurm import checks, cluster
-from megatron_scalerl.slurm.allocation import Allocation, Asked, allocate, check_plan
-from megatron_scalerl.slurm.budget import seconds_left, spent
-from megatron_scalerl.slurm.cluster import Partition
-from megatron_scalerl.slurm.components import components
-from megatron_scalerl.slurm.engines import plan_engines
-from megatron_scalerl.slurm.nodes import attempts, lost, unfit
 
 ROOT = Path(__file__).parents[2]
 H100 = Partition(name="gpu", gpus=8, cpus=96, nodes=10, gpu_type="h100", limit_s=None)
@@ -134,9 +134,9 @@ def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
     ],
 )
 def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kind, nodes, anywhere, result):
-    monkeypatch.setattr(checks, "mount_of", lambda place: Mount(point="/", kind=kind, options=frozenset()))
-    monkeypatch.setattr(checks, "_LOCAL_FOLDERS", ())
-    check = lambda: checks.check_shared(tmp_path / "runs" / "r", several=nodes > 1, anywhere=anywhere)  # noqa: E731
+    monkeypatch.setattr(slurm_checks, "mount_of", lambda place: Mount(point="/", kind=kind, options=frozenset()))
+    monkeypatch.setattr(slurm_checks, "_LOCAL_FOLDERS", ())
+    check = lambda: slurm_checks.check_shared(tmp_path / "runs" / "r", several=nodes > 1, anywhere=anywhere)  # noqa: E731
     if result == "refused":
         with pytest.raises(ValueError, match=f"output_dir: .*found {tmp_path}, {kind} at /; --any-file-system"):
             check()
@@ -145,9 +145,9 @@ def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kin
 
 
 def test_a_folder_for_temporary_files_is_refused_whatever_it_is_on(monkeypatch):
-    monkeypatch.setattr(checks, "mount_of", lambda place: Mount(point="/", kind="nfs4", options=frozenset()))
+    monkeypatch.setattr(slurm_checks, "mount_of", lambda place: Mount(point="/", kind="nfs4", options=frozenset()))
     with pytest.raises(ValueError, match="output_dir"):
-        checks.check_shared(Path("/tmp/r"), several=True, anywhere=False)
+        slurm_checks.check_shared(Path("/tmp/r"), several=True, anywhere=False)
 
 
 def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):

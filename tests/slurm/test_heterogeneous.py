@@ -9,7 +9,7 @@ import pytest
 from slurm_runs import output_of, starts, status, submitted, wait_for, wait_for_end
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.slurm import cluster as slurm
+from megatron_scalerl.cluster import cluster as slurm
 
 pytestmark = pytest.mark.slow
 ONE_EACH = ["--gpus-per-node", "4", "--engine-nodes", "1", "--engine-partition", "others"]

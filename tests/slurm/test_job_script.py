@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.recipe.nearest import unknown_key
-from megatron_scalerl.slurm import cluster, engines
-from megatron_scalerl.slurm.checks import SAVE_S, STARTUP_S, check_script, times_of
-from megatron_scalerl.slurm.engines import EnginesPlan
-from megatron_scalerl.slurm.job import EngineNodes, JobPlan, render, runs_of
-from megatron_scalerl.slurm.site import Site, read_site
-from megatron_scalerl.slurm.submission import array_name
+from megatron_scalerl.cluster import cluster, slurm_engines
+from megatron_scalerl.cluster.job import EngineNodes, JobPlan, render, runs_of
+from megatron_scalerl.cluster.site import Site, read_site
+from megatron_scalerl.cluster.slurm_checks import SAVE_S, STARTUP_S, check_script, times_of
+from megatron_scalerl.cluster.slurm_engines import EnginesPlan
+from megatron_scalerl.cluster.submission import array_name
+from megatron_scalerl.recipe.other_names import unknown_key
 
 PLAN = JobPlan(
     name="r",
@@ -163,7 +163,7 @@ ENGINES = EnginesPlan(
 
 def test_a_job_of_engines_has_one_step_an_engine(tmp_path):
     script = tmp_path / "engines.sbatch"
-    script.write_text(engines.render(ENGINES))
+    script.write_text(slurm_engines.render(ENGINES))
     cluster.check_syntax(script)
     text = script.read_text()
     for line in ("#SBATCH --nodes=3", "#SBATCH --no-kill", "#SBATCH --gpus-per-node=8", "#SBATCH --account=lab",
@@ -176,7 +176,7 @@ def test_a_job_of_engines_has_one_step_an_engine(tmp_path):
     ("gpus", "found"), [("0,1,2,3", ["0,1", "2,3"]), ("4,7,5,6", ["4,7", "5,6"]), ("", ["", ""])]
 )
 def test_the_engines_of_a_node_share_its_gpus(gpus, found):
-    text = engines.render(ENGINES)
+    text = slurm_engines.render(ENGINES)
     start = text[text.index("start='") : text.index("scontrol show")]
     shown = 'bash -c "$start" start {} bash -c \'echo "${{CUDA_VISIBLE_DEVICES-}}"\''
     said = subprocess.run(

@@ -7,7 +7,7 @@ import pytest
 from e2e.whole_runs import overrides
 from slurm_runs import ROOT, output_of, rows, steps, submitted, wait_for_end
 
-from megatron_scalerl.slurm import cluster as slurm
+from megatron_scalerl.cluster import cluster as slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(3600)]
 LIMIT_S = 600

@@ -6,7 +6,7 @@ The program is a stand-in that has a step on each node (tests/slurm/stand_in_pro
 import pytest
 from slurm_runs import FLEET, TWO, nodes_of, output_of, starts, status, submitted, wait_for, wait_for_end
 
-from megatron_scalerl.slurm import cluster as slurm
+from megatron_scalerl.cluster import cluster as slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

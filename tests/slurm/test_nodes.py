@@ -10,7 +10,7 @@ from slurm_runs import FLEET, JOB, TWO, nodes_of, output_of, starts, status, sub
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.slurm import cluster as slurm
+from megatron_scalerl.cluster import cluster as slurm
 
 pytestmark = pytest.mark.slow
 

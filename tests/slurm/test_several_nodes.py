@@ -5,7 +5,7 @@ from e2e.whole_runs import overrides, run
 from slurm_runs import ROOT, status, submitted, wait_for_end
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.slurm import cluster as slurm
+from megatron_scalerl.cluster import cluster as slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(3600)]
 RECIPE = "recipes/tiny_cpu.yaml"

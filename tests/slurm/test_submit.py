@@ -19,8 +19,8 @@ from slurm_runs import (
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.cluster import cluster as slurm
 from megatron_scalerl.rollouts.history import read_history
-from megatron_scalerl.slurm import cluster as slurm
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from megatron_scalerl.convert import to_hf, to_megatron
+from megatron_scalerl.checkpoints import to_hf, to_megatron
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_convert.py"
 

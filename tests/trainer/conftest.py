@@ -34,7 +34,8 @@ def new_trainer(policy: Path) -> Iterator[Callable]:
     from random_policy import make_recipe
 
     from megatron_scalerl.distributed import cpu_compat
-    from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
+    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
 
     parallel = init_parallel(make_recipe(policy))

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from megatron_scalerl.distributed.sockets import Purpose, controller_key
+from megatron_scalerl.launch import host_ranks
 from megatron_scalerl.processes.secret_file import write_secret
-from megatron_scalerl.trainer import host_ranks
 
 KEY = controller_key("this start", Purpose.TRAINER)
 

@@ -17,7 +17,7 @@ from random_policy import batches_of, random_samples
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megatron_scalerl.safe_load.check import check_checkpoint
+from megatron_scalerl.checkpoints.safe_check import check_checkpoint
 from megatron_scalerl.trainer.checkpoint import load, save
 
 
@@ -179,7 +179,7 @@ def test_a_whole_checkpoint_opens(folder, refused):
 def test_the_check_needs_no_torch(folder):
     """The controller asks before it starts anything."""
     code = (
-        "import sys; from megatron_scalerl.safe_load.check import check_checkpoint\n"
+        "import sys; from megatron_scalerl.checkpoints.safe_check import check_checkpoint\n"
         f"check_checkpoint({str(folder)!r}); print([m for m in ('torch', 'megatron.core') if m in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

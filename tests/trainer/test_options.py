@@ -10,10 +10,11 @@ import torch
 from transformers import LlamaConfig
 
 from megatron_scalerl.distributed import device
-from megatron_scalerl.distributed.parallel import Parallel, init_parallel
+from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.models import family
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.options import ddp_config, model_options, optimizer_config
+from megatron_scalerl.trainer.ranks import init_parallel
 
 
 def recipe(

@@ -17,14 +17,13 @@ from random_policy import make_recipe, plan_of, random_samples, train
 from transformers import AutoModelForCausalLM
 
 from megatron_scalerl.batching.assignment import of_rollouts
-from megatron_scalerl.convert.to_hf import to_hf
+from megatron_scalerl.checkpoints.to_hf import to_hf
 from megatron_scalerl.distributed.rendezvous import private_folder
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.trainer.worker import EXIT_ORPHAN
-from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
-from megatron_scalerl.weights.plan import all_of
+from megatron_scalerl.weights.plan import Connection, all_of
 from megatron_scalerl.weights.transport.frames import Told, assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
 

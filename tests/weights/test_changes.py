@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_scalerl.weights import changes as module
 from megatron_scalerl.weights.changes import Changes, bits_of, decode, encode, find
-from megatron_scalerl.weights.value_digest import value_digest
+from megatron_scalerl.weights.digest import value_digest
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -8,9 +8,9 @@ import torch
 from test_transport import joined, manifest, or_leaves, plan_of, reader, spec, tensors  # noqa: F401 - a fixture
 
 from megatron_scalerl.weights.changes import Changes, bits_of
+from megatron_scalerl.weights.digest import total, value_digest
 from megatron_scalerl.weights.plan import Part, WeightPlan, buckets
 from megatron_scalerl.weights.transport.frames import Told, receive
-from megatron_scalerl.weights.value_digest import total, value_digest
 
 
 class Held:

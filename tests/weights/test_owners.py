@@ -13,8 +13,7 @@ from worker_needs import needs_of_worker
 
 from megatron_scalerl.models import family
 from megatron_scalerl.weights.owners import Place, manifest, send_plan
-from megatron_scalerl.weights.plan import all_of, check
-from megatron_scalerl.weights.rectangles import volume, within
+from megatron_scalerl.weights.plan import all_of, check, volume, within
 
 WIDE = {**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 64, "num_hidden_layers": 4}
 FAMILIES = {

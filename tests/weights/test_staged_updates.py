@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_transport import joined, plan_of, reader, spec, tensors  # noqa: F401 - a fixture
 
-from megatron_scalerl.engine.staging import StagedUpdate
+from megatron_scalerl.weights.staging import StagedUpdate
 from megatron_scalerl.weights.transport.frames import assembled
 
 
@@ -120,7 +120,7 @@ def test_a_bug_in_the_thread_is_not_an_update(spec, monkeypatch):  # noqa: F811
         raise TypeError("a bug")
         yield
 
-    monkeypatch.setattr("megatron_scalerl.engine.staging.receive", broken)
+    monkeypatch.setattr("megatron_scalerl.weights.staging.receive", broken)
     monkeypatch.setattr("threading.excepthook", lambda _: None)
     _, update = staged(spec(), tensors())
     assert "a bug ended its thread" in ended(update)

@@ -17,12 +17,10 @@ import torch
 
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, address_of, listen_on, private_folder, serve_store
 from megatron_scalerl.weights import transport
-from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, whole
+from megatron_scalerl.weights.plan import Connection, Part, WeightPlan, buckets, manifest_of, whole
 from megatron_scalerl.weights.transport import join_sender, make_sender, resolve_transport
 from megatron_scalerl.weights.transport.frames import Told, assembled, receive
-from megatron_scalerl.weights.transport.gloo import Group
-from megatron_scalerl.weights.transport.nccl import NcclGroup
+from megatron_scalerl.weights.transport.gloo import Group, NcclGroup
 from megatron_scalerl.weights.transport.shm import ShmGroup
 
 KINDS = {"gloo": Group, "shm": ShmGroup}
@@ -323,7 +321,7 @@ def test_invalid_connections_are_refused(spec):
 
 RECEIVER = """
 import sys, msgspec, torch
-from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.plan import Connection
 from megatron_scalerl.weights.transport import join_sender
 
 connection = msgspec.json.decode(sys.argv[1], type=Connection)

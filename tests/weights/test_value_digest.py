@@ -9,8 +9,7 @@ from triton_interpreter import interpret
 
 from megatron_scalerl.weights import digest as module
 from megatron_scalerl.weights import sum_kernel
-from megatron_scalerl.weights.digest import _with_numpy, mixed
-from megatron_scalerl.weights.value_digest import at, total, value_digest
+from megatron_scalerl.weights.digest import _with_numpy, at, mixed, total, value_digest
 
 MASK = (1 << 64) - 1
 

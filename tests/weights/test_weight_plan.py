@@ -4,8 +4,17 @@ import msgspec
 import pytest
 
 from megatron_scalerl.weights import plan as plans
-from megatron_scalerl.weights.plan import ParamMeta, Part, WeightPlan, buckets, manifest_of, whole
-from megatron_scalerl.weights.rectangles import overlap, volume, within
+from megatron_scalerl.weights.plan import (
+    ParamMeta,
+    Part,
+    WeightPlan,
+    buckets,
+    manifest_of,
+    overlap,
+    volume,
+    whole,
+    within,
+)
 
 ITEMS = [("a", "float32", (3,)), ("b", "bfloat16", (2, 5)), ("c", "float32", (1 << 18,)), ("d", "float32", ())]
 

@@ -26,7 +26,7 @@ from megatron_scalerl.controller.preflight import _check_store
 from megatron_scalerl.controller.weight_store import _new_folder, weight_store
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
-from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.plan import Connection
 from megatron_scalerl.weights.transport import STORE_BACKEND, store
 from megatron_scalerl.weights.transport.store import StoredGroup, is_stored, make_writer, stored_anchor
 

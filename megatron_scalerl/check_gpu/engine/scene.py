@@ -17,7 +17,7 @@ from megatron_scalerl.controller.preflight import Inputs, check_inputs
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.engine.answers import EngineInfo
 from megatron_scalerl.engine.options import check_options
-from megatron_scalerl.engine.process import EngineProcess
+from megatron_scalerl.launch.process import EngineProcess
 from megatron_scalerl.launch.trainer import start_rank
 from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.recipe import Recipe

@@ -14,7 +14,7 @@ from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdate
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.launch.fleet import Devices, Fleet
+from megatron_scalerl.launch.placement import Devices, Fleet
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.types import Prompt, Rollout
 

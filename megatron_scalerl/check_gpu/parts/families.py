@@ -29,7 +29,8 @@ from megatron_scalerl.check_gpu.step_parity import (
     without_ties,
 )
 from megatron_scalerl.check_gpu.table import KINDS
-from megatron_scalerl.distributed.parallel import Parallel, init_parallel, shutdown_parallel
+from megatron_scalerl.distributed.parallel import Parallel, shutdown_parallel
+from megatron_scalerl.trainer.ranks import init_parallel
 from megatron_scalerl.trainer.step import make_trainer
 
 RECORD = "families-plain.json"

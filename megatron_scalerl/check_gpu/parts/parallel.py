@@ -41,10 +41,11 @@ from megatron_scalerl.check_gpu.step_parity import (
 )
 from megatron_scalerl.check_gpu.table import PARALLEL, Layers
 from megatron_scalerl.check_gpu.tiny_task import Run, check_overrides, overrides, recipe_path, tiny_folder
-from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
+from megatron_scalerl.distributed.parallel import shutdown_parallel
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.trainer.batch_frames import BatchFrames
 from megatron_scalerl.trainer.messages import batch_frames
+from megatron_scalerl.trainer.ranks import init_parallel
 from megatron_scalerl.trainer.step import make_trainer
 
 _KINDS = ("llama", "qwen3_moe")

@@ -21,11 +21,11 @@ from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.check_gpu.parts.shapes import report_memory
 from megatron_scalerl.check_gpu.ranks import run_ranks
 from megatron_scalerl.distributed import device
-from megatron_scalerl.distributed.parallel import init_parallel
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.plan.work import predict_trainer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
+from megatron_scalerl.trainer.ranks import init_parallel
 from megatron_scalerl.trainer.step import make_trainer, pad_multiple
 
 STEPS = 4

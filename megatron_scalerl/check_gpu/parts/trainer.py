@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.part import PartSetting
-from megatron_scalerl.processes.ending import end_with
+from megatron_scalerl.processes.child_process import end_with
 from megatron_scalerl.processes.parent_death import tied_command
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def main() -> None:
     for package in _NEED_A_GPU:
         sys.modules[package] = None  # type: ignore[assignment]
     from megatron_scalerl.check_gpu.cases import case_of
-    from megatron_scalerl.distributed.parallel import init_parallel
+    from megatron_scalerl.trainer.ranks import init_parallel
 
     case, folder = case_of(**job["case"]), Path(job["folder"])
     policy = folder / POLICY

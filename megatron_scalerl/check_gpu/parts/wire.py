@@ -17,11 +17,9 @@ from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.distributed import device as seam
 from megatron_scalerl.distributed.rendezvous import private_folder, use_interface
 from megatron_scalerl.processes.isolated import FAILED, SendEvent, events
-from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.digest import digest
-from megatron_scalerl.weights.plan import buckets, manifest_of, whole
+from megatron_scalerl.weights.digest import digest, value_digest
+from megatron_scalerl.weights.plan import Connection, buckets, manifest_of, whole
 from megatron_scalerl.weights.transport import make_sender
-from megatron_scalerl.weights.value_digest import value_digest
 
 _BUCKET_MIB = 64
 _ANSWER_S = 120.0

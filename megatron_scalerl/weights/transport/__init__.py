@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
-from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.plan import Connection
 
 if TYPE_CHECKING:
     from megatron_scalerl.weights.transport.gloo import Group
@@ -58,11 +58,11 @@ def join_sender(connection: Connection, rank: int, sender: int, shard: int) -> G
 
 
 def _group_class(connection: Connection, backends: Iterable[str]) -> type[Group]:
-    from megatron_scalerl.weights.transport import gloo, nccl, shm, store
+    from megatron_scalerl.weights.transport import gloo, shm, store
 
     if connection.backend not in backends:
         raise ValueError(f"weights.transport: expected one of {sorted(backends)}, found {connection.backend!r}")
-    classes = {"gloo": gloo.Group, "nccl": nccl.NcclGroup, "shm": shm.ShmGroup, STORE_BACKEND: store.StoredGroup}
+    classes = {"gloo": gloo.Group, "nccl": gloo.NcclGroup, "shm": shm.ShmGroup, STORE_BACKEND: store.StoredGroup}
     return classes[connection.backend]
 
 

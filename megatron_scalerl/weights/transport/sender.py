@@ -7,21 +7,24 @@ from collections.abc import Mapping
 import torch
 
 from megatron_scalerl.weights.changes import encode, warm_up
-from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.plan import Bucket, WeightPlan, buckets
-from megatron_scalerl.weights.transport.frames import HEADER_BYTES, WHOLE, bucket_digest, header, places_of
-from megatron_scalerl.weights.transport.gloo import Finish, Group, Read
-from megatron_scalerl.weights.transport.slots import (
+from megatron_scalerl.weights.digest import total, value_digest
+from megatron_scalerl.weights.plan import Bucket, Connection, WeightPlan, buckets
+from megatron_scalerl.weights.transport.frames import (
+    HEADER_BYTES,
+    WHOLE,
+    bucket_digest,
     compared,
     digest_change,
+    header,
     is_recorded,
     place_of,
+    places_of,
     read_slot,
     recorded,
     shape_of,
 )
+from megatron_scalerl.weights.transport.gloo import Finish, Group, Read
 from megatron_scalerl.weights.transport.store import make_writer
-from megatron_scalerl.weights.value_digest import total, value_digest
 from megatron_scalerl.weights.written import Written
 
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, check_private
-from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.plan import Connection
 from megatron_scalerl.weights.transport.gloo import Finish, Group
 
 SLOTS = 2

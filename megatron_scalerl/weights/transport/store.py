@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import torch
 
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, check_private
-from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.plan import Connection
 from megatron_scalerl.weights.transport.gloo import Finish, Group
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,223 @@
+"""Megatron's `torch_dist` checkpoints: where they keep each parameter, and its chunks under any layout as arrays.
+
+The addresses are read from megatron-core 0.16.1 (transformer_block.py and moe/experts.py, `sharded_state_dict`), and
+a test compares them with a stock save: equal layers are stacked along a leading axis, unequal ones are numbered;
+experts are stacked along an axis of their own; norms before a linear layer have Transformer Engine's names; every
+linear layer has an object `_extra_state`, empty unless fp8 is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_scalerl.checkpoints.assembly import BITS, HF_NAMES
+from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
+from megatron_scalerl.checkpoints.hf_folder import EXPERT, FUSED_NORMS, LAYER
+from megatron_scalerl.checkpoints.plain_files import MappedFile
+from megatron_scalerl.checkpoints.safe_index import Chunk, StoredTensor, read_index
+from megatron_scalerl.checkpoints.torch_archive import find_tensor
+
+if TYPE_CHECKING:  # at run time this would import torch into every worker
+    from megatron_scalerl.models.family import Family, Rule
+
+_LISTED = 20
+"""Names in one message."""
+_LINEAR = re.compile(r"\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.weight$")
+_TE_MODULES = re.compile(r"(\.q_layernorm|\.k_layernorm|\.pre_mlp_layernorm|final_layernorm)\.weight$")
+"""Modules that have an extra state with Transformer Engine's layers only (read in its source, not run)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """A parameter's place in a checkpoint: tensor[offset] of the tensor called `key`."""
+
+    key: str
+    offset: tuple[int, ...]
+    """Position on the leading axes: layer, expert, both or neither."""
+    sizes: tuple[int, ...]
+    """Lengths of the leading axes."""
+
+
+def addresses(rule: Rule, family: Family) -> tuple[Address, ...]:
+    """Where `rule`'s parameter may be in a checkpoint of the family; the first is where we write it."""
+    name = _key(rule, family)
+    frequency = family.transformer.get("moe_layer_freq", 1)
+    stacked = isinstance(frequency, int) and frequency <= 1
+    return tuple(dict.fromkeys(_address(rule, family, name, stacked=s) for s in (stacked, not stacked)))
+
+
+def extra_states(family: Family) -> Iterator[str]:
+    """Keys of the empty objects that the stock load expects beside the tensors."""
+    for rule in family.rules:
+        if not rule.exported:
+            continue
+        address = addresses(rule, family)[0]
+        if _LINEAR.search(address.key) or _TE_MODULES.search(address.key):
+            yield _object_key(address.key.removesuffix("weight"), address)
+        if address.key.endswith(".linear_qkv.weight"):
+            yield _object_key(address.key.removesuffix("linear_qkv.weight") + "core_attention.", address)
+
+
+def _object_key(module: str, address: Address) -> str:
+    offset, sizes = address.offset or (0,), address.sizes or (1,)
+    return f"{module}_extra_state/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, sizes))}"
+
+
+def _key(rule: Rule, family: Family) -> str:
+    """Name of the parameter in checkpoints, before layers and experts are stacked."""
+    for plain, fused in FUSED_NORMS.items():
+        if rule.megatron.endswith(plain):
+            # Transformer Engine has no fused norm before experts and keeps it under its plain name.
+            unfused = plain.startswith(".pre_mlp") and family.layers[rule.layer].moe
+            return rule.megatron if unfused else rule.megatron.removesuffix(plain) + fused
+    return rule.megatron
+
+
+def _address(rule: Rule, family: Family, name: str, *, stacked: bool) -> Address:
+    offset: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    layer = LAYER.match(name)
+    if layer is not None and stacked:
+        name = f"decoder.layers.{name[layer.end() :]}"
+        offset, sizes = (int(layer[1]),), (len(family.layers),)
+    expert = EXPERT.search(name)
+    if expert is not None:
+        name = EXPERT.sub(".experts.experts.", name)
+        offset, sizes = (*offset, int(expert[1])), (*sizes, int(family.transformer["num_moe_experts"]))
+    return Address(key=name, offset=offset, sizes=sizes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredParameter:
+    """A parameter as the checkpoint holds it."""
+
+    address: Address
+    dtype: str
+    """safetensors' name of the type."""
+    shape: tuple[int, ...]
+    """Without leading axes and without the rows that pad a vocabulary."""
+    chunks: tuple[Chunk, ...]
+    """The chunks that overlap it."""
+
+
+def stored_parameters(
+    path: str | Path, family: Family, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, StoredParameter]:
+    """Every exported parameter of the family in the checkpoint at `path`, by its name in the weight map.
+
+    `shapes` are the parameters' full shapes. Raises ValueError for a folder that is not a complete checkpoint, and
+    for parameters that are missing (all are listed) or have another shape.
+    """
+    path = Path(path)
+    if (path / COMMIT).is_file():
+        read_commit(path)
+    index = read_index(path)
+    found: dict[str, StoredParameter] = {}
+    missing: list[str] = []
+    for rule in family.rules:
+        if not rule.exported:
+            continue
+        candidates = addresses(rule, family)
+        address = next((a for a in candidates if a.key in index.tensors), None)
+        if address is None:
+            missing.append(candidates[0].key)
+            continue
+        found[rule.megatron] = _stored(path, rule, address, index.tensors[address.key], shapes[rule.megatron])
+    if missing:
+        raise ValueError(f"{path}: expected {listed(missing)} in the checkpoint, found none of that name")
+    index.check_files(chunk for parameter in found.values() for chunk in parameter.chunks)
+    return found
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names, each once, and how many more there are."""
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def _stored(
+    path: Path, rule: Rule, address: Address, tensor: StoredTensor, shape: tuple[int, ...]
+) -> StoredParameter:
+    if tensor.dtype not in HF_NAMES:
+        raise ValueError(f"{path}: {address.key}: expected one of {', '.join(HF_NAMES)}, found {tensor.dtype}")
+    expected, found = (*address.sizes, *shape), tensor.shape
+    padded = rule.place != "layer" and rule.sharded and found[1:] == expected[1:] and found[0] >= expected[0]
+    if found != expected and not padded:
+        raise ValueError(f"{path}: {address.key}: expected shape {list(expected)}, found {list(found)}")
+    lead = len(address.offset)
+    chunks = tuple(c for c in tensor.chunks if _overlaps(c, address.offset, shape[0], lead))
+    elements = sum(_elements(c, shape, lead) for c in chunks)
+    if elements != prod(shape):
+        raise ValueError(f"{path}: {address.key}: expected {prod(shape)} elements, found {elements}")
+    return StoredParameter(address=address, dtype=HF_NAMES[tensor.dtype], shape=shape, chunks=chunks)
+
+
+def _overlaps(chunk: Chunk, offset: tuple[int, ...], rows: int, lead: int) -> bool:
+    inside = all(o <= at < o + n for at, o, n in zip(offset, chunk.offset, chunk.shape))
+    return inside and chunk.offset[lead] < rows
+
+
+def _elements(chunk: Chunk, shape: tuple[int, ...], lead: int) -> int:
+    """How many of the parameter's elements a chunk holds; rows of padding do not count."""
+    ends = zip(chunk.offset[lead:], chunk.shape[lead:], shape)
+    return prod(min(o + n, size) - o for o, n, size in ends)
+
+
+class DistReader:
+    """Chunks of a checkpoint as arrays of bits, mapped from their files. Named by `chunk_name`."""
+
+    def __init__(self, path: Path, parameters: Mapping[str, StoredParameter]):
+        self.path = path
+        self.parameters = parameters
+        self._files: dict[str, MappedFile] = {}
+        self._found: dict[str, np.ndarray] = {}
+
+    def bits(self, name: str) -> np.ndarray:
+        """One chunk, at its parameter's place on the leading axes."""
+        if name not in self._found:
+            self._found[name] = self._read(name)
+        return self._found[name]
+
+    def prefetch(self, name: str) -> None:
+        """Start reading a chunk that is needed soon."""
+        _, chunk = self._chunk(name)
+        self._file(chunk.file).prefetch(chunk.start, chunk.length)
+
+    def release(self, name: str) -> None:
+        """Unmap a chunk that is no longer needed."""
+        _, chunk = self._chunk(name)
+        self._found.pop(name, None)
+        self._file(chunk.file).release(chunk.start, chunk.length)
+
+    def _chunk(self, name: str) -> tuple[StoredParameter, Chunk]:
+        parameter, number = name.rsplit("#", 1)
+        stored = self.parameters[parameter]
+        return stored, stored.chunks[int(number)]
+
+    def _read(self, name: str) -> np.ndarray:
+        stored, chunk = self._chunk(name)
+        file = self._file(chunk.file)
+        dtype, shape, start = find_tensor(file, chunk.start, chunk.length)
+        if (dtype, shape) != (stored.dtype, chunk.shape):
+            expected = f"{stored.dtype} {list(chunk.shape)}"
+            raise ValueError(f"{file.path}: {stored.address.key}: expected {expected}, found {dtype} {list(shape)}")
+        whole = file.array(start, prod(shape), BITS[dtype]).reshape(shape)
+        return whole[tuple(at - first for at, first in zip(stored.address.offset, chunk.offset))]
+
+    def _file(self, file: str) -> MappedFile:
+        if file not in self._files:
+            self._files[file] = MappedFile(self.path / file, links=False)
+        return self._files[file]
+
+
+def chunk_name(parameter: str, number: int) -> str:
+    """What `DistReader` calls the `number`-th chunk of a parameter."""
+    return f"{parameter}#{number}"

@@ -1,0 +1,298 @@
+"""The index of a checkpoint, from its `.metadata`: its tensors and objects, and the byte ranges that hold them.
+
+torch pickles its own classes there. Here each class maps to a plain record, whose fields are then checked one by one.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.checkpoints.plain_files import PlainFile, check_name
+from megatron_scalerl.checkpoints.safe_pickles import Built, Maker, Refused, decode, empty, printable
+
+METADATA = ".metadata"
+FORMAT_FILE = "metadata.json"
+_METADATA_LIMIT = 1 << 30
+_FORMAT_LIMIT = 1 << 16
+_AXES = 64
+_SIZES = 1 << 62
+_KEY_LIMIT = 4096
+
+DTYPES = frozenset(
+    ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8"]
+    + ["uint8", "uint16", "uint32", "uint64", "bool"]
+)
+"""torch's names of the types that tensors of a checkpoint may have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByteRange:
+    """`length` bytes from byte `start` on, of a file in the folder."""
+
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk(ByteRange):
+    """A rectangle of a tensor, and the bytes that hold it."""
+
+    offset: tuple[int, ...]
+    """Position in the tensor, in elements of each axis."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint."""
+
+    dtype: str
+    """torch's name of the type."""
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointIndex:
+    """All tensors and objects of a checkpoint, by key. Produced by `read_index`."""
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, ByteRange]
+    """Values other than tensors, each an archive of torch.save."""
+
+    def check_files(self, ranges: Iterable[ByteRange]) -> None:
+        """Raises ValueError if a file is missing, is a link or is too short for its ranges, or if ranges overlap.
+
+        Overlaps are refused because many objects in the same bytes would be decoded as many times.
+        """
+        spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for item in ranges:
+            spans[item.file].append((item.start, item.start + item.length))
+        for name, found in spans.items():
+            end = max(end for _, end in found)
+            found.sort()
+            with PlainFile(self.path, name) as file:
+                if file.size < end:
+                    raise ValueError(f"{file.path}: expected at least {end} bytes, found {file.size} (truncated?)")
+            for (_, before), (start, _) in zip(found, found[1:]):
+                if start < before:
+                    raise ValueError(f"{file.path}: expected parts that do not overlap, found two at byte {start}")
+
+
+def read_index(path: str | Path) -> CheckpointIndex:
+    """The index of the `torch_dist` checkpoint at `path`, read from metadata.json and .metadata alone.
+
+    Raises ValueError for a folder of another format, and for a .metadata that holds a name outside the allowlist or
+    is not consistent.
+    """
+    path = Path(path)
+    if not (path / FORMAT_FILE).is_file() or not (path / METADATA).is_file():
+        raise ValueError(f"{path}: expected a checkpoint with {FORMAT_FILE} and {METADATA}, found none")
+    _check_format(path)
+    with PlainFile(path, METADATA) as file:
+        data = file.read(_METADATA_LIMIT)
+    try:
+        return _index(path, decode(data, _NAMES))
+    except Refused as refused:
+        raise ValueError(f"{path / METADATA}: expected the metadata of a checkpoint, found {refused}") from None
+
+
+def _check_format(path: Path) -> None:
+    with PlainFile(path, FORMAT_FILE) as file:
+        text = file.read(_FORMAT_LIMIT)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path / FORMAT_FILE}: expected JSON, found none that can be parsed") from None
+    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    if backend != "torch_dist":
+        said = printable(repr(backend)) if type(backend) in (str, type(None)) else f"a {type(backend).__name__}"
+        raise ValueError(f"{path / FORMAT_FILE}: sharded_backend: expected torch_dist, found {said}")
+
+
+class Record(Built):
+    """An object of one of torch's classes in `.metadata`: the name of the class, and the object's state."""
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.state: Any = {}
+
+    def set_state(self, state: Any) -> int:
+        self.state = state
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtype:
+    name: str
+
+
+def _record(kind: str) -> Callable[..., Record]:
+    def make(*arguments: Any) -> Record:
+        """Enumerations and paths have arguments; none of these is used."""
+        return Record(kind)
+
+    return make
+
+
+_ENUMERATIONS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType")
+
+
+def _member(owner: Any, name: Any) -> Record:
+    """A member of an enumeration by its name: Python 3.11.2 pickles a call of getattr, 3.11.7 the member's value."""
+    if type(owner) is not Maker or owner.name not in _ENUMERATIONS or type(name) is not str:
+        raise TypeError("another attribute than a member of an enumeration")
+    return Record(owner.name)
+
+
+def _size(numbers: Any = ()) -> tuple[int, ...]:
+    return _numbers("a torch.Size", numbers)
+
+
+def _numbers(what: str, found: Any) -> tuple[int, ...]:
+    if type(found) is not tuple or len(found) > _AXES:
+        raise Refused(f"{what} that is not a tuple of sizes")
+    if any(type(n) is not int or not 0 <= n < _SIZES for n in found):
+        raise Refused(f"{what} that is not a tuple of sizes")
+    return found
+
+
+_DCP = "torch.distributed.checkpoint"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
+_RECORDS = [
+    # The index itself.
+    (f"{_DCP}.metadata", "Metadata"),
+    (f"{_DCP}.metadata", "TensorStorageMetadata"),
+    (f"{_DCP}.metadata", "BytesStorageMetadata"),
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
+    (f"{_DCP}.metadata", "TensorProperties"),
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_DCP}.metadata", "MetadataIndex"),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    # Their modules before torch 2.3.
+    (_OLD, "TensorProperties"),
+    (_OLD, "MEM_FORMAT_ENCODING"),
+    # Megatron-Core's own index, and the writing ranks' plans, which it keeps for its next save.
+    (_MCORE, "MCoreMetadata"),
+    (_MCORE, "MCoreSavePlan"),
+    (f"{_DCP}.planner", "SavePlan"),
+    (f"{_DCP}.planner", "WriteItem"),
+    (f"{_DCP}.planner", "WriteItemType"),
+    (f"{_DCP}.planner", "TensorWriteData"),
+    (f"{_DCP}.planner", "BytesIOWriteData"),
+    (f"{_DCP}.filesystem", "_StoragePrefix"),
+    # The path that the checkpoint was first written to.
+    (f"{_DCP}.metadata", "StorageMeta"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+]
+_NAMES: dict[tuple[str, str], Any] = {
+    **{(module, name): Maker(name, _record(name)) for module, name in _RECORDS},
+    **{("torch", name): _Dtype(name) for name in DTYPES},
+    ("torch", "Size"): Maker("torch.Size", _size),
+    ("torch.serialization", "_get_layout"): Maker("_get_layout", _record("layout")),
+    ("collections", "OrderedDict"): Maker("OrderedDict", empty),
+    ("builtins", "getattr"): Maker("getattr", _member),
+}
+"""Every name that a `.metadata` may use."""
+
+
+def _field(record: Any, kind: str, name: str, types: type | tuple[type, ...]) -> Any:
+    """A field of a record, of one of the types; None if it is not set."""
+    if type(record) is not Record or record.kind not in (kind, f"MCore{kind}") or type(record.state) is not dict:
+        raise Refused(f"{_named(record)} in place of a {kind}")
+    value = record.state.get(name)
+    if value is not None and not isinstance(value, types):
+        raise Refused(f"{kind}.{name} that is {_named(value)}")
+    return value
+
+
+def _named(value: Any) -> str:
+    name = value.kind if type(value) is Record else type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _index(path: Path, metadata: Any) -> CheckpointIndex:
+    described = _field(metadata, "Metadata", "state_dict_metadata", dict) or {}
+    placed = _field(metadata, "Metadata", "storage_data", dict) or {}
+    ranges: dict[tuple[str, str], ByteRange] = {}
+    hashes: set[tuple[str, int]] = set()
+    for index, info in placed.items():
+        key, offset = _field(index, "MetadataIndex", "fqn", str), _field(index, "MetadataIndex", "offset", tuple)
+        _check_key(key)
+        at = None if offset is None else _numbers("an offset", offset)
+        ranges[key, str(at)] = _byte_range(path, info)
+        hashes.add((key, hash(at)))
+    if len(hashes) < len(ranges):
+        raise Refused("offsets with the same hash")
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, ByteRange] = {}
+    for key, entry in described.items():
+        _check_key(key)
+        if type(entry) is Record and entry.kind == "BytesStorageMetadata":
+            objects[key] = _take(ranges, key, None)
+        else:
+            tensors[key] = _tensor(key, entry, ranges)
+    return CheckpointIndex(path=path, tensors=tensors, objects=objects)
+
+
+def _check_key(key: object) -> None:
+    if type(key) is not str:
+        raise Refused(f"a key that is not text: {_named(key)}")
+    if len(key) > _KEY_LIMIT or not key.isprintable():
+        raise Refused(f"a key that is not one line of text: {printable(key)!r}")
+
+
+def _byte_range(path: Path, info: Any) -> ByteRange:
+    file = _field(info, "_StorageInfo", "relative_path", str)
+    check_name(path / METADATA, file)
+    start, length = (_field(info, "_StorageInfo", name, int) for name in ("offset", "length"))
+    _numbers("a byte range", (start, length))
+    if _field(info, "_StorageInfo", "transform_descriptors", (list, tuple)):
+        raise Refused("bytes that were transformed (compressed?) when written")
+    return ByteRange(file=file, start=start, length=length)
+
+
+def _take(ranges: dict[tuple[str, str], ByteRange], key: str, offset: tuple[int, ...] | None) -> ByteRange:
+    """Take a byte range out of `ranges`, so that it has one user: a pickle can name the same part very often.
+
+    Offsets are looked up as text, whose hashes are randomized and so cannot be made to collide. torch looks them up
+    as numbers: `_index` refuses those whose hashes are equal.
+    """
+    found = ranges.pop((key, str(offset)), None)
+    if found is None:
+        raise Refused(f"{key} at {offset} without a byte range")
+    return found
+
+
+def _tensor(key: str, entry: Any, ranges: dict[tuple[str, str], ByteRange]) -> StoredTensor:
+    kind = "TensorStorageMetadata"
+    shape = _numbers("a shape", _field(entry, kind, "size", tuple))
+    properties = _field(entry, kind, "properties", Record)
+    state = None if properties is None else properties.state
+    if type(state) is not tuple or not state or type(state[0]) is not _Dtype:
+        raise Refused(f"{key} without a type")
+    chunks = []
+    for chunk in _field(entry, kind, "chunks", list) or ():
+        offset, sizes = (_field(chunk, "ChunkStorageMetadata", name, tuple) for name in ("offsets", "sizes"))
+        _check_inside(key, shape, _numbers("an offset", offset), _numbers("a shape", sizes))
+        at = _take(ranges, key, offset)
+        chunks.append(Chunk(offset=offset, shape=sizes, file=at.file, start=at.start, length=at.length))
+    return StoredTensor(dtype=state[0].name, shape=shape, chunks=tuple(chunks))
+
+
+def _check_inside(key: str, shape: tuple[int, ...], offset: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    fits = len(offset) == len(sizes) == len(shape) and all(o + n <= s for o, n, s in zip(offset, sizes, shape))
+    if not fits:
+        raise Refused(f"{key} of shape {list(shape)} with a part of shape {list(sizes)} at {list(offset)}")

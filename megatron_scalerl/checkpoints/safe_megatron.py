@@ -1,0 +1,210 @@
+"""Megatron's own load of a checkpoint, with readers that decode pickles: the same planning and resharding.
+
+`dist_checkpointing.load` takes strategies. Ours reads common.pt as plain values, or not at all. For everything else
+it runs Megatron's strategy with our reader instead of torch's FileSystemReader. Every byte is read once, so the bytes
+that are checked are the bytes that are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from megatron_scalerl.checkpoints.plain_files import PlainFile
+from megatron_scalerl.checkpoints.safe_archive import Archive, open_archive
+from megatron_scalerl.checkpoints.safe_index import ByteRange, CheckpointIndex, Chunk, StoredTensor, read_index
+from megatron_scalerl.checkpoints.safe_pickles import printable
+from megatron_scalerl.checkpoints.safe_values import COMMON, TensorBits, read_object, read_tensor, read_value
+
+
+def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str, Any]:
+    """`dist_checkpointing.load(wanted, path)` without unpickling. Every rank must call it.
+
+    With `common` the result also has the state that Megatron saves once for all ranks, which must be plain values;
+    without, common.pt is not opened. Raises ValueError, on every rank, for a folder of another format, one that lacks
+    a part of `wanted`, and for a part with content that is not allowed.
+    """
+    index = read_index(path)
+    try:
+        found: dict[str, Any] = dist_checkpointing.load(
+            wanted, str(path), sharded_strategy=_Sharded(index), common_strategy=_Common(read=common)
+        )
+    except CheckpointException as failed:  # torch's planner raises it for the first failure of any rank
+        raise _first_failure(index, failed) from None
+    return found
+
+
+def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseException:
+    failure = failed.failures[min(failed.failures)][0]
+    if isinstance(failure, KeyError | CheckpointingException):
+        return ValueError(f"{index.path}: expected a checkpoint of this policy, found: {printable(str(failure))}")
+    return failure if isinstance(failure, ValueError | OSError) else failed
+
+
+class _Common(LoadCommonStrategy):
+    """Reads common.pt as plain values, or does not open it."""
+
+    def __init__(self, *, read: bool):
+        self._read = read
+
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        if not self._read:
+            return {}
+        with PlainFile(Path(checkpoint_dir), COMMON) as file:
+            found = read_value(file, 0, file.size, _Tensors())
+            if type(found) is not dict:
+                raise ValueError(f"{file.path}: expected a dictionary, found a {type(found).__name__}")
+            return found
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        raise NotImplementedError("the sharded strategy loads objects")
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Accepts any: everything but plain values is refused."""
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Accepts any."""
+
+
+class _Sharded(torch_strategies.TorchDistLoadShardedStrategy):
+    """Megatron's strategy for torch_dist, reading with `_Reader`."""
+
+    def __init__(self, index: CheckpointIndex):
+        super().__init__()
+        self._index = index
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        with _read_with(_Reader(self._index)):
+            return super().load(sharded_state_dict, checkpoint_dir)
+
+
+@contextlib.contextmanager
+def _read_with(reader: StorageReader) -> Iterator[None]:
+    """Inside the block Megatron's strategy (strategies/torch.py:787) uses `reader`, not its FileSystemReader."""
+    kept = torch_strategies._get_filesystem_reader
+    torch_strategies._get_filesystem_reader = lambda *_, **__: reader
+    try:
+        yield
+    finally:
+        torch_strategies._get_filesystem_reader = kept
+
+
+class _Reader(StorageReader):
+    """Reads the items of a load plan from the files of a checkpoint."""
+
+    def __init__(self, index: CheckpointIndex):
+        self._index = index
+        self._ranges: dict[MetadataIndex, ByteRange] = {}
+        self._metadata = Metadata(state_dict_metadata={}, storage_data=self._ranges)
+        for key, tensor in index.tensors.items():
+            self._metadata.state_dict_metadata[key] = _described(tensor)
+            self._ranges |= {MetadataIndex(key, torch.Size(c.offset)): c for c in tensor.chunks}
+        for key, item in index.objects.items():
+            self._metadata.state_dict_metadata[key] = BytesStorageMetadata()
+            self._ranges[MetadataIndex(key)] = item
+
+    def read_metadata(self) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_file[self._ranges[item.storage_index].file].append(item)
+        for name, items in by_file.items():
+            with PlainFile(self._index.path, name) as file:
+                for item in sorted(items, key=lambda item: self._ranges[item.storage_index].start):
+                    self._read(file, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: PlainFile, item: ReadItem, planner: Any) -> None:
+        stored, key = self._ranges[item.storage_index], item.storage_index.fqn
+        if item.type == LoadItemType.BYTE_IO:
+            _set(planner, item.dest_index.fqn, read_object(file, key, stored, _Tensors()))
+            return
+        with open_archive(file, stored.start, stored.length, f"the tensor {key}") as archive:
+            tensor = _Tensors()(read_tensor(archive), archive)
+        assert isinstance(stored, Chunk)
+        if tuple(tensor.shape) != stored.shape:
+            raise ValueError(f"{file.path}: {key}: expected shape {list(stored.shape)}, found {list(tensor.shape)}")
+        for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+            tensor = tensor.narrow(axis, start, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(tensor)
+        planner.commit_tensor(item, target)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Keeps no state between loads."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        """The index has everything already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def _described(tensor: StoredTensor) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
+        size=torch.Size(tensor.shape),
+        chunks=[ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in tensor.chunks],
+    )
+
+
+def _set(planner: Any, key: str, value: list[Any]) -> None:
+    """Stores an object as the planner's load_bytes does after its torch.load."""
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[key], value)
+    else:
+        planner.state_dict[key] = value
+
+
+class _Tensors:
+    """Builds the tensors of one archive, on the CPU; tensors of one storage share it."""
+
+    def __init__(self) -> None:
+        self._storages: dict[str, torch.Tensor] = {}
+
+    def __call__(self, bits: TensorBits, archive: Archive) -> torch.Tensor:
+        start = bits.place_in(archive)
+        if bits.entry not in self._storages:
+            nbytes = bits.count * bits.itemsize
+            storage = torch.empty(nbytes, dtype=torch.uint8)
+            if nbytes:
+                archive.read_into(start, storage.numpy().data)
+            self._storages[bits.entry] = storage
+        flat = self._storages[bits.entry].view(getattr(torch, bits.dtype))
+        if not prod(bits.shape):
+            return flat.new_empty(bits.shape)
+        return flat.as_strided(bits.shape, bits.strides, bits.offset)

@@ -1,0 +1,145 @@
+"""The command line: `megatron-scalerl doctor [RECIPE] [options]`, `doctor --compare A.json B.json ...`, and
+in a Slurm job `doctor --hosts slurm`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WITHIN_S = 300.0
+"""Default of --within. An assumption: a check takes 10 to 30 s, more where many nodes load packages at once."""
+EPILOG = """exit codes: 0 if no check failed, 1 if one did or if --compare found a difference, 2 for wrong arguments
+
+examples:
+  megatron-scalerl doctor my_run.yaml --json node.json
+  megatron-scalerl doctor --compare reports/*.json
+  megatron-scalerl doctor my_run.yaml --hosts slurm --reports reports    in a job: all of its nodes
+
+docs/doctor.md describes the checks."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = "Check this node before a run starts on it: GPUs, packages, limits, disks, memory, clock."
+    parser.epilog = EPILOG
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file; without one, its needs are unknown")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="settings that override the recipe's; overlay=FILE: those of a file",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="GPUs that the run takes on this node; default: all of the recipe's, as if it ran here alone",
+    )
+    parser.add_argument("--json", metavar="OUT|-", help="write the report as JSON too; - prints only the JSON")
+    parser.add_argument(
+        "--compare", nargs="+", metavar="REPORT", help="check nothing: print in what the reports of nodes differ"
+    )
+    several = parser.add_argument_group("all nodes of a Slurm job, from its first one")
+    several.add_argument("--hosts", choices=["slurm"], help="check and compare the nodes of this allocation")
+    several.add_argument(
+        "--engine-gpus",
+        type=int,
+        metavar="N",
+        help="GPUs that a heterogeneous job's run takes on each node of component 1 (default: --gpus)",
+    )
+    several.add_argument("--reports", metavar="FOLDER", help="where the nodes write their reports; seen by all")
+    several.add_argument(
+        "--within",
+        type=float,
+        default=WITHIN_S,
+        metavar="S",
+        help="a node whose report is not there after so many seconds is unfit (default: %(default)g)",
+    )
+    several.add_argument("--head", metavar="FILE", help=argparse.SUPPRESS)  # on each node: what its head offers
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Check the node, or compare reports. Returns 0 or 1.
+
+    Raises ValueError for wrong arguments, OSError for a report that cannot be written.
+    """
+    _check(arguments)
+    if arguments.compare:
+        return _compare([Path(name) for name in arguments.compare], console)
+    from megatron_scalerl.recipe.file import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
+    if arguments.hosts:
+        return _examine_nodes(arguments, console)
+
+    from megatron_scalerl.cluster.doctor_report import show, to_json, write_report
+    from megatron_scalerl.cluster.node import examine
+
+    report = examine(recipe, arguments.recipe, arguments.gpus, Path(arguments.head) if arguments.head else None)
+    if arguments.json == "-":
+        print(to_json(report).decode(), end="")
+    else:
+        show(report, console)
+        if arguments.json:
+            write_report(report, Path(arguments.json))
+    return 1 if report.failed else 0
+
+
+def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
+    from megatron_scalerl.cluster import doctor_nodes
+    from megatron_scalerl.launch.hosts import ENGINES
+
+    found, folder = doctor_nodes.allocated(), Path(arguments.reports).absolute()
+    if arguments.engine_gpus is not None and ENGINES not in found.values():
+        raise ValueError("--engine-gpus requires a heterogeneous Slurm job, found one with a single component")
+
+    def words(component: int | None) -> list[str]:
+        engines = component == ENGINES and arguments.engine_gpus is not None
+        gpus = arguments.engine_gpus if engines else arguments.gpus
+        recipe = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
+        return recipe + ([] if gpus is None else ["--gpus", str(gpus)])
+
+    names, bad = list(found), doctor_nodes.examine_nodes(found, folder, words, within_s=arguments.within)
+    for line in doctor_nodes.verdict(folder, names, bad):
+        console.print(line, highlight=False)
+    return 1 if bad else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for arguments that contradict each other or cannot be used."""
+    if (arguments.hosts is None) != (arguments.reports is None):
+        given, missing = ("hosts", "reports") if arguments.hosts else ("reports", "hosts")
+        raise ValueError(f"--{given} requires --{missing}")
+    if arguments.hosts and arguments.json is not None:
+        raise ValueError("--json: expected --reports alone with --hosts, since every node writes a report")
+    if not arguments.within > 0:
+        raise ValueError(f"--within: expected more than 0 seconds, found {arguments.within:g}")
+    if arguments.compare:
+        for name in ("recipe", "gpus", "json", "hosts"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--compare: expected no {name} with it, since nothing is checked")
+        if len(arguments.compare) < 2:
+            raise ValueError(f"--compare: expected at least two reports, found {len(arguments.compare)}")
+    for name, value in (("--gpus", arguments.gpus), ("--engine-gpus", arguments.engine_gpus)):
+        if value is not None and value < 0:
+            raise ValueError(f"{name}: expected at least 0, found {value}")
+    if arguments.engine_gpus is not None and arguments.hosts is None:
+        raise ValueError("--engine-gpus requires --hosts")
+    target = Path(arguments.json) if arguments.json not in (None, "-") else None
+    if target is not None and (target.is_dir() or not target.parent.is_dir()):
+        kind = "a folder" if target.is_dir() else f"no folder {target.parent}"
+        raise ValueError(f"--json: expected a file in an existing folder, found {kind}")
+
+
+def _compare(paths: list[Path], console: Console) -> int:
+    from megatron_scalerl.cluster.doctor_report import differences, named, read_report
+
+    reports = named(paths, [read_report(path) for path in paths])
+    lines = differences(reports)
+    for line in lines or [f"{len(reports)} nodes agree in all {len(reports[0][1].facts)} facts"]:
+        console.print(line, highlight=False)
+    return 1 if lines else 0

@@ -1,0 +1,187 @@
+"""Checks every node of an allocation at once, from its first node, and says which of them are unfit and why.
+
+Each node runs `doctor` in a Slurm step of its own, so that one whose step never starts holds up none of the others.
+The folder of the reports gets, besides head.json (`doctor.head`): NODE.json, its report; NODE.log, what its step
+printed; and `bad`, if nodes are unfit: one line a node, its name, a tab, why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.cluster.check import Check
+from megatron_scalerl.cluster.doctor_report import read_report
+from megatron_scalerl.cluster.head import NETWORK, offered
+from megatron_scalerl.cluster.node import GPUS, NodeReport
+from megatron_scalerl.launch.hosts import hosts_of_allocation, step_words
+from megatron_scalerl.processes.logs import printable
+
+PROGRAM = (sys.executable, "-m", "megatron_scalerl")
+"""The program that each node starts."""
+BAD = "bad"
+"""Name of the file with the unfit nodes."""
+_END_S = 5.0
+"""From SIGTERM to SIGKILL of a step that is too late (s)."""
+_TAIL_BYTES = 20_000
+
+
+def allocated() -> dict[str, int | None]:
+    """The nodes of this Slurm allocation with their components, this one first. Raises ValueError outside of one."""
+    here = os.environ.get("SLURMD_NODENAME")
+    return dict(sorted(hosts_of_allocation().items(), key=lambda item: item[0] != here))
+
+
+def examine_nodes(
+    components: Mapping[str, int | None],
+    folder: Path,
+    words: Callable[[int | None], Sequence[str]],
+    *,
+    within_s: float,
+) -> dict[str, str]:
+    """Check all nodes at once; returns why, for each one that is unfit.
+
+    components: of the nodes, None but in a heterogeneous job; the first node is this one. folder: of the reports.
+    words: of `doctor` on a node of a component. within_s: a node whose report is not there after so many seconds is
+    unfit. Raises OSError.
+    """
+    nodes = list(components)
+    folder.mkdir(parents=True, exist_ok=True)
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    late: set[str] = set()
+    with offered(folder / "head.json", nodes[1:]):
+        try:
+            for node in nodes:
+                more = [f"--json={folder / node}.json", f"--head={folder / 'head.json'}"]
+                step = step_words(node, components[node]) if node != nodes[0] else []
+                with open(folder / f"{node}.log", "wb") as log:
+                    started[node] = subprocess.Popen(
+                        [*step, *PROGRAM, "doctor", *words(components[node]), *more],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+            deadline = time.monotonic() + within_s
+            for node, process in started.items():
+                try:
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    late.add(node)
+        finally:
+            _end(process for process in started.values() if process.returncode is None)
+    reports: dict[str, NodeReport] = {}
+    silent: dict[str, str] = {}
+    for node, process in started.items():
+        said = _last_words(folder / f"{node}.log")
+        try:
+            reports[node] = read_report(folder / f"{node}.json")
+        except ValueError:
+            how = f"within {within_s:g} s" if node in late else f"its step ended with exit code {process.returncode}"
+            silent[node] = f"no report ({how}): {said}"
+    return unfit(reports, silent, head=nodes[0], components=components)
+
+
+def unfit(
+    reports: Mapping[str, NodeReport],
+    silent: Mapping[str, str],
+    *,
+    head: str,
+    components: Mapping[str, int | None] = MappingProxyType({}),
+) -> dict[str, str]:
+    """Why, for each node that is unfit: no report, a failed check, or a fact in which it differs from most others.
+
+    silent: why, for nodes without a report. head: the node to which the others connect; where two groups are equally
+    large, those differ that are not in its group. components: of a heterogeneous job, whose nodes are compared by
+    their GPUs with those of their own component alone; if there two groups without the head are equally large, all
+    differ.
+    """
+    found: dict[str, list[str]] = {node: [why] for node, why in silent.items()}
+    for node, report in reports.items():
+        found[node] = [_said(check) for check in report.checks if check.status == "failed"]
+    _blame_head(found, reports, head)
+    for fact in dict.fromkeys(fact for report in reports.values() for fact in report.facts):
+        sorts = {node: components.get(node) if fact == GPUS else None for node in reports}
+        for sort in dict.fromkeys(sorts.values()):
+            alike = {node: reports[node].facts.get(fact, "") for node in reports if sorts[node] == sort}
+            for node, why in _different(fact, alike, head, "" if sort is None else f" of component {sort}"):
+                found[node].append(why)
+    return {node: printable("; ".join(why)) for node, why in found.items() if why}
+
+
+def _different(fact: str, values: Mapping[str, str], head: str, of: str) -> Iterator[tuple[str, str]]:
+    """The nodes whose value is not that of most, and what they are told.
+
+    of: which component they are; where it is not the head's and no value is that of most, all differ.
+    """
+    counts = Counter(values.values())
+    most = [value for value in counts if counts[value] == max(counts.values())]
+    usual = values[head] if values.get(head) in most else most[0]
+    for node, value in values.items():
+        if of and len(most) > 1 and head not in values:
+            others = ", ".join(f"{other or 'none'} on {name}" for name, other in values.items() if other != value)
+            yield node, f"{fact}: expected the same on all nodes{of}, found {value or 'none'}, and {others}"
+        elif value != usual:
+            yield (
+                node,
+                f"{fact}: expected {usual or 'none'}, as on {counts[usual]} of {len(values)} nodes{of}, "
+                f"found {value or 'none'}",
+            )
+
+
+def verdict(folder: Path, nodes: Sequence[str], bad: Mapping[str, str]) -> list[str]:
+    """One line for each unfit node, and the file with them.
+
+    Without the file if all nodes are unfit: then no other node would help. Raises OSError.
+    """
+    lines = [f"unfit {node}: {why}" for node, why in bad.items()]
+    if bad and len(bad) < len(nodes):
+        write_durably(folder / BAD, "".join(f"{node}\t{why}\n" for node, why in bad.items()).encode())
+    elif bad:
+        lines.append(f"all {len(nodes)} nodes are unfit, so that other nodes would be, too")
+    return lines or [f"{len(nodes)} nodes are fit and agree: {', '.join(nodes)}"]
+
+
+def _blame_head(found: dict[str, list[str]], reports: Mapping[str, NodeReport], head: str) -> None:
+    """If several other nodes reported and none of them reaches the head, it is the head's fault."""
+    others = [node for node in reports if node != head]
+    kept = {node: [why for why in found[node] if not why.startswith(f"{NETWORK}: ")] for node in others}
+    if len(others) > 1 and all(kept[node] != found[node] for node in others):
+        found |= kept
+        found.setdefault(head, []).append(f"{NETWORK}: none of {', '.join(others)} reaches it")
+
+
+def _said(check: Check) -> str:
+    return f"{check.name}: expected {check.expected}, found {check.found}"
+
+
+def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM, with which srun ends its step, then SIGKILL."""
+    running = list(processes)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + _END_S
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        running = [process for process in running if process.returncode is None]
+
+
+def _last_words(log: Path) -> str:
+    """What a step says about its failure: failed checks, else an error, else its last line."""
+    with open(log, "rb") as file:
+        file.seek(max(0, os.path.getsize(log) - _TAIL_BYTES))
+        lines = [line.strip() for line in file.read().decode("utf8", "replace").splitlines() if line.strip()]
+    wrong = [line for line in lines if line.startswith(("failed ", "megatron-scalerl: "))]
+    return printable("; ".join(wrong) or (lines or ["no output"])[-1])[:500]

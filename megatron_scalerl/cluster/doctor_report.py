@@ -1,0 +1,98 @@
+"""A node's report: its table, its JSON file, and the differences between the files of several nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.cluster.check import Check, Status
+from megatron_scalerl.cluster.node import FORMAT, NodeReport
+from megatron_scalerl.processes.logs import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDTH = 160
+"""Columns of the table where the output is no terminal."""
+_ORDER: tuple[Status, ...] = ("ok", "skipped", "warning", "failed")
+_COLORS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "bold red"}
+_LARGEST = 2**20
+"""Bytes of a JSON file that is read; a report has a few thousand."""
+
+
+def show(report: NodeReport, console: Console) -> None:
+    """Print one line per check, then what to do about those that did not pass, failed ones last."""
+    from rich.table import Table
+    from rich.text import Text
+
+    if not console.is_terminal:
+        console.width = _WIDTH
+    ordered = sorted(report.checks, key=lambda check: _ORDER.index(check.status))
+    table = Table(title=f"{report.host}, {report.time}", title_justify="left")
+    table.add_column("check", no_wrap=True)
+    table.add_column("status")
+    table.add_column("found", overflow="fold")
+    for check in ordered:
+        table.add_row(check.name, Text(check.status, _COLORS[check.status]), Text(check.found))
+    console.print(table)
+    for check in ordered:
+        if check.status in ("warning", "failed"):
+            console.print(Text.assemble((check.status, _COLORS[check.status]), f" {_advice(check)}"), highlight=False)
+    counts = [f"{sum(c.status == status for c in ordered)} {status}" for status in _ORDER]
+    console.print(", ".join(counts), highlight=False)
+
+
+def _advice(check: Check) -> str:
+    return f"{check.name}: expected {check.expected}, found {check.found}; {check.remedy}"
+
+
+def to_json(report: NodeReport) -> bytes:
+    """The report as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def write_report(report: NodeReport, path: Path) -> None:
+    """Write the JSON file; whole or not at all. Raises OSError."""
+    write_durably(path, to_json(report))
+
+
+def read_report(path: Path) -> NodeReport:
+    """The report in a file. Raises ValueError for a file that is missing, too large or no report of this version."""
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"{path}: expected a report of doctor --json, found more than {_LARGEST} bytes")
+        found = msgspec.json.decode(path.read_bytes(), type=NodeReport)
+    except OSError as error:
+        raise ValueError(f"{path}: expected a report of doctor --json, found: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected a report of doctor --json, found: {printable(str(error))}") from None
+    if found.format != FORMAT:
+        raise ValueError(f"{path}: format: expected {FORMAT}, found {found.format}")
+    return found
+
+
+def differences(reports: Sequence[tuple[str, NodeReport]]) -> list[str]:
+    """One line for each fact in which the reports differ. reports: (name of the node, its report)."""
+    facts = dict.fromkeys(fact for _, report in reports for fact in report.facts)
+    lines = []
+    for fact in facts:
+        groups: dict[str, list[str]] = {}
+        for name, report in reports:
+            groups.setdefault(report.facts.get(fact, ""), []).append(name)
+        if len(groups) > 1:
+            text = "; ".join(f"{value or 'none'} on {', '.join(nodes)}" for value, nodes in groups.items())
+            lines.append(printable(f"{fact}: {text}"))
+    return lines
+
+
+def named(paths: Sequence[Path], reports: Sequence[NodeReport]) -> list[tuple[str, NodeReport]]:
+    """Each report with the name of its host, and with that of its file if a host appears twice."""
+    hosts = [report.host for report in reports]
+    return [
+        (host if hosts.count(host) == 1 else f"{host} ({path})", report)
+        for path, host, report in zip(paths, hosts, reports, strict=True)
+    ]

@@ -1,0 +1,170 @@
+"""Checks of memory, processors, clock and name of this node."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_scalerl.cluster.check import GIB, MIB, Check, failed, guarded, ok, size, skipped, warning
+from megatron_scalerl.recipe import Recipe
+
+CONTROLLER_BYTES = 1919 * MIB
+"""Peak resident set of the controller at 2,240 completions in flight (docs/measurements.md)."""
+DECODER_BYTES = 46 * MIB
+"""Of a decoder (docs/measurements.md)."""
+PROCESS_BYTES = 2 * GIB
+"""Of the libraries of a trainer rank or an engine. An assumption."""
+CPU_BYTES = 16
+"""Per parameter, of a rank or an engine on a CPU: fp32 weights, gradients and two moments. An assumption."""
+CGROUPS = Path("/sys/fs/cgroup")
+_NO_RESOURCES = "ask Slurm for more (--mem, --cpus-per-task and SRUN_CPUS_PER_TASK)"
+_UNSYNCHRONIZED = 0x40
+_ERROR = 5
+"""STA_UNSYNC and TIME_ERROR of adjtimex(2)."""
+
+
+def host_checks(recipe: Recipe | None, parameters: int | None, *, gpus: int) -> list[Check]:
+    """Memory, processors, clock, name. gpus: those of the run on this node; 0 if it runs on CPUs."""
+    return [
+        guarded("memory", lambda: _memory(recipe, parameters, gpus)),
+        _processors(recipe, gpus),
+        _clock(),
+        _name(),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """Host memory that a run takes on one node. Produced by `memory_need`."""
+
+    controller: int
+    """Bytes of controller and decoders."""
+    total: int
+    """Bytes of all processes."""
+    assumed: str
+    """How it was computed."""
+
+
+def memory_need(recipe: Recipe, parameters: int | None, *, gpus: int) -> MemoryNeed:
+    """The need of the controller and of the ranks and engines; of at most `gpus` of them if that is not 0."""
+    from megatron_scalerl.rewards.pool import default_workers
+
+    decoders = recipe.rollouts.decoders or default_workers()
+    controller = CONTROLLER_BYTES + decoders * DECODER_BYTES
+    count = _processes(recipe, gpus)
+    each = PROCESS_BYTES + (0 if gpus else CPU_BYTES * (parameters or 0))
+    text = f"controller {size(CONTROLLER_BYTES)}, {decoders} decoders, {count} ranks and engines of {size(each)}"
+    return MemoryNeed(controller=controller, total=controller + count * each, assumed=text)
+
+
+def _processes(recipe: Recipe, gpus: int) -> int:
+    """Ranks and engines on this node."""
+    count = recipe.trainer.world_size + recipe.engine.count
+    return min(count, gpus) if gpus else count
+
+
+def available_memory(meminfo: str, cgroup: str, root: Path = CGROUPS) -> int:
+    """Bytes that this process may still allocate: of the host, and of its cgroups (version 2).
+
+    meminfo, cgroup: contents of /proc/meminfo and /proc/self/cgroup.
+    """
+    [line] = [line for line in meminfo.splitlines() if line.startswith("MemAvailable:")]
+    available = int(line.split()[1]) * 1024
+    own = next((line.removeprefix("0::/") for line in cgroup.splitlines() if line.startswith("0::/")), "")
+    folder = root / own
+    for place in (folder, *folder.parents):
+        try:
+            limit = (place / "memory.max").read_text().strip()
+            used = int((place / "memory.current").read_text())
+        except OSError:  # the root, or version 1
+            continue
+        if limit != "max":
+            available = min(available, max(0, int(limit) - used))
+    return available
+
+
+def _memory(recipe: Recipe | None, parameters: int | None, gpus: int) -> Check:
+    name = "memory"
+    available = available_memory(Path("/proc/meminfo").read_text(), Path("/proc/self/cgroup").read_text())
+    if recipe is None:
+        return ok(name, f"{size(available)} available")
+    need = memory_need(recipe, parameters, gpus=gpus)
+    found = f"{size(available)} available ({need.assumed})"
+    if available < need.controller:
+        return failed(name, expected=f"{size(need.controller)} for the controller", found=found, remedy=_NO_RESOURCES)
+    if available < need.total:
+        return warning(name, expected=f"{size(need.total)} (assumed)", found=found, remedy=_NO_RESOURCES)
+    return ok(name, f"{found}, {size(need.total)} assumed")
+
+
+def _processors(recipe: Recipe | None, gpus: int) -> Check:
+    usable = len(os.sched_getaffinity(0))
+    found = f"{usable} of {os.cpu_count()} usable"
+    if recipe is None:
+        return ok("processors", found)
+    ranks, engines = recipe.trainer.world_size, recipe.engine.count
+    threads = max(ranks * recipe.trainer.threads, engines * recipe.engine.threads)
+    needed = 1 + _processes(recipe, gpus) if gpus else threads
+    text = "one each for controller, ranks and engines" if gpus else "the threads of ranks or engines"
+    if usable < needed:
+        return warning("processors", expected=f"{needed}: {text}", found=found, remedy=_NO_RESOURCES)
+    return ok("processors", f"{found}, needed {needed}: {text}")
+
+
+class _Timex(ctypes.Structure):
+    """struct timex of adjtimex(2) up to its status; the rest is room for the kernel to write to."""
+
+    _fields_ = [
+        ("modes", ctypes.c_uint),
+        *((name, ctypes.c_long) for name in ("offset", "frequency", "maximum_error_us", "estimated_error_us")),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_byte * 256),
+    ]
+
+
+def _clock() -> Check:
+    """Whether the kernel says that something keeps its clock synchronized; nothing is set (modes 0)."""
+    state, libc = _Timex(), ctypes.CDLL(None, use_errno=True)
+    try:
+        code = libc.adjtimex(ctypes.byref(state))
+    except AttributeError:
+        return skipped("clock", "no adjtimex in the C library")
+    if code < 0:
+        return skipped("clock", f"adjtimex: {os.strerror(ctypes.get_errno())}")
+    return clock_check(code, state.status, state.maximum_error_us)
+
+
+def clock_check(code: int, status: int, maximum_error_us: int) -> Check:
+    """The check of adjtimex's answer: its return value, status bits and bound on the error (microseconds)."""
+    if code == _ERROR or status & _UNSYNCHRONIZED:
+        return warning(
+            "clock",
+            expected="synchronized (NTP)",
+            found="the kernel says it is not",
+            remedy="records and logs of several hosts will disagree about time; in a virtual machine the host may "
+            "keep the clock unseen",
+        )
+    return ok("clock", f"synchronized, error at most {maximum_error_us / 1000:.1f} ms")
+
+
+def _name() -> Check:
+    return name_check(socket.gethostname())
+
+
+def name_check(hostname: str) -> Check:
+    """Whether other processes can find this node by its name."""
+    name, expected = "host name", "an address of this node"
+    remedy = "nothing for a run on one node; for several, complete DNS or /etc/hosts, or set MSRL_BIND_HOST"
+    try:
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(hostname, None)})
+    except (OSError, UnicodeError) as error:  # a name with a label that is empty or too long is a UnicodeError
+        found_error = getattr(error, "strerror", None) or str(error)
+        return failed(name, expected=expected, found=f"{hostname}: {found_error}", remedy=remedy)
+    text = f"{hostname}: {', '.join(found)}"
+    if all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in found):
+        return warning(name, expected=f"{expected} besides loopback", found=text, remedy=remedy)
+    return ok(name, text)

@@ -1,0 +1,165 @@
+"""Checks of the file system of a run's folder: what `controller.run_folder` and `checkpoints` rely on is tried there.
+
+Everything is done in a folder with a new name, which is removed at the end. Nothing is tried across hosts: locks that
+a file system keeps on each host alone are recognized by its mount options only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.cluster.check import Check, failed, guarded, ok, skipped, warning
+from megatron_scalerl.cluster.mounts import mount_of
+
+RENAMES = 200
+"""Times a file is replaced while another thread reads it."""
+_ANOTHER = "choose an output_dir on another file system"
+_LOCK_LIMIT_S = 60.0
+"""Time limit of the process that tries the lock (s); a lock server that is gone answers never."""
+_LOCKED = 3
+_TRY_LOCK = f"""
+import errno, fcntl, os, sys
+try:
+    fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError as error:
+    sys.exit({_LOCKED} if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else str(error))
+"""
+
+
+def existing(path: Path) -> Path:
+    """`path`, or its nearest parent that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.is_dir())
+
+
+def place_of(run_dir: Path) -> Path:
+    """The folder that shows how a run's folder will behave: its parent, unless it is on a file system of its own."""
+    parent = existing(run_dir.parent)
+    return run_dir if run_dir.is_dir() and run_dir.stat().st_dev != parent.stat().st_dev else parent
+
+
+def output_checks(run_dir: Path) -> list[Check]:
+    """Kind of file system, canary, lock and rename; the run's folder itself is not created."""
+    place = run_dir
+    try:
+        place = place_of(run_dir)
+        with _scratch(place) as folder:
+            return [
+                guarded("output folder", lambda: _kind(place)),
+                guarded("output folder: write and sync", lambda: _canary(folder)),
+                guarded("output folder: lock", lambda: lock_check(folder)),
+                guarded("output folder: rename", lambda: _rename(folder)),
+            ]
+    except OSError as error:
+        found = f"{place}: {error.strerror}"
+        return [failed("output folder", expected="a folder that can be written", found=found, remedy=_ANOTHER)]
+
+
+@contextlib.contextmanager
+def _scratch(place: Path) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix=".megatron-scalerl-doctor-", dir=place))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kind(place: Path) -> Check:
+    mount = mount_of(place)
+    if mount is None:
+        return skipped("output folder", f"{place}: not in /proc/self/mountinfo")
+    found = f"{place}: {mount.kind} at {mount.point}"
+    if mount.local_locks:
+        return warning(
+            "output folder",
+            expected="locks that all hosts see",
+            found=f"{found}, mounted with {mount.local_locks}",
+            remedy="two hosts could write one run's folder; start a run on one host at a time, or mount it otherwise",
+        )
+    if mount.kind in ("tmpfs", "ramfs", "overlay"):
+        remedy = f"the run is lost with the host or its container: {_ANOTHER}"
+        return warning("output folder", expected="a file system on a disk", found=found, remedy=remedy)
+    return ok("output folder", found)
+
+
+def _canary(folder: Path) -> Check:
+    name, path, content = "output folder: write and sync", folder / "canary", secrets.token_bytes(65536)
+    write_durably(path, content)
+    if path.read_bytes() != content:
+        return failed(name, expected="the bytes that were written", found="other bytes", remedy=_ANOTHER)
+    return ok(name, f"{len(content):,} bytes written, synced, renamed and read again")
+
+
+def lock_check(folder: Path) -> Check:
+    """Whether flock excludes a second process while it is held, and admits it afterwards. Raises OSError."""
+    name, path = "output folder: lock", folder / "lock"
+    handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            found = f"{errno.errorcode.get(error.errno or 0)}: {error.strerror}"
+            return failed(name, expected="file locks (flock)", found=found, remedy=_ANOTHER)
+        held = _try_lock(path)
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        free = _try_lock(path)
+    finally:
+        os.close(handle)
+    if (held, free) != (str(_LOCKED), "0"):
+        expected = "a second process excluded while the lock is held, and admitted afterwards"
+        return failed(name, expected=expected, found=f"it ended with {held}, then {free}", remedy=_ANOTHER)
+    return ok(name, "flock excludes a second process of this host")
+
+
+def _try_lock(path: Path) -> str:
+    """Exit code of a process that tries the lock, or its error."""
+    argv = [sys.executable, "-I", "-S", "-c", _TRY_LOCK, str(path)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_LOCK_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_LOCK_LIMIT_S:g} s"
+    return str(done.returncode) + (f" ({done.stderr.strip()})" if done.stderr.strip() else "")
+
+
+def _rename(folder: Path) -> Check:
+    """A reader finds, at every moment, the file as it was before or after a rename; a folder can be renamed too."""
+    name, path, draft = "output folder: rename", folder / "name", folder / "draft"
+    contents = [bytes([i]) * 4096 for i in range(2)]
+    path.write_bytes(contents[0])
+    stop, torn = threading.Event(), list[str]()
+
+    def read() -> None:
+        while not stop.is_set() and not torn:
+            try:
+                found = path.read_bytes()
+            except OSError as error:
+                torn.append(f"the name was gone: {error.strerror}")
+            else:
+                torn.extend([] if found in contents else [f"{len(found)} bytes, neither file"])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for i in range(RENAMES):
+            draft.write_bytes(contents[i % 2])
+            draft.replace(path)
+    finally:
+        stop.set()
+        reader.join()
+    (folder / "step.partial").mkdir()
+    (folder / "step.partial").rename(folder / "step")
+    if torn:
+        expected = "the file before or after a rename, never none"
+        return failed(name, expected=expected, found=f"a reader met a rename: {torn[0]}", remedy=_ANOTHER)
+    return ok(name, f"{RENAMES} replacements under a reader, none seen in between")

@@ -1,0 +1,231 @@
+"""`megatron-scalerl submit`: run a recipe on Slurm, or a folder of recipes; show the status of a submitted run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_scalerl.cluster.doctor_command import WITHIN_S
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_scalerl.cluster.submission import Request
+
+EPILOG = """examples:
+  megatron-scalerl submit my_run.yaml --partition gpu --time 24:00:00 --site site.yaml
+  megatron-scalerl submit my_run.yaml --partition gpu --time 24:00:00 --dry-run      write and check the job script
+  megatron-scalerl submit --status runs/my_run                                       job, step, cost, last error
+  megatron-scalerl submit my_run.yaml engine.count=12 --nodes 2 --partition gpu --time 24:00:00 --gpu-hours 5000
+  megatron-scalerl submit my_run.yaml --nodes 4 --engine-nodes 8 --engine-partition small --partition gpu --time 1-0
+  megatron-scalerl submit --add-engines runs/my_run --nodes 2 --partition gpu --time 12:00:00
+  megatron-scalerl submit --array recipes/study --throttle 4 --partition gpu --time 24:00:00
+  megatron-scalerl submit --array recipes/ablations --base my_run.yaml --seeds 3 --partition gpu --time 24:00:00
+
+The job's script is RUN/slurm/job.sbatch, which can be edited and submitted by hand."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = (
+        "Submit a run to Slurm: saved and queued again before its time limit, until it is finished or its budget is "
+        "spent."
+    )
+    parser.epilog = EPILOG
+    what = parser.add_argument_group("what")
+    what.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file (YAML)")
+    what.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="settings that override the recipe's; overlay=FILE: those of a file",
+    )
+    what.add_argument("--array", metavar="FOLDER", help="every recipe (*.yaml) of a folder, as one job array")
+    what.add_argument("--base", metavar="RECIPE", help="with --array: what the folder's overlays are laid over")
+    what.add_argument("--seeds", type=int, metavar="N", help="with --array: runs of each recipe, seeds 1 to N")
+    what.add_argument("--throttle", type=int, metavar="N", help="with --array: runs at a time (default: all)")
+    what.add_argument("--status", metavar="RUN", help="job, progress, cost and last error of a submitted run")
+    what.add_argument("--add-engines", metavar="RUN", help="a job of engines that join a run while its job runs")
+    what.add_argument(
+        "--seconds-left", metavar="RECIPE", help="how long --gpu-hours still pays for its run; asked by the run's job"
+    )
+    _add_job_arguments(parser.add_argument_group("job"))
+
+
+def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
+    job.add_argument("--partition", metavar="P", help="partition")
+    job.add_argument("--time", metavar="T", help="time limit of one job: MINUTES, H:MM:SS or D-HH:MM:SS")
+    job.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: %(default)s)")
+    job.add_argument(
+        "--gpus-per-node",
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="GPUs of a node (default: on one node one for each rank and engine device, on several all that it has)",
+    )
+    job.add_argument(
+        "--slots", type=int, metavar="N", help="on CPUs: ranks and engine devices of a node (default: the fewest)"
+    )
+    job.add_argument(
+        "--engine-nodes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="nodes for the engines alone: heterogeneous jobs, in a --chain, whose --nodes have the trainer",
+    )
+    job.add_argument("--engine-partition", metavar="P", help="their partition (default: --partition)")
+    job.add_argument("--engine-gpus-per-node", type=int, metavar="N", help="GPUs of each of them (default: all)")
+    job.add_argument("--engine-slots", type=int, metavar="N", help="on CPUs: engine devices of each of them")
+    job.add_argument("--cpus", type=int, metavar="N", help="CPUs of a node (default: the GPUs' share of the node)")
+    job.add_argument(
+        "--gpu-hours", type=float, metavar="H", help="budget: what all attempts together may hold, by the ledger"
+    )
+    job.add_argument(
+        "--any-file-system",
+        action="store_true",
+        help="submit even if other nodes seem not to see the output folder",
+    )
+    job.add_argument("--site", metavar="FILE", help="site file (YAML): account, modules, container, ...")
+    job.add_argument("--dry-run", action="store_true", help="write and check the job script, submit nothing")
+    job.add_argument(
+        "--max-requeues",
+        type=int,
+        default=20,
+        metavar="N",
+        help="how often a job is queued again before its time limit (default: %(default)s)",
+    )
+    job.add_argument("--chain", action="store_true", help="submit N further jobs instead, each after the one before")
+    job.add_argument(
+        "--max-failures",
+        type=int,
+        default=3,
+        metavar="N",
+        help="restarts within a job without a new checkpoint in between (default: %(default)s)",
+    )
+    job.add_argument(
+        "--check-seconds",
+        type=float,
+        default=WITHIN_S,
+        metavar="S",
+        help="with several nodes: one that has not passed its check by then is excluded (default: %(default)g)",
+    )
+    job.add_argument("--startup-seconds", type=float, metavar="S", help="time to the first step (default: measured)")
+    job.add_argument("--save-seconds", type=float, metavar="S", help="time of one checkpoint (default: measured)")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Submit, or print the status. Raises ValueError for user errors, RuntimeError where Slurm fails."""
+    for line in _lines(arguments):
+        console.print(line, highlight=False)
+    return 0
+
+
+def _lines(arguments: argparse.Namespace) -> Iterator[str]:
+    """Do what is asked; what to tell the user."""
+    for name in ("status", "seconds_left", "add_engines"):
+        if getattr(arguments, name) is not None and not _alone(arguments, name):
+            raise ValueError(f"--{name.replace('_', '-')}: expected its value alone, found a recipe or a folder, too")
+    if arguments.status is not None:
+        from megatron_scalerl.cluster.slurm_status import status
+
+        yield from status(arguments.status)
+    elif arguments.seconds_left is not None:
+        from megatron_scalerl.cluster.budget import seconds_left
+
+        if arguments.gpu_hours is None:
+            raise ValueError("--seconds-left requires --gpu-hours")
+        yield str(seconds_left(arguments.seconds_left, arguments.gpu_hours))
+    elif arguments.add_engines is not None:
+        from megatron_scalerl.cluster.slurm_engines import add_engines
+
+        yield from add_engines(Path(arguments.add_engines), _request(arguments), dry_run=arguments.dry_run)
+    else:
+        yield from _submit(arguments)
+
+
+def _submit(arguments: argparse.Namespace) -> Iterator[str]:
+    if arguments.array is not None and "=" in (arguments.recipe or ""):  # an override in the recipe's place
+        arguments.overrides.insert(0, arguments.recipe)
+        arguments.recipe = None
+    request = _request(arguments)
+    from megatron_scalerl.cluster import cluster
+    from megatron_scalerl.cluster.submission import array_name, recipes_of, submit
+
+    cluster.require()
+    array = arguments.array is not None
+    source = arguments.array if array else arguments.recipe
+    recipes, same = recipes_of(source, arguments.overrides, array=array, base=arguments.base, seeds=arguments.seeds)
+    yield from (f"{name}: the same recipe as {other} here; left out" for name, other in same.items())
+    if array and arguments.throttle is None:
+        request = _request(arguments, throttle=len(recipes))
+    name = array_name(source, arguments.base) if array else recipes[0].name
+    done = submit(recipes, name, request, recipe_file=None if array else source, dry_run=arguments.dry_run)
+    yield from (f"warning: {line}" for line in done.warnings)
+    yield f"plan --check: {done.fits}"
+    yield f"job script: {done.plan.script}"
+    yield f"sbatch --test-only: {done.expected}"
+    if not done.jobs:
+        yield "dry run: nothing is submitted"
+        return
+    yield f"submitted: job {', '.join(done.jobs)}; asked to save {done.plan.lead_s} s before its time limit"
+    yield f"output: {done.plan.outputs}; logs: RUN/slurm and RUN/logs"
+    yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in done.plan.runs)
+
+
+def _alone(arguments: argparse.Namespace, name: str) -> bool:
+    """Whether nothing else says what is to be done."""
+    others = ("recipe", "array", "status", "seconds_left", "add_engines")
+    return all(getattr(arguments, other) is None for other in others if other != name)
+
+
+def _request(arguments: argparse.Namespace, *, throttle: int | None = None) -> Request:
+    from megatron_scalerl.cluster.allocation import Asked
+    from megatron_scalerl.cluster.submission import Request
+
+    given = (arguments.recipe, arguments.array, arguments.add_engines)
+    if sum(value is not None for value in given) != 1:
+        raise ValueError("expected one of RECIPE, --array FOLDER, --add-engines RUN and --status RUN")
+    for key in ("partition", "time"):
+        if getattr(arguments, key) is None:
+            raise ValueError(f"--{key}: expected a value, found none")
+    for key in ("throttle", "base", "seeds"):
+        if getattr(arguments, key) is not None and arguments.array is None:
+            raise ValueError(f"--{key} requires --array")
+    at_least = dict.fromkeys(("throttle", "seeds", "nodes", "slots", "check_seconds", "engine_slots"), 1)
+    more = ("max_requeues", "max_failures", "startup_seconds", "save_seconds", "engine_nodes")
+    for key, least in (at_least | dict.fromkeys(more, 0)).items():
+        if (value := getattr(arguments, key)) is not None and not value >= least:
+            raise ValueError(f"--{key.replace('_', '-')}: expected at least {least}, found {value}")
+    if (hours := arguments.gpu_hours) is not None and not 0 < hours < float("inf"):
+        raise ValueError(f"--gpu-hours: expected more than 0, found {hours:g}")
+    for key in ("engine_partition", "engine_gpus_per_node", "engine_slots"):
+        if getattr(arguments, key) is not None and not arguments.engine_nodes:
+            raise ValueError(f"--{key.replace('_', '-')} requires --engine-nodes")
+    if arguments.engine_nodes and arguments.add_engines is not None:
+        raise ValueError("--engine-nodes: expected none with --add-engines, whose --nodes have engines alone")
+    return Request(
+        partition=arguments.partition,
+        engine_partition=arguments.engine_partition,
+        time=arguments.time,
+        asked=Asked(
+            nodes=arguments.nodes,
+            gpus=arguments.gpus_per_node,
+            slots=arguments.slots,
+            cpus=arguments.cpus,
+            engine_nodes=arguments.engine_nodes,
+            engine_gpus=arguments.engine_gpus_per_node,
+            engine_slots=arguments.engine_slots,
+        ),
+        gpu_hours=arguments.gpu_hours,
+        check_s=arguments.check_seconds,
+        any_file_system=arguments.any_file_system,
+        site=arguments.site,
+        max_requeues=arguments.max_requeues,
+        max_failures=arguments.max_failures,
+        chain=arguments.chain or arguments.engine_nodes > 0,  # slurm.components says why
+        throttle=throttle or arguments.throttle,
+        startup_s=arguments.startup_seconds,
+        save_s=arguments.save_seconds,
+    )

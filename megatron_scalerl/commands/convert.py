@@ -1,0 +1,110 @@
+"""The command line of the converter: `megatron-scalerl convert to-megatron | to-hf | verify`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_scalerl.checkpoints.assembly import HF_NAMES
+from megatron_scalerl.checkpoints.conversion import Options, Summary
+
+EPILOG = """examples:
+  megatron-scalerl convert to-megatron models/my_policy models/my_policy.megatron --verify
+  megatron-scalerl convert to-hf models/my_policy.megatron models/my_policy.hf
+  megatron-scalerl convert to-hf runs/my_run/checkpoints/step_000200 models/trained --like models/my_policy
+  megatron-scalerl convert verify models/my_policy models/my_policy.megatron
+
+An interrupted conversion continues when the same command is run again. docs/checkpoints.md describes the formats."""
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Run one of the three conversions and print its summary.
+
+    Raises ValueError for user errors, RuntimeError and OSError if a worker or a disk failed.
+    """
+    started = time.monotonic()
+    try:
+        summary = arguments.convert(arguments, console)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; the same command resumes here") from None
+    console.print(_summary_line(arguments, summary, time.monotonic() - started), highlight=False)
+    return 0
+
+
+def _summary_line(arguments: argparse.Namespace, summary: Summary, seconds: float) -> str:
+    size = f"{summary.tensors} tensors, {_size(summary.nbytes)}"
+    if arguments.name == "verify":
+        return f"{arguments.first} and {arguments.second}: {size}, equal bit for bit"
+    resumed = f", {_size(summary.resumed_bytes)} of it from an interrupted conversion" * bool(summary.resumed_bytes)
+    verified = ", compared bit for bit" * summary.verified
+    return f"{arguments.out}: {size} in {seconds:.1f} s{resumed}{verified}"
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << scale:
+            return f"{nbytes / (1 << scale):.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the three conversions and their options."""
+    parser.description = "Convert Hugging Face folders to Megatron torch_dist checkpoints and back, streaming."
+    parser.epilog = EPILOG
+    commands = parser.add_subparsers(required=True, metavar="CONVERSION", dest="name")
+    there = commands.add_parser("to-megatron", help="a checkpoint that opens under any TP x PP x EP")
+    there.add_argument("source", type=Path, metavar="HF_DIR")
+    back = commands.add_parser("to-hf", help="a folder that opens in transformers and in vLLM")
+    back.add_argument("source", type=Path, metavar="MEGATRON_DIR")
+    back.add_argument(
+        "--like", type=Path, metavar="HF_DIR", help="the folder that the policy came from; for checkpoints of a run"
+    )
+    for command, convert in ((there, _to_megatron), (back, _to_hf)):
+        command.add_argument("out", type=Path, metavar="OUT")
+        command.add_argument("--verify", action="store_true", help="compare every tensor bit for bit at the end")
+        command.add_argument("--allow-nonfinite", action="store_true", help="accept NaN and Inf")
+        command.set_defaults(convert=convert)
+    same = commands.add_parser("verify", help="compare two folders, of either kind, bit for bit")
+    same.add_argument("first", type=Path, metavar="A")
+    same.add_argument("second", type=Path, metavar="B")
+    same.set_defaults(convert=_verify)
+    for command in (there, back, same):
+        command.add_argument("--processes", type=int, default=2, metavar="N", help="workers (default: 2)")
+        command.add_argument("--dtype", choices=list(HF_NAMES), help="type of the policy's weights (default: as is)")
+
+
+def _options(arguments: argparse.Namespace, console: Console) -> Options:
+    if arguments.processes < 1:
+        raise ValueError(f"--processes: expected 1 or more, found {arguments.processes}")
+    return Options(
+        processes=arguments.processes,
+        dtype=HF_NAMES.get(arguments.dtype),
+        verify=getattr(arguments, "verify", False),
+        allow_nonfinite=getattr(arguments, "allow_nonfinite", False),
+        console=console,
+    )
+
+
+def _to_megatron(arguments: argparse.Namespace, console: Console) -> Summary:
+    if not (arguments.source / "config.json").is_file():  # before the import, which takes seconds
+        raise ValueError(f"{arguments.source}: expected a Hugging Face folder with config.json, found none")
+    from megatron_scalerl.checkpoints.to_megatron import to_megatron
+
+    return to_megatron(arguments.source, arguments.out, _options(arguments, console))
+
+
+def _to_hf(arguments: argparse.Namespace, console: Console) -> Summary:
+    if not arguments.source.is_dir():
+        raise ValueError(f"{arguments.source}: expected a folder with a checkpoint, found none")
+    from megatron_scalerl.checkpoints.to_hf import to_hf
+
+    return to_hf(arguments.source, arguments.out, _options(arguments, console), like=arguments.like)
+
+
+def _verify(arguments: argparse.Namespace, console: Console) -> Summary:
+    from megatron_scalerl.checkpoints.verify import verify
+
+    return verify(arguments.first, arguments.second, _options(arguments, console))

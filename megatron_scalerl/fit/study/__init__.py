@@ -1,1 +1,0 @@
-"""Studies that reproduce the shipped prior and the benchmark of the methods. Users' commands do not import them."""

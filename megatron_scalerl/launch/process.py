@@ -1,0 +1,131 @@
+"""Starts, watches and stops one engine: its server, wherever it runs, and the client to it. Runs in the controller.
+
+The server is a child process (`engine.local_server`), or on another host, behind an agent (`engine.remote_server`).
+Its end is awaited, its progress watched (`engine.watchdog`), and the last lines of its log are part of the error when
+it dies. An engine that ended is not started again: another `EngineProcess` is (`launch.engines`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import NoReturn
+
+import tenacity
+
+from megatron_scalerl.distributed.rendezvous import LOOPBACK
+from megatron_scalerl.engine.answers import EngineError, EngineInfo
+from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.numerics import check_engine
+from megatron_scalerl.engine.watchdog import EngineDied, LagClock, watch_progress
+from megatron_scalerl.launch.local_server import LocalServer, Server, ServerEnded, ServerPlace
+from megatron_scalerl.recipe import Recipe
+
+
+class EngineProcess:
+    """One engine. `start` it, then use `client`; `watch` never returns; `stop` may be called at any time."""
+
+    def __init__(self, recipe: Recipe, server: Server, *, secret: str, tls: ssl.SSLContext | None = None) -> None:
+        """tls: for a server with TLS, the context that trusts its certificate."""
+        self._recipe, self.server = recipe, server
+        self.name = server.name
+        self.client = EngineClient(url="", secret=secret, name=self.name, settings=recipe.engine, tls=tls)
+        self._started = False
+
+    @classmethod
+    def local(
+        cls,
+        recipe: Recipe,
+        *,
+        index: int = 0,
+        secret: str,
+        log_path: str | Path,
+        devices: str | None = None,
+        interface: str = LOOPBACK,
+    ) -> EngineProcess:
+        """An engine whose server is a child of this process, as the recipe has it.
+
+        index: number of the engine from 0. devices: its CUDA_VISIBLE_DEVICES. interface: see
+        `ServerPlace`. Raises ValueError for an option that vLLM does not know and for a port in use.
+        """
+        engine = recipe.engine
+        port = engine.port + index if engine.port else 0
+        place = ServerPlace(host=engine.host, port=port, devices=devices, interface=interface)
+        server = LocalServer(recipe, place, name=f"engine-{index}", secret=secret, log_path=log_path)
+        return cls(recipe, server, secret=secret)
+
+    @property
+    def reached(self) -> bool:
+        """Whether its host was there when it was started."""
+        return self.server.reached
+
+    async def start(self, *, version: int = 0) -> EngineInfo:
+        """Start the server, wait until it answers, label its weights with `version`, and check it.
+
+        Raises EngineDied if it exits or takes longer than engine.start_timeout_s, EngineError and ValueError if it
+        does not compute what the recipe says (see `check_engine`). It is stopped first.
+        """
+        assert not self._started, "an engine starts once"
+        self._started = True
+        limit = self._recipe.engine.start_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                self.client.url = await self.server.start()
+                await self._first_answer()
+                await self.client.set_version(version)
+                info = await self.client.info()
+            check_engine(info, self._recipe)
+        except BaseException as error:
+            late = self._died(f"was not up within {limit:g} s (engine.start_timeout_s)")
+            await self.stop()
+            if isinstance(error, TimeoutError):
+                raise late from None
+            if isinstance(error, ServerEnded):
+                raise self._died(str(error)) from None
+            raise
+        return info
+
+    async def watch(self, lag: LagClock | None = None) -> NoReturn:
+        """Wait until the server exits, stops answering or, with requests in flight, stalls. Raises EngineDied.
+
+        lag: compares this engine with others that it watches too; one that lags behind them raises as well.
+        """
+        ended = asyncio.create_task(self.server.wait())
+        progress = asyncio.create_task(watch_progress(self.client, self._recipe.engine, lag))
+        try:
+            await asyncio.wait({ended, progress}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise self._died(ended.result())
+            progress.result()
+        except EngineDied as died:
+            if ended.done():
+                raise
+            raise EngineDied(f"{died}{self.server.log_end()}") from None
+        finally:
+            ended.cancel()
+            progress.cancel()
+            await asyncio.gather(ended, progress, return_exceptions=True)
+
+    def kill(self) -> None:
+        """Let `stop` end the server at once, by SIGKILL; does not wait. A no-op before the start."""
+        self.server.kill()
+
+    async def stop(self) -> None:
+        """Terminate the server with all its processes, after some seconds by SIGKILL. May be called twice."""
+        await self.client.close()
+        await self.server.stop()
+
+    async def _first_answer(self) -> None:
+        """Wait for the first response: the plugin reports shortly before the server accepts connections."""
+        async for attempt in tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_delay(60),
+            wait=tenacity.wait_exponential(0.02, max=1),
+            retry=tenacity.retry_if_exception_type(EngineError),
+            reraise=True,
+        ):
+            with attempt:
+                await self.client.get("/health")
+
+    def _died(self, what: str) -> EngineDied:
+        return EngineDied(f"{self.name} ({self.server.where}) {what}{self.server.log_end()}")

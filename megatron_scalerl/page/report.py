@@ -1,0 +1,248 @@
+"""The closing report of a run: its gain, its cost, and the forecast of its first part compared with the rest.
+
+Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl, metrics.jsonl and recipe.yaml. Imports torch
+only to predict weight updates, if there were some and the policy's config.json is there (`plan.predicted`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.fit.forecast import fit_curve
+from megatron_scalerl.fit.formatting import unit_name
+from megatron_scalerl.fit.inputs import curve_of_rows, with_compute
+from megatron_scalerl.fit.outlook import Outlook, outlooks
+from megatron_scalerl.fit.plot import plot_forecast
+from megatron_scalerl.fit.result import ForecastEvaluation
+from megatron_scalerl.fit.tables import Table, outlook_table
+from megatron_scalerl.page.update_report import updates_of
+from megatron_scalerl.processes.logs import printable
+from megatron_scalerl.recipe.file import read_run_recipe
+from megatron_scalerl.recipe.usable import damage_of, usable_recipe
+
+BOOTSTRAP_DRAWS = 10_000
+Rows = Sequence[dict[str, Any]]
+"""Rows of validation.jsonl, with `fit.inputs.with_compute`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """Held-out pass rate at the end minus the one at step 0, on the same prompts."""
+
+    first: float
+    """Mean pass rate at step 0."""
+    last: float
+    """Mean pass rate at `last_step`."""
+    last_step: int
+    """Step of the last validation."""
+    low: float
+    """Lower end of the 95 % paired bootstrap interval over prompts."""
+    high: float
+    """Upper end of it."""
+
+
+def report(run_dir: str | Path, console: Console) -> None:
+    """Print the report and write RUN/forecast.png.
+
+    Raises ValueError for a missing, empty or invalid file, OSError if the figure cannot be written.
+    """
+    run_dir = Path(run_dir)
+    rows = [with_compute(row) for row in read_rows(run_dir / "validation.jsonl")]
+    recipe, wrong = usable_recipe(read_run_recipe(run_dir))
+    if wrong:
+        raise ValueError(damage_of(run_dir, wrong)[0])
+    ledger = read_rows(run_dir / "ledger.jsonl")
+    unit = str(ledger[0]["unit"])
+    console.print(gain_text(gain(run_dir)), highlight=False)
+    for task, found in gains_by_task(run_dir, rows[-1]).items():
+        console.print(f"{task}: {gain_text(found)}", highlight=False)
+    console.print(cost_text(hours_by_role(ledger), unit), highlight=False)
+    _print_updates(console, run_dir, recipe)
+    _print_outlooks(console, rows, recipe)
+    fitted, unseen = split(rows, recipe["forecast"])
+    if not unseen:
+        console.print("Too few validations for a forecast.", highlight=False)
+        return
+    if rows[0]["pass_rate"] >= 1.0:
+        console.print("No forecast: the pass rate at step 0 is already 1.", highlight=False)
+        return
+    name = recipe["name"]
+    evaluation = evaluate(rows[0], fitted, unseen, method="robust", name=name, unit=unit)
+    console.print(_table(evaluation, unseen).rich())
+    console.print(_error_text(evaluation), highlight=False)
+    try:
+        text = _error_text(evaluate(rows[0], fitted, unseen, method="paper", name=name, unit=unit))
+    except ValueError as error:  # its grid of asymptotes ends at 0.8
+        text = f"paper: no forecast: {error}"
+    console.print(printable(text), highlight=False, markup=False)
+    path = plot(run_dir, evaluation)
+    console.print(f"plot: {path}", highlight=False)
+
+
+def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
+    """(rows to fit, later rows to forecast) by the recipe's `forecast` section; empty if the run is too short."""
+    until = section["fit_until_share"] * rows[-1]["step"]
+    used = [row for row in rows[1:] if row["step"] >= section["fit_from_steps"]]
+    fitted, unseen = [r for r in used if r["step"] <= until], [r for r in used if r["step"] > until]
+    long_enough = rows[0]["step"] == 0 and len(fitted) >= 3
+    return (fitted, unseen) if long_enough else ([], [])
+
+
+def evaluate(
+    start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, name: str, unit: str
+) -> ForecastEvaluation:
+    """Fit the rows of the first part and compare the forecast with the rest. start: the row of step 0."""
+    result = fit_curve(curve_of_rows([start, *fitted], name=name, unit=unit), method=method)
+    sized = all("prompts" in row and "generations" in row for row in (*fitted, *unseen))
+    return result.evaluate(
+        [row["compute"] for row in unseen],
+        [row["pass_rate"] for row in unseen],
+        completions=[row["prompts"] * row["generations"] for row in unseen] if sized else None,
+    )
+
+
+def gains_by_task(run_dir: str | Path, last: dict[str, Any]) -> dict[str, Gain]:
+    """The gain of each task of a mixture, none without one. last: the last row of validation.jsonl."""
+    found, start = {}, 0
+    for column, count in last.items():
+        if column.startswith("prompts/"):  # in the order in which the prompts are validated
+            found[column.removeprefix("prompts/")] = gain(run_dir, slice(start, start + count))
+            start += count
+    return found
+
+
+def gain(run_dir: str | Path, part: slice = slice(None)) -> Gain:
+    """The gain over step 0 with a paired bootstrap over held-out prompts. Raises ValueError as `read_rows`.
+
+    part: of the held-out prompts in the order of validation_by_prompt.jsonl.
+    """
+    rows = read_rows(Path(run_dir) / "validation_by_prompt.jsonl")
+    first, last = np.array(rows[0]["by_prompt"])[part], np.array(rows[-1]["by_prompt"])[part]
+    difference = last - first
+    draws = np.random.default_rng(0).integers(0, len(difference), (BOOTSTRAP_DRAWS, len(difference)))
+    low, high = np.quantile(difference[draws].mean(axis=1), [0.025, 0.975])
+    return Gain(first=first.mean(), last=last.mean(), last_step=rows[-1]["step"], low=float(low), high=float(high))
+
+
+def plot(run_dir: str | Path, evaluation: ForecastEvaluation) -> Path:
+    """Draw RUN/forecast.png: fitted points, curve, band, and the points that were not fitted. Raises OSError."""
+    compute = [prediction.compute for prediction in evaluation.predictions]
+    return plot_forecast(
+        Path(run_dir) / "forecast.png",
+        evaluation.fit,
+        unseen={evaluation.fit.name: (compute, evaluation.measured)},
+        until=compute[-1] * 1.15,
+        title=f"{evaluation.fit.name}: forecast from the first half of the run",
+    )
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run's JSONL file. Raises ValueError if it is missing, empty or invalid."""
+    rows = read_jsonl(path)
+    if not rows:
+        raise ValueError(f"{path}: expected at least one line, found {'none' if path.exists() else 'no file'}")
+    return rows
+
+
+def gain_text(found: Gain) -> str:
+    """The gain in one line."""
+    return (
+        f"held-out pass rate {found.first:.3f} at step 0, {found.last:.3f} at step {found.last_step}: "
+        f"gain {found.last - found.first:+.3f}, 95 % interval [{found.low:+.3f}, {found.high:+.3f}] "
+        "(paired bootstrap over prompts)"
+    )
+
+
+def hours_by_role(ledger: Rows) -> dict[str, float]:
+    """Role -> device-hours. ledger: rows of ledger.jsonl, in which the header and heartbeats count nothing."""
+    hours: dict[str, float] = {}
+    for row in ledger:
+        if "role" in row:
+            hours[row["role"]] = hours.get(row["role"], 0.0) + row["hours"]
+    return hours
+
+
+def cost_text(hours: Mapping[str, float], unit: str) -> str:
+    """The device-hours of each role in one line. hours: by role; unit: the ledger's."""
+    total = math.fsum(hours.values())
+    parts = ", ".join(f"{role} {value:.4g} ({value / total if total else 0:.0%})" for role, value in hours.items())
+    return f"ledger, {unit_name(unit)}: {total:.4g} in total: {parts}"
+
+
+def moved_text(made: Sequence[Outlook], came: float | None) -> str:
+    """How the forecasts of the run's end moved, in one line. came: the pass rate there, None before it."""
+    text = f"first to last forecast: {made[-1].pass_rate - made[0].pass_rate:+.3f}"
+    if came is not None:
+        inside = sum(each.lo <= came <= each.hi for each in made)
+        text += f"; measured at the end: {came:.3f}, inside {inside} of {len(made)} forecast intervals"
+    return text
+
+
+def last_step(rows: Rows, recipe: Mapping[str, Any]) -> int:
+    """The step at which the run ends: the recipe's, or that of the last validation without one."""
+    return int(recipe.get("steps") or rows[-1]["step"])
+
+
+def _print_updates(console: Console, run_dir: Path, recipe: Mapping[str, Any]) -> None:
+    """What weight updates took, beside the planner's prediction; nothing for a run without one."""
+    try:
+        rows = read_jsonl(run_dir / "metrics.jsonl")
+    except (ValueError, RecursionError) as error:
+        console.print(printable(f"No weight updates: {error}"), highlight=False, markup=False)
+        return
+    if not any("weight_bytes" in row for row in rows):
+        return
+    from megatron_scalerl.page.predicted import predicted_update
+
+    if updates := updates_of(rows, recipe, predicted_update(run_dir)):
+        console.print(updates.table.rich())
+        console.print("\n".join(updates.notes), highlight=False, markup=False)
+
+
+def _print_outlooks(console: Console, rows: Rows, recipe: dict[str, Any]) -> None:
+    """The forecasts of the run's end that were shown after each validation, and what came."""
+    steps = last_step(rows, recipe)
+    made = outlooks(rows, steps=steps, fit_from_steps=recipe["forecast"]["fit_from_steps"])
+    if not made:
+        return
+    came = rows[-1]["pass_rate"] if rows[-1]["step"] >= steps else None
+    console.print(outlook_table(made, came).rich())
+    console.print(moved_text(made, came), highlight=False)
+
+
+def _error_text(evaluation: ForecastEvaluation) -> str:
+    errors = np.abs(evaluation.errors)
+    return (
+        f"{evaluation.fit.method}: error of the forecast mean {errors.mean():.3f}, max {errors.max():.3f}, "
+        f"last {evaluation.errors[-1]:+.3f}; {evaluation.covered.mean():.0%} of the unseen points inside its "
+        "90 % interval"
+    )
+
+
+def _table(evaluation: ForecastEvaluation, unseen: Rows) -> Table:
+    cells = zip(unseen, evaluation.predictions, evaluation.errors, evaluation.covered)
+    return Table(
+        title=f"Forecast from {evaluation.fit.n_points} validations against the rest",
+        labeled=False,
+        columns=("step", unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
+        rows=tuple(
+            (
+                str(row["step"]),
+                f"{p.compute:.4g}",
+                f"{p.pass_rate:.3f}",
+                f"{p.lo:.3f} - {p.hi:.3f}",
+                f"{row['pass_rate']:.3f}",
+                f"{error:+.3f}",
+                "" if covered else "outside",
+            )
+            for row, p, error, covered in cells
+        ),
+    )

@@ -1,1 +1,0 @@
-"""Spans of a run: who did what from when to when, for a window of optimizer steps."""

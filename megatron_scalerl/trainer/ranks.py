@@ -1,0 +1,71 @@
+"""A trainer rank's place: environment, device and process groups by the recipe."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from megatron_scalerl.distributed import device
+from megatron_scalerl.distributed.parallel import Parallel, join_world, known_keywords, rank_in_world
+from megatron_scalerl.distributed.rendezvous import Rendezvous
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.other_names import check_keys
+from megatron_scalerl.recipe.parallel_layout import check_world, sizes_of
+
+
+def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Parallel:
+    """Prepare the device, join the process group and create the subgroups of `megatron.parallel`.
+
+    See `distributed.parallel.join_world` for where the ranks meet. Raises ValueError if the world does not fit the
+    layout or trainer.world_size, for unknown keys of megatron.parallel, and for an interleaved pipeline without a
+    GPU; RuntimeError if the ranks do not meet.
+    """
+    keywords = parallel_keywords(recipe)
+    trainer = recipe.trainer
+    rank_in_world(trainer.world_size, rendezvous)
+    check_world(sizes_of(keywords), trainer.world_size)
+    device.prepare(threads=trainer.threads, deterministic=trainer.deterministic, variables=environment(recipe))
+    return join_world(
+        keywords,
+        world_size=trainer.world_size,
+        seed=recipe.seed,
+        timeout_s=trainer.step_timeout_s,
+        rendezvous=rendezvous,
+    )
+
+
+def parallel_keywords(recipe: Recipe) -> dict[str, Any]:
+    """Keywords of initialize_model_parallel.
+
+    Raises ValueError for an unknown one, naming the nearest, and for an interleaved pipeline without a GPU.
+    """
+    keywords = dict(recipe.megatron.parallel)
+    expected = "a keyword of initialize_model_parallel"
+    check_keys("megatron.parallel", keywords, known_keywords(), expected=expected, in_recipe=True)
+    if not device.HAVE_GPU and keywords.get("virtual_pipeline_model_parallel_size"):
+        raise ValueError(
+            "megatron.parallel.virtual_pipeline_model_parallel_size: expected none without a GPU (the interleaved "
+            f"schedule hangs over gloo), found {keywords['virtual_pipeline_model_parallel_size']}"
+        )
+    return keywords
+
+
+def environment(recipe: Recipe) -> dict[str, str]:
+    """Environment variables that a trainer process needs before it initializes CUDA; none without a GPU.
+
+    Launchers set those that the user has not set; `device.prepare` does so in processes started otherwise. The source
+    of each is in docs/cuda.md.
+    """
+    if not device.HAVE_GPU:
+        return {}
+    variables = {}
+    sizes = sizes_of(recipe.megatron.parallel)
+    overlapped_experts = recipe.megatron.model.get("overlap_moe_expert_parallel_comm")
+    if (sizes.tp > 1 or sizes.cp > 1) and not overlapped_experts:
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if not recipe.megatron.ddp.get("nccl_ub") and "PYTORCH_ALLOC_CONF" not in os.environ:
+        # The older of its two names, which Megatron-Core reads.
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if recipe.trainer.deterministic:
+        variables |= {name: values[0] for name, values in device.DETERMINISTIC.items()}
+    return variables

@@ -1,0 +1,113 @@
+"""Writes changed elements of Hugging Face tensors into an engine's live parameters, in time that grows with their
+number, not with the tensors' size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_scalerl.weights.changes import MOST_DIMENSIONS, Changes, bits_of, loops, unsigned
+from megatron_scalerl.weights.digest import weighed
+from megatron_scalerl.weights.plan import Ranges
+
+if TYPE_CHECKING:
+    from megatron_scalerl.weights.live_map import LivePart
+
+Chosen = slice | torch.Tensor
+"""Some of n elements: a slice, or [m] int64."""
+
+
+def write_changes(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtype) -> int:
+    """Write them into the parts of their tensor; returns what the digest of values changes by.
+
+    dtype: the tensor's. Values that the elements have now are read where they lie.
+    """
+    parts = [part for part in parts if _meets(part, changes)]
+    if (change := _write_on_cpu(parts, changes, dtype)) is not None:
+        return change
+    coordinates, count = changes.coordinates(), changes.positions.numel()
+    places = [(part, *_places(part, changes.ranges, coordinates, count)) for part in parts]
+    old = torch.zeros(count, dtype=changes.values.dtype, device=changes.positions.device)
+    for part, chosen, where in places:
+        old[chosen] = bits_of(_flat(part)[where].to(dtype))
+    new = changes.bits(old)
+    for part, chosen, where in places:
+        _flat(part)[where] = new[chosen].view(dtype).to(part.live.dtype)
+    return changes.digest(old, new, coordinates)
+
+
+def _write_on_cpu(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtype) -> int | None:
+    """The same by a compiled loop; None for what it does not take: tables of indices, parameters of another type."""
+    compiled, place = loops(), changes.in_three()
+    on_cpu = changes.positions.device.type == "cpu"
+    if compiled is None or place is None or not (on_cpu and all(_plain(part, dtype) for part in parts)):
+        return None
+    steps = torch.empty(0, dtype=torch.int8) if changes.steps is None else changes.steps
+    given = changes.positions.numpy(), steps.numpy(), unsigned(changes.values), *place
+    change = 0
+    for part in parts:
+        along = {axis: (range(index, index + 1), 0) for axis, index in part.fixed.items()}
+        for axis, each_index, stride in zip(part.axes, part.indices, part.live.stride()):
+            assert isinstance(each_index, range)
+            along[axis] = each_index, stride
+        missing = MOST_DIMENSIONS - len(along)
+        each = [(range(1), 0)] * missing + [along[axis] for axis in range(len(along))]
+        here = zip(*((index.start, index.stop, stride) for index, stride in each))
+        change += int(compiled.write(*given, *here, unsigned(bits_of(_flat(part)))))
+    return weighed(changes.tensor, change)
+
+
+def _plain(part: LivePart, dtype: torch.dtype) -> bool:
+    return part.live.dtype == dtype and all(isinstance(index, range) for index in part.indices)
+
+
+def _meets(part: LivePart, changes: Changes) -> bool:
+    """Whether some of the rectangle may be the part's."""
+    fixed = [(axis, range(index, index + 1)) for axis, index in part.fixed.items()]
+    along = [(axis, along) for axis, along in zip(part.axes, part.indices) if isinstance(along, range)]
+    return all(
+        changes.ranges[axis][0] < index.stop and index.start < changes.ranges[axis][1]
+        for axis, index in (*fixed, *along)
+    )
+
+
+def _places(
+    part: LivePart, ranges: Ranges, coordinates: Sequence[torch.Tensor], count: int
+) -> tuple[Chosen, torch.Tensor]:
+    """(which elements are the part's, their places in its memory). coordinates: in row-major order."""
+    along = {axis: (index, stride) for axis, index, stride in zip(part.axes, part.indices, part.live.stride())}
+    along |= {axis: (range(index, index + 1), 0) for axis, index in part.fixed.items()}
+    chosen: Chosen = slice(0, count)
+    where = torch.zeros(count, dtype=torch.int64, device=part.live.device)
+    for axis, (index, stride) in sorted(along.items()):
+        here = coordinates[axis][chosen]
+        if isinstance(index, range):
+            step, inside = here - index.start, index.start <= ranges[axis][0] and ranges[axis][1] <= index.stop
+        else:
+            step, inside = _inverse(index, ranges[axis][1]).to(here.device)[here], False
+        where = where + step * stride
+        if inside:
+            continue
+        if axis == 0 and isinstance(index, range):  # rising
+            ends = torch.searchsorted(here, torch.tensor([index.start, index.stop], device=here.device)).tolist()
+            chosen, where = slice(*ends), where[slice(*ends)]
+        else:
+            kept = ((step >= 0) & (step < len(index))).nonzero().flatten()
+            where = where[kept]
+            chosen = kept + chosen.start if isinstance(chosen, slice) else chosen[kept]
+    return chosen, where
+
+
+def _inverse(index: torch.Tensor, size: int) -> torch.Tensor:
+    """[size] int64: the place of each of the tensor's indices, -1 for those that are not there."""
+    found = torch.full((max(size, int(index.max()) + 1),), -1, dtype=torch.int64)
+    found[index] = torch.arange(len(index))
+    return found
+
+
+def _flat(part: LivePart) -> torch.Tensor:
+    """The memory that the part is a view of, from its first element to its last."""
+    last = sum((size - 1) * stride for size, stride in zip(part.live.shape, part.live.stride()))
+    return part.live.as_strided((last + 1,), (1,))

@@ -1,0 +1,263 @@
+"""Invalid input: one line that names it, exit code 2, and no file left behind."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import command
+from random_policies import make
+from safetensors.torch import load_file, save_file
+
+from megatron_scalerl.checkpoints import conversion
+from megatron_scalerl.checkpoints.hf_folder import INDEX
+from megatron_scalerl.checkpoints.to_megatron import to_megatron
+
+ROOT = Path(__file__).parent.parent.parent
+main = command("convert")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """A llama in one file."""
+    folder = tmp_path_factory.mktemp("policy") / "hf"
+    make("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def source(policy, tmp_path):
+    """The policy in two files with an index, to be modified by a test."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    tensors = load_file(policy / "model.safetensors")
+    names = sorted(tensors)
+    files = {"model-00001-of-00002.safetensors": names[:15], "model-00002-of-00002.safetensors": names[15:]}
+    for file, mine in files.items():
+        save_file({name: tensors[name] for name in mine}, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, mine in files.items() for name in mine}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text((policy / "config.json").read_text())
+    return folder
+
+
+@pytest.fixture
+def refused(source, tmp_path, capsys):
+    """Runs a conversion of the source that must fail, and returns its one-line message."""
+
+    def run(*more, command="to-megatron", origin=source, name="out"):
+        before = set(tmp_path.iterdir())
+        assert main([command, str(origin), str(tmp_path / name), "--processes", "1", *more]) == 2
+        said = capsys.readouterr()
+        lines = said.err.splitlines()
+        assert len(lines) == 1 and said.out == "", said
+        assert set(tmp_path.iterdir()) == before, "something was left behind"
+        return lines[0]
+
+    return run
+
+
+def rewrite(folder, number, change):
+    """Applies `change` to the tensors of one file."""
+    file = folder / f"model-0000{number}-of-00002.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_json(path, change):
+    """Applies `change` to the content of a JSON file."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_good_folder_is_converted(source, tmp_path, capsys):
+    assert main(["to-megatron", str(source), str(tmp_path / "out"), "--verify", "--processes", "1"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "" and "39 tensors, 610.75 KiB in" in said.out and "compared bit for bit" in said.out
+    assert main(["verify", str(source), str(tmp_path / "out"), "--processes", "1"]) == 0
+    assert "39 tensors, 610.75 KiB, equal bit for bit" in capsys.readouterr().out
+
+
+def test_a_missing_shard(source, refused):
+    (source / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002-of-00002.safetensors: expected the shard that the index names, found no file" in refused()
+
+
+@pytest.mark.parametrize("keep", [4, 100, -1])
+def test_a_truncated_shard(keep, source, refused):
+    file = source / "model-00001-of-00002.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:keep])
+    said = refused()
+    assert f"{file}: expected " in said
+    if keep == -1:
+        assert f"expected {len(whole)} bytes as its header says, found {len(whole) - 1} (truncated?)" in said
+    else:
+        assert f"found no readable header in {keep} bytes" in said
+
+
+def test_an_index_with_a_tensor_that_its_file_lacks(source, refused):
+    edit_json(source / INDEX, lambda c: c["weight_map"].update({"model.ghost": "model-00001-of-00002.safetensors"}))
+    said = refused()
+    assert "found model.ghost, which model-00001-of-00002.safetensors does not hold" in said
+
+
+def test_missing_tensors_are_listed(source, refused):
+    rewrite(source, 2, lambda t: [t.pop(n) for n in list(t) if "layers.3.self_attn" in n])
+    kept = {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    (source / INDEX).unlink()
+    assert {p.name for p in source.glob("*.safetensors")} == kept  # without an index every file counts
+    said = refused()
+    names = [f"model.layers.3.self_attn.{p}_proj.weight" for p in "qkvo"]
+    assert f"expected tensor {', '.join(names)}, found none of that name" in said
+
+
+def test_unexpected_tensors_are_listed(source, refused):
+    rewrite(source, 1, lambda t: t.update({"model.extra": torch.ones(2), "score.weight": torch.ones(2)}))
+    assert "expected only tensors of a llama, found model.extra, score.weight" in refused()
+
+
+def test_a_shape_that_disagrees_with_the_config(source, refused):
+    rewrite(source, 2, lambda t: t.update({"model.norm.weight": torch.ones(63)}))
+    assert "model.norm.weight: expected shape [64] as config.json says, found [63]" in refused()
+
+
+def test_a_config_that_disagrees_with_the_shapes(source, refused):
+    edit_json(source / "config.json", lambda c: c.update(intermediate_size=96))
+    assert "mlp.gate_proj.weight: expected shape [96, 64] as config.json says, found [128, 64]" in refused()
+
+
+def test_a_type_that_weights_do_not_have(source, refused):
+    rewrite(source, 2, lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.float64)}))
+    assert "model.norm.weight: expected one of F32, BF16, F16, found F64" in refused()
+
+
+def test_a_parameter_of_mixed_types(source, refused, tmp_path, capsys):
+    name = "model.layers.3.self_attn.k_proj.weight"
+    rewrite(source, 2, lambda t: t.update({name: t[name].bfloat16()}))
+    assert "expected parts of one type, found BF16, F32" in refused()
+
+
+def test_an_unsupported_architecture_lists_the_supported_ones(source, refused):
+    edit_json(source / "config.json", lambda c: c.update(model_type="mamba"))
+    said = refused()
+    assert "expected one of llama, llama4, llama4_text, qwen3, qwen3_moe, found 'mamba'" in said
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(bad, source, refused, tmp_path, capsys):
+    rewrite(source, 2, lambda t: t["model.layers.3.mlp.down_proj.weight"].view(-1)[777].fill_(bad))
+    said = refused()
+    assert "model.layers.3.mlp.down_proj.weight: expected finite weights, found NaN or Inf" in said
+    assert "--allow-nonfinite" in said
+    passed = ["to-megatron", str(source), str(tmp_path / "out"), "--allow-nonfinite", "--verify", "--processes", "1"]
+    assert main(passed) == 0
+    capsys.readouterr()
+    assert "found NaN or Inf" in refused(command="to-hf", origin=tmp_path / "out", name="back")
+
+
+def test_a_number_too_large_for_the_new_type(source, refused):
+    rewrite(source, 2, lambda t: t["model.norm.weight"].view(-1)[0].fill_(1e6))
+    assert "model.norm.weight: expected finite weights, found NaN or Inf" in refused("--dtype", "float16")
+
+
+def test_an_output_that_exists_is_not_touched(source, refused, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    assert f"{tmp_path / 'out'}: expected no such path (nothing is overwritten), found one" in refused()
+    assert (tmp_path / "out" / "precious").read_text() == "x"
+
+
+def test_an_output_folder_that_does_not_exist(refused, tmp_path):
+    assert "expected a place in an existing folder, found no folder" in refused(name="no/such/out")
+
+
+def test_too_little_space_is_reported_before_anything_is_written(refused, monkeypatch):
+    usage = conversion.shutil.disk_usage("/")
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: usage._replace(free=60 << 20))
+    assert "expected 0.06 GiB of free space, found 0.06 GiB" in refused()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_disk_that_is_full_in_the_middle(processes, source, tmp_path):
+    """The kernel's own limit on the size of files replaces a full disk: writing fails in the same call."""
+    limit = 300_000
+    done = subprocess.run(
+        [sys.executable, "tools/convert_checkpoint.py", "to-megatron", source, tmp_path / "out"]
+        + ["--processes", str(processes)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == "megatron-scalerl: __0_0.distcp: expected to be written in full, found: File too large\n"
+    assert {p.name for p in tmp_path.iterdir()} == {"source"}
+
+
+@pytest.fixture
+def megatron(source, tmp_path):
+    """The policy as a Megatron checkpoint, to be modified by a test."""
+    to_megatron(source, tmp_path / "megatron")
+    return tmp_path / "megatron"
+
+
+def test_an_incomplete_checkpoint(megatron, refused):
+    (megatron / "__0_0.distcp").unlink()
+    assert "__0_0.distcp: expected a file of" in refused(command="to-hf", origin=megatron)
+
+
+def test_a_checkpoint_without_its_last_file(megatron, refused):
+    (megatron / "metadata.json").unlink()
+    (megatron / "COMMIT").unlink()
+    assert "expected a checkpoint with metadata.json and .metadata, found none" in refused(
+        command="to-hf", origin=megatron
+    )
+
+
+def test_a_bit_that_flipped_on_the_disk(megatron, refused):
+    file = megatron / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    said = refused(command="to-hf", origin=megatron)
+    assert "__0_0.distcp: expected the content that was committed, found another digest" in said
+    # a file of more than 16 MiB has no digest there
+    commit = json.loads((megatron / "COMMIT").read_text())
+    del commit["sha256"]["__0_0.distcp"]
+    (megatron / "COMMIT").write_text(json.dumps(commit))
+    said = refused(command="to-hf", origin=megatron)
+    assert "expected checksum" in said and "as recorded, found" in said
+
+
+def test_a_difference_is_named(megatron, source, capsys):
+    rewrite(source, 2, lambda t: t["model.layers.3.mlp.up_proj.weight"].view(torch.int32).view(-1)[5].bitwise_xor_(1))
+    assert main(["verify", str(source), str(megatron), "--processes", "1"]) == 2
+    assert capsys.readouterr().err.endswith("found others in model.layers.3.mlp.up_proj.weight\n")
+
+
+def test_a_checkpoint_of_another_config(megatron, refused):
+    edit_json(megatron / "hugging_face" / "config.json", lambda c: c.update(num_key_value_heads=4, head_dim=16))
+    (megatron / "COMMIT").unlink()
+    assert "linear_qkv.weight: expected shape [4, 192, 64], found [4, 128, 64]" in refused(
+        command="to-hf", origin=megatron
+    )
+
+
+def test_a_stock_checkpoint_without_its_origin(megatron, refused):
+    (megatron / "conversion.json").unlink()
+    (megatron / "COMMIT").unlink()
+    assert "name the Hugging Face folder that it came from (--like)" in refused(command="to-hf", origin=megatron)
+
+
+def test_a_folder_without_a_checkpoint(refused, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "expected a Hugging Face folder with config.json, found none" in refused(origin=empty)

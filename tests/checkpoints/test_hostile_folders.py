@@ -1,0 +1,196 @@
+"""Folders whose parts would run code, or write or read elsewhere: one line, exit code 2, no effect."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hostile import Evil, edit_metadata, first_key, place, recommit, saved
+from random_policies import make
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from megatron_scalerl.__main__ import main as product
+from megatron_scalerl.checkpoints.commit import write_commit
+from megatron_scalerl.checkpoints.to_megatron import to_megatron
+
+ELSEWHERE = f"/tmp/escaped-{os.getpid()}.safetensors"
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """(Hugging Face folder, the checkpoint converted from it)"""
+    root = tmp_path_factory.mktemp("originals")
+    make("llama", root / "hf")
+    to_megatron(root / "hf", root / "megatron")
+    return root / "hf", root / "megatron"
+
+
+@pytest.fixture
+def folder(originals, tmp_path):
+    """The checkpoint, to be modified by a test."""
+    shutil.copytree(originals[1], tmp_path / "megatron")
+    return tmp_path / "megatron"
+
+
+@pytest.fixture
+def marker(tmp_path):
+    """The folder that a hostile pickle would create."""
+    return tmp_path / "made_by_a_pickle"
+
+
+@pytest.fixture
+def refused(originals, folder, marker, tmp_path, capsys):
+    """Runs to-hf, verify and export on the folder; all must refuse it with the same line, which is returned."""
+
+    def run(like=True):
+        out = tmp_path / "out"
+        commands = [["to-hf", str(folder), str(out)], ["verify", str(originals[0]), str(folder)]]
+        commands += [["to-hf", str(folder), str(out), "--like", str(originals[0])]] if like else []
+        lines = [refusal(product, ["convert", *c, "--processes", "1"]) for c in commands]
+        if like:
+            run_dir = run_of(folder, originals[0], tmp_path)
+            lines.append(refusal(product, ["export", str(run_dir), "--out", str(out)]))
+        assert not marker.exists() and not out.exists()
+        of_run = str(tmp_path / "run" / "checkpoints" / "step_000001")
+        lines = [line.split(": ", 1)[1].replace(of_run, str(folder)) for line in lines]
+        assert len(set(lines)) == 1, lines
+        return lines[0]
+
+    def refusal(command, arguments):
+        assert command(arguments) == 2
+        said = capsys.readouterr()
+        assert len(said.err.splitlines()) == 1 and said.out == "", said
+        return said.err.strip()
+
+    return run
+
+
+def run_of(folder, policy, tmp_path):
+    """A run's folder whose checkpoint is `folder`."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(folder, run_dir / "checkpoints" / "step_000001", symlinks=True, copy_function=copy_any)
+    (run_dir / "checkpoints" / "step_000001" / "COMMIT").unlink()
+    write_commit(run_dir / "checkpoints" / "step_000001", {"step": 1})
+    recipe = {"name": "run", "steps": 1, "policy": {"path": str(policy)}, "prompts": {"path": "none.jsonl"}}
+    (run_dir / "recipe.yaml").write_text(json.dumps(recipe))
+    return run_dir
+
+
+def copy_any(source, target):
+    """Copies files and pipes; shutil.copytree would block on a pipe."""
+    if os.path.isfile(source):
+        shutil.copy2(source, target, follow_symlinks=False)
+    else:
+        os.mkfifo(target)
+
+
+def test_a_metadata_file_that_is_a_call(folder, marker, refused):
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    recommit(folder)
+    expected = f"{folder}/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir"
+    assert refused() == expected
+
+
+@pytest.mark.parametrize("where", ["planner_data", "version", "mcore_data"])
+def test_a_valid_metadata_file_with_a_call_in_it(where, folder, marker, refused):
+    edit_metadata(folder, lambda m: setattr(m, where, {"a": Evil(marker)}))
+    assert refused().endswith("/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir")
+
+
+def test_a_tensor_that_calls(folder, marker, refused):
+    place(folder, first_key(folder, objects=False), saved(Evil(marker)))
+    assert refused().endswith("/__99_0.distcp: expected a saved tensor at byte 0, found the name posix.mkdir")
+
+
+def test_parts_that_are_not_needed_are_not_opened(originals, folder, marker, tmp_path):
+    """Neither common.pt nor an object reaches a decoder, so that other programs' settings do not matter."""
+    (folder / "common.pt").write_bytes(saved(Evil(marker)))
+    place(folder, first_key(folder, objects=True), saved([Evil(marker)]))
+    assert product(["convert", "to-hf", str(folder), str(tmp_path / "out"), "--processes", "1"]) == 0
+    assert not marker.exists()
+    ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path / "out", originals[0]))
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+@pytest.mark.parametrize(
+    ("info", "found"),
+    [
+        (("../outside", 0, 10), ".metadata: expected names of files in the folder, found '../outside'"),
+        (("/etc/passwd", 0, 10), ".metadata: expected names of files in the folder, found '/etc/passwd'"),
+        (("__0_0.distcp", -5, 10), "found a byte range that is not a tuple of sizes"),
+        (("__0_0.distcp", 0, -1), "found a byte range that is not a tuple of sizes"),
+        (("__0_0.distcp", 0, 10**12), "__0_0.distcp: expected at least 1000000000000 bytes"),
+        (("__0_0.distcp", 10**12, 10), "__0_0.distcp: expected at least 1000000000010 bytes"),
+        (("__0_0.distcp", 0, "10"), "found _StorageInfo.length that is a str"),
+        (("none.distcp", 0, 10), "none.distcp: expected a file of the checkpoint, found none"),
+        (("__0_0.distcp", 3, 100), "__0_0.distcp: expected a saved tensor at byte 3, found BadZipFile"),
+        (("__0_0.distcp", 0, 10, ["stream.zstd/1"]), "found bytes that were transformed"),
+    ],
+)
+def test_places_outside_the_folder_or_the_file(info, found, folder, refused):
+    (folder.parent / "outside").write_bytes(b"x" * 20)
+    index = first_key(folder, objects=False)
+    edit_metadata(folder, lambda m: m.storage_data.__setitem__(index, _StorageInfo(*info)))
+    assert found in refused()
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "metadata.json"])
+def test_links_out_of_the_folder(name, folder, refused):
+    shutil.move(folder / name, folder.parent / "elsewhere")
+    (folder / name).symlink_to(folder.parent / "elsewhere")
+    assert refused() == f"{folder / name}: expected a file, found a link (cp -RL makes a folder without links)"
+
+
+def test_a_pipe_does_not_block(folder, refused):
+    (folder / "__0_0.distcp").unlink()
+    os.mkfifo(folder / "__0_0.distcp")
+    (folder / "COMMIT").unlink()
+    assert refused(like=False).endswith("__0_0.distcp: expected a regular file, found something else")
+
+
+def test_a_link_beside_the_config_is_not_copied_out(folder, refused):
+    (folder.parent / "secret").write_text("secret")
+    (folder / "hugging_face" / "chat_template.jinja").symlink_to(folder.parent / "secret")
+    recommit(folder)
+    assert "hugging_face/chat_template.jinja: expected a file or a folder, found a link" in refused(like=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda c: c["shards"][0].update(file="../../escaped.safetensors"), "names of files in the folder"),
+        (lambda c: c["shards"][0].update(file=ELSEWHERE), "names of files in the folder"),
+        (lambda c: c["shards"][0].update(file="config.json"), r"expected files *.safetensors, found config.json"),
+        (lambda c: c["shards"][0].update(mode="x"), "unexpected keyword argument"),
+        (lambda c: c["shards"][0]["tensors"].append("ghost"), "in its files, found 'ghost'"),
+        (lambda c: c.pop("shards"), "KeyError('shards')"),
+        (lambda c: c.update(tensors=[]), "tensors that are a list"),
+        (lambda c: c.update(copies={"a": "ghost"}), "found 'ghost'"),
+        (lambda c: c.update(tensors={"a": {}}), "KeyError('dtype')"),
+        (lambda c: c.update(index_metadata=3), "index_metadata that is not a dictionary"),
+    ],
+    ids=["parent", "absolute", "config", "keyword", "ghost", "shards", "tensors", "copies", "entry", "index"],
+)
+def test_a_record_that_names_files_outside_the_folder(change, found, folder, refused):
+    """Files of the result are created under the names in the record."""
+    before = {p for p in folder.parent.parent.rglob("*") if p.name.startswith("escaped")}
+    content = json.loads((folder / "conversion.json").read_text())
+    change(content)
+    (folder / "conversion.json").write_text(json.dumps(content))
+    recommit(folder)
+    assert found in refused(like=False)
+    assert {p for p in folder.parent.parent.rglob("*") if p.name.startswith("escaped")} == before
+    assert not Path(ELSEWHERE).exists()
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"sharded_backend": "zarr"}', b"[]", b"[" * 100_000])
+def test_other_formats(content, folder, refused):
+    (folder / "metadata.json").write_bytes(content)
+    recommit(folder)
+    assert f"{folder}/metadata.json: " in refused()

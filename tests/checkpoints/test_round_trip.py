@@ -1,0 +1,174 @@
+"""Hugging Face -> Megatron -> Hugging Face gives the same bytes, files and index, for every family."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from random_policies import KINDS, make
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megatron_scalerl.checkpoints import assembly, jobs
+from megatron_scalerl.checkpoints.assembly import bands
+from megatron_scalerl.checkpoints.commit import read_commit
+from megatron_scalerl.checkpoints.conversion import Options
+from megatron_scalerl.checkpoints.hf_folder import INDEX, family_of_folder, open_folder
+from megatron_scalerl.checkpoints.to_hf import to_hf
+from megatron_scalerl.checkpoints.to_megatron import to_megatron
+from megatron_scalerl.checkpoints.verify import verify
+from megatron_scalerl.checkpoints.weight_map import parameter_assembly
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    """Folder of a kind in a type, created once."""
+    made = {}
+
+    def folder(kind, dtype=torch.float32):
+        if (kind, dtype) not in made:
+            made[kind, dtype] = tmp_path_factory.mktemp(kind) / "hf"
+            make(kind, made[kind, dtype], dtype=dtype)
+        return made[kind, dtype]
+
+    return folder
+
+
+def split(source: Path, target: Path, parts: int) -> Path:
+    """The folder with its tensors distributed over several files and an index."""
+    target.mkdir()
+    tensors = load_file(source / "model.safetensors")
+    weight_map = {}
+    for number in range(parts):
+        file = f"model-{number + 1:05d}-of-{parts:05d}.safetensors"
+        mine = {name: tensors[name] for name in sorted(tensors)[number::parts]}
+        save_file(mine, target / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(mine, file)
+    index = {"metadata": {"total_parameters": 7, "total_size": 0}, "weight_map": weight_map}
+    (target / INDEX).write_text(json.dumps(index))
+    for extra in source.glob("*.json"):
+        (target / extra.name).write_text(extra.read_text())
+    (target / "chat_template.jinja").write_text("{{ messages }}")
+    (target / "additional_chat_templates").mkdir()
+    (target / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    return target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_byte_comes_back(kind, dtype, policies, tmp_path, monkeypatch):
+    # small bands and chunks, so that tensors are split as large ones are
+    monkeypatch.setattr("megatron_scalerl.checkpoints.to_megatron.CHUNK_BYTES", 3000)
+    monkeypatch.setattr(assembly, "BAND_BYTES", 1000)
+    monkeypatch.setattr(jobs, "BAND_BYTES", 700)
+    source = policies(kind, dtype)
+    there = to_megatron(source, tmp_path / "megatron", Options(verify=True, job_bytes=100_000))
+    back = to_hf(tmp_path / "megatron", tmp_path / "back", Options(verify=True, job_bytes=100_000))
+    assert there.tensors == back.tensors == len(open_folder(source).tensors)
+    assert there.nbytes == back.nbytes == sum(t.nbytes for t in open_folder(source).tensors.values())
+    for path in source.iterdir():
+        if path.name != "generation_config.json":  # Llama 4's gets keys that vLLM needs
+            assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert {p.name for p in (tmp_path / "back").iterdir()} - {p.name for p in source.iterdir()} == {"conversion.json"}
+
+
+@pytest.mark.parametrize("kind", ["llama_biased", "qwen3_moe", "llama4"])
+def test_parameters_are_those_that_the_trainer_loads(kind, policies):
+    """Two readings of the same rules: the converter's assemblies, and the trainer's pieces."""
+    source = policies(kind)
+    tensors = load_file(source / "model.safetensors")
+    sources = jobs.OpenSources(jobs.SourceFiles(hugging_face=open_folder(source)))
+    rules = [rule for rule in family_of_folder(source).rules if rule.exported]
+    for rule in rules:
+        assembled = parameter_assembly(rule, "F32", "F32")
+        found = np.concatenate([np.array(rows) for rows in bands(assembled, sources)]).view(np.float32)
+        expected = torch.full(assembled.shape, torch.nan)
+        for piece in rule.pieces(0, 1):
+            piece.of_shard(expected).copy_(tensors[piece.hf_name][piece.hf_index])
+        assert torch.equal(torch.from_numpy(found).reshape(assembled.shape), expected), rule.megatron
+    assert len(rules) > 20
+
+
+def test_shards_index_and_side_files_come_back(policies, tmp_path):
+    source = split(policies("llama4_multimodal"), tmp_path / "source", 3)
+    to_megatron(source, tmp_path / "megatron", Options(processes=2, job_bytes=300_000))
+    to_hf(tmp_path / "megatron", tmp_path / "back", Options(processes=2, job_bytes=300_000))
+    ours = open_folder(tmp_path / "back")
+    assert ours.shards == open_folder(source).shards and ours.tensors == open_folder(source).tensors
+    for shard in ours.shards:
+        assert (tmp_path / "back" / shard.file).read_bytes() == (source / shard.file).read_bytes()
+    index, before = (json.loads((folder / INDEX).read_text()) for folder in (tmp_path / "back", source))
+    assert index["weight_map"] == before["weight_map"]
+    size = sum(t.nbytes for t in ours.tensors.values())
+    assert index["metadata"] == {"total_parameters": 7, "total_size": size}
+    for name in ("chat_template.jinja", "config.json", "additional_chat_templates/tools.jinja"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+    generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+    assert generation["attn_temperature_tuning"] is True
+    # Nothing of the vision tower is in Megatron's own files.
+    with safe_open(tmp_path / "megatron" / "hugging_face" / "carried.safetensors", "pt") as stored:
+        assert {name.split(".")[0] for name in stored.keys()} == {"vision_model", "multi_modal_projector"}  # noqa: SIM118
+
+
+def test_files_are_the_same_for_any_number_of_processes(policies, tmp_path):
+    for processes in (1, 3):
+        to_megatron(policies("llama"), tmp_path / str(processes), Options(processes=processes, job_bytes=60_000))
+    one, three = (sorted((tmp_path / n).glob("*.distcp")) for n in "13")
+    assert len(one) > 6
+    assert [p.read_bytes() for p in one] == [p.read_bytes() for p in three]
+
+
+def test_the_exported_folder_opens_in_transformers(policies, tmp_path):
+    to_megatron(policies("qwen3_tied"), tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    before = load_file(policies("qwen3_tied") / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_another_type_is_rounded_once_and_set_in_the_config(policies, tmp_path):
+    source = policies("llama4_multimodal")
+    to_megatron(source, tmp_path / "megatron", Options(dtype="BF16", verify=True))
+    to_hf(tmp_path / "megatron", tmp_path / "back", Options(verify=True))
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    for name, tensor in before.items():
+        outside = not name.startswith("language_model.")
+        assert torch.equal(after[name], tensor if outside else tensor.bfloat16()), name
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    verify(source, tmp_path / "megatron", Options(dtype="BF16"))
+    with pytest.raises(ValueError, match=r"expected F32 .* found BF16"):
+        verify(source, tmp_path / "megatron")
+
+
+def test_a_copy_of_the_tied_embedding_is_written_again(policies, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    tensors = load_file(policies("llama_tied") / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    (source / "config.json").write_text((policies("llama_tied") / "config.json").read_text())
+    to_megatron(source, tmp_path / "megatron", Options(verify=True))
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    tensors["lm_head.weight"][3, 3] += 1
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lm_head.weight: expected a copy of model.embed_tokens.weight"):
+        to_megatron(source, tmp_path / "other")
+
+
+def test_the_record_has_every_tensor_with_the_same_checksum_on_both_sides(policies, tmp_path):
+    import xxhash
+
+    source = policies("qwen3_moe")
+    to_megatron(source, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    one, other = (json.loads((tmp_path / n / "conversion.json").read_text()) for n in ("megatron", "back"))
+    assert one["tensors"] == other["tensors"] and one["checksum"] == "xxh3_64"
+    for name, tensor in load_file(source / "model.safetensors").items():
+        entry = one["tensors"][name]
+        digest = xxhash.xxh3_64(tensor.numpy().tobytes()).hexdigest()
+        assert entry == {"dtype": "F32", "shape": list(tensor.shape), "checksum": digest}
+    assert read_commit(tmp_path / "megatron")["family"] == "qwen3_moe"

@@ -1,0 +1,64 @@
+"""Tensors as torch.save writes them, without torch: each side reads what the other wrote."""
+
+import io
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_scalerl.checkpoints.assembly import BITS, TORCH_NAMES
+from megatron_scalerl.checkpoints.plain_files import MappedFile
+from megatron_scalerl.checkpoints.torch_archive import append_tensor, find_tensor
+
+
+@pytest.mark.parametrize("dtype", TORCH_NAMES)
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (1, 4, 3), (1, 1, 2, 6)])
+def test_torch_reads_an_archive_behind_other_bytes(dtype, shape, tmp_path):
+    torch.manual_seed(1)
+    tensor = torch.randn(shape).to(getattr(torch, TORCH_NAMES[dtype]))
+    rows = tensor.reshape(-1, shape[-1]).view(torch.int32 if dtype == "F32" else torch.int16).numpy()
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.write(b"before")
+        length = append_tensor(file, dtype, shape, [rows.view(BITS[dtype])[:1], rows.view(BITS[dtype])[1:]])
+        file.write(b"after")
+    archive = path.read_bytes()[6:-5]
+    assert len(archive) == length
+    assert torch.equal(torch.load(io.BytesIO(archive), weights_only=True), tensor)
+    assert zipfile.ZipFile(io.BytesIO(archive)).testzip() is None  # all checksums match
+    found = find_tensor(MappedFile(path), 6, length)
+    assert found[:2] == (dtype, shape) and found[2] % 64 == 0
+
+
+def test_an_archive_of_torch_is_read(tmp_path):
+    tensor = torch.arange(12, dtype=torch.bfloat16).reshape(1, 3, 4)
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    path = tmp_path / "file"
+    path.write_bytes(b"xx" + stream.getvalue())
+    file = MappedFile(path)
+    dtype, shape, start = find_tensor(file, 2, len(stream.getvalue()))
+    assert (dtype, shape) == ("BF16", (1, 3, 4))
+    assert file.array(start, 12, np.dtype(np.uint16)).tobytes() == tensor.view(torch.int16).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(3, 4).t(), torch.zeros(6)[2:], {"a": torch.zeros(2)}, torch.zeros(2, dtype=torch.int64)]
+)
+def test_anything_but_a_contiguous_tensor_is_refused(value, tmp_path):
+    path = tmp_path / "file"
+    torch.save(value, path)
+    with pytest.raises(ValueError, match=r"file: expected a (saved|contiguous) tensor at byte 0, found"):
+        find_tensor(MappedFile(path), 0, path.stat().st_size)
+
+
+def test_any_zip_tool_detects_a_flipped_bit(tmp_path):
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        append_tensor(file, "F32", (64,), [np.arange(64, dtype=np.uint32)])
+    _, _, start = find_tensor(MappedFile(path), 0, path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[start + 5] ^= 1
+    with pytest.raises(zipfile.BadZipFile, match="Bad CRC-32"):
+        zipfile.ZipFile(io.BytesIO(data)).read("archive/data/0")

@@ -1,0 +1,292 @@
+"""Values of torch.save are read as torch reads them; objects, views beyond their bits and bombs are not."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import tracemalloc
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hostile import Evil, saved
+
+from megatron_scalerl.checkpoints.plain_files import PlainFile
+from megatron_scalerl.checkpoints.safe_index import ByteRange
+from megatron_scalerl.checkpoints.safe_megatron import _Tensors
+from megatron_scalerl.checkpoints.safe_values import describe, read_object, read_value
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads a value behind other bytes of a file, with tensors built by torch."""
+
+    def run(content, make=None, key=None):
+        (tmp_path / "file").write_bytes(b"before" + content + b"after")
+        with PlainFile(tmp_path, "file") as file:
+            if key is not None:
+                place = ByteRange(file="file", start=6, length=len(content))
+                return read_object(file, key, place, make or _Tensors())
+            return read_value(file, 6, len(content), make or _Tensors())
+
+    return run
+
+
+def test_states_of_generators_are_read(read):
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    value = [{**states, "none": {}}]
+    [found] = read(saved(value), key="generators/shard_0_1")
+    assert found["python"] == value[0]["python"] and found["none"] == {}
+    assert torch.equal(found["torch"], value[0]["torch"])
+    for ours, theirs in zip(found["numpy"], value[0]["numpy"], strict=True):
+        assert np.array_equal(ours, theirs) and type(ours) is type(theirs)
+    np.random.set_state(tuple(found["numpy"]))
+    assert found["numpy"][1].dtype == np.uint32 and found["numpy"][1].flags.writeable
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.arange(9)[2:5],
+        torch.tensor(3.5, dtype=torch.bfloat16),
+        torch.empty(0, 3),
+        torch.tensor([True, False]),
+        torch.arange(6, dtype=torch.int16).reshape(1, 2, 3),
+    ],
+    ids=["transposed", "slice", "scalar", "empty", "bool", "int16"],
+)
+def test_tensors_equal_those_that_torch_loads(tensor, read):
+    found = read(saved({"a": tensor, "b": tensor}))
+    assert found["a"].dtype == tensor.dtype and found["a"].shape == tensor.shape and torch.equal(found["a"], tensor)
+    if tensor.numel():
+        found["a"].zero_()
+        assert torch.equal(found["b"], torch.zeros_like(tensor)), "tensors of one storage share it"
+
+
+@pytest.mark.parametrize("array", [np.arange(6.0).reshape(2, 3), np.asfortranarray(np.arange(6).reshape(2, 3))])
+def test_arrays_keep_their_order(array, read):
+    found = read(saved(array))
+    assert np.array_equal(found, array) and found.dtype == array.dtype
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (Namespace(lr=1), "the name argparse.Namespace"),
+        (np.array([{}], dtype=object), "arrays of 'O8'"),
+        (np.float64(1.0), "the name numpy._core.multiarray.scalar"),
+        (np.array(["text"]), "arrays of 'U4'"),
+        (np.array([1], dtype=">i4"), "another byte order"),
+        (np.zeros(1, dtype=[("a", "i4")]), "arrays of 'V4'"),
+        ({1, 2}, "opcode EMPTY_SET|the name __builtin__.set"),
+        (slice(1), "the name __builtin__.slice"),
+        (bytearray(b"ab"), "the name __builtin__.bytearray"),
+        (torch.nn.Linear(1, 1), "the name torch.nn.modules.linear.Linear"),
+        (torch.float32, "the name torch.float32"),
+        (torch.FloatStorage, "a _Storage among plain values"),
+        (torch.storage._load_from_bytes, "the name torch.storage._load_from_bytes"),
+        (torch.nn.Parameter(torch.zeros(1)), "the name torch._utils._rebuild_parameter"),
+        (OrderedDict, "a Maker among plain values"),
+        (torch.zeros(2).to_sparse(), "the name torch._utils._rebuild_sparse_tensor"),
+    ],
+    ids=lambda v: v[:24] if isinstance(v, str) else type(v).__name__,
+)
+def test_other_values_are_refused_by_name(value, found, read):
+    with pytest.raises(ValueError, match=rf"file: expected plain values at byte 6, found .*({found})"):
+        read(saved(value))
+
+
+def test_a_hostile_value_has_no_effect(read, tmp_path):
+    with pytest.raises(ValueError, match=r"found the name posix\.mkdir"):
+        read(saved([Evil(tmp_path / "made")]))
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("key", ["decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1"])
+@pytest.mark.parametrize("make", [describe, None])
+def test_extra_states_must_be_empty(key, make, read):
+    """Transformer Engine unpickles the bytes of a tensor, or of an io.BytesIO, that it finds there."""
+    assert read(saved([None]), make, key) == [None]
+    assert len(read(saved([torch.empty(0, dtype=torch.uint8)]), make, key)) == 1
+    for content in (torch.zeros(4, dtype=torch.uint8), b"abc", {}, "text", np.zeros(3)):
+        with pytest.raises(ValueError, match=r"found content in decoder.layers.0.mlp.linear_fc1._extra_state"):
+            read(saved([content]), make, key)
+    with pytest.raises(ValueError, match=r"found the name _io.BytesIO"):
+        read(saved([io.BytesIO(b"abc")]), make, key)
+    with pytest.raises(ValueError, match="expected a list, found a dict"):
+        read(saved({}), make, key)
+
+
+def archive(pickled, entries=(), compression=zipfile.ZIP_STORED):
+    """An archive of a pickle and entries."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", compression) as file:
+        file.writestr("archive/data.pkl", pickled)
+        for name, content in entries:
+            file.writestr(f"archive/{name}", content)
+    return stream.getvalue()
+
+
+def view(count, offset, shape, strides):
+    """The pickle of a tensor of `count` floats in entry 0."""
+
+    def numbers(values):
+        return b"(" + b"".join(b"\x8a\x0a" + v.to_bytes(10, "little", signed=True) for v in values) + b"t"
+
+    storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu"
+    storage += b"J" + struct.pack("<i", count) + b"tQ"
+    sizes = b"J" + struct.pack("<i", offset) + numbers(shape) + numbers(strides)
+    rest = b"\x89ccollections\nOrderedDict\n)RtR."
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + sizes + rest
+
+
+def test_torch_loads_the_tensors_of_this_test(read):
+    content = archive(view(4, 0, (2, 2), (2, 1)), [("data/0", b"\0" * 16), ("version", b"3\n")])
+    assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), torch.zeros(2, 2))
+    assert torch.equal(read(content), torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ((4, 0, (5,), (1,)), "shape .5.* in 4 elements"),
+        ((4, 3, (2,), (1,)), "in 4 elements"),
+        ((4, 0, (1 << 20, 1 << 20), (0, 0)), "in 4 elements"),
+        ((4, 0, (2, 2), (2, -1)), "invalid sizes"),
+        ((4, -1, (2,), (1,)), "invalid sizes"),
+        ((4, 0, (1 << 62, 0), (1, 1)), "invalid sizes"),
+        ((4, 0, (2, 2), (2,)), "_rebuild_tensor_v2 with other arguments"),
+        ((1 << 30, 0, (1,), (1,)), "data/0 of 16 bytes, not 4294967296"),
+    ],
+)
+@pytest.mark.parametrize("make", [describe, None])
+def test_a_tensor_beyond_its_bits_is_refused(arguments, found, make, read):
+    with pytest.raises(ValueError, match=found):
+        read(archive(view(*arguments), [("data/0", b"\0" * 16)]), make)
+
+
+def test_an_entry_outside_of_its_archive_is_refused(read):
+    """The directory's offset of data/0, the last number before its name, is far outside the archive."""
+    content = bytearray(archive(view(4, 0, (4,), (1,)), [("data/0", b"\0" * 16)]))
+    at = content.rindex(b"archive/data/0") - 4
+    for far in (1 << 20, len(content) - 60):
+        content[at : at + 4] = struct.pack("<I", far)
+        with pytest.raises(ValueError, match=r"file: (expected \d+ bytes at byte|.*found no data/0 where)"):
+            read(bytes(content))
+
+
+def test_archives_of_other_kinds_are_refused(read):
+    plain = view(4, 0, (4,), (1,))
+    with pytest.raises(ValueError, match=r"data\.pkl compressed"):
+        read(archive(plain, [("data/0", b"\0" * 16)], zipfile.ZIP_DEFLATED))
+    with pytest.raises(ValueError, match="not little-endian"):
+        read(archive(plain, [("data/0", b"\0" * 16), ("byteorder", b"big")]))
+    with pytest.raises(ValueError, match="an archive without data/0"):
+        read(archive(plain))
+    with pytest.raises(ValueError, match="file: expected plain values at byte 6, found BadZipFile"):
+        read(b"cposix\nmkdir\n.")
+    old = io.BytesIO()
+    torch.save({"a": 1}, old, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match="found BadZipFile"):
+        read(old.getvalue())
+
+
+@pytest.mark.parametrize("at", range(0, 1300, 13))
+def test_a_damaged_archive_is_one_error(at, read):
+    content = bytearray(saved({"a": torch.zeros(3), "b": [1, "text", (2.5,)]}))
+    content[at % len(content)] ^= 0xFF
+    try:
+        read(bytes(content))
+    except ValueError as error:
+        assert "\n" not in str(error)
+
+
+def test_values_that_contain_themselves_are_refused(read):
+    """Thirty lists, each twice in the next, would be a billion items."""
+    value = ["x"]
+    for _ in range(30):
+        value = [value, value]
+    with pytest.raises(ValueError, match=r"values nested more than 32 deep, or more than \d{4} of them"):
+        read(saved(value))
+    ring = []
+    ring.append(ring)
+    with pytest.raises(ValueError, match="nested more than 32 deep"):
+        read(saved(ring))
+
+
+DEEP = b")" + b"\x85" * 400_000
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"cnumpy\ndtype\n" + DEEP + b"\x85R.",
+        b"cnumpy\ndtype\n(X\x02\0\0\0i4" + DEEP + b"tR.",
+        b"c_codecs\nencode\n(X\x01\0\0\0a" + DEEP + b"tR.",
+        b"(X\x07\0\0\0storage" + DEEP + b"NNNtQ.",
+        b"ctorch._utils\n_rebuild_tensor_v2\n(N" + DEEP + b"NNtR.",
+        b"}" + DEEP + b"Ns.",
+        DEEP + b".",
+    ],
+    ids=["type", "type_rest", "encode", "storage", "tensor", "key", "value"],
+)
+def test_deep_tuples_are_refused_everywhere(pickled, read):
+    """Python's hash of one overflows the stack of the process; its repr raises RecursionError."""
+    with pytest.raises(ValueError, match=r"file: expected plain values .* found tuples nested more than 16 deep"):
+        read(archive(pickled), describe)
+
+
+@pytest.mark.parametrize(
+    ("code", "found"), [(b")", "arrays of a tuple"), (b"]", "arrays of a list"), (b"K\x07", "arrays of a int")]
+)
+def test_a_type_of_arrays_is_text(code, found, read):
+    with pytest.raises(ValueError, match=found):
+        read(archive(b"cnumpy\ndtype\n" + code + b"\x85R."))
+
+
+def text(value):
+    """The opcode of a text."""
+    return b"X" + struct.pack("<I", len(value)) + value
+
+
+BITS = 200_000
+ENCODED = b"c_codecs\nencode\nq\x00" + text(b"x" * BITS) + text(b"latin1") + b"\x86q\x01R" + b"h\x00h\x01R" * 500
+ARRAY = b"cnumpy._core.multiarray\n_reconstruct\nq\x00)R(K\x01(J" + struct.pack("<i", BITS) + b"tcnumpy\ndtype\n"
+ARRAY += text(b"u1") + b"\x85R\x89B" + struct.pack("<I", BITS) + b"x" * BITS + b"tq\x01b" + b"h\x00)Rh\x01b" * 500
+STORAGE = b"(" + text(b"storage") + b"ctorch\nByteStorage\n" + text(b"0" * BITS) + b"NK\x00tq\x00Q" + b"h\x00Q" * 500
+
+
+@pytest.mark.parametrize("parts", [ENCODED, ARRAY, STORAGE], ids=["bytes", "arrays", "storages"])
+def test_copies_of_one_part_take_little_memory(parts, read):
+    content = archive(b"](" + parts + b"e.")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"found (parts copied over and over|persistent id with other)"):
+            read(content, describe)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(content)
+    finally:
+        tracemalloc.stop()
+
+
+def test_entries_in_the_same_bytes_are_refused(read):
+    """A directory of many names for one entry would fill the memory with copies."""
+    content = archive(b"N.", [(f"data/{n}", b"\0" * (1000 if n == 0 else 0)) for n in range(20)])
+    directory = content.index(b"PK\x01\x02")
+    for n in range(1, 20):
+        at = content.index(b"archive/data/%d" % n, directory)
+        content = content[: at - 26] + struct.pack("<II", 1000, 1000) + content[at - 18 :]
+    with pytest.raises(ValueError, match=r"found entries of 2000\d bytes in"):
+        read(content)
+
+
+def test_occurrences_of_one_tensor_are_bounded(read):
+    """Each is an object of torch's, of two bytes."""
+    tensor = view(4, 0, (4,), (1,))[2:-1]
+    content = archive(b"](" + tensor + b"q\x00" + b"h\x00" * 50_000 + b"e.", [("data/0", b"\0" * 16)])
+    with pytest.raises(ValueError, match="or more than"):
+        read(content)

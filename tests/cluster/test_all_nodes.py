@@ -1,0 +1,191 @@
+"""The check of several nodes: what the head offers, which node is to blame, steps that do not report."""
+
+import os
+import socket
+import sys
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.cluster import doctor_nodes, head
+from megatron_scalerl.cluster.check import failed, ok, warning
+from megatron_scalerl.cluster.doctor_nodes import examine_nodes, unfit, verdict
+from megatron_scalerl.cluster.head import NETWORK, Head, head_checks, offered
+from megatron_scalerl.cluster.node import NodeReport
+
+FACTS = {"GPUs": "8 x H100", "driver": "580", "recipe": "ab"}
+
+
+def report(node, *checks, **facts):
+    return NodeReport(format=1, host=node, time="", facts=FACTS | facts, checks=[ok("x", "y"), *checks])
+
+
+def bad(name, found="wrong"):
+    return failed(name, expected="right", found=found, remedy="r")
+
+
+def judged(*reports, silent=None):
+    return unfit({each.host: each for each in reports}, silent or {}, head=reports[0].host)
+
+
+def test_nodes_that_agree_are_fit():
+    assert judged(*(report(name, warning("w", expected="e", found="f", remedy="r")) for name in "abc")) == {}
+
+
+def test_failed_checks_and_missing_reports_name_their_node():
+    found = judged(report("a"), report("b", bad("GPUs"), bad("memory")), silent={"c": "no report"})
+    assert found == {"b": "GPUs: expected right, found wrong; memory: expected right, found wrong", "c": "no report"}
+
+
+def test_the_few_that_differ_are_unfit():
+    found = judged(report("a", driver="570"), report("b"), report("c"), report("d", GPUs=""))
+    assert found == {
+        "a": "driver: expected 580, as on 3 of 4 nodes, found 570",
+        "d": "GPUs: expected 8 x H100, as on 3 of 4 nodes, found none",
+    }
+
+
+def test_the_gpus_of_another_component_may_be_others_and_the_rest_may_not():
+    reports = [report("a"), report("b"), report("c", GPUs="4 x L40S"), report("d", GPUs="4 x L40S", driver="570")]
+    components = {"a": 0, "b": 0, "c": 1, "d": 1}
+    found = unfit({each.host: each for each in reports}, {}, head="a", components=components)
+    assert found == {"d": "driver: expected 580, as on 3 of 4 nodes, found 570"}
+    components["b"] = 1
+    found = unfit({each.host: each for each in reports[:3]}, {}, head="a", components=components)
+    assert found == {
+        "b": "GPUs: expected the same on all nodes of component 1, found 8 x H100, and 4 x L40S on c",
+        "c": "GPUs: expected the same on all nodes of component 1, found 4 x L40S, and 8 x H100 on b",
+    }
+
+
+def test_of_two_that_differ_the_head_is_right():
+    assert set(judged(report("a"), report("b", recipe="cd"))) == {"b"}
+    assert set(judged(report("b", recipe="cd"), report("a"))) == {"a"}
+    assert set(judged(report("a"), report("b", recipe="c"), report("c"), report("d", recipe="c"))) == {"b", "d"}
+
+
+def test_a_head_that_nobody_reaches_is_unfit_and_not_the_others():
+    cut_off = bad(NETWORK)
+    assert judged(report("a"), report("b", cut_off), report("c", cut_off)) == {
+        "a": f"{NETWORK}: none of b, c reaches it"
+    }
+    assert set(judged(report("a"), report("b", cut_off), report("c"))) == {"b"}
+    assert set(judged(report("a"), report("b", cut_off))) == {"b"}
+    assert set(judged(report("a"), report("b", cut_off, bad("memory")), report("c", cut_off))) == {"a", "b"}
+
+
+def test_what_a_node_says_stays_in_one_line():
+    [why] = judged(report("a"), report("b", bad("GPUs", "\x1b[2J\tx\ny")), report("c")).values()
+    assert why.isprintable()
+
+
+def test_the_canary_is_seen_and_the_head_answers(tmp_path):
+    file = tmp_path / "head.json"
+    with offered(file, ["localhost"]) as made:
+        assert made.address == "127.0.0.1"
+        assert [check.status for check in head_checks(file)] == ["ok", "ok"]
+    seen, network = head_checks(file)
+    assert seen.status == "ok" and network.status == "failed" and "refused" in network.found
+
+
+def test_a_folder_that_is_not_shared_fails(tmp_path):
+    seen, network = head_checks(tmp_path / "head.json")
+    assert (seen.status, network.status) == ("failed", "skipped") and "No such file" in seen.found
+    for content in (b"", b"{", b'{"host": "a"}', b"\xff" * 100):
+        (tmp_path / "head.json").write_bytes(content)
+        assert head_checks(tmp_path / "head.json")[0].status == "failed"
+
+
+def test_another_program_at_the_heads_port_fails(tmp_path):
+    with offered(tmp_path / "a", []) as other:
+        mine = Head(host="h", address="127.0.0.1", port=other.port, word="0" * 32)
+        (tmp_path / "b").write_bytes(msgspec.json.encode(mine))
+        assert head_checks(tmp_path / "b")[1].found.endswith("another program answers")
+
+
+def test_a_head_that_does_not_answer_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(head, "LIMIT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address, port = silent.getsockname()
+        mine = Head(host="h", address=address, port=port, word="0" * 32)
+        (tmp_path / "b").write_bytes(msgspec.json.encode(mine))
+        assert head_checks(tmp_path / "b")[1].status == "failed"
+
+
+STAND_IN_STEP = """
+import json, os, sys, time
+options = dict(word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
+node = options["json"].rsplit("/", 1)[1].removesuffix(".json")
+if node == "hangs":
+    time.sleep(600)
+if node == "fails":
+    print("some output"); print("megatron-scalerl: --json: expected a folder"); sys.exit(2)
+if node == "half":
+    open(options["json"], "w").write('{"format": 1'); sys.exit(0)
+checks = [{"name": "GPUs", "status": "failed", "found": "7", "expected": "8", "remedy": "r"}] * (node == "seven")
+facts = {"words": " ".join(sys.argv[2:4])}
+report = {"format": 1, "host": node, "time": "", "facts": facts, "checks": checks}
+open(options["json"], "w").write(json.dumps(report)); sys.exit(bool(checks))
+"""
+
+
+@pytest.fixture
+def steps(tmp_path, monkeypatch):
+    """Steps that are processes of this machine, and stand-ins for what they run."""
+    (tmp_path / "step.py").write_text(STAND_IN_STEP)
+    monkeypatch.setattr(doctor_nodes, "PROGRAM", (sys.executable, str(tmp_path / "step.py")))
+    monkeypatch.setattr(doctor_nodes, "step_words", lambda node, component: ["env"])
+    return tmp_path / "nodes"
+
+
+@pytest.mark.slow
+def test_every_node_is_asked_at_once_and_the_silent_ones_are_named(steps, monkeypatch):
+    """By a clock of which almost all has passed where the last one, which hangs, is waited for."""
+    clock = iter([0.0] * 6 + [599.5])
+    monkeypatch.setattr(doctor_nodes, "time", SimpleNamespace(monotonic=lambda: next(clock, time.monotonic())))
+    names = ["a", "b", "seven", "fails", "half", "hangs"]
+    found = examine_nodes(dict.fromkeys(names), steps, lambda _: ["recipe.yaml", "--gpus"], within_s=600.0)
+    assert found == {
+        "seven": "GPUs: expected 8, found 7",
+        "fails": "no report (its step ended with exit code 2): megatron-scalerl: --json: expected a folder",
+        "half": "no report (its step ended with exit code 0): no output",
+        "hangs": "no report (within 600 s): no output",
+    }
+    lines = verdict(steps, names, found)
+    assert f"unfit fails: {found['fails']}" in lines and len(lines) == len(found)
+    assert {line.split("\t")[0] for line in (steps / "bad").read_text().splitlines()} == set(found)
+
+
+def test_nodes_that_are_all_unfit_are_not_listed_for_exclusion(tmp_path):
+    assert verdict(tmp_path, ["a", "b"], {"a": "x", "b": "y"})[-1].startswith("all 2 nodes are unfit")
+    assert list(tmp_path.iterdir()) == []
+    assert verdict(tmp_path, ["a", "b"], {}) == ["2 nodes are fit and agree: a, b"]
+
+
+def test_the_nodes_of_an_allocation_begin_with_this_one(monkeypatch, tmp_path):
+    (tmp_path / "scontrol").write_text('#!/bin/sh\nprintf "n1\\nn2\\nn3\\n"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    assert list(doctor_nodes.allocated().items()) == [("n2", None), ("n1", None), ("n3", None)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hosts", "slurm"], "--hosts requires --reports"),
+        (["--reports", "f"], "--reports requires --hosts"),
+        (["--hosts", "slurm", "--reports", "f", "--json", "x"], "--json: expected --reports alone"),
+        (["--hosts", "slurm", "--reports", "f", "--within", "0"], "--within: expected more than 0"),
+        (["--hosts", "slurm", "--reports", "f", "--compare", "a", "b"], "--compare: expected no hosts"),
+        (["--hosts", "slurm", "--reports", "f"], "--hosts slurm: expected an allocation"),
+    ],
+)
+def test_wrong_options_are_one_line(words, said, monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    assert main(["doctor", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,299 @@
+"""Checks of limits, disks, shared memory, memory, clock and name, each with a state that fails it."""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.cluster import host, limits, output, space
+from megatron_scalerl.cluster.check import GIB, MIB, Check
+from megatron_scalerl.cluster.mounts import mount_of
+from megatron_scalerl.distributed import rendezvous
+from megatron_scalerl.launch.hosts import files_needed
+from megatron_scalerl.recipe.file import load_recipe
+
+RECIPE = "recipes/scalerl_llama3_8b.yaml"
+
+
+def recipe(*overrides):
+    return load_recipe(RECIPE, overrides)
+
+
+def answered(monkeypatch, **found):
+    """getrlimit as a node with these hard or soft limits answers."""
+    known = {getattr(resource, f"RLIMIT_{name}"): pair for name, pair in found.items()}
+    real = resource.getrlimit
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda what: known.get(what) or real(what))
+
+
+def by_name(checks):
+    return {check.name: check for check in checks}
+
+
+def test_open_files_fail_below_what_the_recipe_needs(monkeypatch):
+    wanted = recipe("engine.count=4", "rollouts.max_in_flight=256")
+    needed = files_needed(wanted)
+    answered(monkeypatch, NOFILE=(1024, needed))
+    assert by_name(limits.limit_checks(wanted))["open files"].status == "ok"
+    answered(monkeypatch, NOFILE=(1024, needed - 1))
+    check = by_name(limits.limit_checks(wanted))["open files"]
+    assert (
+        check.status == "failed" and f"{needed:,} for engine.count 4 x rollouts.max_in_flight 256" in check.expected
+    )
+    answered(monkeypatch, NOFILE=(1024, resource.RLIM_INFINITY))
+    assert by_name(limits.limit_checks(wanted))["open files"].status == "ok"
+
+
+def test_open_files_without_a_recipe_warn(monkeypatch):
+    answered(monkeypatch, NOFILE=(1024, 4096))
+    assert by_name(limits.limit_checks(None))["open files"].status == "warning"
+
+
+def test_few_processes_and_core_files_warn(monkeypatch):
+    answered(monkeypatch, NPROC=(100, 100), CORE=(0, 0))
+    assert by_name(limits.limit_checks(None))["processes and threads"].status == "warning"
+    assert by_name(limits.limit_checks(None))["core files"].status == "ok"
+    answered(monkeypatch, CORE=(resource.RLIM_INFINITY,) * 2)
+    assert by_name(limits.limit_checks(None))["core files"].found == "unlimited"
+
+
+@pytest.mark.parametrize(
+    ("devices", "limit", "status"),
+    [
+        ([], 64 * 1024, "ok"),
+        (["mlx5_0"], 64 * 1024, "failed"),
+        (["mlx5_0"], 2 * GIB, "warning"),
+        (["mlx5_0"], resource.RLIM_INFINITY, "ok"),
+    ],
+)
+def test_locked_memory_matters_where_there_is_rdma(devices, limit, status, tmp_path, monkeypatch):
+    for name in devices:
+        (tmp_path / name).mkdir()
+    answered(monkeypatch, MEMLOCK=(limit, limit))
+    monkeypatch.setattr(limits, "RDMA", tmp_path)
+    assert by_name(limits.limit_checks(None))["locked memory"].status == status
+
+
+MOUNTS = """22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:40 / /home rw - nfs4 server:/home rw,vers=4.2,local_lock=none
+31 22 0:41 / /home/with\\040space rw - lustre mgs:/fs rw,localflock
+32 22 0:42 / /home/old rw - nfs server:/old rw,nolock,local_lock=all
+33 22 0:43 / /home/old rw - tmpfs tmpfs rw
+damaged line
+"""
+
+
+def test_the_mount_of_a_path_is_the_deepest_and_newest(monkeypatch):
+    monkeypatch.setattr(Path, "resolve", lambda path: path)
+    kinds = {"/home": "nfs4", "/homes": "ext4", "/home/with space/x": "lustre", "/home/old/x": "tmpfs", "/x": "ext4"}
+    assert {path: mount_of(Path(path), MOUNTS).kind for path in kinds} == kinds
+    assert mount_of(Path("/home"), MOUNTS).local_locks == ""
+    assert mount_of(Path("/home/with space"), MOUNTS).local_locks == "localflock"
+    assert mount_of(Path("/home/old"), MOUNTS.replace("33 22", "33")).local_locks == "local_lock=all"
+    assert mount_of(Path("/x"), "") is None
+
+
+def test_the_output_folder_is_tried_and_left_as_it_was(tmp_path):
+    checks = output.output_checks(tmp_path / "runs" / "mine")
+    assert [check.name for check in checks] == [
+        "output folder",
+        "output folder: write and sync",
+        "output folder: lock",
+        "output folder: rename",
+    ]
+    assert {check.status for check in checks[1:]} == {"ok"} and f"{tmp_path}: " in checks[0].found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_folder_that_cannot_be_written_fails():
+    [check] = output.output_checks(Path("/proc/runs"))
+    assert check.status == "failed" and check.found.startswith("/proc: ")
+
+
+def test_locks_that_exclude_nobody_fail(tmp_path, monkeypatch):
+    """As a file system without locks, or with locks of each process alone, would have it."""
+    assert output.lock_check(tmp_path).status == "ok"
+    monkeypatch.setattr(output, "_TRY_LOCK", "")
+    check = output.lock_check(tmp_path)
+    assert check.status == "failed" and "it ended with 0, then 0" in check.found
+
+    def unsupported(*_):
+        raise OSError(38, os.strerror(38))
+
+    monkeypatch.setattr(output.fcntl, "flock", unsupported)
+    check = output.lock_check(tmp_path)
+    assert check.status == "failed" and check.found.startswith("ENOSYS")
+
+
+def test_a_rename_that_removes_the_name_for_a_moment_fails(tmp_path, monkeypatch):
+    def in_two_steps(draft, path):
+        path.unlink()
+        deadline = time.monotonic() + 30
+        while draft.exists() and not torn.is_set() and time.monotonic() < deadline:
+            torn.wait(0.01)
+        os.rename(draft, path)
+
+    real = Path.read_bytes
+
+    def noticing(path):
+        try:
+            return real(path)
+        except FileNotFoundError:
+            torn.set()
+            raise
+
+    torn = output.threading.Event()
+    monkeypatch.setattr(Path, "replace", in_two_steps)
+    monkeypatch.setattr(Path, "read_bytes", noticing)
+    check = output._rename(tmp_path)
+    assert check.status == "failed" and "the name was gone" in check.found
+
+
+def test_a_run_needs_its_checkpoints_and_one_more():
+    """14 bytes for a parameter in bfloat16: 2 of weights, 4 of main weights, 8 of moments."""
+    wanted = recipe("checkpoint.keep=2", "checkpoint.rollouts=keep", "steps=10")
+    need = space.disk_need(wanted, 1_000_000)
+    assert need.checkpoints == 3 * 14_000_000
+    assert need.rollouts == 10 * 48 * 16 * 14336 * 8
+    assert space.disk_need(recipe("checkpoint.rollouts=resume"), 1).rollouts == 0
+    assert space.disk_need(recipe("policy.dtype=float32", "checkpoint.keep=1"), 100).checkpoints == 2 * 1200
+
+
+def test_space_that_is_missing_fails_and_what_the_run_holds_counts(tmp_path):
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+
+    def check(checkpoints, rollouts=0):
+        need = space.DiskNeed(checkpoints=checkpoints, rollouts=rollouts, assumed="assumed")
+        return space.output_space(tmp_path, tmp_path / "run", need).status
+
+    assert check(free // 2) == "ok"
+    assert check(free // 2, free) == "warning"
+    assert check(2 * free) == "failed"
+    held = tmp_path / "run" / "checkpoints" / "step_1"
+    held.mkdir(parents=True)
+    with open(held / "sparse", "wb") as file:
+        file.truncate(2 * free)
+    assert check(2 * free) == "ok"
+    assert space.output_space(tmp_path, tmp_path, "no config.json").status == "skipped"
+
+
+def test_small_shared_memory_and_temporary_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(space, "_free", lambda _: 32 * MIB)
+    assert space.temporary_space(tmp_path).status == "failed"
+    monkeypatch.setattr(space, "_free", lambda _: 512 * MIB)
+    assert space.temporary_space(tmp_path).status == "warning"
+    real = os.statvfs(tmp_path)
+    for blocks, status in ((64, "failed"), (512, "warning"), (4096, "ok")):
+        found = os.statvfs_result((MIB, MIB, blocks, blocks, blocks, *real[5:]))
+        monkeypatch.setattr(space.os, "statvfs", lambda _, found=found: found)
+        assert space.shared_memory(tmp_path).status == status
+
+
+def test_segments_that_no_process_uses_are_named_and_kept(tmp_path):
+    """Under /dev/shm itself the processes of this test would find those of others."""
+    folder = tmp_path.resolve()
+    for name in ("mapped", "open", "left", "young"):
+        (folder / name).write_bytes(bytes(4096))
+        if name != "young":
+            os.utime(folder / name, (0, 0))
+    with open(folder / "mapped", "r+b") as file:
+        held = mmap.mmap(file.fileno(), 4096)
+    with open(folder / "open", "rb"), contextlib.closing(held):
+        check = space.leftover_segments(folder)
+    assert check.status == "warning" and check.found == f"1 segments, 4,096 bytes: {folder}/left"
+    assert (folder / "left").exists()
+    (folder / "left").unlink()
+    assert space.leftover_segments(folder, lambda: {f"{folder}/mapped", f"{folder}/open"}).status == "ok"
+
+
+def test_rendezvous_folders_of_killed_runs_are_named_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("megatron_scalerl-held", "megatron_scalerl-left", "megatron_scalerl-young", "other"):
+        (tmp_path / name).mkdir()
+        if not name.endswith("young"):
+            os.utime(tmp_path / name, (0, 0))
+    handle = os.open(tmp_path / "megatron_scalerl-held", os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        check = by_name(space.node_space())["leftovers of rendezvous"]
+        assert check.status == "warning" and check.found == f"1 folders: {tmp_path}/megatron_scalerl-left"
+        assert len(list(tmp_path.iterdir())) == 4
+        with rendezvous.private_folder():
+            left = {path.name for path in tmp_path.iterdir()}
+        assert "megatron_scalerl-left" not in left and {"megatron_scalerl-held", "megatron_scalerl-young"} <= left
+    finally:
+        os.close(handle)
+
+
+MEMINFO = f"MemTotal: 99 kB\nMemAvailable: {100 * 2**20} kB\n"
+
+
+def test_memory_is_the_least_of_host_and_cgroups(tmp_path):
+    job = tmp_path / "slurm" / "job_7"
+    job.mkdir(parents=True)
+    assert host.available_memory(MEMINFO, "0::/slurm/job_7\n", tmp_path) == 100 * GIB
+    (tmp_path / "slurm" / "memory.max").write_text(f"{50 * GIB}\n")
+    (tmp_path / "slurm" / "memory.current").write_text(f"{30 * GIB}\n")
+    (job / "memory.max").write_text("max\n")
+    (job / "memory.current").write_text("1\n")
+    assert host.available_memory(MEMINFO, "0::/slurm/job_7\n", tmp_path) == 20 * GIB
+    assert host.available_memory(MEMINFO, "4:memory:/slurm\n", tmp_path) == 100 * GIB
+
+
+@pytest.mark.parametrize(("available", "status"), [(1 * GIB, "failed"), (4 * GIB, "warning"), (99 * GIB, "ok")])
+def test_memory_against_what_the_processes_take(available, status, monkeypatch):
+    monkeypatch.setattr(host, "available_memory", lambda *_: available)
+    wanted = recipe("trainer.world_size=4", "engine.count=4", "rollouts.decoders=4")
+    check = by_name(host.host_checks(wanted, 8_000_000_000, gpus=8))["memory"]
+    assert check.status == status and "8 ranks and engines of 2.0 GiB" in check.found
+    assert host.memory_need(wanted, 10**9, gpus=4).assumed.endswith("4 ranks and engines of 2.0 GiB")
+    assert host.memory_need(wanted, 10**9, gpus=0).total > 8 * 16 * 10**9
+
+
+def test_a_task_that_slurm_gave_one_processor_warns(monkeypatch):
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {0})
+    wanted = recipe("trainer.world_size=4", "engine.count=4")
+    assert by_name(host.host_checks(wanted, 1, gpus=8))["processors"].expected.startswith("9: one each")
+    assert by_name(host.host_checks(None, None, gpus=0))["processors"].status == "ok"
+
+
+def test_a_clock_that_nothing_keeps_warns():
+    assert host.clock_check(0, 0, 2500).found == "synchronized, error at most 2.5 ms"
+    assert host.clock_check(5, 0, 0).status == host.clock_check(0, 0x40, 0).status == "warning"
+    assert host.clock_check(0, 0x2001, 16).status == "ok"
+
+
+def test_the_kernels_own_answer_about_the_clock_is_read():
+    """Compared with another reader of the same structure: adjtimex's status bits of a child process."""
+    code = "import ctypes; t = (ctypes.c_char * 512)(); c = ctypes.CDLL(None).adjtimex(t)\n"
+    code += "print(c, int.from_bytes(t[40:44], 'little'))"
+    said, status = map(int, subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    expected = "skipped" if said < 0 else host.clock_check(said, status, 0).status
+    assert by_name(host.host_checks(None, None, gpus=0))["clock"].status == expected
+
+
+def test_a_name_that_cannot_be_encoded_fails():
+    assert host.name_check("a" * 70).status == host.name_check("a..b").status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "status"), [(["127.0.1.1", "::1"], "warning"), (["127.0.1.1", "10.0.0.3"], "ok"), ([], "failed")]
+)
+def test_a_name_that_only_this_host_resolves(addresses, status, monkeypatch):
+    def answer(*_):
+        if not addresses:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, 1, 6, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(host.socket, "getaddrinfo", answer)
+    check = host.name_check("node7")
+    assert isinstance(check, Check) and check.status == status and check.found.startswith("node7: ")

@@ -1,0 +1,326 @@
+"""The endpoint over real sockets: who may read it, what it answers, the files by which Prometheus finds it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import stat
+
+import aiohttp
+import pytest
+import yaml
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+from promtool import needs_promtool, promtool
+from stand_in_run import recipe
+
+from megatron_scalerl.controller.endpoint import serving_metrics
+from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
+from megatron_scalerl.engine.membership import Membership
+
+SECRET = "the run's secret"
+PAGE = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 2.0\n"
+
+
+class StandInServer:
+    """An engine's server: answers with its metrics who brings the run's secret."""
+
+    def __init__(self, page=PAGE):
+        self.page, self.asked = page, []
+
+    async def metrics(self, request):
+        self.asked.append(dict(request.headers))
+        if request.headers.get(SECRET_HEADER) != SECRET:
+            raise web.HTTPUnauthorized
+        return web.Response(text=self.page)
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        app = web.Application()
+        app.router.add_get("/metrics", self.metrics)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        bound = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(runner, bound).start()
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            await runner.cleanup()
+
+
+def settings(folder, **telemetry):
+    """A recipe with an endpoint at a free port; its folder is there."""
+    made = recipe(folder, telemetry={"metrics_port": 0, **telemetry})
+    (folder / made.name).mkdir(exist_ok=True)
+    return made, folder / made.name
+
+
+@contextlib.asynccontextmanager
+async def endpoint(folder, **telemetry):
+    """(collector, get): get(path, headers) -> (status, text, content type)."""
+    made, run = settings(folder, **telemetry)
+    async with serving_metrics(made, run, run_id="1f") as collector, aiohttp.ClientSession() as session:
+        [target] = json.loads((run / "metrics" / "targets.json").read_text())[0]["targets"]
+
+        async def get(path="/metrics", headers=None, method="GET"):
+            async with session.request(method, f"http://{target}{path}", headers=headers) as answer:
+                return answer.status, await answer.text(), answer.content_type
+
+        yield collector, get
+
+
+def bearer(folder):
+    return {"Authorization": f"Bearer {(folder / 'r' / 'metrics' / 'token').read_text()}"}
+
+
+def test_nothing_listens_by_default(tmp_path):
+    async def run():
+        async with serving_metrics(recipe(tmp_path), tmp_path, run_id="1f") as collector:
+            return collector
+
+    assert asyncio.run(run()) is None and list(tmp_path.iterdir()) == []
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "targets.json").write_text('[{"targets": ["127.0.0.1:9"]}]')  # of an earlier start
+    assert asyncio.run(run()) is None
+    assert (tmp_path / "metrics" / "targets.json").read_text() == "[]", "Prometheus has the token"
+
+
+def test_only_the_token_opens_it(tmp_path):
+    async def run():
+        async with endpoint(tmp_path) as (_, get):
+            right = bearer(tmp_path)
+            token = right["Authorization"].removeprefix("Bearer ")
+            wrong = [
+                {},
+                {"Authorization": token},
+                {"Authorization": f"Bearer {token[:-1]}"},
+                {"Authorization": f"Bearer {token}x"},
+                {"Authorization": f"Basic {token}"},
+                {"Authorization": "Bearer \udcff"},
+                {SECRET_HEADER: token},
+            ]
+            for path in ("/metrics", "/metrics/engines/engine-0", "/", "/metrics/../token"):
+                for headers in wrong:
+                    sent = {k: v.encode(errors="surrogateescape").decode("latin1") for k, v in headers.items()}
+                    status, text, _ = await get(path, sent)
+                    assert status == 401 and "scalerl" not in text, (path, headers)
+            status, text, _ = await get(headers=right)
+            assert status == 200 and "scalerl_run_info" in text
+            assert (await get("/", right))[0] == (await get("/metrics/token", right))[0] == 404
+            assert (await get(headers=right, method="POST"))[0] == 405
+
+    asyncio.run(run())
+    assert (tmp_path / "r" / "metrics" / "targets.json").read_text() == "[]", "the port may be another program's now"
+
+
+def test_without_a_token_where_the_recipe_opens_it(tmp_path):
+    async def run():
+        async with endpoint(tmp_path, metrics_access="open") as (_, get):
+            assert (await get())[0] == 200
+        config = yaml.safe_load((tmp_path / "r" / "metrics" / "prometheus.yml").read_text())
+        assert "authorization" not in config["scrape_configs"][0]
+        assert not (tmp_path / "r" / "metrics" / "token").exists()
+
+    asyncio.run(run())
+
+
+def test_it_listens_on_loopback_alone(tmp_path):
+    async def run():
+        async with endpoint(tmp_path):
+            [entry] = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())
+            return entry["targets"][0]
+
+    assert asyncio.run(run()).startswith("127.0.0.1:")
+
+
+def test_the_files_are_for_their_owner_and_the_token_stays(tmp_path):
+    async def run():
+        async with endpoint(tmp_path):
+            return bearer(tmp_path)
+
+    before = os.umask(0)
+    try:
+        first, second = asyncio.run(run()), asyncio.run(run())
+    finally:
+        os.umask(before)
+    folder = tmp_path / "r" / "metrics"
+    assert first == second and len(first["Authorization"]) == 64 + len("Bearer ")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
+
+
+def test_a_token_that_others_may_read_is_refused(tmp_path):
+    async def run():
+        async with endpoint(tmp_path):
+            pass
+
+    asyncio.run(run())
+    (tmp_path / "r" / "metrics" / "token").chmod(0o644)
+    with pytest.raises(ValueError, match=r"metrics/token: expected a file of user .* with mode 0600, found .* 0644"):
+        asyncio.run(run())
+
+
+def test_a_port_in_use_is_a_mistake_of_the_user(tmp_path):
+    async def run(port):
+        made, folder = settings(tmp_path, metrics_port=port)
+        async with serving_metrics(made, folder, run_id="1f"):
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        expected = rf"telemetry.metrics_host, telemetry.metrics_port: .* found 127.0.0.1 and {port}: Address already"
+        with pytest.raises(ValueError, match=expected):
+            asyncio.run(run(port))
+
+
+def started_again(tmp_path, monkeypatch, *, held_s):
+    """(the collector, the targets) of a second start, whose port another socket holds so long."""
+    monkeypatch.setattr("megatron_scalerl.controller.endpoint.PORT_WAIT_S", 2.0)
+    monkeypatch.setattr("megatron_scalerl.controller.endpoint.PORT_RETRY_S", 0.1)
+
+    async def run():
+        async with endpoint(tmp_path):
+            targets = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())
+        port = int(targets[0]["targets"][0].split(":")[1])
+        taken = socket.create_server(("127.0.0.1", port))
+        asyncio.get_running_loop().call_later(held_s, taken.close)
+        made, folder = settings(tmp_path, metrics_port=port)
+        with contextlib.closing(taken):
+            async with serving_metrics(made, folder, run_id="1f") as collector:
+                return collector, json.loads((folder / "metrics" / "targets.json").read_text()), port
+
+    return asyncio.run(run())
+
+
+def test_a_restart_waits_for_its_port(tmp_path, monkeypatch, caplog):
+    collector, targets, port = started_again(tmp_path, monkeypatch, held_s=0.5)
+    assert collector is not None and targets[0]["targets"] == [f"127.0.0.1:{port}"] and not caplog.records
+
+
+@pytest.mark.slow
+def test_a_restart_whose_port_stays_taken_goes_on_without_metrics(tmp_path, monkeypatch, caplog):
+    """Nor does Prometheus bring the token to whoever listens there now."""
+    collector, targets, port = started_again(tmp_path, monkeypatch, held_s=60)
+    assert collector is None and targets == []
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("the run goes on without its endpoint for metrics: telemetry.metrics_host, telemetry.")
+    assert f"found 127.0.0.1 and {port}: Address already in use" in said
+
+
+def test_prometheus_gets_the_format_that_it_asks_for(tmp_path):
+    async def run():
+        async with endpoint(tmp_path) as (_, get):
+            plain = await get(headers=bearer(tmp_path))
+            openmetrics = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+            return plain, await get(headers=bearer(tmp_path) | openmetrics)
+
+    (_, text, kind), (_, other, other_kind) = asyncio.run(run())
+    assert kind.startswith("text/plain") and other_kind.startswith("application/openmetrics-text")
+    assert [f.name for f in text_string_to_metric_families(text)] and other.endswith("# EOF\n")
+
+
+def test_engines_are_fetched_with_the_secret_which_the_reader_does_not_have(tmp_path):
+    server = StandInServer()
+
+    async def run():
+        async with (
+            server.serving() as url,
+            EngineClient(url=url, secret=SECRET) as client,
+            endpoint(tmp_path) as (collector, get),
+        ):
+            engines = Membership.of([client])
+            collector.members = lambda: engines.members
+            token = bearer(tmp_path)
+            await get(headers=token)
+            listed = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())
+            path = listed[1]["labels"]["__metrics_path__"]
+            assert (await get(path))[0] == 401 and not server.asked
+            status, text, kind = await get(path, token)
+            assert (status, text) == (200, PAGE) and kind.startswith("text/plain")
+            assert all("Authorization" not in headers for headers in server.asked)
+            assert SECRET not in str(await get(headers=token)) + text
+            assert (await get("/metrics/engines/engine-1", token))[0] == 404
+            return listed
+
+    first, engine = asyncio.run(run())
+    assert first["labels"] == {"__metrics_path__": "/metrics", "run": "r"}
+    assert engine["labels"]["server"] == "engine-0" and engine["targets"] == first["targets"]
+
+
+def test_an_engine_without_a_server_and_one_that_fails_are_told_apart(tmp_path):
+    async def run():
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        async with EngineClient(url=url, secret=SECRET) as client, endpoint(tmp_path) as (collector, get):
+            engines = Membership.of([client])
+            collector.members = lambda: engines.members
+            failing = await get("/metrics/engines/engine-0", bearer(tmp_path))
+            engines.lose(0, "killed")
+            return failing[0], (await get("/metrics/engines/engine-0", bearer(tmp_path)))[0]
+
+    assert asyncio.run(run()) == (502, 503)
+
+
+def test_a_silent_engine_holds_up_its_own_page_alone(tmp_path, monkeypatch):
+    limit = "megatron_scalerl.controller.endpoint.ENGINE_TIMEOUT_S"
+    monkeypatch.setattr(limit, 600.0)
+
+    async def run():
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            async with EngineClient(url=url, secret=SECRET) as client, endpoint(tmp_path) as (collector, get):
+                engines = Membership.of([client])
+                collector.members = lambda: engines.members
+                of_engine = asyncio.create_task(get("/metrics/engines/engine-0", bearer(tmp_path)))
+                of_run = await get(headers=bearer(tmp_path))
+                answered = of_engine.done()
+                monkeypatch.setattr(limit, 0.2)
+                late = await get("/metrics/engines/engine-0", bearer(tmp_path))
+                silent.close()  # which ends the request before
+                return of_run[0], answered, late[0], (await of_engine)[0]
+
+    assert asyncio.run(run()) == (200, False, 504, 502)
+
+
+@needs_promtool
+@pytest.mark.parametrize("access", ["token", "open"])
+def test_promtool_accepts_the_configuration(tmp_path, access):
+    async def run():
+        async with endpoint(tmp_path, metrics_access=access):
+            promtool("check", "config", str(tmp_path / "r" / "metrics" / "prometheus.yml"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_connections_that_ask_for_nothing_are_few_and_do_not_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.controller.endpoint.MOST_CONNECTIONS", 3)
+    monkeypatch.setattr("megatron_scalerl.controller.endpoint.CONNECTION_S", 1.0)
+    monkeypatch.setattr("megatron_scalerl.controller.endpoint.ENGINE_TIMEOUT_S", 0.5)
+
+    async def scenario():
+        async with endpoint(tmp_path) as (_, get):
+            target = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())[0]["targets"][0]
+            host, port = target.split(":")
+            opened = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+            closed = [await asyncio.wait_for(reader.read(), 60) for reader, _ in opened]
+            for _, writer in opened:
+                writer.close()
+            monkeypatch.setattr("megatron_scalerl.controller.endpoint.CONNECTION_S", 60.0)
+            return closed, await get(headers=bearer(tmp_path))
+
+    closed, (status, _, _) = asyncio.run(scenario())
+    assert closed == [b""] * 5 and status == 200
+
+
+def test_an_empty_token_of_a_start_that_was_killed_is_made_again(tmp_path):
+    async def scenario():
+        async with endpoint(tmp_path) as (_, get):
+            return (await get(headers=bearer(tmp_path)))[0]
+
+    _, run = settings(tmp_path)
+    (run / "metrics").mkdir(mode=0o700)
+    (run / "metrics" / "token").touch(mode=0o600)
+    assert asyncio.run(scenario()) == 200
+    assert len((run / "metrics" / "token").read_text().strip()) == 64

@@ -1,0 +1,106 @@
+"""Parts of an agent that need no controller: its output, its GPUs, its name, and the files that it reads."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from megatron_scalerl.commands import engine as join
+from megatron_scalerl.commands.engine import engine_name
+from megatron_scalerl.launch.agent import _devices_at
+from megatron_scalerl.launch.control_folder import ControllerFile, read_controller, write_controller
+from megatron_scalerl.launch.log_copy import log_copy
+
+
+def copied(script, descriptor):
+    """The last lines of a child's output, which was copied to `descriptor`."""
+    with log_copy(descriptor) as copy:
+        subprocess.run([sys.executable, "-c", script], stdout=copy.write, check=True)
+        return copy.tail()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.launch.log_copy._END_S", 60.0)
+
+
+def test_output_is_passed_on_and_its_last_lines_are_kept(tmp_path):
+    with open(tmp_path / "out", "wb") as out:
+        tail = copied("import sys; sys.stdout.buffer.write(b'\\xff line\\n' * 50_000 + b'last')", out.fileno())
+    assert (tmp_path / "out").read_bytes() == b"\xff line\n" * 50_000 + b"last"
+    assert tail.splitlines() == ["\ufffd line"] * 14 + ["last"]
+
+
+def test_a_reader_that_is_gone_does_not_stop_the_process():
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        assert copied("print('x' * 100_000); print('last')", write).endswith("last")
+    finally:
+        os.close(write)
+
+
+def test_gpus_are_positions_among_the_visible_ones(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _devices_at([2, 3]) == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5,6")
+    assert _devices_at([0, 1]) == "4,GPU-5"
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES: expected at least 4 GPUs, found 4,GPU-5,6"):
+        _devices_at([3])
+
+
+def test_the_controllers_file_is_private_and_anything_else_in_it_is_refused(tmp_path):
+    content = ControllerFile(engines="tcp://192.0.2.1:1", run_id="r", incarnation="7.0", recipe_file="/r.yaml")
+    write_controller(tmp_path, content)
+    assert read_controller(tmp_path) == content
+    path = tmp_path / "control" / "controller.json"
+    assert [each.stat().st_mode & 0o777 for each in (path.parent, path)] == [0o700, 0o600]
+    for other in (b"", b"{}", b"[1]", b"\xff", path.read_bytes()[:20]):
+        path.write_bytes(other)
+        with pytest.raises(ValueError, match=r"controller\.json: expected the address of a run's controller"):
+            read_controller(tmp_path)
+
+
+def test_the_name_of_an_engine_that_joins(monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu_7/a" + "x" * 100)
+    assert engine_name() == f"extra-gpu-7-a{'x' * 41}-{os.getpid()}"
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_STEP_ID", "2")
+    assert engine_name() == "extra-77-2"
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert engine_name() == "extra-77-2.3"
+
+
+def test_an_engine_that_joins_survives_a_file_system_that_fails_for_a_while(tmp_path, monkeypatch, capsys):
+    seen = [OSError(116, "Stale file handle"), ValueError("attempts.jsonl:3: expected JSON"), True]
+
+    def has_ended(folder):
+        found = seen.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(join, "has_ended", has_ended)
+    monkeypatch.setattr(join, "FIRST_DELAY_S", 0.0)
+    assert asyncio.run(join._keep_joined(tmp_path, "extra-7-0", 1, 60, Console())) == ""
+    said = capsys.readouterr().out
+    assert seen == [] and "Stale file handle; next look" in said and "attempts.jsonl:3" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "finished"), [(4, False), (3, True)], ids=["never taken in", "taken in each time"])
+def test_an_engine_that_no_controller_takes_in_gives_up(tmp_path, monkeypatch, code, finished):
+    """The run ends long after the time in which an engine has to be taken in."""
+    (tmp_path / "logs").mkdir()
+    end = time.monotonic() + 3.0
+    monkeypatch.setattr(join, "has_ended", lambda folder: finished and time.monotonic() > end)
+    monkeypatch.setattr(join, "AGENT", (sys.executable, "-c", f"raise SystemExit({code})"))
+    monkeypatch.setattr(join, "FIRST_DELAY_S", 0.0)
+    last = asyncio.run(join._keep_joined(tmp_path, "extra-7-0", 1, 1.0, Console()))
+    assert last == ("" if finished else "no controller accepted it")

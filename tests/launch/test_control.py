@@ -1,0 +1,411 @@
+"""Who may be an agent of a run, and what follows from its messages: raw sockets against a real registry."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import sys
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from megatron_scalerl.distributed import sockets
+from megatron_scalerl.launch import agent_messages as messages
+from megatron_scalerl.launch import control
+from megatron_scalerl.launch.control import EngineRegistry
+from megatron_scalerl.launch.local_server import ServerEnded
+from megatron_scalerl.launch.remote_server import RemoteServer
+from megatron_scalerl.processes.child_process import ChildProcess
+
+SECRET = "the secret of this run"
+WELCOME = messages.Welcome(certificate="c", key="k", transport="gloo")
+URL = "https://127.0.0.2:1234"
+
+
+class StandInAgent:
+    """An agent's socket that sends what a test specifies."""
+
+    def __init__(self, registry, *, secret=SECRET, purpose=sockets.Purpose.ENGINES):
+        self._context = zmq.asyncio.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        sockets.secure_client(self.socket, secret, purpose)
+        self.socket.connect(registry.endpoint)
+
+    async def hello(self, **changes):
+        values = {"name": "engine-0", "run_id": "run", "incarnation": "1.0", "start": "s", "host": "b", "devices": 2}
+        await self.say(messages.Hello(**values | changes))
+
+    async def join(self, name="extra-7-0", **changes):
+        await self.hello(**{"name": name, "start": ""} | changes)
+
+    async def say(self, message):
+        await self.socket.send(messages.encode(message))
+
+    async def answer(self):
+        """The next message but pings."""
+        while True:
+            message = messages.decode_for_agent(await asyncio.wait_for(self.socket.recv_multipart(), 120))
+            if not isinstance(message, messages.Ping):
+                return message
+
+    async def refusal(self):
+        answer = await self.answer()
+        assert isinstance(answer, messages.Refused), answer
+        return answer.reason
+
+    def close(self):
+        self._context.destroy(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def registry_of(**options):
+    """A registry that is being served, and a function that makes agents of it."""
+    settings = {"address": "127.0.0.1", "secret": SECRET, "run_id": "run", "incarnation": "1.0", "welcome": WELCOME}
+    registry = EngineRegistry(**settings | options)
+    serving = asyncio.create_task(registry.serve())
+    agents = []
+
+    def agent(**changes):
+        agents.append(StandInAgent(registry, **changes))
+        return agents[-1]
+
+    try:
+        yield registry, agent
+        assert not serving.done()
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        for each in agents:
+            each.close()
+        registry.close()
+
+
+def conversation(scenario, **options):
+    async def limited():
+        async with asyncio.timeout(60), registry_of(**options) as (registry, agent):
+            await scenario(registry, agent)
+
+    asyncio.run(limited())
+
+
+async def ended(link):
+    return await asyncio.wait_for(asyncio.shield(link.ended), 30)
+
+
+def test_an_agent_says_hello_and_up_and_how_its_server_ended():
+    async def scenario(registry, agent):
+        link = registry.expect("engine-0", "s", "b")
+        one = agent()
+        await one.hello()
+        assert await one.answer() == WELCOME and link.hello.result().devices == 2 and not link.joined
+        await one.say(messages.Up(url=URL))
+        assert await link.up == URL
+        await one.say(messages.Exited(code=-9, log="first\nlast"))
+        found = await ended(link)
+        assert (found.reason, found.log) == ("exited with code -9", "first\nlast")
+
+    conversation(scenario)
+
+
+@pytest.mark.parametrize(
+    "peer", [{"secret": "another secret"}, {"purpose": sockets.Purpose.TRAINER}], ids=["secret", "purpose"]
+)
+def test_a_wrong_key_gets_no_answer(peer):
+    """Neither the secret of another run, nor the key of the trainer's ranks."""
+
+    async def scenario(registry, agent):
+        link = registry.expect("engine-0", "s", "b")
+        stranger, one = agent(**peer), agent()
+        await stranger.hello()
+        await one.hello()
+        assert await one.answer() == WELCOME
+        assert not await stranger.socket.poll(300) and link.hello.done()
+
+    conversation(scenario)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"run_id": "other"}, "run id: expected run, found other"),
+        ({"incarnation": "0.0"}, "incarnation: expected 1.0, found 0.0"),
+        ({"start": "earlier"}, r"engine-0: not expected \(any more\)"),
+        ({"name": "engine-1"}, r"engine-1: not expected \(any more\)"),
+        ({"name": "extra-7-0"}, "extra-7-0: expected no start of an engine that joins, found s"),
+        ({"name": "extra-7/../0"}, "expected a message, found .* that do not decode"),
+        ({"devices": 0}, "expected a message, found .* that do not decode"),
+        ({"host": "b\x1b[2J"}, "expected a message, found .* that do not decode"),
+    ],
+)
+def test_a_foreign_agent_is_refused_with_a_reason(changes, reason):
+    async def scenario(registry, agent):
+        link = registry.expect("engine-0", "s", "b")
+        one = agent()
+        await one.hello(**changes)
+        assert re.fullmatch(f"(?s){reason}.*", await one.refusal())
+        assert not link.hello.done() and registry.joining.empty()
+
+    conversation(scenario)
+
+
+def test_two_agents_with_one_name():
+    async def scenario(registry, agent):
+        link = registry.expect("engine-0", "s", "b")
+        first, second, third, fourth = (agent() for _ in range(4))
+        await first.hello()
+        await first.answer()
+        await second.hello()
+        assert await second.refusal() == "engine-0: expected one agent, found a second"
+        await third.join()
+        assert await third.answer() == WELCOME
+        await fourth.join()
+        assert await fourth.refusal() == "extra-7-0: expected one agent, found a second"
+        third.close()
+        await ended(registry.joining.get_nowait())
+        fifth = agent()
+        await fifth.join()
+        assert await fifth.answer() == WELCOME
+        assert not link.ended.done()
+
+    conversation(scenario)
+
+
+def frames(draws):
+    """Anything that a broken agent may send: noise, changed messages, several frames, deep nesting."""
+    whole = [
+        messages.Hello(name="engine-0", run_id="run", incarnation="1.0", start="s", host="b", devices=1),
+        messages.Up(url=URL),
+        messages.Exited(code=1, log="x" * 100),
+        messages.Stop(grace_s=1.0),
+    ]
+    for number in range(60):
+        data = bytearray(messages.encode(draws.choice(whole)))
+        for _ in range(draws.randint(1, 4)):
+            data[draws.randrange(len(data))] = draws.randrange(256)
+        yield [bytes(data[: draws.randint(0, len(data))] if number % 2 else data)]
+        yield [draws.randbytes(draws.randint(0, 50)) for _ in range(draws.randint(1, 3))]
+    yield [b"\x91" * 50_000]
+    yield [msgspec.msgpack.encode({"type": "Up", "url": "https://127.0.0.2:1/steal"})]
+    yield [msgspec.msgpack.encode({"type": "Up", "url": "http://127.0.0.2:1"})]
+    yield [msgspec.msgpack.encode({"type": "Exited", "log": "x" * (messages.LOG_CHARACTERS + 1)})]
+
+
+def test_no_frame_ends_the_registry_and_one_that_is_invalid_ends_its_agent():
+    async def scenario(registry, agent):
+        for number, noise in enumerate(frames(random.Random(7))):
+            start = f"s{number}"
+            link = registry.expect(f"engine-{number}", start, "b")
+            one, stranger = agent(), agent()
+            await one.hello(name=link.name, start=start)
+            assert await one.answer() == WELCOME
+            for sender in (stranger, one):
+                await sender.socket.send_multipart(noise)
+                if sender is stranger:
+                    assert isinstance(await stranger.answer(), messages.Refused)
+            # of what is left of a message some is valid, and says that the server is up or ended
+            await asyncio.wait({link.ended, link.up}, return_when=asyncio.FIRST_COMPLETED)
+            one.close()
+            stranger.close()
+        good = agent()
+        registry.expect("engine-0", "good", "b")
+        await good.hello(start="good")
+        assert await good.answer() == WELCOME
+
+    conversation(scenario)
+
+
+def test_a_message_that_is_too_long_ends_the_connection():
+    async def scenario(registry, agent):
+        link = registry.expect("engine-0", "s", "b")
+        one = agent()
+        await one.hello()
+        await one.answer()
+        await one.socket.send(bytes(messages.LONGEST + 1))
+        assert "disconnected" in (await ended(link)).reason
+
+    conversation(scenario)
+
+
+@pytest.mark.parametrize("say", [0, 1, 2])
+def test_the_loss_of_a_connection_is_noticed_in_every_state(say):
+    async def scenario(registry, agent):
+        link = registry.expect("engine-0", "s", "b")
+        one = agent()
+        if say >= 1:
+            await one.hello()
+            await one.answer()
+        if say >= 2:
+            await one.say(messages.Up(url=URL))
+            await link.up
+        one.close()
+        if say:
+            assert (await ended(link)).reason == "lost its agent, which disconnected"
+        again = agent()
+        await again.hello()  # before Hello it may come again; afterwards the start is over
+        assert isinstance(await again.answer(), messages.Refused if say else messages.Welcome)
+
+    conversation(scenario)
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch, tmp_path):
+    """It hangs, or the network is gone: nothing closes the connection, but no heartbeat arrives."""
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 200)
+    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 1_000)
+
+    async def scenario(registry, agent):
+        link = registry.expect("engine-0", "s", "b")
+        script = (
+            "import sys, time, zmq, os, signal\n"
+            "from megatron_scalerl.distributed import sockets\n"
+            "from megatron_scalerl.engine import agent_messages as m\n"
+            "socket = zmq.Context().socket(zmq.DEALER)\n"
+            "sockets.secure_client(socket, sys.argv[2], sockets.Purpose.ENGINES)\n"
+            "socket.connect(sys.argv[1])\n"
+            "socket.send(m.encode(m.Hello(name='engine-0', run_id='run', incarnation='1.0', start='s', host='b',"
+            " devices=1)))\n"
+            "socket.recv()\n"
+            "os.kill(os.getpid(), signal.SIGSTOP)\n"
+        )
+        child = await ChildProcess.start(
+            "agent", [sys.executable, "-c", script, registry.endpoint, SECRET], os.environ, tmp_path / "log"
+        )
+        try:
+            await asyncio.wait_for(asyncio.shield(link.hello), 30)
+            assert (await ended(link)).reason == "lost its agent, which disconnected"
+        finally:
+            child.kill()
+            await child.wait()
+
+    conversation(scenario)
+
+
+def test_engines_that_join_are_queued_and_a_full_queue_refuses(monkeypatch):
+    monkeypatch.setattr(control, "MAX_JOINING", 2)
+
+    async def scenario(registry, agent):
+        agents = [agent() for _ in range(3)]
+        answers = []
+        for number, one in enumerate(agents):
+            await one.join(f"extra-7-{number}", devices=number + 1)
+            answers.append(await one.answer())
+        assert answers[:2] == [WELCOME, WELCOME]
+        assert answers[2] == messages.Refused(reason="2 engines are joining already")
+        link = registry.joining.get_nowait()
+        assert (link.name, link.host, link.joined, link.hello.result().devices) == ("extra-7-0", "b", True, 1)
+
+    conversation(scenario)
+
+
+def test_a_controller_that_takes_no_engine_says_why():
+    async def scenario(registry, agent):
+        one = agent()
+        await one.join()
+        assert await one.refusal() == "extra-7-0 is not welcome"
+
+    conversation(scenario, objection=lambda hello: f"{hello.name} is not welcome")
+
+
+def test_an_address_of_another_host_is_refused():
+    async def scenario():
+        async with registry_of(address="198.51.100.77"):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=r"--address: expected an address of this host, found 198\.51\.100\.77"):
+        asyncio.run(scenario())
+
+
+def test_a_server_that_was_not_started_is_reported_with_the_reason():
+    async def scenario(registry, agent):
+        one = agent()
+        await one.join()
+        link = await registry.joining.get()
+        await one.say(messages.Exited(reason="did not start: engine.port: in use"))
+        assert (await ended(link)).reason == "did not start: engine.port: in use"
+
+    conversation(scenario)
+
+
+def test_an_agent_is_stopped_or_given_up():
+    async def scenario(registry, agent):
+        link = registry.expect("engine-0", "s", "b")
+        one = agent()
+        await one.hello()
+        await one.answer()
+        await link.stop(3.0)
+        assert await one.answer() == messages.Stop(grace_s=3.0)
+        await link.forget()
+        assert await one.refusal() == "the controller has given this start up"
+        assert (await ended(link)).reason == "was given up by the controller"
+        late = agent()
+        never = registry.expect("engine-1", "late", "b")
+        await never.forget()
+        await late.hello(name="engine-1", start="late")
+        assert "not expected" in await late.refusal()
+
+    conversation(scenario)
+
+
+def command(script, tmp_path):
+    """A launch of a stand-in command that starts no agent."""
+    return lambda: ChildProcess.start("engine-0", ["sh", "-c", script], os.environ, tmp_path / "log")
+
+
+def test_a_command_that_ends_before_its_agent_connects_is_reported_with_its_output(tmp_path):
+    async def scenario(registry, _):
+        server = RemoteServer(
+            lambda: registry.expect("engine-0", "s", "b"),
+            name="engine-0",
+            host="b",
+            launch=command("echo no route to host; exit 255", tmp_path),
+            log_path=tmp_path / "log",
+        )
+        with pytest.raises(ServerEnded, match=r"lost the command that started its agent, .* code 255"):
+            await server.start()
+        assert "no route to host" in server.log_end() and server.where == "host b" and not server.reached
+        await server.stop()
+
+    conversation(scenario)
+
+
+def test_a_command_that_hangs_before_its_agent_connects_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.launch.remote_server.HELLO_S", 0.2)
+
+    async def scenario(registry, _):
+        server = RemoteServer(
+            lambda: registry.expect("engine-0", "s", "b"),
+            name="engine-0",
+            host="b",
+            launch=command("sleep 100", tmp_path),
+            log_path=tmp_path / "log",
+        )
+        with pytest.raises(ServerEnded, match=r"no message from the agent within 0\.2 s"):
+            await server.start()
+        await server.stop()
+
+    conversation(scenario)
+
+
+def test_an_agent_that_does_not_stop_may_hold_its_devices(monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.launch.remote_server.ANSWER_S", 0.2)
+
+    async def scenario(registry, agent):
+        one = agent()
+        await one.join()
+        link = await registry.joining.get()
+        server = RemoteServer(lambda: link, name="extra-7-0", host="b", launch=None, log_path=None)
+        await one.say(messages.Up(url=URL))
+        assert await server.start() == URL
+        server.kill()
+        monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 100)  # after the sockets were made
+        with pytest.raises(RuntimeError, match=r"its agent is connected and did not end the server within 0\.3 s"):
+            await server.stop()
+        assert await one.answer() == WELCOME and await one.answer() == messages.Stop(grace_s=0.0)
+        await server.stop()
+
+    conversation(scenario)

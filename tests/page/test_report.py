@@ -1,0 +1,193 @@
+"""The closing report on a synthetic run: gain, ledger, and the forecast compared with points that it did not fit."""
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.fit.sigmoid import sigmoid
+from megatron_scalerl.page.report import evaluate, gain, gains_by_task, report, split
+
+HOURS = np.linspace(0.02, 0.4, 20)
+CURVE = sigmoid(HOURS, asymptote=0.8, exponent=1.8, midpoint=0.08, initial=0.4)
+
+
+def write_run(folder, *, steps=20, noise=0.0):
+    rng = np.random.default_rng(3)
+    values = [0.4, *(CURVE + noise * rng.standard_normal(len(CURVE)))][: steps + 1]
+    with open(folder / "validation.jsonl", "w") as rows, open(folder / "validation_by_prompt.jsonl", "w") as prompts:
+        for number, value in enumerate(values):
+            hours = 0.0 if number == 0 else float(HOURS[number - 1])
+            row = {
+                "step": 5 * number,
+                "policy_version": 5 * number,
+                "pass_rate": float(value),
+                "prompts": 200,
+                "generations": 4,
+                "compute": hours,
+                "compute_total": hours * 1.2,
+                "unit": "device_hours",
+                "truncated_share": 0.0,
+                "interrupted_share": 0.05,
+                "mean_completion_tokens": 25.0,
+            }
+            rows.write(json.dumps(row) + "\n")
+            prompts.write(json.dumps({"step": 5 * number, "by_prompt": [float(value)] * 100 + [0.5] * 100}) + "\n")
+    (folder / "ledger.jsonl").write_text(
+        '{"unit": "device_hours"}\n'
+        '{"step": 1, "role": "trainer", "hours": 3.0}\n{"step": 1, "role": "engine", "hours": 1.0}\n'
+    )
+    (folder / "recipe.yaml").write_text("name: r\nforecast: {fit_from_steps: 0, fit_until_share: 0.5}\n")
+
+
+def test_a_noiseless_sigmoid_is_forecast(tmp_path):
+    write_run(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    fitted, unseen = split(rows, {"fit_from_steps": 0, "fit_until_share": 0.5})
+    assert [r["step"] for r in fitted] == list(range(5, 55, 5))
+    assert [r["step"] for r in unseen] == list(range(55, 105, 5))
+    for method in ("robust", "paper"):
+        evaluation = evaluate(rows[0], fitted, unseen, method=method, name="r", unit="device_hours")
+        assert (evaluation.fit.method, evaluation.fit.n_points) == (method, 10)
+        assert evaluation.predictions[-1].compute == pytest.approx(0.4)
+        np.testing.assert_allclose(evaluation.measured, CURVE[10:])
+        assert np.abs(evaluation.errors).max() < 0.02
+        assert evaluation.covered.tolist() == [1.0] * 10
+
+
+def test_rows_without_sizes_are_forecast(tmp_path):
+    """Validations of another program: what a point is worth is not known."""
+    write_run(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    for row in rows[3:]:
+        del row["prompts"], row["generations"]
+    evaluation = evaluate(rows[0], rows[1:11], rows[11:], method="robust", name="r", unit="device_hours")
+    assert len(evaluation.predictions) == 10
+
+
+@pytest.mark.parametrize(
+    ("section", "fitted", "unseen"),
+    [
+        ({"fit_from_steps": 20, "fit_until_share": 0.5}, 7, 10),
+        ({"fit_from_steps": 45, "fit_until_share": 0.5}, 0, 0),  # two points are too few
+        ({"fit_from_steps": 0, "fit_until_share": 1.0}, 20, 0),
+    ],
+)
+def test_the_recipe_selects_the_rows_to_fit(section, fitted, unseen):
+    rows = [{"step": 5 * n} for n in range(21)]
+    assert [len(part) for part in split(rows, section)] == [fitted, unseen]
+    assert split(rows[1:], section) == ([], [])  # no validation before training: no R_0
+
+
+def test_gain_is_paired(tmp_path):
+    write_run(tmp_path)
+    found = gain(tmp_path)
+    # half of the prompts rise from 0.4 to the last value, the others stand at 0.5
+    assert found.last - found.first == pytest.approx((CURVE[-1] - 0.4) / 2)
+    assert found.low < found.last - found.first < found.high
+    # unpaired, the spread between the two halves would widen it; paired, only which half is drawn matters
+    assert found.high - found.low < 0.2 * (CURVE[-1] - 0.4)
+
+
+@pytest.mark.slow
+def test_the_report_prints_gain_ledger_and_forecast(tmp_path):
+    write_run(tmp_path, noise=0.01)
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    report(tmp_path, console)
+    text = console.export_text()
+    assert "held-out pass rate 0.450 at step 0" in text
+    assert "device-hours: 4 in total: trainer 3 (75%), engine 1 (25%)" in text
+    assert "robust: error of the forecast mean" in text and "paper: error of the forecast mean" in text
+    assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
+
+
+def rewrite_pass_rates(folder, changed):
+    path = folder / "validation.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | {"pass_rate": changed(row["pass_rate"])}) + "\n" for row in rows))
+
+
+def test_a_run_that_begins_at_one_has_the_rest_of_its_report(tmp_path, capsys):
+    write_run(tmp_path)
+    rewrite_pass_rates(tmp_path, lambda _: 1.0)
+    report(tmp_path, Console(markup=False, width=200))
+    out = capsys.readouterr().out
+    assert "device-hours: 4 in total" in out and out.endswith("No forecast: the pass rate at step 0 is already 1.\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [0.85, 0.97])
+def test_a_run_that_begins_above_the_papers_asymptotes_has_the_rest_of_its_report(tmp_path, capsys, start):
+    write_run(tmp_path, noise=0.01)
+    rewrite_pass_rates(tmp_path, lambda rate: start + (1 - start) * (rate - 0.4))
+    report(tmp_path, Console(markup=False, width=200))
+    out = capsys.readouterr().out
+    assert "device-hours: 4 in total" in out and "robust: error of the forecast mean" in out
+    [line] = [line for line in out.splitlines() if line.startswith("paper: ")]
+    assert line.endswith(f"method paper: expected R_0 below its highest A, 0.8, found {start:.3f}"), line
+    assert out.rstrip().endswith("forecast.png") and (tmp_path / "forecast.png").is_file()
+
+
+@pytest.mark.slow
+def test_the_report_of_a_run_of_an_earlier_version_is_the_same(tmp_path, capsys):
+    """Its validations called device-hours gpu_hours."""
+    write_run(tmp_path, noise=0.01)
+    report(tmp_path, Console(markup=False, width=200))
+    new, path = capsys.readouterr().out, tmp_path / "validation.jsonl"
+    text = path.read_text().replace('"compute', '"gpu_hours').replace(', "unit": "device_hours"', "")
+    assert '"gpu_hours_total"' in text and "unit" not in text
+    path.write_text(text)
+    report(tmp_path, Console(markup=False, width=200))
+    assert capsys.readouterr().out == new and "device-hours" in new
+
+
+def test_too_short_a_run_has_no_forecast(tmp_path):
+    write_run(tmp_path, steps=2)
+    console = Console(record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    report(tmp_path, console)
+    assert "Too few validations" in console.export_text()
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"validation.jsonl: expected at least one line, found no file"):
+        report(tmp_path, Console())
+
+
+@pytest.mark.parametrize("text", ["forecast: 3", "steps: many"])
+def test_a_damaged_section_of_the_stored_recipe_is_one_line(tmp_path, capsys, text):
+    write_run(tmp_path, steps=20, noise=0.01)
+    (tmp_path / "recipe.yaml").write_text(f"name: r\n{text}\n")
+    assert main(["report", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"recipe.yaml: {text.partition(':')[0]}: expected " in line and ", found " in line
+
+
+@pytest.mark.slow
+def test_the_gain_of_each_task_is_over_its_own_prompts(tmp_path, capsys):
+    write_run(tmp_path)
+    lines = (tmp_path / "validation.jsonl").read_text().splitlines()
+    tasks = {"prompts/code": 100, "pass_rate/code": 0.4, "prompts/math": 100, "pass_rate/math": 0.5}
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(json.loads(x) | tasks) + "\n" for x in lines))
+    found = gains_by_task(tmp_path, json.loads(lines[-1]) | tasks)
+    assert (found["math"].first, found["math"].last, found["math"].high) == (0.5, 0.5, 0.0)
+    assert found["code"].first == pytest.approx(0.4) and found["code"].last > 0.7
+    assert gains_by_task(tmp_path, json.loads(lines[-1])) == {}
+    report(tmp_path, Console(markup=False, width=200))
+    out = capsys.readouterr().out
+    assert "\ncode: held-out pass rate 0.400 at step 0" in out and "\nmath: held-out pass rate 0.500" in out
+
+
+@pytest.mark.slow
+def test_the_forecasts_that_were_shown_and_what_came(tmp_path):
+    write_run(tmp_path, noise=0.01)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(recipe.read_text() + "steps: 100\n")
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    report(tmp_path, console)
+    text = console.export_text()
+    came = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()][-1]["pass_rate"]
+    assert f"Forecasts of step 100 after each validation; {came:.3f} came" in text
+    assert "first to last forecast: " in text and f"; measured at the end: {came:.3f}, inside " in text
+    assert "of 16 forecast intervals" in text

@@ -1,0 +1,170 @@
+"""The map from Hugging Face tensors to live parameters, recorded from loaders like vLLM's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_scalerl.weights.live_map import Scatter, missing, needs, record
+from megatron_scalerl.weights.plan import manifest_of
+
+SHAPES = {
+    "plain": (6,),
+    "q": (8, 6),
+    "k": (4, 6),
+    "gate": (8, 6),
+    "up": (8, 6),
+    "down": (6, 8),
+    "vocab": (10, 6),
+    "experts": (4, 6, 10),
+    "rotary": (8, 6),
+    "scalar": (),
+}
+
+
+def source(scatter, flat):
+    """The elements of the whole tensor, which is `flat`, that the scatter copies."""
+    index = torch.full((), scatter.source_offset)
+    for axis, steps in enumerate(scatter.steps):
+        index = index + steps.view([-1 if d == axis else 1 for d in range(len(scatter.steps))])
+    return flat[index]
+
+
+def live(tp=2):
+    """Parameters of one worker of `tp`."""
+    shapes = {
+        "norm": (6,),
+        "qkv": (12 // tp, 6),
+        "gate_up": (16 // tp, 6),
+        "down": (6, 8 // tp),
+        "embedding": (16 // tp, 6),
+        "w13": (4, 10 // tp, 6),
+        "rotary": (8 // tp, 6),
+        "scale": (1,),
+    }
+    return {name: torch.full(shape, -1.0) for name, shape in shapes.items()}
+
+
+def loader(parameters, rank, tp=2):
+    """What vLLM's loaders do, in small."""
+
+    def cut(weight, axis):
+        size = weight.shape[axis] // tp
+        return weight.narrow(axis, rank * size, size)
+
+    def load(weights):
+        for name, weight in weights:
+            if name == "plain":
+                parameters["norm"].data.copy_(weight)
+            elif name in ("q", "k"):
+                part = cut(weight, 0)
+                start = 0 if name == "q" else 8 // tp
+                parameters["qkv"].data.narrow(0, start, part.shape[0]).copy_(part)
+            elif name in ("gate", "up"):
+                half = 8 // tp
+                target = parameters["gate_up"].data[(name == "up") * half : (1 + (name == "up")) * half]
+                target.copy_(cut(weight, 0).to(torch.float32))
+            elif name == "down":
+                parameters["down"].data.copy_(cut(weight, 1).contiguous())
+            elif name == "vocab":
+                rows = weight[rank * 16 // tp : (rank + 1) * 16 // tp]
+                parameters["embedding"].data[: rows.shape[0]].copy_(rows)
+            elif name == "experts":  # [experts, hidden, gate and up] in the checkpoint
+                for half, part in enumerate(weight.transpose(-1, -2).chunk(2, dim=1)):
+                    size = 5
+                    if tp == 1:
+                        parameters["w13"].data[:, half * size : (half + 1) * size].copy_(part)
+                    elif half == rank:
+                        for expert in range(part.shape[0]):
+                            parameters["w13"].data[expert].copy_(part[expert])
+            elif name == "rotary":
+                heads = weight.view(2, 2, 2, 6).transpose(1, 2).reshape(8, 6)
+                parameters["rotary"].data.copy_(cut(heads, 0))
+            elif name == "scalar":
+                parameters["scale"].data.view(()).copy_(weight)
+
+    return load
+
+
+def weights(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+MANIFEST = manifest_of((name, "float32", shape) for name, shape in SHAPES.items())
+
+
+@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
+def test_scatters_write_what_the_loader_writes(rank, tp):
+    by_loader, by_map = live(tp), live(tp)
+    values = weights()
+    loader(by_loader, rank, tp)(values.items())
+    untouched = {name: tensor.clone() for name, tensor in by_map.items()}
+    scatters = record(loader(by_map, rank, tp), MANIFEST, by_map)
+    assert all(torch.equal(by_map[name], untouched[name]) for name in by_map), "recording copies nothing"
+    for scatter in scatters:
+        scatter.destination(by_map[scatter.parameter]).copy_(source(scatter, values[scatter.tensor].flatten()))
+    for name in by_map:
+        assert torch.equal(by_map[name], by_loader[name]), name
+    padding = {(0, 1): 6, (0, 2): 0, (1, 2): 6}[rank, tp]  # rows of 16, of which 10 are in the checkpoint
+    assert missing(scatters, by_map) == ({"embedding": 6 * padding} if padding else {})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_worker_needs_is_all_that_it_reads(rank):
+    """Elements outside of it may be anything."""
+    parameters, expected = live(), live()
+    values = weights()
+    loader(expected, rank)(values.items())
+    scatters = record(loader(parameters, rank), MANIFEST, parameters)
+    found = needs(scatters, MANIFEST)
+    rows = {0: (0, 4), 1: (4, 8)}[rank]
+    assert found["q"] == found["gate"] == found["up"] == ((rows, (0, 6)),)
+    assert found["down"] == (((0, 6), rows),) and found["plain"] == (((0, 6),),) and found["scalar"] == ((),)
+    assert found["vocab"] == ((((0, 8), (8, 10))[rank], (0, 6)),)
+    assert found["experts"] == (((0, 4), (0, 6), (5 * rank, 5 * rank + 5)),), "four experts, one rectangle"
+    for name, rectangles in found.items():
+        partial = torch.full(SHAPES[name], float("nan"))
+        for ranges in rectangles:
+            where = tuple(slice(a, b) for a, b in ranges)
+            partial[where] = values[name][where]
+        for scatter in scatters:
+            if scatter.tensor == name:
+                scatter.destination(parameters[scatter.parameter]).copy_(source(scatter, partial.flatten()))
+    assert all(torch.equal(parameters[name], expected[name]) for name in parameters)
+
+
+def test_a_tensor_that_is_not_loaded_is_not_needed():
+    parameters = live()
+    scatters = record(lambda given: [None for _ in given], MANIFEST, parameters)
+    assert scatters == [] and set(needs(scatters, MANIFEST).values()) == {()}
+
+
+def test_needs_that_overlap_are_sent_once():
+    def scatter(first, rows):
+        steps = (torch.arange(rows) * 6, torch.arange(6))
+        where = {"tensor": "q", "parameter": "qkv", "offset": 0, "stride": (6, 1), "source_offset": first * 6}
+        return Scatter(shape=(rows, 6), steps=steps, **where)
+
+    assert needs([scatter(0, 3), scatter(2, 4)], MANIFEST)["q"] == (((0, 6), (0, 6)),)
+    assert needs([scatter(0, 2), scatter(4, 2)], MANIFEST)["q"] == (((0, 2), (0, 6)), ((4, 6), (0, 6)))
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (lambda p, w: p["norm"].data.copy_(w * 2), "plain: expected a view of it, found mul"),
+        (lambda p, w: torch.empty(6).copy_(w), "plain: expected a copy into a parameter, found one elsewhere"),
+        (lambda p, w: p["scale"].data.copy_(w), r"plain: expected a copy of shape \(6,\), found \(1,\)"),
+        (lambda p, w: p["norm"].data.copy_(w.mul_(2)), "plain: expected a view of it, found mul_"),
+        (lambda p, w: p["norm"].data.copy_(w.__iadd__(1)), "plain: expected a view of it, found (__iadd__|add_)"),
+        (lambda p, w: torch.mul(w, 2, out=w), "plain: expected a view of it, found mul"),
+        (lambda p, w: p["norm"].data.__setitem__(slice(None), w), "plain: expected a view of it, found __setitem__"),
+        (lambda p, w: p["norm"].data.add_(w), "plain: expected a view of it, found add_"),
+        (lambda p, w: w.copy_(torch.ones(6)), "expected copies of recorded tensors into parameters alone"),
+    ],
+)
+def test_what_cannot_be_followed_is_named(load, message):
+    parameters = live()
+    with pytest.raises(NotImplementedError, match=message):
+        record(lambda given: [load(parameters, w) for name, w in given if name == "plain"], MANIFEST, parameters)

@@ -1,0 +1,184 @@
+"""Parts of tensors written into live parameters: any rectangle, in any order, as the loader would have put it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from test_live_map import MANIFEST, SHAPES, live, loader, weights
+
+from megatron_scalerl.weights.digest import total, value_digest
+from megatron_scalerl.weights.live_map import needs, record
+from megatron_scalerl.weights.live_weights import BLOCK_ROWS, LiveWeights, live_parts
+from megatron_scalerl.weights.plan import manifest_of
+
+
+def pieces(shape, rng):
+    """Rectangles that make up a tensor: cut at random, shuffled."""
+    found = [()]
+    for size in shape:
+        cuts = sorted({0, size, *(rng.randrange(size + 1) for _ in range(2))})
+        found = [(*ranges, along) for ranges in found for along in zip(cuts, cuts[1:])]
+    rng.shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
+def test_pieces_in_any_order_are_what_the_loader_writes(rank, tp, seed):
+    rng, values = random.Random(seed), weights(seed)
+    expected, parameters = live(tp), live(tp)
+    loader(expected, rank, tp)(values.items())
+    parts = live_parts(record(loader(parameters, rank, tp), MANIFEST, parameters), MANIFEST, parameters)
+    for name, shape in SHAPES.items():
+        for ranges in pieces(shape, rng):
+            for part in parts[name]:
+                part.write(ranges, values[name][tuple(slice(a, b) for a, b in ranges)])
+    assert all(torch.equal(parameters[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
+def test_the_digest_of_what_is_held(rank, tp, seed):
+    rng, values, parameters = random.Random(seed), weights(seed), live(tp)
+    scatters = record(loader(parameters, rank, tp), MANIFEST, parameters)
+    parts, needed = live_parts(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
+    for number, (name, value) in enumerate(values.items()):
+        for part in parts[name]:
+            part.write(tuple((0, size) for size in value.shape), value)
+        held = total([part.digest(number, torch.float32) for part in parts[name]])
+        sent = []
+        for ranges in needed[name]:
+            rectangle, along = value[tuple(slice(a, b) for a, b in ranges)], [range(a, b) for a, b in ranges]
+            sent.append(value_digest(rectangle, number, range(value.dim()), along))
+        assert held == total(sent)
+        part = rng.choice(parts[name])
+        place = tuple(rng.randrange(size) for size in part.live.shape)
+        part.live.view(torch.int32)[place] ^= 1 << rng.randrange(31)
+        assert total([part.digest(number, torch.float32) for part in parts[name]]) != held
+
+
+def test_a_wider_parameter_holds_values_of_the_tensors_type():
+    parameters = {"norm": torch.zeros(6)}
+    manifest, values = manifest_of([("plain", "bfloat16", (6,))]), torch.randn(6).bfloat16()
+    [part] = live_parts(record(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
+    part.write(((0, 6),), values)
+    sent = value_digest(values, 0, (0,), (range(6),))
+    assert part.digest(0, torch.bfloat16) == sent
+    parameters["norm"].view(torch.int32)[2] ^= 1  # below the resolution of bfloat16
+    assert part.digest(0, torch.bfloat16) != sent
+
+
+def test_a_wider_parameter_with_other_values_is_not_taken_for_zeros():
+    parameters = {"norm": torch.full((6,), 0.1)}
+    manifest = manifest_of([("plain", "bfloat16", (6,))])
+    [part] = live_parts(record(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
+    assert value_digest(torch.zeros(6).bfloat16(), 0, (0,), (range(6),)) == 0 != part.digest(0, torch.bfloat16)
+
+
+class Quantized(torch.nn.Module):
+    """A model with one layer that has another precision, and a loader like vLLM's."""
+
+    class Int8Method:
+        """Named unlike vLLM's methods of plain weights."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.norm = torch.nn.Parameter(torch.zeros(6), requires_grad=False)
+        if kind == "method":
+            self.quant_method = self.Int8Method()
+        elif kind == "scale":
+            self.scale = torch.nn.Parameter(torch.zeros(6, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.kind = kind
+
+    def load_weights(self, given):
+        for _, weight in given:
+            self.norm.data.copy_(weight)
+        if self.kind == "after":
+            self.norm.data.copy_(-torch.exp(self.norm.data))
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("method", "expected weights that are not quantized, found Int8Method"),
+        ("scale", "scale: expected plain floats, found torch.float8_e4m3fn"),
+        ("after", "norm: expected a loader that only copies, found it changed"),
+    ],
+)
+def test_models_whose_loader_changes_values_are_left_to_it(kind, line):
+    manifest = manifest_of([("plain", "float32", (6,))])
+    assert LiveWeights(Quantized("none"), manifest).needs == ((((0, 6),),),)
+    with pytest.raises(NotImplementedError, match=line):
+        LiveWeights(Quantized(kind), manifest)
+
+
+def in_blocks(plain):
+    """As vLLM's CPU kernel holds experts [E, N, K]."""
+    experts, rows, width = plain.shape
+    blocks = plain.view(experts, rows // BLOCK_ROWS, BLOCK_ROWS, width).transpose(2, 3)
+    return blocks.contiguous().view(experts, rows, width)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("fused", [True, False])
+def test_experts_in_blocks_of_rows(fused, seed):
+    """Gate and up of 3 experts, 40 rows each, in one parameter: the first block of `up` begins in the middle."""
+    rng = random.Random(seed)
+    parameters = {"w13": torch.zeros(3, 80, 6)}
+    shapes = (
+        {"gate_up": (3, 6, 80)} if fused else {f"{e}.{kind}": (40, 6) for e in range(3) for kind in ("gate", "up")}
+    )
+    manifest = manifest_of((name, "float32", shape) for name, shape in shapes.items())
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+
+    def load(given, into=parameters):
+        for name, weight in given:
+            if fused:
+                into["w13"].data.copy_(weight.transpose(1, 2))
+            else:
+                expert, _, kind = name.partition(".")
+                into["w13"].data[int(expert)].narrow(0, 40 * (kind == "up"), 40).copy_(weight)
+
+    expected = {"w13": torch.zeros(3, 80, 6)}
+    load(values.items(), expected)
+    parts = live_parts(record(load, manifest, parameters), manifest, parameters, {"w13"})
+    for name, shape in shapes.items():
+        for ranges in pieces(shape, rng):
+            for part in parts[name]:
+                part.write(ranges, values[name][tuple(slice(a, b) for a, b in ranges)])
+    assert torch.equal(parameters["w13"], in_blocks(expected["w13"]))
+    for number, (name, value) in enumerate(values.items()):
+        along = [range(size) for size in value.shape]
+        whole = value_digest(value, number, range(value.dim()), along)
+        assert total([part.digest(number, torch.float32) for part in parts[name]]) == whole
+
+
+def test_a_piece_changes_nothing_else():
+    parameters = live()
+    parts = live_parts(record(loader(parameters, 0), MANIFEST, parameters), MANIFEST, parameters)
+    [part] = parts["gate"]
+    part.write(((1, 3), (2, 4)), torch.full((2, 2), 7.0))
+    changed = (parameters["gate_up"] != -1.0).nonzero().tolist()
+    assert changed == [[1, 2], [1, 3], [2, 2], [2, 3]]
+    part.write(((4, 8), (0, 6)), torch.zeros(4, 6))  # the other worker's
+    assert len((parameters["gate_up"] != -1.0).nonzero()) == 4
+
+
+def test_bfloat16_from_the_wire_becomes_the_parameters_type():
+    parameters = {"norm": torch.zeros(6)}
+    manifest = manifest_of([("plain", "bfloat16", (6,))])
+    parts = live_parts(record(loader(parameters, 0), manifest, parameters), manifest, parameters)
+    parts["plain"][0].write(((2, 5),), torch.tensor([1.0, 2.0, 3.0]).bfloat16())
+    assert parameters["norm"].tolist() == [0, 0, 1, 2, 3, 0]
+
+
+def test_a_copy_across_dimensions_is_refused():
+    parameters = {"flat": torch.zeros(48)}
+    manifest = manifest_of([("q", "float32", (8, 6))])
+    scatters = record(
+        lambda given: [parameters["flat"].data.copy_(w.flatten()) for _, w in given], manifest, parameters
+    )
+    with pytest.raises(NotImplementedError, match="weights: q: expected dimension 0 of flat along one of its own"):
+        live_parts(scatters, manifest, parameters)

@@ -1,0 +1,168 @@
+"""The methods of forecasting that the benchmark compares, and their scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from known_runs import PUBLISHED, Task
+
+from megatron_scalerl.fit.forms import fit_least_squares_sigmoid, fit_log_linear, fit_power_law
+from megatron_scalerl.fit.paper import FIT_FROM
+from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Prior
+from megatron_scalerl.fit.result import TAIL
+from megatron_scalerl.fit.sigmoid import Array
+
+NORMAL_90 = 1.6449
+"""Half of the 90 % interval of a standard normal distribution."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The forecast of one task compared with its unseen points."""
+
+    run: str
+    """The physical run."""
+    name: str
+    """figure/series, or the tiny run."""
+    errors: Array = field(repr=False)
+    """[unseen] measured minus forecast pass rate."""
+    covered: Array = field(repr=False)
+    """[unseen] 1.0 where the measured point lies inside its 90 % interval, else 0.0."""
+    winkler: Array = field(repr=False)
+    """[unseen] interval score of that interval (Gneiting and Raftery 2007, eq. 43), in pass rate: its width, and 20
+    times the distance of a point outside of it. Lower is better."""
+    half_width: float
+    """Mean half width of those intervals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Outcomes pooled over points."""
+
+    points: int
+    """Unseen points."""
+    error: float
+    """Mean absolute error over all unseen points."""
+    signed: float
+    """Mean error: measured minus forecast."""
+    by_run: float
+    """Mean over physical runs of their mean absolute error."""
+    coverage: float
+    """Share of the unseen points inside their 90 % interval."""
+    winkler: float
+    """Mean interval score."""
+    half_width: float
+    """Mean over tasks of the half width."""
+
+
+Method = Callable[[Task], Outcome]
+"""A method of forecasting, applied to one task."""
+
+
+def by_fit(method: str = "robust", prior: Prior = DEFAULT_PRIOR) -> Method:
+    """A method of `forecast.fit`."""
+
+    def forecast(task: Task) -> Outcome:
+        found = task.evaluate(task.fit(method=method, prior=prior))
+        low, high = (np.array([getattr(p, end) for p in found.predictions]) for end in ("lo", "hi"))
+        return outcome(task, found.measured - found.errors, low, high)
+
+    return forecast
+
+
+def by_form(form: Callable[[Task, Array, Array], Callable[[Array], Array]], parameters: int) -> Method:
+    """A form fitted by least squares; its intervals are those of its residuals.
+
+    Of a published run the points before the paper's 1.5k GPU-hours are left out, as in the paper.
+    """
+
+    def method(task: Task) -> Outcome:
+        known = task.known.curve.part(task.fitted)
+        late = known.compute >= FIT_FROM
+        if task.known.world == PUBLISHED and np.count_nonzero(late) > parameters:
+            known = known.part(late)
+        curve = form(task, known.compute, known.pass_rate)
+        residual = known.pass_rate - curve(known.compute)
+        spread = math.sqrt(float(residual @ residual) / max(len(residual) - parameters, 1))
+        forecast = np.asarray(curve(task.known.curve.compute[task.unseen]), dtype=float)
+        return outcome(task, forecast, forecast - NORMAL_90 * spread, forecast + NORMAL_90 * spread)
+
+    return method
+
+
+def _last_value(task: Task, c: Array, y: Array) -> Callable[[Array], Array]:
+    return lambda compute: np.full(np.shape(compute), float(y[-3:].mean()))
+
+
+OTHERS: dict[str, Method] = {
+    "last value": by_form(_last_value, 1),
+    "log-linear": by_form(lambda task, c, y: fit_log_linear(c, y), 2),
+    "power law": by_form(lambda task, c, y: fit_power_law(c, y), 3),
+    "sigmoid, least squares": by_form(
+        lambda task, c, y: fit_least_squares_sigmoid(c, y, initial=float(task.known.curve.initial or 0.0)), 3
+    ),
+    "paper": by_fit("paper"),
+}
+"""What `robust` is compared with."""
+
+
+def outcome(task: Task, forecast: Array, low: Array, high: Array) -> Outcome:
+    """Compare a forecast and its 90 % intervals [unseen] with what was measured."""
+    measured = task.known.curve.pass_rate[task.unseen]
+    outside = np.maximum(low - measured, 0.0) + np.maximum(measured - high, 0.0)
+    return Outcome(
+        run=task.known.run,
+        name=task.known.curve.name,
+        errors=measured - forecast,
+        covered=(outside == 0.0).astype(float),
+        winkler=high - low + outside / TAIL,
+        half_width=float(np.mean(high - low)) / 2,
+    )
+
+
+def summarize(outcomes: Sequence[Outcome]) -> Summary:
+    """Pool outcomes over their points."""
+    runs = list(dict.fromkeys(o.run for o in outcomes))
+    errors = np.concatenate([o.errors for o in outcomes])
+    per_run = [np.abs(np.concatenate([o.errors for o in outcomes if o.run == run])).mean() for run in runs]
+    return Summary(
+        points=len(errors),
+        error=float(np.abs(errors).mean()),
+        signed=float(errors.mean()),
+        by_run=float(np.mean(per_run)),
+        coverage=float(np.concatenate([o.covered for o in outcomes]).mean()),
+        winkler=float(np.concatenate([o.winkler for o in outcomes]).mean()),
+        half_width=float(np.mean([o.half_width for o in outcomes])),
+    )
+
+
+def bootstrap(outcomes: Sequence[Outcome], draws: int = 4000) -> dict[str, tuple[float, float]]:
+    """90 % intervals of coverage and signed error where physical runs are drawn with replacement."""
+    runs = list(dict.fromkeys(o.run for o in outcomes))
+    sums = np.array(
+        [
+            [sum(values(o) for o in outcomes if o.run == run) for values in (_points, _covered, _errors)]
+            for run in runs
+        ]
+    )
+    drawn = sums[np.random.default_rng(0).integers(0, len(runs), (draws, len(runs)))].sum(axis=1)
+    out = {}
+    for column, name in ((1, "coverage"), (2, "signed")):
+        low, high = np.quantile(drawn[:, column] / drawn[:, 0], [TAIL, 1.0 - TAIL])
+        out[name] = (float(low), float(high))
+    return out
+
+
+def _points(o: Outcome) -> float:
+    return float(len(o.errors))
+
+
+def _covered(o: Outcome) -> float:
+    return float(o.covered.sum())
+
+
+def _errors(o: Outcome) -> float:
+    return float(o.errors.sum())
