@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_scalerl.checkpoints.to_hf import to_hf
-from megatron_scalerl.commands.sft import _batches, run_sft, schedule
 from megatron_scalerl.distributed import cpu_compat
 from megatron_scalerl.prompts.sft_examples import read_examples
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import SftSection
 from megatron_scalerl.tiny.build import TinyArguments, build
+from megatron_scalerl.trainer.sft import _batches, run_sft, schedule
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_a_failed_export_keeps_the_trained_weights(tiny, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_scalerl.commands.sft.to_hf", full)
+        patch.setattr("megatron_scalerl.trainer.sft.to_hf", full)
         with pytest.raises(RuntimeError, match=r"No space left .* kept, export them with: megatron-scalerl convert"):
             run_sft(recipe(tiny, steps=1, batch_size=4), tmp_path / "out", report=lambda line: None)
     kept = tmp_path / ".out.weights"
