@@ -59,13 +59,11 @@ FLOORS = [
         "page": "batching checkpoints fit plan processes recipe report rollouts types update_report",
     },
     {
-        "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
-        "recipe rewards rollouts tiny trainer types weights",
         "commands": "checkpoints controller evaluation export launch page processes recipe report rollouts sft",
     },
     {
         "study": "checkpoints fit processes recipe tiny",
-        "doctor": "check_gpu checkpoints distributed launch plan processes recipe rewards",
+        "doctor": "checkpoints distributed launch plan processes recipe rewards",
     },
     {
         "slurm": "checkpoints controller doctor fit plan recipe",

@@ -6,6 +6,6 @@
             -> report: table, JSON, and the differences between the JSON files of several nodes
             -> nodes: all nodes of a Slurm job at once, and which of them are unfit
 
-Nothing is changed or deleted on the node, except for a folder that `output` makes, tries and removes. `check_gpu`
+Nothing is changed or deleted on the node, except for a folder that `output` makes, tries and removes. `tests/gpu`
 runs kernels and verifies their results; this package only queries.
 """
