@@ -30,6 +30,9 @@ SFT = ["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"]
 NO_COMMANDS = {
     "checkout.py",
     "curve_data.py",
+    "logit_contenders.py",
+    "logit_targets.py",
+    "measured_constants.py",
     "mutation.py",
     "process_figures.py",
     "small_disk.py",

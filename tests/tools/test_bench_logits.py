@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from megatron_scalerl.logits.contenders import NAIVE
+from logit_contenders import NAIVE
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_logits.py"
 
