@@ -15,23 +15,16 @@ import json
 import secrets
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from checkout import explained
 
-with explained():
-    from measured_constants import Measurement, write_constants
-
-    from megatron_scalerl.doctor.probe import nvidia_smi
-    from megatron_scalerl.engine.client import EngineClient, SamplingSpec
-    from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
-    from megatron_scalerl.processes.ending import end_with
-
 BATCHES = (1, 64)
 SHORT, LONG = 16, 144
 """Tokens of the two measurements, whose difference counts."""
-_KV_BYTES = 4 * GIB
+_KV_BYTES = 4 * 2**30
 _RELEASE_S = 5.0
 """For the driver to release the memory of an engine that has exited."""
 _SHAPES: dict[str, dict[str, int]] = {
@@ -46,6 +39,19 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--assumptions", metavar="FILE", type=Path, help="write the constants for plan --assumptions FILE")
     return p
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take seconds
+
+with explained():
+    from bench_shapes import used_on_gpu
+    from measured_constants import Measurement, write_constants
+
+    from megatron_scalerl.doctor.probe import nvidia_smi
+    from megatron_scalerl.engine.client import EngineClient, SamplingSpec
+    from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
+    from megatron_scalerl.processes.ending import end_with
 
 
 async def step_seconds(client: EngineClient, batch: int) -> float:
@@ -113,19 +119,14 @@ async def _served(name: str, policy: Path) -> tuple[dict[int, float], int | None
     try:
         await engine.start()
         found = {batch: await step_seconds(engine.client, batch) for batch in BATCHES}
-        held = _used()
+        held = used_on_gpu()
     finally:
         await engine.stop()
     end = time.monotonic() + _RELEASE_S
-    while held is not None and held - (_used() or 0) < _KV_BYTES and time.monotonic() < end:
+    while held is not None and held - (used_on_gpu() or 0) < _KV_BYTES and time.monotonic() < end:
         await asyncio.sleep(0.5)
-    after = _used()
+    after = used_on_gpu()
     return found, None if held is None or after is None else held - after
-
-
-def _used() -> int | None:
-    found = nvidia_smi("memory.used")
-    return int(found) * 2**20 if found is not None and found.isdecimal() else None
 
 
 def rates(
@@ -145,9 +146,8 @@ def rates(
     return found
 
 
-def main() -> None:
+def main(options: argparse.Namespace) -> None:
     """Measure and print."""
-    options = parser().parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(Path(folder)))
     print(json.dumps(found))
@@ -157,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    end_with(partial(main, OPTIONS))
