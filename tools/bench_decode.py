@@ -104,7 +104,7 @@ async def _served(name: str, policy: Path) -> tuple[dict[int, float], int | None
 
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(BATCHES)}
     vllm = dict(max_model_len=4096, max_num_seqs=64, kv_cache_memory_bytes=_KV_BYTES, load_format="dummy")
-    vllm |= dict(compilation_config=graphs, max_num_batched_tokens=2048)
+    vllm |= dict(compilation_config=graphs, max_num_batched_tokens=4096)
     recipe = Recipe.model_validate(
         dict(
             name=name,

@@ -68,7 +68,7 @@ def recipe_of(policy: Path, tiny: Path, out: Path, device: str, **sections: Any)
     """
     vllm: dict[str, Any] = dict(max_model_len=4096, max_num_seqs=64, kv_cache_memory_bytes=128 << 20)
     if device == "gpu":
-        vllm |= dict(gpu_memory_utilization=0.3, enforce_eager=True, max_num_batched_tokens=2048)
+        vllm |= dict(gpu_memory_utilization=0.3, enforce_eager=True, max_num_batched_tokens=4096)
     paths = dict(path=str(tiny / "prompts.jsonl"), held_out_path=str(tiny / "held_out.jsonl"))
     defaults: dict[str, Any] = dict(
         policy=dict(path=str(policy), dtype="float32" if device == "cpu" else "bfloat16"),
