@@ -42,10 +42,11 @@ def test_needs_te(): pass
 
 def test_a_session_leaves_a_page_and_the_planners_constants(tmp_path: Path) -> None:
     (tmp_path / "stand_in.py").write_text(STAND_IN)
-    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "test_some.py").write_text(TESTS)
     argv = ["-c", str(ROOT / "setup.cfg"), "--rootdir", str(tmp_path), "-p", "stand_in", "-p", "no:cacheprovider"]
     paths = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests", ROOT / "tools")))
-    command = [sys.executable, "-m", "pytest", "-q", *argv, "--gpu-report", "report", str(tmp_path / "test_some.py")]
+    command = [sys.executable, "-m", "pytest", "-q", *argv, "--gpu-report", "report", "gpu/test_some.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=300
     )
