@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+ON_GPU: set[str] = set()
+"""Tests marked `gpu` that can run here; a report's keywords have the names of folders too."""
 REPORTS: list[pytest.TestReport] = []
-"""One for each finished test marked `gpu`."""
+"""One for each of these that has finished."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for reason in _lacks(item, found):
             item.add_marker(pytest.mark.skip(reason=reason))
+    ON_GPU.update(item.nodeid for item in on_gpu if found)
     if on_gpu and not found:
         config.hook.pytest_deselected(items=on_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
@@ -49,7 +52,7 @@ def _lacks(item: pytest.Item, found: int) -> Iterator[str]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if "gpu" in report.keywords and (report.when == "call" or report.outcome != "passed"):
+    if report.nodeid in ON_GPU and (report.when == "call" or report.outcome != "passed"):
         REPORTS.append(report)
 
 

@@ -150,6 +150,8 @@ BARE = {
     "bench_logits": ["tools/bench_logits.py"],
     "bench_convert": ["tools/bench_convert.py"],
     "bench_plan": ["tools/bench_plan.py", "memory"],
+    "bench_shapes": ["tools/bench_shapes.py"],
+    "bench_decode": ["tools/bench_decode.py"],
 }
 
 

@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +43,6 @@ _SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective", "recompute_m
 _FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 WARM_UP, MEASURED = 2, 5
 """Steps; the first ones allocate and compile."""
-_PRODUCTS = 30
 SPARE = 1.1
 """A shape is built if its predicted memory times this is free."""
 
@@ -151,14 +149,14 @@ def reset_peaks() -> None:
     gpu.reset_peak_memory_stats()
 
 
-def used_before() -> int | None:
-    """Bytes on this process's GPU before it has a context there: those of other processes; None if unknown."""
+def used_on_gpu() -> int | None:
+    """Bytes in use on this process's GPU, before it has a context there those of others; None if unknown."""
     found = nvidia_smi("memory.used")
     return int(found) * 2**20 if found is not None and found.isdecimal() else None
 
 
 def peak_since(before: int | None) -> dict[str, int | None]:
-    """Peak of this process since `reset_peaks`, bytes. before: `used_before()`, without a GPU `memory().used` then.
+    """Peak of this process since `reset_peaks`, bytes. before: `used_on_gpu()`, without a GPU `memory().used` then.
 
     `runtime` is outside the allocator: CUDA context, kernels, NCCL buffers; None if `before` is, or without a GPU.
     """
@@ -236,61 +234,58 @@ def fitting(shape: Shape, folder: Path, free: int) -> tuple[Shape, Any]:
         shape = replace(shape, layers=shape.layers // 2)
 
 
-def gemm_rate(size: int, dtype: Any) -> float:
-    """FLOP/s of multiplying two random matrices [size, size] (zeros would be faster)."""
-    import torch
+def train(
+    recipe: Recipe, parallel: Any, before: int | None, *, count: int, length: int, steps: int
+) -> dict[str, Any]:
+    """Losses, seconds and tokens of `steps` steps on random weights and full micro-batches, and the `peak_since`.
 
-    from megatron_scalerl.distributed import device
+    count: sequences of `length` tokens for each data-parallel rank.
+    """
+    from megatron_scalerl.batching.packing import pack
+    from megatron_scalerl.trainer.step import make_trainer, pad_multiple
 
-    a, b = (torch.randn(size, size, device=device.device(), dtype=dtype) for _ in range(2))
-    for _ in range(3):
-        a @ b
-    device.synchronize()
-    start = time.perf_counter()
-    for _ in range(_PRODUCTS):
-        a @ b
-    device.synchronize()
-    return _PRODUCTS * 2 * size**3 / (time.perf_counter() - start)
+    trainer = make_trainer(recipe, parallel, load_weights=False)
+    vocab = json.loads(Path(recipe.policy.path, "config.json").read_text())["vocab_size"]
+    samples = full_sequences(parallel.dp_size * count, length, vocab)
+    packing: dict[str, Any] = dict(micro_batch_tokens=recipe.micro_batch_tokens, policy_version=0)
+    batches = pack(samples, step=1, dp_size=parallel.dp_size, pad_multiple=pad_multiple(parallel), **packing)
+    batch = batches[parallel.dp_rank]
+    reports = [trainer.step(replace(batch, step=step)) for step in range(1, steps + 1)]
+    return {
+        "losses": [report.loss for report in reports],
+        "seconds": [report.seconds for report in reports],
+        "tokens": reports[-1].tokens,
+        "peak": peak_since(before),
+    }
 
 
 def measure(shape: Shape, folder: Path) -> dict[str, Any]:
     """Build, train and measure in this process, which has done nothing on the device."""
-    before = used_before()
+    before = used_on_gpu()
     import torch
 
-    from megatron_scalerl.batching.packing import pack, real_tokens
     from megatron_scalerl.distributed import device
     from megatron_scalerl.trainer.ranks import init_parallel
-    from megatron_scalerl.trainer.step import make_trainer
 
     parallel = init_parallel(recipe_of(shape, folder))
     reset_peaks()
     start = memory()
     before = before if device.HAVE_GPU else start.used
     shape, predicted = fitting(shape, folder, start.total - start.used)
-    trainer = make_trainer(recipe_of(shape, folder), parallel, load_weights=False)
-    sequences = shape.micro_batches * (shape.tokens // shape.sequence)
-    samples = full_sequences(sequences, shape.sequence, shape.config["vocab_size"])
-    packing: dict[str, Any] = dict(dp_size=1, micro_batch_tokens=shape.tokens, pad_multiple=1, policy_version=0)
-    [batch] = pack(samples, step=1, **packing)
-    steps = range(1, WARM_UP + MEASURED + 1)
-    seconds = [trainer.step(replace(batch, step=step)).seconds for step in steps]
-    peak = peak_since(before)
-    del trainer
-    reset_peaks()
+    sizes = dict(count=shape.micro_batches * (shape.tokens // shape.sequence), length=shape.sequence)
+    found = train(recipe_of(shape, folder), parallel, before, **sizes, steps=WARM_UP + MEASURED)
     name = torch.get_device_module(parallel.device).get_device_name(parallel.device) if device.HAVE_GPU else ""
-    rate = real_tokens(batch) / statistics.median(seconds[WARM_UP:])
-    gemm = gemm_rate(8192 if name else 512, getattr(torch, shape.dtype))
+    rate = found["tokens"] / statistics.median(found["seconds"][WARM_UP:])
     return {
         "shape": shape.name,
         "gpu": name,
         "layers": "te" if device.HAVE_TE else "plain",
         "depth": shape.layers,
-        "seconds": seconds,
         "tokens_per_second": rate,
-        "of_gemm_rate": predicted.model_flops_per_token * rate / gemm,
-        **memory_figures(predicted, peak),
-        **constants(shape, predicted, peak, gpu=name, rate=rate),
+        "model_flops_per_second": predicted.model_flops_per_token * rate,
+        **found,
+        **memory_figures(predicted, found["peak"]),
+        **constants(shape, predicted, found["peak"], gpu=name, rate=rate),
     }
 
 
@@ -298,7 +293,7 @@ def memory_figures(predicted: Any, peak: Mapping[str, int | None]) -> dict[str, 
     """Peak memory (bytes) and the planner's prediction over it."""
     ratio = predicted.total_bytes / max(1, peak["total"] or 0)
     terms = {term.name: term.bytes for term in predicted.terms}
-    return {"predicted_over_measured": ratio, "predicted": predicted.total_bytes, "terms": terms, "peak": dict(peak)}
+    return {"predicted_over_measured": ratio, "predicted": predicted.total_bytes, "terms": terms}
 
 
 def constants(
@@ -350,7 +345,8 @@ def main() -> None:
         print(json.dumps(lines[-1]), flush=True)
     if options.assumptions:
         measured = [Measurement(layers=line["layers"], figures=line) for line in lines]
-        write_constants(options.assumptions, measured, gpu=lines[0]["gpu"], source="tools/bench_shapes.py")
+        if not write_constants(options.assumptions, measured, gpu=lines[0]["gpu"], source="tools/bench_shapes.py"):
+            raise RuntimeError(f"{options.assumptions}: expected constants of a GPU in bf16, found none to write")
 
 
 if __name__ == "__main__":

@@ -206,7 +206,8 @@ def judge(record: Callable[[str, object], None], distances: Distances) -> None:
     shares = {name: found / bound if math.isfinite(found) else math.inf for name, (found, bound) in distances.items()}
     worst = max(shares, key=lambda name: shares[name])
     record("nearest to its bound", f"{worst} {distances[worst][0]:.2g} (<= {distances[worst][1]:.2g})")
-    assert {name: distances[name] for name, share in shares.items() if share > 1} == {}
+    beyond = {name: distances[name] for name, share in shares.items() if share > 1}
+    assert not beyond, f"expected distances within their bounds, found (distance, bound) {beyond}"
 
 
 def relative(found: Any, expected: Any) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from megatron_scalerl.trainer import checkpoint
 from megatron_scalerl.trainer.batch_frames import BatchFrames
 from megatron_scalerl.trainer.messages import batch_frames
 from megatron_scalerl.trainer.ranks import init_parallel
-from megatron_scalerl.trainer.step import make_trainer, pad_multiple
+from megatron_scalerl.trainer.step import make_trainer
 from megatron_scalerl.types import Batch, Sample
 
 RECIPE_8B = Path(__file__).parents[2] / "recipes" / "scalerl_llama3_8b.yaml"
@@ -154,26 +153,18 @@ def _state(trainer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def layout_of_8b(overrides: list[str], micro_batches: int) -> dict[str, Any]:
-    """Four steps of the 8B recipe under `overrides` with random weights: losses, seconds, this rank's peak."""
-    from bench_shapes import full_sequences, memory, peak_since, reset_peaks, used_before
+def layout_of_8b(overrides: list[str]) -> dict[str, Any]:
+    """`bench_shapes.train` for four steps of the 8B recipe under `overrides`, two micro-batches for each rank."""
+    from bench_shapes import memory, reset_peaks, train, used_on_gpu
 
     from megatron_scalerl.distributed import device
 
-    before = used_before() if device.HAVE_GPU else None  # first: CUDA context and NCCL count for this rank
+    before = used_on_gpu() if device.HAVE_GPU else None  # first: CUDA context and NCCL count for this rank
     recipe = load_recipe(RECIPE_8B, overrides)
     parallel = init_parallel(recipe)
     reset_peaks()
     before = before if device.HAVE_GPU else memory().used
-    trainer = make_trainer(recipe, parallel, load_weights=False)
-    size = recipe.micro_batch_tokens
-    vocab = json.loads(Path(recipe.policy.path, "config.json").read_text())["vocab_size"]
-    samples = full_sequences(parallel.dp_size * micro_batches, size, vocab)
-    padding = dict(pad_multiple=pad_multiple(parallel), policy_version=0)
-    batch = pack(samples, step=1, dp_size=parallel.dp_size, micro_batch_tokens=size, **padding)[parallel.dp_rank]
-    reports = [trainer.step(replace(batch, step=step)) for step in range(1, 5)]
-    losses, seconds = [report.loss for report in reports], reports[-1].seconds
-    return {"losses": losses, "seconds": seconds, "tokens": reports[-1].tokens, "peak": peak_since(before)}
+    return train(recipe, parallel, before, count=2, length=recipe.micro_batch_tokens, steps=4)
 
 
 def send(matrices: int, width: int) -> tuple[set[Any], float]:

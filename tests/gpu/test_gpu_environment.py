@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import os
 import shutil
@@ -19,13 +18,9 @@ from megatron_scalerl.cluster.versions import version_checks
 
 IDLE_MIB = 3 * 1024
 """More than a CUDA context takes."""
-OPTIONAL = {
-    "transformer_engine.pytorch": "the trainer uses plain layers, slower and with more memory",
-    "apex.normalization": "needed for fused norms and Adam without Transformer Engine alone",
-    "flash_attn": "Transformer Engine uses cuDNN's fused attention, plain layers PyTorch's",
-}
 
 
+@pytest.mark.slow
 def test_versions_are_those_that_the_package_pins(record_property: Any) -> None:
     """Packages, and on a GPU the driver's CUDA and the loaded NCCL: the doctor's checks."""
     for check in version_checks(probe_machine(hide_gpus=True), read_in_process()):
@@ -57,15 +52,3 @@ def test_the_gpu_computes_and_is_idle(record_property: Any) -> None:
     device = torch.accelerator.current_accelerator()
     assert float((torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device))[0, 0]) == 64.0
     assert used is not None and int(used) < IDLE_MIB, "others use the GPU: figures are not accurate"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("module", OPTIONAL)
-def test_an_optional_package_can_be_imported(module: str) -> None:
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        pytest.skip(f"not installed: {OPTIONAL[module]}")
-    importlib.import_module(module)
