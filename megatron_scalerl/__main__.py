@@ -70,9 +70,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("run a recipe on this machine, or resume its run", "commands.train"),
-    "study": Command("run recipes with several seeds each, one after another, and compare them", "study.command"),
+    "study": Command(
+        "run recipes with several seeds each, one after another, and compare them", "commands.study.command"
+    ),
     "submit": Command(
-        "run a recipe or a folder of them on Slurm, or show the status of a submitted run", "slurm.command"
+        "run a recipe or a folder of them on Slurm, or show the status of a submitted run", "cluster.slurm_command"
     ),
     "engine": Command("add an engine on this host to a run on several hosts", "commands.engine"),
     "sft": Command("warm-start the recipe's policy by supervised training", "commands.sft", forms_groups=True),
@@ -81,11 +83,11 @@ COMMANDS = {
     "show": Command("print a completion of a run with its forced tokens marked", "commands.show"),
     "fit": Command("fit a compute-performance curve and forecast it", "fit.command", 2),
     "plan": Command("whether a recipe fits its GPUs, and what it costs", "plan.command", 2),
-    "convert": Command("convert checkpoints between Hugging Face and Megatron", "convert.command"),
+    "convert": Command("convert checkpoints between Hugging Face and Megatron", "commands.convert"),
     "export": Command("write a run's newest checkpoint as a Hugging Face folder", "commands.export"),
     "evaluate": Command("score a policy on evaluation files, and its thinking budgets", "commands.evaluate"),
     "contamination": Command("training prompts that contain evaluation problems", "commands.contamination"),
-    "doctor": Command("check this node before a run starts on it", "doctor.command"),
+    "doctor": Command("check this node before a run starts on it", "cluster.doctor_command"),
     "check-gpu": Command("check correctness and speed on the GPUs of this machine", "check_gpu.command"),
 }
 
