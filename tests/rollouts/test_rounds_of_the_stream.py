@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 from rollout_groups import scored
-from waiting import until
+from waiting import passes, until
 
 from megatron_scalerl.controller.validation import Validator
 from megatron_scalerl.engine.answers import CoreProgress, EngineProgress
@@ -66,13 +66,13 @@ class StandInSampler:
         return (seed, group_id, index)
 
     async def complete(self, engine, prompt, draw, *, priority):
-        await asyncio.sleep(0.001 * (priority * 7 % 5))
+        await passes(priority * 7 % 5)
         assert engine.paused, "submitted after the round began to run"
         assert priority not in engine.held
         engine.held[priority] = draw
         await engine.resumed.wait()
         together = hashlib.sha256(str(engine.batches[-1]).encode()).digest()
-        await asyncio.sleep(0.001 * (priority * 3 % 7))
+        await passes(priority * 3 % 7)
         if self.finished == self.stop_after:
             self.stopped.set()
             await asyncio.Event().wait()
