@@ -20,9 +20,9 @@ async def until(condition: Callable[[], T]) -> T:
     return value
 
 
-def wait_until(condition: Callable[[], T]) -> T:
+def wait_until(condition: Callable[[], T], limit_s: float = LIMIT_S) -> T:
     """The same outside of an event loop."""
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + limit_s
     while not (value := condition()):
         if time.monotonic() > end:
             raise TimeoutError

@@ -9,7 +9,7 @@ from whole_runs import overrides, run, start
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(3000)]
 
 
 PIPELINE = ("rollouts.max_staleness_steps=0",)
@@ -30,6 +30,10 @@ def settings(tiny, out, name, schedule):
         "weights.probe_every=2",
     )
     return ["-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *overrides(tiny, out, name, *more)]
+
+
+def finished(events):
+    return [line for line in events.read_text().splitlines() if '"finish"' in line] if events.exists() else []
 
 
 def bits(folder):
@@ -56,11 +60,10 @@ def test_a_killed_run_has_the_bits_of_one_that_was_not(tiny_dense, tmp_path, mon
     monkeypatch.setenv("HELD_AT", str(events))
     process = start(*settings(tiny_dense, tmp_path, "interrupted", schedule))
     # in the third batch, or the second phase, some of whose groups are in the journal
-    wait_until(lambda: process.poll() is not None or (events.exists() and events.read_text().count('"finish"') >= 10))
+    wait_until(lambda: process.poll() is not None or len(finished(events)) >= 10, 1200)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    finished = events.read_text().count('"finish"')
-    assert finished < groups, "a batch was interrupted, not a step"
+    assert len(finished(events)) < groups, "a batch was interrupted, not a step"
 
     monkeypatch.setenv("HELD_AT", "")
     run(*settings(tiny_dense, tmp_path, "interrupted", schedule))

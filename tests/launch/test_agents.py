@@ -175,7 +175,7 @@ def test_an_agent_of_an_earlier_start_is_refused(policy, run_folder):
     async def scenario():
         async with engines_of(recipe_for(policy), run_folder):
             assert "expected the controller 0.9, found local.0" in await refused(
-                "--incarnation", "0.9", "--start", "x", **brief
+                "--incarnation", "0.9", "--start", "x"
             )
             assert "engine-0: expected one agent, found a second" in await refused("--start", "x")
             write_secret(secret_file(run_folder), "another secret")
