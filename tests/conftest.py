@@ -14,11 +14,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from own_processes import adopt_orphans
 
 ON_GPU: set[str] = set()
 """Tests marked `gpu` that can run here; a report's keywords have the names of folders too."""
 REPORTS: list[pytest.TestReport] = []
 """One for each of these that has finished."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def orphans_stay_below_this_process() -> None:
+    """Tests look for what is left of a run among the processes below this one."""
+    adopt_orphans()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -89,6 +89,15 @@ class _JumpingSelector(selectors.SelectSelector):
         return super().select(0)
 
 
+def in_virtual_time(main):
+    """What the coroutine returns, in a loop of its own."""
+    loop = VirtualTimeLoop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        loop.close()
+
+
 class StandInDraw(NamedTuple):
     """Seed, group and index."""
 

@@ -71,7 +71,7 @@ def bare(*argv, cwd=ROOT, **variables):
         env=clean | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
@@ -79,7 +79,7 @@ def bare(*argv, cwd=ROOT, **variables):
 def watched(argv):
     """(what the command ended with, packages that it imported)"""
     command = [sys.executable, "-X", "importtime", *argv]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     imported = {line.split("|")[-1].strip().split(".")[0] for line in found.stderr.splitlines() if "|" in line}
     assert "argparse" in imported
     return found, imported

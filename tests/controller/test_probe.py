@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from rollout_groups import scored
+from waiting import passes
 
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.probe import Probe, ProbeError
@@ -134,7 +135,7 @@ def test_an_engine_that_joins_within_a_phase_gets_no_weights_that_the_others_do_
 
     async def batch():
         engines.join(0, joined)
-        await asyncio.sleep(0.01)
+        await passes()
         return "batch"
 
     loop = SimpleNamespace(_fleet=SimpleNamespace(engines=engines), _sync=None, _step=5, _served=4)

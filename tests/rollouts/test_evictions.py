@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rollout_groups import scored
 from scipy.stats import ks_2samp
 from stand_in_run import VirtualTimeLoop
+from waiting import passes
 
 from megatron_scalerl.engine.answers import EngineLost
 from megatron_scalerl.engine.membership import EngineState, Membership
@@ -279,7 +280,7 @@ def test_too_few_engines_end_the_run_with_every_reason():
         members = Membership(3, minimum=2)
         failing = asyncio.create_task(members.too_few())
         members.lose(0, "exited with code 1", given_up=True)
-        await asyncio.sleep(0)
+        await passes()
         assert not failing.done()
         members.lose(2, "produced no token", given_up=True)
         await failing
