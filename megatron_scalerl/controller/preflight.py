@@ -19,6 +19,7 @@ from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.launch.local_server import bind_server
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.prompts.dataset import PromptSet, load_prompts
+from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy, check_prompts, read_run_recipe
 from megatron_scalerl.recipe.parallel_layout import check_sharding
@@ -28,7 +29,6 @@ from megatron_scalerl.rewards.math import check_references
 from megatron_scalerl.rewards.pool import limits_of
 from megatron_scalerl.rewards.sandbox_probe import check_sandbox
 from megatron_scalerl.rollouts.plans import forced_ids
-from megatron_scalerl.rollouts.policy_tokenizer import policy_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
