@@ -79,6 +79,28 @@ def samples_of(
     return BatchPlan(samples=samples, sources=sources, stats=stats)
 
 
+_REASONS = {
+    "all_incorrect": "all wrong",
+    "all_correct": "all right",
+    "equal_rewards": "with equal rewards",
+    "too_few": "with fewer than two completions that are not truncated",
+}
+
+
+def why_empty(stats: Mapping[str, float]) -> str:
+    """Why nothing of a batch is left to train on, from the counts of its plan.
+
+    Example:
+        >>> why_empty({"groups": 4, "groups_dropped_all_incorrect": 4, "completions": 32, "truncated_dropped": 0})
+        '4 of 4 groups all wrong'
+    """
+    counts = {reason: stats.get(f"groups_dropped_{reason}", 0.0) for reason in _REASONS}
+    parts = [f"{count:.0f} of {stats['groups']:.0f} groups {_REASONS[r]}" for r, count in counts.items() if count]
+    if stats["truncated_dropped"]:
+        parts.append(f"{stats['truncated_dropped']:.0f} of {stats['completions']:.0f} completions truncated")
+    return ", ".join(parts)
+
+
 def _advantages(
     rewards: list[list[float]], normalize: Literal["batch", "prompt", "none"]
 ) -> tuple[list[list[float]], float]:

@@ -46,6 +46,7 @@ import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
+from megatron_scalerl.batching.advantages import why_empty
 from megatron_scalerl.controller.evaluations import EvaluationInputs
 from megatron_scalerl.controller.measurements import Measurements
 from megatron_scalerl.controller.meter import Meter
@@ -82,6 +83,7 @@ class Controller:
     _ahead: SentBatch | None = None
     """The next batch, if it was sent while the trainer stepped."""
     _skipped_in_a_row = 0
+    _why_empty = ""
     _served, _digest = -1, ""  # policy version that the engines got last, and the digest of its weights
 
     def __init__(
@@ -197,9 +199,10 @@ class Controller:
                 await self._journal.batch(record)
             await self._train_on(groups, waited, sent)
             if self._skipped_in_a_row >= self._recipe.filters.max_empty_batches:
-                return await self._finish(
-                    f"{self._skipped_in_a_row} batches in a row had nothing left to train on (filters)"
-                )
+                reason = f"{self._skipped_in_a_row} batches in a row had nothing left to train on: {self._why_empty}"
+                if self._step == 0:
+                    raise RuntimeError(f"{reason}, before the first step; look at completions with `show`")
+                return await self._finish(reason)
         return await self._finish(f"all {self._recipe.steps} steps are made")
 
     async def _train_on(
@@ -226,7 +229,8 @@ class Controller:
             self._skipped_in_a_row += 1
             record |= await self._update()
             self._metrics.step(self._step, {"skipped": 1} | record | self._charge())
-            self._progress.skipped(self._step)
+            self._why_empty = why_empty(sent.stats)
+            self._progress.skipped(self._step, self._why_empty)
             self._measure()
             return
         self._skipped_in_a_row = 0

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -17,15 +19,16 @@ from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.launch.local_server import bind_server
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.prompts.dataset import PromptSet, load_prompts
+from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy, check_prompts, read_run_recipe
 from megatron_scalerl.recipe.parallel_layout import check_sharding
 from megatron_scalerl.recipe.tasks import Task, tasks_of
 from megatron_scalerl.rewards.code_tests import parse_tests
+from megatron_scalerl.rewards.math import check_references
 from megatron_scalerl.rewards.pool import limits_of
 from megatron_scalerl.rewards.sandbox_probe import check_sandbox
 from megatron_scalerl.rollouts.plans import forced_ids
-from megatron_scalerl.rollouts.policy_tokenizer import policy_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     _check_layout(recipe, hf_config)
     tokenizer = policy_tokenizer(recipe, hf_config)
     text_config = hf_config.get_text_config()
-    prompts = load_prompts(tokenizer, tasks_of(recipe), _check_answer)
+    prompts = load_prompts(tokenizer, tasks_of(recipe), _check_answers)
     for task in tasks_of(recipe) if recipe.validation.every_steps else ():
         if all(prompt.task != task.name for prompt in prompts.held_out):
             raise ValueError(f"validation.every_steps: expected held-out prompts ({task.key}.held_out), found none")
@@ -119,10 +122,17 @@ def _check_store(store: str) -> None:
             )
 
 
-def _check_answer(task: Task, answer: str) -> None:
-    """Raises ValueError for a reference answer that the task's verifier cannot use."""
-    if task.rewards.verifier == "code":
-        parse_tests(answer)
+def _check_answers(task: Task, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """For each reference answer why the task's verifier cannot use it, or nothing."""
+    if task.rewards.verifier == "math":
+        return check_references([answer for answer, _ in answers])
+    problems = [""] * len(answers)
+    for number, (answer, columns) in enumerate(answers if task.rewards.verifier == "code" else ()):
+        try:
+            parse_tests(answer, columns)
+        except ValueError as error:
+            problems[number] = str(error)
+    return problems
 
 
 def _check_layout(recipe: Recipe, hf_config: PretrainedConfig) -> None:

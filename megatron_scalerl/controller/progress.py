@@ -61,9 +61,9 @@ class Progress:
             highlight=False,
         )
 
-    def skipped(self, step: int) -> None:
+    def skipped(self, step: int, why: str) -> None:
         """Show a batch without an optimizer step."""
-        self._console.print(f"{step:5d}  all samples of the batch are filtered out: no step", highlight=False)
+        self._console.print(f"{step:5d}  all samples of the batch are filtered out, no step: {why}", highlight=False)
 
     def outlook(self, found: Outlook) -> None:
         """Show the forecast of the run's end that a validation led to."""

@@ -13,11 +13,11 @@ from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.evaluation.problems import Problem, ProblemFile
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.prompts.rendering import PromptRenderer
+from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rollouts.plans import forced_ids
-from megatron_scalerl.rollouts.policy_tokenizer import policy_tokenizer
 from megatron_scalerl.types import Prompt
 
 _LIMITS = ("cpu_s", "timeout_s", "memory_mb", "file_mb")

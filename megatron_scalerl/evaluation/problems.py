@@ -97,7 +97,7 @@ def read_problems(path: str, schema: str | None = None) -> ProblemFile:
     Raises ValueError, in one line with file and row, for a missing file, columns of no known schema, an empty
     problem, an answer that is missing or, of AIME, no integer from 0 to 999, and for a file without rows.
     """
-    rows = list(read_rows(path, ()))
+    rows = [row.readable() for row in read_rows(path, ())]
     if not rows:
         raise ValueError(f"{path}: expected at least one problem, found an empty file")
     schema = schema or _schema_of(path, rows)

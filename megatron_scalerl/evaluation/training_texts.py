@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_scalerl.evaluation.contamination import Text
 from megatron_scalerl.evaluation.problems import ProblemFile
-from megatron_scalerl.prompts.sources import read_rows
+from megatron_scalerl.prompts.sources import Row, read_rows
 from megatron_scalerl.recipe.file import check_prompts, load_recipe
 from megatron_scalerl.recipe.tasks import tasks_of
 
@@ -34,7 +34,7 @@ def training_texts(source: str) -> Iterator[Text]:
 
 
 def _texts(path: str, column: str, split: str | None) -> Iterator[Text]:
-    for row in read_rows(path, (column,), split):
+    for row in map(Row.readable, read_rows(path, (column,), split)):
         value = row.values[column]
         if not isinstance(value, str):
             raise ValueError(f"{row.where}: expected a text in {column!r}, found a {type(value).__name__}")

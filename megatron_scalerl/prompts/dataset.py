@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.sources import Row, listing, other_columns, read_rows, refuse_surrogates
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.types import Prompt
+
+CheckAnswers = Callable[[Task, Sequence[tuple[str, Mapping[str, Any]]]], Sequence[str]]
+"""(task, reference answers with their rows' columns) -> for each why its verifier cannot use it, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,8 @@ class PromptReport:
     """Training rows skipped because their text is in the file of held-out prompts."""
     too_long: tuple[str, ...]
     """One entry for each skipped prompt: file, line, tokens found and allowed."""
+    unusable: tuple[str, ...] = ()
+    """One entry for each row that cannot be learned from: file, line, reason."""
     key: str = "prompts"
     """Section of the recipe that the counts are about."""
     tasks: tuple[PromptReport, ...] = ()
@@ -47,6 +52,9 @@ class PromptReport:
             lines.append(f"{self.key}: {self.duplicates} duplicates skipped")
         if self.leaked:
             lines.append(f"{self.key}: {self.leaked} training rows skipped whose text is held out")
+        if self.unusable:
+            share = f"{len(self.unusable)} of {self.rows} rows cannot be learned from and are skipped"
+            lines += [f"{self.key}: {share}:", *listing(self.unusable)]
         if self.too_long:
             lines += [f"{self.key}: {len(self.too_long)} too long and skipped:", *listing(self.too_long)]
         return lines
@@ -70,17 +78,17 @@ def prompt_id(text: str, answer: str, task: str = "") -> str:
 
 
 def load_prompts(
-    tokenizer: Any, tasks: Sequence[Task], check_answer: Callable[[Task, str], None] = lambda task, answer: None
+    tokenizer: Any, tasks: Sequence[Task], check_answers: CheckAnswers = lambda task, answers: [""] * len(answers)
 ) -> PromptSet:
     """Read, render and split the prompts of the recipe's tasks.
 
     `tokenizer` is a Hugging Face tokenizer. Held out of a task are the prompts of its `held_out_path`, or else the
     `held_out` prompts of `path` whose texts have the smallest hashes; below 1, `held_out` is a share of all possible
-    texts. No task trains on a text that any task holds out. `check_answer` raises ValueError for a reference answer
-    that the task's verifier cannot use. Raises ValueError, in one line, for an invalid file or if a task has no
-    training prompt.
+    texts. No task trains on a text that any task holds out. Rows that cannot be learned from are skipped and
+    reported: those without a text or an answer, and those that `check_answers` refuses. Raises ValueError, in one
+    line, for an invalid file, where most of its rows cannot be learned from, or if a task has no training prompt.
     """
-    loaders = [_Loader(tokenizer, task, check_answer) for task in tasks]
+    loaders = [_Loader(tokenizer, task, check_answers) for task in tasks]
     splits = [loader.load_split() for loader in loaders]
     texts = {prompt.text for _, held_out in splits for prompt in held_out}
     training: list[Prompt] = []
@@ -113,6 +121,7 @@ def _sum(reports: Sequence[PromptReport]) -> PromptReport:
         duplicates=sum(r.duplicates for r in reports),
         leaked=sum(r.leaked for r in reports),
         too_long=tuple(line for r in reports for line in r.too_long),
+        unusable=tuple(line for r in reports for line in r.unusable),
         tasks=tuple(reports),
     )
 
@@ -145,19 +154,30 @@ def _text_hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Usable:
+    """A row with a problem and an answer."""
+
+    where: str
+    text: str
+    answer: str
+    extra: dict[str, Any]
+
+
 class _Loader:
     """Reads the files of a task into prompts and counts skipped rows."""
 
-    def __init__(self, tokenizer: Any, task: Task, check_answer: Callable[[Task, str], None]) -> None:
+    def __init__(self, tokenizer: Any, task: Task, check_answers: CheckAnswers) -> None:
         self._renderer = PromptRenderer(tokenizer, task.prompts)
         self._prompts = task.prompts
-        self._check_answer = check_answer
+        self._check_answers = check_answers
         self.task = task
         self.split_off = 0
         """Prompts of `path` that are held out."""
         self._rows = 0
         self._duplicates = 0
         self._too_long: list[str] = []
+        self._unusable: list[str] = []
 
     def load_split(self) -> tuple[list[Prompt], list[Prompt]]:
         """(prompts to train on, held-out prompts)"""
@@ -177,23 +197,36 @@ class _Loader:
             duplicates=self._duplicates,
             leaked=leaked,
             too_long=tuple(self._too_long),
+            unusable=tuple(self._unusable),
             key=self.task.key,
         )
 
     def _load(self, path: str) -> list[Prompt]:
         columns = (self._prompts.prompt_column, self._prompts.answer_column)
-        unique: dict[str, tuple[Row, str, str]] = {}
-        before = self._rows
+        unique: dict[str, _Usable] = {}
+        before, unusable = self._rows, len(self._unusable)
         for row in read_rows(path, columns, self._prompts.split):
             self._rows += 1
-            text, answer = (_as_text(row, column) for column in columns)
-            if not text.strip():
-                raise ValueError(f"{row.where}: expected a text in {columns[0]!r}, found an empty one")
+            try:
+                text, answer = (_as_text(row.readable(), column) for column in columns)
+                extra = other_columns(row, columns)
+            except ValueError as error:
+                self._unusable.append(str(error))
+                continue
             identity = prompt_id(text, answer, self.task.name)
             self._duplicates += identity in unique
-            unique.setdefault(identity, (row, text, answer))
-        if self._rows == before:
+            unique.setdefault(identity, _Usable(where=row.where, text=text, answer=answer, extra=extra))
+        answers = [(row.answer, row.extra) for row in unique.values()]
+        for identity, problem in zip(list(unique), self._check_answers(self.task, answers)):
+            if problem:
+                self._unusable.append(f"{unique.pop(identity).where}: {columns[1]!r}: {problem}")
+        rows, unusable = self._rows - before, len(self._unusable) - unusable
+        if not rows:
             raise ValueError(f"{path}: expected at least one prompt, found an empty file")
+        if 2 * unusable > rows:
+            raise ValueError(
+                f"{path}: {unusable} of {rows} rows cannot be learned from, such as {self._unusable[-1]}"
+            )
         kept = self._render(unique)
         if not kept:
             raise ValueError(
@@ -202,27 +235,21 @@ class _Loader:
             )
         return kept
 
-    def _render(self, unique: dict[str, tuple[Row, str, str]]) -> list[Prompt]:
+    def _render(self, unique: dict[str, _Usable]) -> list[Prompt]:
         limit = self._prompts.max_prompt_tokens
-        columns = (self._prompts.prompt_column, self._prompts.answer_column)
-        all_token_ids = self._renderer.token_ids([text for _, text, _ in unique.values()])
+        all_token_ids = self._renderer.token_ids([row.text for row in unique.values()])
         kept = []
-        for (identity, (row, text, answer)), token_ids in zip(unique.items(), all_token_ids):
+        for (identity, row), token_ids in zip(unique.items(), all_token_ids):
             if len(token_ids) > limit:
                 self._too_long.append(f"{row.where}: {len(token_ids)} tokens, at most {limit} allowed")
                 continue
-            extra = other_columns(row, columns)
-            try:
-                self._check_answer(self.task, answer)
-            except ValueError as error:
-                raise ValueError(f"{row.where}: {columns[1]!r}: {error}") from None
             kept.append(
                 Prompt(
                     prompt_id=identity,
-                    text=text,
-                    answer=answer,
+                    text=row.text,
+                    answer=row.answer,
                     token_ids=token_ids,
-                    extra=extra,
+                    extra=row.extra,
                     task=self.task.name,
                 )
             )
@@ -230,10 +257,13 @@ class _Loader:
 
 
 def _as_text(row: Row, column: str) -> str:
-    value = row.values[column]
-    if not isinstance(value, (str, int, float)):
-        found = "nothing" if value is None else f"a {type(value).__name__}"
-        raise ValueError(f"{row.where}: expected a text or a number in {column!r}, found {found}")
+    """The text of a column. Raises ValueError for one that is none, empty or not UTF-8."""
+    value = row.values.get(column)
+    if not isinstance(value, (str, int, float)) or isinstance(value, bool) or value != value:
+        kind = "nothing" if value is None else "NaN" if isinstance(value, float) else f"a {type(value).__name__}"
+        raise ValueError(f"{row.where}: expected a text or a number in {column!r}, found {kind}")
     text = str(value)
+    if not text.strip():
+        raise ValueError(f"{row.where}: expected a text in {column!r}, found an empty one")
     refuse_surrogates(row.where, column, text)
     return text

@@ -157,7 +157,7 @@ def _rows(path: str | None) -> list[_Row]:
         raise ValueError(f"{file}: expected a .jsonl file of warm-start examples, found none")
     rows = [
         _Row(where=row.where, prompt=_text(row, "prompt"), completion=_text(row, "completion"))
-        for row in read_json_lines(file, ("prompt", "completion"))
+        for row in map(Row.readable, read_json_lines(file, ("prompt", "completion")))
     ]
     if not rows:
         raise ValueError(f"{file}: expected at least one warm-start example, found an empty file")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,23 @@ class Row:
     """File and line (from 1) or row (from 1), for error messages."""
     values: dict[str, Any]
     """Value of each column."""
+    problem: str = ""
+    """Why the row cannot be read, if it cannot."""
+
+    def readable(self) -> Row:
+        """The row. Raises ValueError, with file and line, if it cannot be read."""
+        if self.problem:
+            raise ValueError(f"{self.where}: {self.problem}")
+        return self
 
 
 def read_rows(path: str | Path, columns: Sequence[str], split: str | None = None) -> Iterator[Row]:
     """The rows of a .jsonl or .parquet file, or of a folder.
 
     A folder was written by `datasets.save_to_disk` or contains .parquet and .jsonl files; `split` selects one of
-    several splits. Raises ValueError, in one line, for a missing path, a file of another type, an invalid line or
-    file, several splits without a selection, and a row without one of `columns`.
+    several splits. An invalid line, and one without one of `columns`, is a row with a problem. Raises ValueError, in
+    one line, for a missing path, a file of another type, an invalid file, several splits without a selection, and a
+    table without one of `columns`.
     """
     path = Path(path)
     if path.is_dir():
@@ -60,26 +69,26 @@ def _read_file(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def read_json_lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of a .jsonl file; blank lines are skipped. Raises ValueError with file and line."""
+    """The rows of a .jsonl file; blank lines are skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             where = f"{path}: line {number}"
+            values: Any = None
             try:
                 values = json.loads(line)
+                problem = (
+                    "" if isinstance(values, dict) else f"expected a JSON object, found a {type(values).__name__}"
+                )
             except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: expected UTF-8, found {error.reason}") from None
+                problem = f"expected UTF-8, found {error.reason}"
             except json.JSONDecodeError as error:
-                found = f"{error.msg} at column {error.colno}"
-                raise ValueError(f"{where}: expected a JSON object, found {found}") from None
+                problem = f"expected a JSON object, found {error.msg} at column {error.colno}"
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-                found = str(error).partition(";")[0]
-                raise ValueError(f"{where}: expected a JSON object, found {found}") from None
-            if not isinstance(values, dict):
-                raise ValueError(f"{where}: expected a JSON object, found a {type(values).__name__}")
-            _require(where, values, columns)
-            yield Row(where=where, values=values)
+                problem = f"expected a JSON object, found {str(error).partition(';')[0]}"
+            values = {} if problem else values
+            yield Row(where=where, values=values, problem=problem or _missing(values, columns))
 
 
 def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -142,11 +151,15 @@ def _choose_split(path: Path, splits: Sequence[str], split: str | None) -> str:
     return split
 
 
-def _require(where: str, found: Iterable[str], columns: Sequence[str]) -> None:
-    for column in columns:
-        if column not in found:
-            names = ", ".join(found) or "no columns"
-            raise ValueError(f"{where}: expected the column {column!r}, found {names}")
+def _require(where: str, names: Sequence[str], columns: Sequence[str]) -> None:
+    if problem := _missing(names, columns):
+        raise ValueError(f"{where}: {problem}")
+
+
+def _missing(names: Collection[str], columns: Sequence[str]) -> str:
+    """What is said of a table or a row without one of the columns; empty if it has all."""
+    missing = [column for column in columns if column not in names]
+    return f"expected the column {missing[0]!r}, found {', '.join(names) or 'no columns'}" if missing else ""
 
 
 def refuse_surrogates(where: str, column: str, text: str) -> None:

@@ -280,9 +280,10 @@ class RewardsSection(Section):
     cpu_s: PositiveFloat = 2.0
     """CPU time limit of one check (s). Beyond it the worker is killed and the completion is wrong (`timeout`). CPU
     time does not depend on the load of the machine. n different answers that all exceed it take n (cpu_s + 0.5) /
-    workers seconds: 768 answers take 16 minutes with 2 workers, 4 minutes with 8. code: of all tests together."""
-    timeout_s: PositiveFloat = 10.0
-    """Wall-clock limit of one check (s), for a verifier that waits for something; beyond it as for cpu_s."""
+    workers seconds: 768 answers take 16 minutes with 2 workers, 4 with 8. code: of each run of the program."""
+    timeout_s: PositiveFloat = 60.0
+    """Wall-clock limit of one check (s), for a verifier that waits for something; beyond it as for cpu_s. code:
+    of all runs of the program together."""
     memory_mb: PositiveInt | None = 1024
     """Address space that one check may add to its worker (MiB); an answer that needs more is wrong (`memory`). The
     math verifier starts with 60 MiB and a normal answer adds less than 40. null: no limit, for a verifier that starts

@@ -30,7 +30,7 @@ OUTPUT_SLACK = 1 << 16
 """A program may write this many bytes more than twice the expected output; beyond it is killed and wrong."""
 NUMBER_LENGTH = 64
 """Longer words are compared as text, not as numbers."""
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})\s*([^`]*)$")
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})\s*([^`]*)$")
 
 
 def extract_program(answer_text: str) -> str | None:
@@ -40,35 +40,36 @@ def extract_program(answer_text: str) -> str | None:
         >>> extract_program("First:\\n```python\\nprint(1)\\n```\\nor:\\n```\\nprint(2)\\n```\\n")
         'print(2)\\n'
     """
-    found: str | None = None
+    program: str | None = None
     fence: str | None = None
+    indent = ""
     lines: list[str] = []
-    for line in answer_text.splitlines():
+    for line in answer_text.replace("\r\n", "\n").split("\n"):  # a literal may hold any other separator of lines
         mark = _FENCE.match(line)
         if fence is None:
             if mark:
-                fence, lines = mark[1], []
-        elif mark and not mark[2] and mark[1].startswith(fence):
-            found, fence = "\n".join(lines) + "\n", None
-        else:
-            lines.append(line)
-    return found
+                indent, fence, lines = mark[1], mark[2], []
+        elif mark and not mark[3] and mark[2].startswith(fence) and len(mark[1]) < len(indent) + 4:
+            program, fence = "\n".join(lines) + "\n", None
+        else:  # a fence in a list is indented with its lines
+            lines.append(line.removeprefix(indent) if line.startswith(indent) else line.lstrip(" "))
+    return program
 
 
 def verify_code(answer_text: str, reference: str, extra: dict[str, Any], *, limits: Limits) -> bool:
     """True if the program passes all tests of `reference`.
 
-    limits: processor time of all tests together; address space of the program; the size of its files. Raises
-    ValueError for tests in an unknown form, TimeLimitExceeded, and SandboxError if no sandbox could be made.
+    extra: the row's other columns, of which `parse_tests` reads some. limits: processor time of each run of the
+    program (of all assertions together); its address space; the size of its files. Raises ValueError for tests in an
+    unknown form, TimeLimitExceeded, and SandboxError if no sandbox could be made.
     """
-    del extra
-    tests = parse_tests(reference)
+    tests = parse_tests(reference, extra)
     program = extract_program(answer_text)
     if program is None:
         return False
     with Sandbox.made(limits) as sandbox:
         if tests.script is not None:
-            return sandbox.run_tests(program, tests.script)
+            return sandbox.run_tests(program, tests.script, tests.entry_point)
         inputs = [given for given, _ in tests.cases]
         limit = [OUTPUT_SLACK + 2 * len(expected.encode(errors="replace")) for _, expected in tests.cases]
         passed = 0
@@ -90,7 +91,7 @@ def same_output(found: str, expected: str) -> bool:
         >>> same_output("1.0 yes\\n\\n", "1 yes")
         True
     """
-    ours, theirs = found.rstrip().splitlines(), expected.rstrip().splitlines()
+    ours, theirs = found.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
 

@@ -1,12 +1,16 @@
 """The unit tests of a code problem, as its answer column holds them, in the forms of public sets:
 
-    [{"input": "2 3\\n", "output": "5\\n"}, ...]                            standard input and output
-    [{"fn_name": "add", "input": [2, 3], "output": 5}, ...]                 calls of a function
-    {"inputs": ["2 3\\n", ...], "outputs": ["5\\n", ...]}                   the first form, transposed
-    {"fn_name": "add", "inputs": [[2, 3], ...], "outputs": [5, ...]}        the second form, transposed
-    assert add(2, 3) == 5                                                   Python, statements or functions test*
+    [{"input": "2 3\\n", "output": "5\\n"}, ...]                       standard input and output
+    [{"fn_name": "add", "input": [2, 3], "output": 5}, ...]            calls of a function
+    [{"testtype": "functional", "input": "2\\n3", "output": "5",
+      "metadata": {"func_name": "add"}}, ...]                          the same, a JSON text a line
+    {"inputs": ["2 3\\n", ...], "outputs": ["5\\n", ...]}              the first form, transposed
+    {"fn_name": "add", "inputs": [[2, 3], ...], "outputs": [5, ...]}   the second form, transposed
+    assert add(2, 3) == 5                                              Python: statements, functions test*, classes
+                                                                       Test* or unittest's, or check(candidate)
 
-All but the last are JSON texts. A text of standard input or output may be a list of lines.
+All but the last are JSON texts. A text of standard input or output may be a list of lines. The row's other columns
+may name the function: `entry_point` (HumanEval), `fn_name`, `func_name`, or `metadata` (LiveCodeBench).
 """
 
 from __future__ import annotations
@@ -14,17 +18,24 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 _CALLS = """
 import json
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {{key if isinstance(key, str) else json.dumps(key): _plain(item) for key, item in value.items()}}
+    return [_plain(item) for item in value] if type(value).__name__ in ("list", "tuple", "deque") else value
+
 try:
     _function = Solution().{name}
 except NameError:
     _function = {name}
 for _arguments, _expected in json.loads({cases!r}):
-    _found = json.loads(json.dumps(_function(*_arguments)))
+    _found = _plain(_function(*_arguments))
     assert _found == _expected or [_found] == _expected
 """
 """Tests that call a function, or a method of `class Solution`. Tuples are compared as lists; sets that wrap an output
@@ -44,47 +55,86 @@ class CodeTests:
     """(standard input, expected standard output)"""
     script: str | None = None
     """Python with assertions on the program's functions."""
+    entry_point: str = ""
+    """The function that the script's `check` is called with; empty: the script calls it itself."""
 
 
-def parse_tests(reference: str) -> CodeTests:
-    """The tests in an answer column. Raises ValueError, in one line, for a text that is none of the forms."""
+def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeTests:
+    """The tests in an answer column; extra: the row's other columns.
+
+    Raises ValueError, in one line, for a text that is none of the forms, and for tests of which no assertion would be
+    evaluated.
+    """
+    columns = extra or {}
     try:
-        found = json.loads(reference)
+        parsed = json.loads(reference)
     except ValueError:
-        return _script(reference)
-    if isinstance(found, dict):
-        found = _rows(found)
-    if not isinstance(found, list) or not found or not all(isinstance(case, dict) for case in found):
+        return _script(reference, _function_of(columns))
+    if isinstance(parsed, dict):
+        parsed = _rows(parsed)
+    if not isinstance(parsed, list) or not parsed or not all(isinstance(case, dict) for case in parsed):
         raise ValueError("expected unit tests: a JSON list of cases or Python with assert, found neither")
-    if any("input" not in case or "output" not in case for case in found):
-        raise ValueError(f"expected input and output in every case of the tests, found {_keys(found)}")
-    names = {case.get("fn_name") for case in found}
-    if names == {None}:
-        return CodeTests(cases=tuple((_text(case["input"]), _text(case["output"])) for case in found))
+    if any("input" not in case or "output" not in case for case in parsed):
+        raise ValueError(f"expected input and output in every case of the tests, found {_keys(parsed)}")
+    names = {_function_of(case) or (_is_call(case) and _function_of(columns)) or None for case in parsed}
     if len(names) > 1:
-        raise ValueError(f"expected one fn_name for all cases of the tests, found {len(names)}")
-    return _calls(found)
+        raise ValueError(f"expected one function name for all cases of the tests, found {len(names)}")
+    if (name := names.pop()) is not None:
+        return _calls(parsed, name)
+    if any(map(_is_call, parsed)):
+        raise ValueError("functional tests need the name of the function: metadata.func_name or fn_name")
+    return CodeTests(cases=tuple((_text(case["input"]), _text(case["output"])) for case in parsed))
 
 
-def _rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+def _is_call(case: Mapping[str, Any]) -> bool:
+    """Whether a case says that it calls a function."""
+    return case.get("testtype") == "functional" or case.get("type") == "function_call"
+
+
+def _function_of(row: Mapping[str, Any]) -> str:
+    """The name of a function in a case or in a row's columns; empty if there is none."""
+    metadata = row.get("metadata")
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except ValueError:
+            metadata = None
+    places = (row, metadata if isinstance(metadata, dict) else {})
+    names = (place.get(key) for place in places for key in ("fn_name", "func_name", "entry_point"))
+    name = next((name for name in names if name), "")
+    if not isinstance(name, str) or (name and not name.isidentifier()):
+        raise ValueError(f"expected the name of a function for the tests, found {name!r}")
+    return name
+
+
+def _rows(parsed: dict[str, Any]) -> list[dict[str, Any]]:
     """The cases of the transposed form."""
-    inputs, outputs = found.get("inputs"), found.get("outputs")
+    inputs, outputs = parsed.get("inputs"), parsed.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError(f"expected lists inputs and outputs of one length in the tests, found {_keys([found])}")
-    name = {"fn_name": found["fn_name"]} if found.get("fn_name") else {}
-    return [{"input": given, "output": expected, **name} for given, expected in zip(inputs, outputs)]
+        raise ValueError(f"expected lists inputs and outputs of one length in the tests, found {_keys([parsed])}")
+    rest = {key: value for key, value in parsed.items() if key not in ("inputs", "outputs")}
+    return [{"input": given, "output": expected, **rest} for given, expected in zip(inputs, outputs)]
 
 
-def _calls(found: list[dict[str, Any]]) -> CodeTests:
-    name = found[0]["fn_name"]
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"expected the name of a function in fn_name of the tests, found {name!r}")
-    for case in found:
-        if not isinstance(case["input"], list):
-            kind = type(case["input"]).__name__
-            raise ValueError(f"expected a list of arguments as input of a test with fn_name, found a {kind}")
-    cases = json.dumps([[case["input"], case["output"]] for case in found])
-    return CodeTests(script=_CALLS.format(name=name, cases=cases))
+def _calls(parsed: list[dict[str, Any]], name: str) -> CodeTests:
+    cases = []
+    for case in parsed:
+        given, expected = case["input"], case["output"]
+        if isinstance(given, str):  # LiveCodeBench: each argument, and the result, is a JSON text
+            try:
+                given = [json.loads(line) for line in given.split("\n") if line.strip()]
+                expected = json.loads(expected) if isinstance(expected, str) else expected
+            except ValueError:
+                raise ValueError(
+                    f"expected one JSON text a line as arguments of {name}, and one as its result, found "
+                    f"{case['input'][:40]!r} and {str(case['output'])[:40]!r}"
+                ) from None
+        if not isinstance(given, list):
+            raise ValueError(
+                f"expected a list of arguments as input of a test of {name}, found a {type(given).__name__}"
+            )
+        cases.append([given, expected])
+    return CodeTests(script=_CALLS.format(name=name, cases=json.dumps(cases)))
 
 
 def _text(value: Any) -> str:
@@ -97,22 +147,61 @@ def _text(value: Any) -> str:
     return value
 
 
-def _script(text: str) -> CodeTests:
+def _script(text: str, entry_point: str) -> CodeTests:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         problem = str(error).splitlines()[0]
         raise ValueError(f"expected unit tests, JSON or Python, found neither: {problem}") from None
     nodes = list(ast.walk(tree))
-    if not any(isinstance(node, ast.Assert) for node in nodes):
-        raise ValueError("expected an assert in the Python of the tests, found none")
     imported = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
     imported += [n.module or "." for n in nodes if isinstance(n, ast.ImportFrom)]
     for name in imported:
         if name.split(".")[0] not in {*sys.stdlib_module_names, "solution"}:
             raise ValueError(f"expected tests that import the standard library or solution, found {name}")
-    return CodeTests(script=text)
+    if not any(map(_asserts, nodes)):
+        raise ValueError("expected an assert in the Python of the tests, found none")
+    if not any(_asserts(node) for node in _reached(tree, entry_point)):
+        raise ValueError(
+            "expected an assertion that runs: in the text itself, in a function test* without arguments, in a class "
+            "Test*, or in check(candidate) of a row with entry_point; found none"
+        )
+    return CodeTests(script=text, entry_point=entry_point)
 
 
-def _keys(found: list[Any]) -> str:
-    return ", ".join(sorted({str(key) for case in found for key in case})[:8]) or "no keys"
+def _asserts(node: ast.AST) -> bool:
+    """Whether a node is an assertion, unittest's included."""
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(node, ast.Assert) or (isinstance(called, ast.Attribute) and called.attr.startswith("assert"))
+
+
+def _reached(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
+    """Nodes that run when the tests run, as far as names tell."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies: dict[str, list[ast.AST]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (*functions, ast.ClassDef)):
+            bodies.setdefault(node.name, []).append(node)
+    waiting: list[ast.AST] = [node for node in tree.body if not isinstance(node, (*functions, ast.ClassDef))]
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or node.bases):
+            waiting += [node, *(m for m in node.body if isinstance(m, functions) and m.name.startswith("test"))]
+        elif isinstance(node, functions):
+            required = len(node.args.posonlyargs + node.args.args) - len(node.args.defaults)
+            if (node.name.startswith("test") and not required) or (node.name == "check" and entry_point):
+                waiting.append(node)
+    reached: set[str] = set()
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, (*functions, ast.ClassDef)):
+                waiting.append(child)
+        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if name in bodies and name not in reached:
+            reached.add(name)
+            waiting += bodies[name]
+
+
+def _keys(parsed: list[Any]) -> str:
+    return ", ".join(sorted({str(key) for case in parsed for key in case})[:8]) or "no keys"

@@ -9,8 +9,13 @@ tests/rewards/test_math_attacks.py checks what Python compiles.
 
 from __future__ import annotations
 
+import json
 import logging
+import multiprocessing
+import os
 import re
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 TAIL = 10_000
@@ -21,6 +26,16 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FORMULA_START = ("$", "\\(", "\\[")
 _TO_FORMULA_END = re.compile(r"[^\n$]+?(?=\$|\\\)|\\\])")
 _WORD = re.compile(r"(?:(?!\\\)|\\\])[^\s$])+")
+_NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?")
+_LATEX = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+")
+"""Texts, environments and commands of LaTeX."""
+_WORDS = re.compile(r"[^\W\d_]{3,}")
+_FUNCTIONS = frozenset(
+    ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "exp")
+    + ("sqrt", "abs", "min", "max", "mod", "pmod", "gcd", "lcm", "inf", "infty", "infinity", "det", "deg")
+)
+_FEW, _PARSE_S = 200, 5
+"""References that one process parses, and seconds for one of them."""
 _PERCENT = re.compile(r"\s*(?:\$|\\\)|\\\])\s*(\\?%|[Pp]ercent(?:age)?|[Pp]ct)")
 
 
@@ -78,15 +93,57 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     numbers are not evaluated if they are proven to differ (magnitude.py).
     """
     del extra
+    expected = parsed_reference(reference)
     # Imported here: both import sympy, which only the verifier processes need.
     from math_verify import parse, verify
 
     from megatron_scalerl.rewards.magnitude import proven_unequal
 
-    delimited = "$" in reference or "\\boxed" in reference
-    expected = parse(reference if delimited else f"\\boxed{{{reference}}}", parsing_timeout=None)
     found = parse(last_box(answer_text) or answer_text[-TAIL:], parsing_timeout=None)
     return not proven_unequal(expected, found) and bool(verify(expected, found, timeout_seconds=None))
+
+
+def parsed_reference(reference: str, timeout_s: int | None = None) -> list[Any]:
+    """What math-verify reads in a reference. timeout_s: of the main thread alone, by a signal; None: no limit."""
+    from math_verify import parse
+
+    text = reference.replace("\\$", "")  # an escaped dollar is an amount of money, no delimiter
+    delimited = "$" in text or "\\boxed" in text
+    expected: list[Any] = parse(text if delimited else f"\\boxed{{{text}}}", parsing_timeout=timeout_s)
+    return expected
+
+
+def check_references(references: Sequence[str]) -> list[str]:
+    """For each reference why no answer can be scored right against it; empty for those that are mathematical objects.
+
+    Plain numbers are not parsed. Many others are parsed in several processes: each takes about 10 ms.
+    """
+    rest = sorted({text for text in references if not _NUMBER.fullmatch(text)})
+    if len(rest) < _FEW:
+        reasons = [_problem_of(text) for text in rest]
+    else:
+        with ProcessPoolExecutor(
+            min(8, len(os.sched_getaffinity(0))), mp_context=multiprocessing.get_context("spawn")
+        ) as pool:
+            reasons = list(pool.map(_problem_of, rest, chunksize=64))
+    problems = dict(zip(rest, reasons))
+    return [problems.get(text, "") for text in references]
+
+
+def _problem_of(reference: str) -> str:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    said = f"expected a number, an expression or LaTeX, found {reference[:60]!r}"
+    words = _WORDS.findall(_LATEX.sub(" ", reference))
+    if [word for word in words if word.lower() not in _FUNCTIONS]:
+        return f"{said}, which is text"
+    try:
+        if isinstance(json.loads(reference), (dict, bool)) or json.loads(reference) is None:
+            return f"{said}, which is JSON"
+    except ValueError:
+        pass
+    if all(isinstance(part, str) for part in parsed_reference(reference, _PARSE_S)):
+        return f"{said}, which math-verify cannot parse"
+    return ""
 
 
 def warm_up() -> None:

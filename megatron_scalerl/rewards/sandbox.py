@@ -50,7 +50,7 @@ class Result:
     full: bool
     """True if it wrote more than the limit and was killed."""
     cpu_left_s: float
-    """Processor time left of the sandbox's limit (s); below 0, the limit is exceeded."""
+    """Processor time left of the run's limit (s); below 0, the limit is exceeded."""
 
 
 class Sandbox:
@@ -115,19 +115,20 @@ class Sandbox:
         output_bytes: the limit of each run's standard output. Raises SandboxError if the sandbox cannot be built or
         the program cannot be started.
         """
-        self._request(program, tests=None, inputs=list(inputs), output_bytes=list(output_bytes))
+        self._request(program, tests=None, entry_point="", inputs=list(inputs), output_bytes=list(output_bytes))
         for _ in inputs:
             result = self._result()
             if result is None:
                 return
             yield result
 
-    def run_tests(self, program: str, tests: str) -> bool:
+    def run_tests(self, program: str, tests: str, entry_point: str = "") -> bool:
         """True if the program passes: it runs in one process, the tests in another (`sandbox_guest`).
 
-        Raises SandboxError if the sandbox cannot be built.
+        entry_point: the function that the tests' `check` is called with. Raises SandboxError if the sandbox cannot be
+        built.
         """
-        self._request(program, tests=tests, inputs=[], output_bytes=[])
+        self._request(program, tests=tests, entry_point=entry_point, inputs=[], output_bytes=[])
         result = self._result()
         if result is not None and result.cpu_left_s < 0:
             raise TimeLimitExceeded

@@ -2,37 +2,52 @@
 
 Roles, by the first argument:
 
+    program   runs the program, which reads standard input
     solution  runs the program, then calls its functions for the process with the tests
     tests     runs tests in a process of their own, whose names for the program's functions are `Remote`s
 
 The program has no access to the process with the tests: it sees arguments and chooses results, no more. Values cross
 as JSON and are copies; other objects stay with the program, and the tests hold a `Remote`.
+
+Programs are run as competition sites run them: names of the standard library that they use and do not import are
+imported (`SITE_MODULES`), annotations are not evaluated, integers may have any number of digits.
 """
 
 from __future__ import annotations
+import __future__
 
-import ast
 import builtins
-import json
-import operator
 import os
-import struct
 import sys
-import types
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # every run of a program pays for what is imported here
+    import ast
     from collections.abc import Callable, Iterator
     from typing import Any, BinaryIO
 
 SOURCE, REQUESTS, REPLIES, VERDICT = 3, 4, 5, 6
 """File descriptors."""
 PASSED = b"passed"
-_HEAD = struct.Struct("!Q")
+_ONLY_AST = 0x400  # ast.PyCF_ONLY_AST
+SITE_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
+)
+"""Modules that competition sites import for every program, with all of their names; later ones win."""
+_HEAD = 8
+"""Bytes of a message's length."""
+_VALUES = {
+    "fractions": ("Fraction",),
+    "decimal": ("Decimal",),
+    "datetime": ("date", "datetime", "time", "timedelta"),
+    "builtins": ("range",),
+}
+"""Types of the standard library whose values cross as copies, by the arguments that make them."""
 _UNPLAIN = (StopIteration, StopAsyncIteration)
 """Exceptions that would end a loop of the tests instead of failing them."""
 _SPECIAL: dict[str, Callable[..., Any]] = {
-    "__getitem__": operator.getitem,
+    "__getitem__": lambda value, key: value[key],
     "__len__": len,
     "__str__": str,
     "__repr__": repr,
@@ -56,6 +71,11 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
         return {"b": bytes(value).decode("latin-1")}
     if isinstance(value, complex):
         return {"c": [value.real, value.imag]}
+    module, name = type(value).__module__, type(value).__name__
+    if (module, name) == ("collections", "deque"):
+        return {"q": [encode(list(value), other), value.maxlen]}
+    if name in _VALUES.get(module, ()):
+        return {"v": [module, name, encode(list(value.__reduce__()[1]), other)]}
     return other(value)
 
 
@@ -72,6 +92,14 @@ def decode(value: Any, handle: Callable[[int], Any]) -> Any:
         return content.encode("latin-1")
     if tag == "c":
         return complex(*content)
+    if tag == "q":
+        import collections
+
+        return collections.deque(decode(content[0], handle), content[1])
+    if tag == "v":
+        module, name, arguments = content
+        assert name in _VALUES[module]
+        return getattr(__import__(module), name)(*decode(arguments, handle))
     if tag == "d":
         return {decode(key, handle): decode(item, handle) for key, item in content}
     return {"t": tuple, "f": frozenset, "s": set}[tag](decode(item, handle) for item in content)
@@ -79,26 +107,80 @@ def decode(value: Any, handle: Callable[[int], Any]) -> Any:
 
 def send(file: BinaryIO, message: Any) -> None:
     """Write one message."""
+    import json
+
     body = json.dumps(message).encode()
-    file.write(_HEAD.pack(len(body)) + body)
+    file.write(len(body).to_bytes(_HEAD) + body)
     file.flush()
 
 
 def receive(file: BinaryIO) -> Any:
     """The next message, None at the end."""
-    head = file.read(_HEAD.size)
-    if len(head) < _HEAD.size:
-        return None
-    body = file.read(_HEAD.unpack(head)[0])
-    return json.loads(body)
+    import json
+
+    head = file.read(_HEAD)
+    return json.loads(file.read(int.from_bytes(head))) if len(head) == _HEAD else None
 
 
-def main_module(source: str) -> dict[str, Any]:
-    """Run a program as __main__; returns its namespace."""
-    module = types.ModuleType("__main__")
+def site_names(tree: ast.AST) -> dict[str, Any]:
+    """Names of `SITE_MODULES`, and these modules, that a program uses and nothing else gives it."""
+    used: set[str] = set()
+    bound, nodes = set(dir(builtins)), [tree]
+    for node in nodes:  # ast.walk, without importing ast
+        values: list[Any] = [getattr(node, field, None) for field in node._fields]
+        for value in values:
+            nodes += [item for item in (value if isinstance(value, list) else [value]) if hasattr(item, "_fields")]
+        kind = type(node).__name__
+        if kind == "Name":
+            (used if type(node.ctx).__name__ == "Load" else bound).add(node.id)  # type: ignore[attr-defined]
+        elif kind == "alias":
+            bound.add((node.asname or node.name).split(".")[0])  # type: ignore[attr-defined]
+        elif kind in ("FunctionDef", "AsyncFunctionDef", "ClassDef"):
+            bound.add(node.name)  # type: ignore[attr-defined]
+        elif kind == "arg":
+            bound.add(node.arg)  # type: ignore[attr-defined]
+    missing = {name for name in used - bound if not name.startswith("_")}
+    names: dict[str, Any] = {}
+    for module in map(__import__, SITE_MODULES if missing else ()):
+        names |= {name: getattr(module, name) for name in missing if hasattr(module, name)}
+    return names | {name: sys.modules[name] for name in missing & set(SITE_MODULES)}
+
+
+def without_sockets() -> None:
+    """Let asyncio run: its loops make a pair of sockets to be woken by other threads, and no socket is allowed."""
+    import asyncio.selector_events as events
+    import selectors
+
+    def no_pipe(loop: Any) -> None:
+        loop._ssock = loop._csock = None
+
+    loops: Any = events.BaseSelectorEventLoop
+    loops._make_self_pipe = loops._close_self_pipe = no_pipe
+    selectors.DefaultSelector = selectors.SelectSelector  # type: ignore[misc, assignment]
+
+
+def run_as_main(source: str, given: dict[str, Any], tree: ast.Module | None = None) -> dict[str, Any]:
+    """Run a text as __main__ with these names; returns the names that it binds. tree: its tree, if it was changed."""
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+    if "asyncio" in source or "async " in source:
+        without_sockets()
+    module = type(sys)("__main__")
     sys.modules["__main__"] = module
-    exec(compile(source, "program.py", "exec"), module.__dict__)
-    return module.__dict__
+    module.__dict__.update(given)
+    flags = __future__.annotations.compiler_flag
+    try:
+        exec(compile(tree or source, "<text>", "exec", flags, dont_inherit=True), module.__dict__)
+    except SystemExit as end:
+        if end.code:
+            raise
+    return {
+        n: v for n, v in module.__dict__.items() if not n.startswith("__") and (n not in given or v is not given[n])
+    }
+
+
+def run_program(source: str) -> dict[str, Any]:
+    """Run a program; returns the names that it binds."""
+    return run_as_main(source, site_names(compile(source, "<text>", "exec", _ONLY_AST, dont_inherit=True)))
 
 
 class Solution:
@@ -107,10 +189,9 @@ class Solution:
     def __init__(self, source: str) -> None:
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
-        names = main_module(source)
+        names = run_program(source)
         self._requests, self._replies = os.fdopen(REQUESTS, "rb"), os.fdopen(REPLIES, "wb")
-        public = {name: value for name, value in names.items() if not name.startswith("__")}
-        send(self._replies, {name: self._named(value) for name, value in public.items()})
+        send(self._replies, {name: self._named(value) for name, value in names.items()})
 
     def serve(self) -> None:
         """Answer requests in order."""
@@ -128,13 +209,17 @@ class Solution:
             send(self._replies, reply)
 
     def _named(self, value: Any) -> dict[str, Any]:
-        if isinstance(value, types.ModuleType):
+        if isinstance(value, type(sys)):
             return {"module": value.__name__}
         return {"value": encode(value, self._handle)}
 
     def _do(self, what: str, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if what == "call":
-            return target(*arguments, **keywords)
+            result = target(*arguments, **keywords)
+            return _awaited(result) if hasattr(result, "__await__") else result
+        if what == "fields":
+            fields = getattr(type(target), "__dataclass_fields__", None)
+            return fields and (type(target).__qualname__, {name: getattr(target, name) for name in fields})
         if what == "iter":
             return list(target)
         return getattr(target, what[1:]) if what[0] == "." else _SPECIAL[what](target, *arguments)
@@ -149,7 +234,8 @@ class Solution:
 class Remote:
     """An object of the program: it can be called, asked for attributes and iterated over.
 
-    It equals itself only, so that no method of the program's object decides a comparison.
+    It equals itself, and a dataclass one with the same fields, so that no method of the program's object decides a
+    comparison.
     """
 
     def __init__(self, tests: Tests, number: int) -> None:
@@ -165,6 +251,15 @@ class Remote:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._tests.ask("iter", self._number))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Remote):
+            return self is other
+        fields = self._tests.ask("fields", self._number)
+        return bool(fields) and fields == self._tests.ask("fields", other._number)
+
+    def __hash__(self) -> int:
+        return 0  # equal objects have equal ones, and fields may change
 
 
 def _special(name: str) -> Callable[..., Any]:
@@ -182,18 +277,33 @@ class Tests:
         self._requests, self._replies = os.fdopen(REQUESTS, "wb"), os.fdopen(REPLIES, "rb")
         self._remotes: dict[int, Remote] = {}
 
-    def run(self, source: str) -> None:
-        """Run the tests: the text itself, then its functions called test*. Raises what a failing test raises."""
+    def run(self, source: str, entry_point: str) -> None:
+        """Run the tests: the text itself, then what it defines as tests. Raises what a failing test raises.
+
+        Tests are functions test*, classes Test* with methods test*, unittest's classes, and `check(candidate)`, which
+        is called with the program's `entry_point`. At least one assertion has to be evaluated: AssertionError.
+        """
+        import ast
+
         tree = ast.parse(source)
-        names = self._names(self._answer(), tree)
-        module = types.ModuleType("solution")
+        names = self._names(self._answer(), tree, entry_point)
+        module = type(sys)("solution")
         module.__dict__.update(names)
         sys.modules["solution"] = module
-        space = {"__name__": "tests", **names}
-        exec(compile(tree, "tests.py", "exec"), space)
-        for name, value in list(space.items()):
-            if name.startswith("test") and isinstance(value, types.FunctionType):
-                value()
+        sys.argv = ["tests"]  # unittest.main reads it
+        evaluated: list[None] = []
+
+        def evaluate(value: Any = None) -> Any:
+            evaluated.append(None)
+            return value
+
+        hooks = {_EVALUATED: evaluate, _AWAITABLE: _awaitable}
+        found = run_as_main(source, names | hooks, _instrumented(tree))
+        for name, value in found.items():
+            _run_test(name, value)
+        if callable(check := found.get("check")) and entry_point:
+            check(names[entry_point] if entry_point in names else getattr(names["Solution"](), entry_point))
+        assert evaluated, "no assertion of the tests was evaluated"
 
     def ask(self, what: str, number: int, args: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> Any:
         """The result of a call in the program's process; lists, dicts and sets among `args` change as it says."""
@@ -224,17 +334,19 @@ class Tests:
             os._exit(1)
         return message
 
-    def _names(self, found: dict[str, Any], tree: ast.AST) -> dict[str, Any]:
+    def _names(self, found: dict[str, Any], tree: ast.AST, entry_point: str) -> dict[str, Any]:
         """Names of the program for the tests.
 
         One that is also a builtin is the builtin, so that the program cannot replace `all` or `isinstance`, unless
         the tests use no other name of the program: then it is what they test.
         """
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        import ast
+
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {entry_point, "Solution"}
         used |= {alias.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for alias in n.names}
         own = {name for name in used & found.keys() if "module" not in found[name] and not name.startswith("__")}
         names = {name: decode(found[name]["value"], self._remote) for name in own}
-        if any(not hasattr(builtins, name) for name in own):
+        if any(not hasattr(builtins, name) for name in own - {"Solution"}):
             names = {name: value for name, value in names.items() if not hasattr(builtins, name)}
         for name in used & found.keys() - own:
             module = found[name].get("module")
@@ -249,6 +361,68 @@ class Tests:
         if not isinstance(value, Remote):
             raise TypeError(f"expected plain data or an object of the program, found a {type(value).__name__}")
         return {"h": value._number}
+
+
+_EVALUATED, _AWAITABLE = "_assertion_was_evaluated_", "_awaitable_"
+"""Names that the tests' text calls once it is instrumented."""
+
+
+def _instrumented(tree: ast.Module) -> ast.Module:
+    """The tests, which say so when an assertion is evaluated, and may await plain values."""
+    import ast
+
+    def call(name: str, *arguments: ast.expr) -> ast.Call:
+        return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
+
+    class Hooks(ast.NodeTransformer):
+        def visit_Assert(self, node: ast.Assert) -> Any:
+            return [ast.Expr(call(_EVALUATED)), self.generic_visit(node)]
+
+        def visit_Call(self, node: ast.Call) -> Any:
+            self.generic_visit(node)
+            asserts = isinstance(node.func, ast.Attribute) and node.func.attr.startswith("assert")
+            return call(_EVALUATED, node) if asserts else node
+
+        def visit_Await(self, node: ast.Await) -> Any:
+            self.generic_visit(node)
+            return ast.Await(call(_AWAITABLE, node.value))
+
+    return ast.fix_missing_locations(Hooks().visit(tree))
+
+
+async def _awaitable(value: Any) -> Any:
+    """A result of the program is awaited in its own process."""
+    return await value if hasattr(value, "__await__") else value
+
+
+def _awaited(value: Any) -> Any:
+    import asyncio
+
+    without_sockets()
+    return asyncio.run(_awaitable(value))
+
+
+def _run_test(name: str, value: Any) -> None:
+    """Run a name of the tests, if it is one: a function test*, a class Test*, or one of unittest."""
+    unittest = sys.modules.get("unittest")
+    if unittest and isinstance(value, type) and issubclass(value, unittest.TestCase):
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
+        assert result.wasSuccessful() and not result.skipped
+    elif isinstance(value, type) and name.startswith("Test"):
+        for method in [m for m in dir(value) if m.startswith("test")]:
+            instance = value()
+            for step in ("setup_method", "setUp", method, "teardown_method", "tearDown"):
+                if hasattr(instance, step):
+                    _call(getattr(instance, step))
+    elif name.startswith("test") and type(value).__name__ == "function":
+        _call(value)
+
+
+def _call(function: Any) -> None:
+    result = function()
+    if hasattr(result, "__await__"):
+        _awaited(result)
 
 
 def _exception(name: str, message: str) -> Exception:
@@ -274,12 +448,15 @@ def _replace(mine: Any, theirs: Any) -> None:
 def main() -> None:
     """Play the role of the first argument."""
     sys.set_int_max_str_digits(0)
+    sys.setrecursionlimit(50_000)  # as LiveCodeBench does
     with open(SOURCE, encoding="utf8") as file:
         source = file.read()
-    if sys.argv[1] == "solution":
+    if sys.argv[1] == "program":
+        run_program(source)
+    elif sys.argv[1] == "solution":
         Solution(source).serve()
     else:
-        Tests().run(source)
+        Tests().run(source, sys.argv[2])
         os.write(VERDICT, PASSED)
 
 

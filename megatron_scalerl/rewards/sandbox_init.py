@@ -45,15 +45,6 @@ _CAPABILITY_VERSION = 0x20080522
 _LEFT, _RIGHT = 0, 1
 _CHUNK = 1 << 16
 _VERDICT_BYTES = 64
-_RUN_PROGRAM = """
-import sys
-with open(3, encoding="utf8") as file:
-    source = file.read()
-module = type(sys)("__main__")
-sys.modules["__main__"] = module
-exec(compile(source, "program.py", "exec"), module.__dict__)
-"""
-"""Runs a program that reads standard input; for calls and tests, `sandbox_guest` does."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -155,35 +146,44 @@ class _NotStarted(Exception):
 
 
 class _Programs:
-    """Runs the programs of one request, one after another, within one processor time for all of them."""
+    """Runs the programs of one request, one after another, each within the processor time of one."""
 
     def __init__(self, request: dict[str, Any], executable: str, guest: str, results: _Results) -> None:
         self._request, self._executable, self._guest, self._results = request, executable, guest, results
-        self._cpu_left: float = request["cpu_s"]
+        self._cpu_left = 0.0
 
     def run(self) -> None:
         program = self._request["program"].encode(errors="replace")
         if self._request["tests"] is not None:
-            self._run_tests(program, self._request["tests"].encode(errors="replace"))
+            entry_point = self._request["entry_point"]
+            self._run_tests(program, self._request["tests"].encode(errors="replace"), entry_point)
             return
         for text, limit in zip(self._request["inputs"], self._request["output_bytes"]):
             self._run_once(program, text.encode(errors="replace"), limit)
 
     def _run_once(self, program: bytes, text: bytes, limit: int) -> None:
-        source, stdin, stdout = os.pipe(), os.pipe(), os.pipe()
-        pid = self._start([_RUN_PROGRAM], stdin[_LEFT], stdout[_RIGHT], [source[_LEFT]])
-        _close(source[_LEFT], stdin[_LEFT], stdout[_RIGHT])
-        output, full = _pump(pid, {source[_RIGHT]: program, stdin[_RIGHT]: text}, stdout[_LEFT], limit)
+        source, stdout = os.pipe(), os.pipe()
+        # a file, as on competition sites: some programs ask for its size
+        stdin = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        with open(stdin, "wb", closefd=False) as file:
+            file.write(text)
+        os.lseek(stdin, 0, os.SEEK_SET)
+        fcntl.fcntl(stdin, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        self._cpu_left = self._request["cpu_s"]
+        pid = self._start([self._guest, "program"], stdin, stdout[_RIGHT], [source[_LEFT]])
+        _close(source[_LEFT], stdin, stdout[_RIGHT])
+        output, full = _pump(pid, {source[_RIGHT]: program}, stdout[_LEFT], limit)
         code = self._reap(pid)
         self._results.result(code, full, self._cpu_left, output)
 
-    def _run_tests(self, program: bytes, tests: bytes) -> None:
+    def _run_tests(self, program: bytes, tests: bytes, entry_point: str) -> None:
+        self._cpu_left = self._request["cpu_s"]
         source, source_of_tests, requests, replies, verdict = (os.pipe() for _ in range(5))
         null = os.open("/dev/null", os.O_RDWR)
         ends = [source[_LEFT], requests[_LEFT], replies[_RIGHT]]
         solution = self._start([self._guest, "solution"], null, null, ends)
         ends_of_tests = [source_of_tests[_LEFT], requests[_RIGHT], replies[_LEFT], verdict[_RIGHT]]
-        tester = self._start([self._guest, "tests"], null, null, ends_of_tests)
+        tester = self._start([self._guest, "tests", entry_point], null, null, ends_of_tests)
         _close(null, *ends, *ends_of_tests)
         feeds = {source_of_tests[_RIGHT]: tests, source[_RIGHT]: program}
         output, _ = _pump(tester, feeds, verdict[_LEFT], _VERDICT_BYTES)

@@ -20,7 +20,6 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -131,9 +130,9 @@ def _text_decoder(setup: Setup) -> Callable[[Sequence[int]], str]:
 
         fast = Tokenizer.from_str(setup.tokenizer)
         return lambda ids: str(fast.decode(ids, skip_special_tokens=False))
-    from transformers import AutoTokenizer
+    from megatron_scalerl.prompts.tokenizer import load_tokenizer  # imports transformers
 
-    slow: Any = AutoTokenizer.from_pretrained(setup.policy, trust_remote_code=False)
+    slow = load_tokenizer(setup.policy)
     return lambda ids: str(slow.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

@@ -50,10 +50,9 @@ def load_tokenizer(run_dir: Path) -> RunTokenizer:
         fast = _Fast(path / "tokenizer.json")
         if all(map(fast.knows, _added_ids(path / "tokenizer_config.json"))):
             return fast
-    from transformers import AutoTokenizer  # slow: only once the folder is found
+    from megatron_scalerl.prompts import tokenizer  # imports transformers: only once the folder is found
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    return cast(RunTokenizer, tokenizer)
+    return cast(RunTokenizer, tokenizer.load_tokenizer(path))
 
 
 def _added_ids(config: Path) -> list[int]:

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from megatron_scalerl.batching.packing import pack
 from megatron_scalerl.checkpoints.to_hf import to_hf
 from megatron_scalerl.distributed.parallel import shutdown_parallel
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, masked, weighted_sum
 from megatron_scalerl.losses.reduction import token_weights
+from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.prompts.sft_examples import read_examples
+from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.parallel_layout import MODEL_KEYS
 from megatron_scalerl.recipe.sections import OptimizerSection, SftSection
@@ -72,7 +73,7 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: expected a new or empty folder to write the policy to, found something in it")
     recipe = _of_warm_start(recipe)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.policy.path, trust_remote_code=False)
+    tokenizer = policy_tokenizer(recipe, read_hf_config(recipe.policy.path))
     examples = read_examples(recipe, tokenizer)
     parallel = init_parallel(recipe)
     for line in examples.lines() if parallel.rank == 0 else ():

@@ -59,7 +59,7 @@ def test_a_valid_recipe_passes_and_gets_its_context_length(tiny):
     [
         ("none.jsonl", None, "none.jsonl"),
         ("empty.jsonl", "", "empty.jsonl"),
-        ("broken.jsonl", f"{GOOD_ROW}\n{GOOD_ROW[:-4]}\n", "line 2"),
+        ("broken.jsonl", f"\n{GOOD_ROW[:-4]}\n", "line 2"),
         ("column.jsonl", json.dumps({"question": "1", "answer": "2"}) + "\n", "question"),
     ],
 )
@@ -145,8 +145,8 @@ def test_a_mixture_is_checked_task_by_task(tiny, tmp_path):
 
 
 def test_tests_that_the_verifier_code_cannot_run_are_named_by_row(tiny, tmp_path):
-    said = "code.jsonl: line 2: 'answer': expected an assert in the Python of the tests, found none"
-    assert refusal(tiny, *mixture(tiny, tmp_path, TESTS, "f(1)", TESTS)).endswith(said)
+    said = "code.jsonl: line 3: 'answer': expected an assert in the Python of the tests, found none"
+    assert refusal(tiny, *mixture(tiny, tmp_path, TESTS, "f(1)", "f(2)")).endswith(said)
     single = refusal(tiny, f"prompts.path={code_file(tmp_path, '4')}", "rewards.verifier=code")
     assert "line 1: 'answer': expected unit tests" in single
 

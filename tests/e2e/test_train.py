@@ -187,8 +187,9 @@ def test_a_killed_run_goes_on_and_a_finished_one_starts_nothing(tiny_dense, tmp_
 def test_a_batch_with_nothing_left_makes_no_step(tiny_dense, tmp_path):
     """test_crash_and_restart.py runs the same controller with stand-ins for engine and trainer."""
     # with equal rewards every group has zero variance
-    done = train(*overrides(tiny_dense, tmp_path, "empty", "rewards.incorrect=1.0", "filters.max_empty_batches=2"))
-    assert "2 batches in a row had nothing left to train on" in done.stdout
+    settings = overrides(tiny_dense, tmp_path, "empty", "rewards.incorrect=1.0", "filters.max_empty_batches=2")
+    done = train(*settings, check=False)
+    assert done.returncode == 1 and "2 batches in a row had nothing left to train on: 4 of 4 groups" in done.stderr
     records = read_jsonl(tmp_path / "empty" / "metrics.jsonl")
     assert [(r["step"], r["skipped"]) for r in records] == [(0, 1), (0, 1)]
     assert all(r["batch/samples"] == 0 and r["batch/groups"] == 4 for r in records)

@@ -152,12 +152,16 @@ def test_no_task_trains_on_what_another_holds_out(tmp_path):
 
 
 def test_an_answer_that_its_verifier_cannot_use_is_named_by_file_and_line(tmp_path):
-    def check(task, answer):
-        if answer == "4":
-            raise ValueError(f"expected a test of {task.name}, found {answer}")
+    def check(task, answers):
+        return [f"expected a test of {task.name}, found {n}" if n in unusable else "" for n, _ in answers]
 
     rows = [{"prompt": f"{n};+2=", "answer": str(n)} for n in range(9)]
-    with pytest.raises(ValueError, match=r"code.jsonl: line 5: 'answer': expected a test of code, found 4$"):
+    unusable = {"4", "7"}
+    report = load_prompts(build_tokenizer(), [task(tmp_path, "code", rows)], check).report
+    assert report.training == 7
+    assert report.unusable[0].endswith("code.jsonl: line 5: 'answer': expected a test of code, found 4")
+    unusable = {str(n) for n in range(5)}
+    with pytest.raises(ValueError, match=r"5 of 9 rows cannot be learned from, such as .*line 5: 'answer': expected"):
         load_prompts(build_tokenizer(), [task(tmp_path, "code", rows)], check)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import datasets
 import pyarrow
@@ -189,12 +190,15 @@ def test_a_split_that_leaves_nothing_to_train_on_is_refused(tokenizer, tmp_path)
 GOOD = json.dumps(ROWS[0])
 BROKEN_FILES = {
     "empty": ("p.jsonl", "", r"p\.jsonl: expected at least one prompt, found an empty file"),
-    "broken line": ("p.jsonl", f"{GOOD}\n\n{{'prompt'\n", r"p\.jsonl: line 3: expected a JSON object, found Expect"),
+    "broken line": ("p.jsonl", "\n{'prompt'\n", r"p\.jsonl: line 2: expected a JSON object, found Expect"),
+    "not UTF-8": ("p.jsonl", '{"prompt": "\xff", "answer": 1}', r"p\.jsonl: line 1: expected UTF-8"),
+    "NaN": ("p.jsonl", '{"prompt": "1", "answer": NaN}', r"expected a text or a number in 'answer', found NaN"),
+    "empty answer": ("p.jsonl", '{"prompt": "1", "answer": ""}', r"expected a text in 'answer', found an empty one"),
     "a list": ("p.json", f"[{GOOD}]", r"p\.json: line 1: expected a JSON object, found a list"),
     "no column": (
         "p.jsonl",
-        f'{GOOD}\n{{"prompt": "1;+1=", "anwser": 2}}',
-        r"p\.jsonl: line 2: expected the column 'answer', found prompt, anwser",
+        '{"prompt": "1;+1=", "anwser": 2}',
+        r"p\.jsonl: line 1: expected the column 'answer', found prompt, anwser",
     ),
     "no answer": ("p.jsonl", '{"prompt": "1", "answer": null}', r"line 1: expected a text or a number in 'answer'"),
     "empty text": ("p.jsonl", '{"prompt": " ", "answer": 1}', r"line 1: expected a text in 'prompt', found an empty"),
@@ -211,17 +215,19 @@ BROKEN_FILES = {
 
 @pytest.mark.parametrize("case", BROKEN_FILES)
 def test_an_invalid_file_is_one_line_with_its_location(case, tokenizer, tmp_path):
+    """Where most rows are invalid; a row among valid ones is skipped and reported."""
     name, content, message = BROKEN_FILES[case]
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError, match=message) as caught:
         load_prompts(tokenizer, section(tmp_path / name))
     assert "\n" not in str(caught.value)
-
-
-def test_bytes_that_are_not_utf8_are_named_with_their_line(tokenizer, tmp_path):
-    (tmp_path / "p.jsonl").write_bytes(GOOD.encode() + b'\n{"prompt": "\xff", "answer": 1}\n')
-    with pytest.raises(ValueError, match=r"p\.jsonl: line 2: expected UTF-8"):
-        load_prompts(tokenizer, section(tmp_path / "p.jsonl"))
+    if name == "p.jsonl" and content:
+        (tmp_path / name).write_bytes(content.encode("latin-1") + f"\n{GOOD}\n{json.dumps(ROWS[1])}".encode())
+        report = load_prompts(tokenizer, section(tmp_path / name)).report
+        assert report.training == 2 and re.search(message, report.unusable[0])
+        assert report.lines()[1].startswith(
+            f"prompts: {len(report.unusable)} of {report.rows} rows cannot be learned"
+        )
 
 
 def test_missing_paths_columns_and_splits_are_named(tokenizer, tmp_path):

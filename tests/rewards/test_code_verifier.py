@@ -88,7 +88,7 @@ def test_the_documented_row_and_forms_are_read():
     assert verdict(SUM, row["answer"]) is True and verdict("print(1)", row["answer"]) is False
     table = page.split("| form | text of the answer column |")[1].split("\n\n")[0]
     shown = re.findall(r"\| `([^`]+)` \|$", table, re.MULTILINE)
-    assert len(shown) == 5 and all(parse_tests(form) for form in shown)
+    assert len(shown) == 6 and all(parse_tests(form) for form in shown)
     for form in shown[2:]:
         assert verdict(ADD, form) is True and verdict("def add(a, b): return 4", form) is False
 
@@ -102,9 +102,18 @@ def test_the_documented_row_and_forms_are_read():
         ('{"inputs": ["1"], "outputs": []}', "of one length in the tests, found inputs, outputs"),
         ('[{"input": "1"}]', "expected input and output in every case of the tests, found input"),
         ('[{"input": [1], "output": 2}]', r"expected a text .* \(calls need fn_name\), found a list"),
-        ('[{"fn_name": "f()", "input": [], "output": 0}]', "expected the name of a function in fn_name .* 'f\\(\\)'"),
-        ('[{"fn_name": "f", "input": "1", "output": 0}]', "expected a list of arguments .* found a str"),
-        ('[{"fn_name": "f", "input": [], "output": 0}, {"input": "", "output": ""}]', "one fn_name .* found 2"),
+        ('[{"fn_name": "f()", "input": [], "output": 0}]', "expected the name of a function for the tests, found 'f"),
+        ('[{"fn_name": "f", "input": 1, "output": 0}]', "expected a list of arguments .* found a int"),
+        ('[{"fn_name": "f", "input": "a b", "output": 0}]', "expected one JSON text a line as arguments of f"),
+        ('[{"fn_name": "f", "input": [], "output": 0}, {"input": "", "output": ""}]', "one function name .* found 2"),
+        (
+            '[{"testtype": "functional", "input": "1", "output": "1"}]',
+            "functional tests need the name of the function",
+        ),
+        ("def helper():\n    assert f(1)", "expected an assertion that runs"),
+        ("def check(candidate):\n    assert candidate(1)", "or in check\\(candidate\\) of a row with entry_point"),
+        ("def test_f(fixture):\n    assert f(fixture)", "expected an assertion that runs"),
+        ("class Helper:\n    def test_f(self):\n        assert f(1)", "expected an assertion that runs"),
         ("def f(:", "expected unit tests, JSON or Python, found neither: "),
         ("f(1) == 2", "expected an assert in the Python of the tests, found none"),
         ("import pytest\nassert f(1)", "tests that import the standard library or solution, found pytest"),
@@ -126,7 +135,11 @@ def test_tests_in_another_form_are_refused_in_one_line(text, said):
         ("````\n```\na\n```\n````", "```\na\n```\n"),
         ("~~~\na\n~~~", "a\n"),
         ("```c++\na\n```", "a\n"),
-        ("  ```python\n  a\n  ```", "  a\n"),
+        ("  ```python\n  a\n  ```", "a\n"),
+        ("1. so:\n     ```python\n     if a:\n         b\n     ```", "if a:\n    b\n"),
+        ("\t```\n\ta\n\t```", "a\n"),
+        ("```\nx = 'a\u2028b\x0c\x85'\n```", "x = 'a\u2028b\x0c\x85'\n"),
+        ('```\nx = """\n        ```\n"""\n```', 'x = """\n        ```\n"""\n'),
         ("a = 1", None),
         ("`a`", None),
         ("```python\na", None),
@@ -241,3 +254,99 @@ def test_the_sandbox_is_tried_again_before_a_completion_is_lost(monkeypatch):
     monkeypatch.setattr(sandbox, "MAKE_TRIES", 1)
     with pytest.raises(sandbox.SandboxError, match=r"expected a process for a sandbox, found .*temporarily"):
         verdict(ADD, "assert add(1, 2) == 3")
+
+
+HUMANEVAL = "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate(2, 3) == 5\n"
+UNITTEST = """import unittest
+class SumTest(unittest.TestCase):
+    def setUp(self):
+        self.two = 2
+    def test_sum(self):
+        self.assertEqual(add(self.two, 3), 5)
+"""
+GUARD = "if __name__ == '__main__':\n    "
+TEST_FORMS = {
+    "check(candidate)": (HUMANEVAL, {"entry_point": "add"}),
+    "unittest": (UNITTEST, {}),
+    "unittest.main": (UNITTEST + GUARD + "unittest.main()\n", {}),
+    "a class of tests": ("class TestSum:\n    def test_sum(self):\n        assert add(2, 3) == 5\n", {}),
+    "an async test": ("async def test_sum():\n    assert await add(2, 3) == 5\n", {}),
+    "asyncio.run": ("import asyncio\nasync def main():\n    assert await add(2, 3) == 5\nasyncio.run(main())\n", {}),
+    "a guarded main": ("def main():\n    assert add(2, 3) == 5\n" + GUARD + "main()\n", {}),
+    "LiveCodeBench": (
+        json.dumps([{"input": "2\n3", "output": "5", "testtype": "functional", "metadata": {"func_name": "add"}}]),
+        {},
+    ),
+    "LiveCodeBench, named by a column": (
+        json.dumps([{"input": "2\n3", "output": "5", "testtype": "functional"}]),
+        {"metadata": '{"func_name": "add"}'},
+    ),
+    "PRIME": (json.dumps([{"type": "function_call", "fn_name": "add", "input": [2, 3], "output": 5}]), {}),
+}
+
+
+@pytest.mark.parametrize("form", TEST_FORMS)
+def test_tests_pass_where_an_assertion_was_evaluated_and_held(form):
+    """A program without the function, and one that ends early, are wrong: no assertion is evaluated in their runs."""
+    tests, extra = TEST_FORMS[form]
+    for program, right in ((ADD, True), (ADD.replace("+", "-"), False), ("pass", False), ("exit()", False)):
+        assert verify_code(answer(program), tests, extra, limits=LIMITS) is right, program
+    if "await" in tests:
+        assert verify_code(answer("async " + ADD), tests, extra, limits=LIMITS) is True
+    else:
+        method = "class Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b\n"
+        assert verify_code(answer(method), tests, extra, limits=LIMITS) is (form[0] in "cLP" and "class" not in form)
+
+
+def test_a_loop_over_no_case_passes_nothing():
+    assert verdict(ADD, "for a in []:\n    assert add(a, a) == 2 * a") is False
+
+
+READ = "print(sum(map(int, input().split())))"
+IDIOMS = {
+    "exit": READ + "\nexit()",
+    "quit with 0": READ + "\nquit(0)",
+    "names of collections": "d = deque(map(int, input().split()))\nprint(d.popleft() + d.pop() + len(Counter()))",
+    "modules": "print(int(math.fsum(map(int, input().split()))))",
+    "os.read of the whole input": "import os\nprint(sum(map(int, os.read(0, os.fstat(0).st_size).split())))",
+    "sys.stdin": "import sys\nprint(sum(map(int, sys.stdin.read().split())))",
+    "open(0)": "print(sum(map(int, open(0).read().split())))",
+    "annotations": "def f(x: List[Foo]) -> 'Bar': return x\n" + READ,
+    "asyncio": "import asyncio\nasync def main():\n    await asyncio.sleep(0)\n    " + READ + "\nasyncio.run(main())",
+    "deep recursion": "def f(n): return n and f(n - 1)\nf(20000)\n" + READ,
+    "main": "def main():\n    " + READ + "\nif __name__ == '__main__':\n    main()",
+    "a long integer": "len(str(10 ** 5000))\n" + READ,
+}
+
+
+@pytest.mark.parametrize("idiom", IDIOMS)
+def test_programs_run_as_on_competition_sites(idiom):
+    cases = json.dumps([{"input": "2 3\n", "output": "5\n"}])
+    assert verdict(IDIOMS[idiom], cases) is True
+    assert verdict(IDIOMS[idiom], cases.replace("2 3", "2 2")) is False
+
+
+FRACTION = "from fractions import Fraction\n"
+POINT = "from dataclasses import dataclass\n@dataclass\nclass Point:\n    x: int\ndef f(): return [Point(1)]"
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "wrong"),
+    [
+        (FRACTION + "def f(): return Fraction(1, 2)", FRACTION + "assert f() == Fraction(1, 2)", ("1, 2", "1, 3")),
+        ("import decimal\ndef f(): return decimal.Decimal('0.5')", "assert f() == 1 / 2", ("/ 2", "/ 3")),
+        ("def f(): return deque([1, 2])", "from collections import deque\nassert f() == deque([1, 2])", ("1,", "2,")),
+        ("import datetime as d\ndef f(): return [d.date(2024, 2, 29)]", "assert f()[0].day == 29", ("29", "28")),
+        (POINT, "assert f() == [Point(1)]", ("(1)", "(2)")),
+        ("def f(): return Counter('aab')", "assert f() == {'a': 2, 'b': 1}", ("2", "3")),
+    ],
+)
+def test_equal_values_are_equal_for_the_tests(program, tests, wrong):
+    assert verdict(program, tests) is True
+    assert verdict(program, tests.replace(*wrong)) is False
+
+
+def test_a_name_that_sites_import_is_no_function_of_the_program():
+    """operator.add must not stand in for the function that the program lacks."""
+    assert verdict("pass", "assert add(2, 3) == 5") is False
+    assert verdict("add", "assert add(2, 3) == 5") is False

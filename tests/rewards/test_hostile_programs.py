@@ -163,15 +163,14 @@ def test_memory_is_limited():
 
 
 @pytest.mark.slow
-def test_processor_time_of_all_tests_together_is_limited():
+def test_processor_time_of_each_run_is_limited():
     short = Limits(cpu_s=1.0, memory_mb=256, file_mb=0)
     with pytest.raises(TimeLimitExceeded):
         verdict("while True: pass", CASE, limits=short)
     with pytest.raises(TimeLimitExceeded):
         verdict("def add(a, b):\n    while True: pass", ASSERTS, limits=short)
-    cases = json.dumps([{"input": "", "output": ""}] * 50)
-    with pytest.raises(TimeLimitExceeded):
-        verdict("import time\nwhile time.process_time() < 0.2: pass", cases, limits=short)
+    cases = json.dumps([{"input": "", "output": ""}] * 6)
+    assert verdict("import time\nwhile time.process_time() < 0.3: pass", cases, limits=short) is True
     ignoring = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     with pytest.raises(TimeLimitExceeded):
         verdict(ignoring, CASE, limits=short)

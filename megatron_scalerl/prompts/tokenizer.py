@@ -1,0 +1,61 @@
+"""The tokenizer of a policy's folder, checked against its tokenizer.json, its model and the recipe's think tags."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+
+from megatron_scalerl.prompts.rendering import check_think_tags, check_vocabulary
+from megatron_scalerl.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+PROBE = "def f(x):\n    return x + 12 * 345  # Größe, 数学, 👍\n\n\tThe answer is \\boxed{7}."
+"""Spaces, indentation, digits, other scripts."""
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a Hugging Face folder, as its tokenizer.json has it.
+
+    A class named in tokenizer_config.json may build another pipeline: transformers 5 drops every space of a
+    byte-level tokenizer.json with `tokenizer_class: LlamaTokenizerFast`. Where the two encode a text differently,
+    tokenizer.json decides. Raises ValueError where there is no tokenizer.
+    """
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"policy.path: expected a tokenizer in {path}, found none ({error})") from None
+    if not (file := Path(path) / "tokenizer.json").is_file():
+        return tokenizer
+    from tokenizers import Tokenizer
+
+    expected = Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids
+    if _ids(tokenizer) == expected:
+        return tokenizer
+    plain: Any = PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
+    if _ids(plain) != expected:
+        raise ValueError(
+            f"policy.path: {path}: {type(tokenizer).__name__} (tokenizer_class in tokenizer_config.json) encodes "
+            "text differently from tokenizer.json, and so does transformers' plain class"
+        )
+    logger.warning("%s: tokenizer.json is used, from which %s differs", path, type(tokenizer).__name__)
+    return plain
+
+
+def _ids(tokenizer: Any) -> list[int]:
+    ids: list[int] = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def policy_tokenizer(recipe: Recipe, hf_config: PretrainedConfig) -> Any:
+    """The tokenizer in policy.path.
+
+    Raises ValueError where there is none, where the model has fewer rows than it has tokens, and for think tags that
+    do not survive it.
+    """
+    tokenizer = load_tokenizer(recipe.policy.path)
+    check_vocabulary(tokenizer, hf_config.get_text_config().vocab_size)
+    check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end)
+    return tokenizer

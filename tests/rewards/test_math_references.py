@@ -1,0 +1,63 @@
+"""References of the verifier `math`: which of them an answer can be scored right against."""
+
+import pytest
+
+from megatron_scalerl.rewards import math
+from megatron_scalerl.rewards.math import check_references, verify_math
+
+OBJECTS = (
+    *(
+        "36",
+        "-1.5",
+        "1,234",
+        "10\\%",
+        "\\$36",
+        "$5",
+        "\\frac{1}{2}",
+        "\\frac 59",
+        "x^2+1",
+        "2x+3=0",
+        "6 - 5i",
+        "42_{10}",
+    ),
+    *("(1,2)", "[0,1)", "\\{1,2\\}", "(-\\infty, 2) \\cup (3, \\infty)", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+    *(
+        "A",
+        "(C)",
+        "\\text{(C)}",
+        "\\text{even}",
+        "7\\text{ cm}",
+        "90^\\circ",
+        "\\sin x",
+        "1 \\pm \\sqrt{19}",
+        "\\boxed{3}",
+    ),
+)
+TEXTS = ("", "NaN", "None", "proof", "No solution", "12 dollars", '{"a": 1}', "null", "[]", "see the solution above")
+
+
+def test_mathematical_objects_are_references_and_texts_are_not():
+    assert dict(zip(OBJECTS, check_references(OBJECTS))) == dict.fromkeys(OBJECTS, "")
+    for text, problem in zip(TEXTS, check_references(TEXTS), strict=True):
+        assert problem.startswith(f"expected a number, an expression or LaTeX, found {text!r}, which"), text
+
+
+@pytest.mark.parametrize("text", [text for text in OBJECTS if "boxed" not in text])
+def test_every_reference_that_is_accepted_scores_its_own_text_right(text):
+    assert verify_math(f"so \\boxed{{{text.strip('$')}}}", text, {}) is True
+    assert verify_math("\\boxed{777}", text, {}) is False
+
+
+def test_an_escaped_dollar_is_an_amount():
+    for answer in ("\\boxed{36}", "\\boxed{\\$36}", "\\boxed{36.00}"):
+        assert verify_math(answer, "\\$36", {}) is True and verify_math(answer, "\\$37", {}) is False
+
+
+def test_many_references_are_parsed_in_several_processes(monkeypatch):
+    monkeypatch.setattr(math, "_FEW", 1)
+    assert [bool(problem) for problem in check_references(["x+1", "proof", "7", "x+2"])] == [
+        False,
+        True,
+        False,
+        False,
+    ]
