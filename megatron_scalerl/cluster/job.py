@@ -83,7 +83,8 @@ class JobPlan:
     @property
     def outputs(self) -> str:
         """Name of the job's output files, in Slurm's notation."""
-        return str(self.script.parent / ("%A_%a.out" if self.throttle else "%j.out"))
+        folder = str(self.script.parent).replace("%", "%%")
+        return f"{folder}/%A_%a.out" if self.throttle else f"{folder}/%j.out"
 
 
 def render(plan: JobPlan) -> str:
@@ -127,7 +128,14 @@ def runs_of(text: str) -> list[Path]:
 
 
 def rendered(template: str, site: Site, **values: object) -> str:
-    """A template with the site's modules and variables."""
+    """A template with the site's modules and variables.
+
+    Raises ValueError for a value that would end its line in the script, and for a path that sbatch would change.
+    """
+    for value in map(values.get, ("options", "script", "run", "runs", "cwd")):
+        for text in map(str, value if isinstance(value, list | tuple) else [value]):
+            if not text.isprintable():
+                raise ValueError(f"submit: a job script cannot hold line breaks or control characters: {text!r}")
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -142,7 +150,7 @@ def rendered(template: str, site: Site, **values: object) -> str:
 
 def _options(plan: JobPlan) -> Iterator[str]:
     """What follows #SBATCH, line by line."""
-    yield f"--job-name={plan.name}"
+    yield f"--job-name={escaped(plan.name)}"
     yield f"--partition={plan.partition}"
     yield f"--time={plan.time}"
     yield from nodes_options(plan.nodes, plan.gpus, plan.cpus, several=plan.several)
@@ -161,7 +169,8 @@ def _options(plan: JobPlan) -> Iterator[str]:
 def _engine_options(plan: JobPlan, engines: EngineNodes) -> Iterator[str]:
     """Those of component 1."""
     yield "hetjob"
-    yield f"--job-name={plan.name}-engines"  # 22.05: components of one name wait for each other (singleton)
+    # 22.05: components of one name wait for each other (singleton)
+    yield f"--job-name={escaped(plan.name + '-engines')}"
     yield f"--partition={engines.partition}"
     yield f"--time={plan.time}"
     yield from nodes_options(engines.nodes, engines.gpus, None, several=True)
@@ -193,9 +202,11 @@ def site_options(site: Site, more: Sequence[str]) -> Iterator[str]:
     yield from more
 
 
-def escaped(path: str) -> str:
-    """A path as it follows #SBATCH."""
-    return f'"{path}"' if " " in path else path
+def escaped(text: str) -> str:
+    """A path or a name as it follows #SBATCH. Raises ValueError for characters that sbatch reads as its own."""
+    if set(text) & set("\"'\\"):
+        raise ValueError(f"submit: sbatch does not take quotes and backslashes in a path or a name: {text}")
+    return f'"{text}"' if " " in text else text
 
 
 def program_of(site: Site) -> list[str]:

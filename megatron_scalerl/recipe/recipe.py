@@ -5,7 +5,10 @@ A recipe file is YAML and states differences from the defaults; `key.path=value`
 
 from __future__ import annotations
 
-from pydantic import model_validator
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, model_validator
 
 from megatron_scalerl.recipe.parallel_layout import check_world, sizes_of
 from megatron_scalerl.recipe.process_sections import (
@@ -38,12 +41,21 @@ from megatron_scalerl.recipe.sections import (
     ValidationSection,
 )
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,99}")
+
+
+def _checked_name(name: str) -> str:
+    """The name of a run is that of its folder and of its job on Slurm."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"name: expected at most 100 letters, digits and . _ + = @ -, found {name!r}")
+    return name
+
 
 class Recipe(Section):
     """The settings of one run."""
 
-    name: str
-    """Name of the run; its folder is output_dir/name."""
+    name: Annotated[str, AfterValidator(_checked_name)]
+    """Name of the run, of at most 100 letters, digits and `. _ + = @ -`; its folder is output_dir/name."""
     output_dir: str = "runs"
     """Folder that holds the folders of runs."""
     seed: NonNegativeInt = 1

@@ -1,5 +1,6 @@
 """The job script and the site file, without a cluster."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from megatron_scalerl.cluster.site import Site, read_site
 from megatron_scalerl.cluster.slurm_checks import SAVE_S, STARTUP_S, check_script, times_of
 from megatron_scalerl.cluster.slurm_engines import EnginesPlan
 from megatron_scalerl.cluster.submission import array_name
+from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.recipe.other_names import unknown_key
 
 PLAN = JobPlan(
@@ -379,3 +381,34 @@ def test_the_script_alone_forwards_the_signal_and_queues_the_job_again(tmp_path)
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "75\n"
     assert (tmp_path / "slurm" / "requeues").read_text().startswith("7 7.0 ")
+
+
+@pytest.mark.parametrize("name", ["my run", "a\n#SBATCH", "a\n", "..", ".", "", "a/b", "$(id)", "-a", "a" * 101])
+def test_a_name_that_is_no_word_is_refused_where_the_recipe_is_read(name, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"{{name: {json.dumps(name)}, steps: 1, policy: {{path: p}}, prompts: {{path: q}}}}")
+    with pytest.raises(ValueError, match=r"name: expected at most 100 letters, digits") as caught:
+        load_recipe(recipe)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("folder", ["a$(touch hacked)b", "a`touch hacked`", "a;touch hacked", "50%j", "it s", "a&b"])
+def test_no_folder_is_executed_or_changed(folder, tmp_path):
+    run = tmp_path / folder / "r"
+    script = run / "slurm" / "job.sbatch"
+    plan = replace(PLAN, script=script, runs=(run,), cwd=tmp_path / folder)
+    text = render(plan)
+    assert runs_of(text) == [run]
+    output = next(line for line in text.splitlines() if line.startswith("#SBATCH --output="))
+    assert shlex.split(output.split("=", 1)[1].replace("%%", "%")) == [f"{script.parent}/%j.out"]
+    says = [line for line in text.splitlines() if "go on with: sbatch" in line]
+    assert says and all(folder not in line for line in says)
+    begin = text.split("max_requeues=")[0].split("#\n", 1)[1]
+    subprocess.run(["bash", "-c", begin], cwd=tmp_path, check=True)
+    assert not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize("folder", ["a\nb", "a\rb", 'a"b', "a\\b"])
+def test_a_folder_that_a_script_cannot_name_is_refused(folder):
+    with pytest.raises(ValueError, match=r"^submit: "):
+        render(replace(PLAN, script=Path("/runs") / folder / "job.sbatch"))
