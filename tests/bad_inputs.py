@@ -178,7 +178,6 @@ def recipes(folder: Path) -> Iterator[Case]:
             "a number that is text": RECIPE.replace("steps: 2", "steps: many"),
             "a number out of range": RECIPE.replace("steps: 2", "steps: 0"),
             "a key that is missing": "name: r\nsteps: 2\nprompts: {path: q}\n",
-            "a key of an earlier version": RECIPE + "advantages: {normalise: batch}\n",
             "more engines needed than there are": RECIPE + "engine: {count: 2, min_engines: 3}\n",
             "a group of one": RECIPE + "rollouts: {group_size: 1}\n",
             "a nucleus": RECIPE + "rollouts: {top_p: 0.9}\n",

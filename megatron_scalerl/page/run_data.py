@@ -20,7 +20,6 @@ from megatron_scalerl.page.rows import evaluation_row, json_row, step_row, valid
 from megatron_scalerl.page.update_report import KEPT, UPDATE_PHASES, PredictedUpdate, Updates, finite, updates_of
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
-from megatron_scalerl.recipe.usable import damage_of, usable_recipe
 
 PROBE = ("probe_mismatch_mean", "probe_mismatch_max")
 """Columns of metrics.jsonl that the rows of some steps have (weights.probe_every)."""
@@ -50,9 +49,7 @@ class RunData:
     def __init__(self, run_dir: str | Path) -> None:
         """Raises ValueError for a folder that is no run."""
         self.run_dir = Path(run_dir)
-        self.recipe, wrong = usable_recipe(read_run_recipe(self.run_dir))
-        """As stored, without what is damaged in it."""
-        self._wrong = damage_of(self.run_dir, wrong)
+        self.recipe = read_run_recipe(self.run_dir)
         self.forecasts = Forecasts()
         self.predicted: PredictedUpdate | str = "megatron-scalerl report shows the planner's prediction beside them."
         """Of a weight update, or why there is none."""
@@ -80,7 +77,7 @@ class RunData:
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """The rows of validation.jsonl so far, with `fit.inputs.with_compute`."""
+        """The rows of validation.jsonl so far."""
         return self._rows.get(self._validation, [])
 
     @property
@@ -90,8 +87,8 @@ class RunData:
 
     @property
     def damage(self) -> list[str]:
-        """What of the records and the recipe cannot be read, one line for each file or key."""
-        lines = [*self._wrong, *self._failures.values()]
+        """What of the records cannot be read, one line for each file."""
+        lines = [*self._failures.values()]
         for found in self._damage.values():
             more = len(found) - 1
             also = f" (and {more if len(found) < MOST_DAMAGE else 'many'} more damaged lines)" if more else ""
@@ -154,7 +151,7 @@ class RunData:
         """Read what was appended to a file. row_of: raises ValueError for a damaged line. add: instead of `_rows`."""
         try:
             lines = file.new_lines()
-        except (ValueError, OSError) as error:
+        except OSError as error:
             self._failures[file] = str(error)
             return False
         self._failures.pop(file, None)

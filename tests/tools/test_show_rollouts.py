@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from command_line import command
 from journals import write_journal
-from old_run_folder import to_old_folder
 from rich.console import Console
 from rollout_groups import group_of
 
@@ -59,13 +58,11 @@ def run_dir(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["segments", "lines of an earlier version", "Parquet"])
+@pytest.fixture(params=["segments", "Parquet"])
 def any_format(request, run_dir, tmp_path):
     """The same run with its rollouts in each format; as Parquet, what was trained."""
     folder = tmp_path / "run"
     shutil.copytree(run_dir, folder)
-    if request.param == "lines of an earlier version":
-        to_old_folder(folder)
     if request.param == "Parquet":
         (folder / "rollouts" / "segment-00000.bin").unlink()
         options = {"policy": "parquet", "segment_bytes": 1}
