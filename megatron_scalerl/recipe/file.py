@@ -130,10 +130,10 @@ def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
     return _merged(defaults, read_yaml(Path(run_dir) / "recipe.yaml"))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     """The mapping in a YAML file. Raises `RecipeError` for a file that is missing, unreadable or not a mapping."""
     if not path.is_file():
-        raise RecipeError(f"{path}: expected a recipe file, found {'a folder' if path.is_dir() else 'nothing'}")
+        raise RecipeError(f"{path}: expected {kind}, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
         text = path.read_text(encoding="utf8")
     except UnicodeDecodeError as error:

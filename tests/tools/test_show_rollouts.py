@@ -1,6 +1,5 @@
 """The viewer prints one completion with forced tokens and policy versions marked, with and without colour."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -115,15 +114,6 @@ def test_text_that_looks_like_markup_is_printed_as_it_is():
 
     text = tool.marked_text({"token_ids": [0], "policy_versions": [1], "loss_mask": [True]}, BracketTokenizer())
     assert text.plain == "‹v1›[bold]x[/nothing]"
-
-
-def test_a_step_in_the_group_itself_needs_no_journal(run_dir, tmp_path):
-    (tmp_path / "rollouts").mkdir()
-    line = json.dumps(tool.find_group(run_dir, 0, None) | {"step": 7})
-    torn = '{"group_id": 9, "ste'
-    (tmp_path / "rollouts" / "a.jsonl").write_text(f"{line}\n{torn}")
-    assert tool.find_group(tmp_path, None, 7)["group_id"] == 0
-    assert tool.find_group(tmp_path, None, None)["step"] == 7, "the line that is being written does not count"
 
 
 @pytest.mark.parametrize(
