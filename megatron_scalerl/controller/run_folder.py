@@ -54,7 +54,6 @@ MAY_CHANGE = frozenset(
         "rewards.workers",
         "rollouts.decoders",
         "trainer.micro_batch_tokens",
-        "trainer.min_all_reduce_gb_s",
         "trainer.start_timeout_s",
         "trainer.step_timeout_s",
         "trainer.max_restarts",
