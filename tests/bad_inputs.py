@@ -174,7 +174,6 @@ def recipes(folder: Path) -> Iterator[Case]:
             "a key that is missing": "name: r\nsteps: 2\nprompts: {path: q}\n",
             "more engines needed than there are": RECIPE + "engine: {count: 2, min_engines: 3}\n",
             "a group of one": RECIPE + "rollouts: {group_size: 1}\n",
-            "a nucleus": RECIPE + "rollouts: {top_p: 0.9}\n",
             "an infinite number": RECIPE + "optimizer: {lr: 1.0e+999}\n",
             "a date in month 99": RECIPE + "seed: 2024-99-99\n",
             "an evaluation's task that is a list": RECIPE + "evaluation: {task: [math]}\n",
