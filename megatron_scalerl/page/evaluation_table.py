@@ -13,7 +13,7 @@ COLUMNS = ("step", "file", "problems", "mean@k", "95 %", "pass@k", "weights")
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Columns and rows for the page; None without a row. rows: of RUN/evaluation.jsonl, of finished evaluations and, with `lost`, of others."""
+    """Columns and rows for the page; None without a row. rows: of RUN/evaluation.jsonl."""
     if not rows:
         return None
     shown = [_lost(row) if "lost" in row else _cells(row) for row in reversed(rows[-MOST_ROWS:])]
@@ -31,9 +31,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     low, high = row.get("low"), row.get("high")
     interval = "–" if low is None or high is None else f"{low:.3f}-{high:.3f}"
     pass_at_k = ", ".join(f"@{k} {value:.3f}" for k, value in (row.get("pass_at_k") or {}).items())
-    weights = f"version {row['policy_version']}" + (
-        f", {digest[:12]}" if (digest := row.get("weight_digest")) else ""
-    )
+    weights = ", ".join(filter(None, (f"version {row['policy_version']}", row["weight_digest"][:12])))
     cells = (
         *(str(row["step"]), row["file"], str(row["problems"])),
         *(f"@{row['k']} {row['mean_at_k']:.3f}", interval, pass_at_k or "–", weights),
