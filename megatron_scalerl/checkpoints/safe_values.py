@@ -164,7 +164,7 @@ VALUE_NAMES: Names = {
     ("numpy", "ndarray"): None,
     ("numpy", "dtype"): Maker("numpy.dtype", _ArrayType),
     ("_codecs", "encode"): Maker("_codecs.encode", _text_bytes),
-    ("__builtin__", "bytes"): Maker("bytes", bytes),
+    ("__builtin__", "bytes"): Maker("bytes", lambda: b""),
 }
 """Every name that the archive of another value may use."""
 
