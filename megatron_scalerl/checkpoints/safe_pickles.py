@@ -48,7 +48,7 @@ Names = Mapping[tuple[str, str], Any]
 Stored = Callable[[Any], Any]
 """Resolves a persistent id, which torch uses for the bytes of a tensor."""
 
-EMPTY = Maker("OrderedDict", lambda: {})
+EMPTY = Maker("OrderedDict", dict)
 """Stands for collections.OrderedDict: called without arguments, its items are set later."""
 
 
