@@ -16,7 +16,6 @@ from megatron_scalerl.controller.run_folder import resume_point
 from megatron_scalerl.rollouts.history import read_groups, read_history
 
 DEVICES = 3
-WHOLE_S = 40
 
 
 def curve(folder):
