@@ -163,22 +163,6 @@ class BlockRef:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LineRef:
-    """Where an earlier version stored a finished group: a line of JSON in RUN/rollouts (`rollouts.old_groups`).
-
-    Example:
-        >>> old = LineRef(file="groups-00000.jsonl", number=1, offset=0, nbytes=9021)
-    """
-
-    file: str
-    number: int
-    """Of the line, from 1."""
-    offset: int
-    """First byte of the line in its file."""
-    nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
     """The score of one completion. Produced by `rewards.pool`.
 
@@ -229,7 +213,7 @@ class RolloutGroup:
     """Pass over the training prompts in which the prompt was drawn, from 0."""
     lost_completions: int = 0
     """Completions that were left out of the group (`CompletionLost`)."""
-    stored: BlockRef | LineRef | None = None
+    stored: BlockRef | None = None
     """Where the tokens of its completions are; None until they are written."""
 
     @property

@@ -4,10 +4,8 @@ Real controller, journal, ledger, metrics and folder in virtual time; `stand_in_
 """
 
 import itertools
-import json
 
 import pytest
-from old_run_folder import to_old_folder
 from stand_in_run import PUBLISH_S, SAVE_S, START_S, VALIDATE_S, attempt, recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -15,18 +13,15 @@ from megatron_scalerl.checkpoints.commit import committed, read_commit
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.meter import HEARTBEAT_S
 from megatron_scalerl.controller.run_folder import resume_point
-from megatron_scalerl.fit.inputs import read_curves, with_compute
-from megatron_scalerl.rollouts.history import Finish, read_groups, read_history
+from megatron_scalerl.rollouts.history import read_groups, read_history
 
 DEVICES = 3
-WHOLE_S = 40
 
 
 def curve(folder):
     """Step -> device-seconds on the forecast's axis, at each step and each validation."""
     steps = {r["step"]: 3600 * r["device_hours"] for r in read_jsonl(folder / "metrics.jsonl")}
-    rows = [with_compute(r) for r in read_jsonl(folder / "validation.jsonl")]
-    validations = {r["step"]: 3600 * r["compute"] for r in rows}
+    validations = {r["step"]: 3600 * r["compute"] for r in read_jsonl(folder / "validation.jsonl")}
     return steps, validations
 
 
@@ -296,59 +291,6 @@ def test_a_run_with_nothing_to_train_on_ends_without_a_step(tmp_path):
     history = read_history(tmp_path / "r")
     groups = read_groups(tmp_path / "r", history, history.finished)
     assert {v for g in groups.values() for c in g.completions for v in (c.first_version, c.last_version)} == {0}
-
-
-def test_a_lost_group_is_generated_again(tmp_path):
-    """An earlier version could write its event and lose the group, in a power loss."""
-    settings = recipe(tmp_path)
-    attempt(settings, kill_at_s=18)
-    folder = tmp_path / "r"
-    to_old_folder(folder)
-    lost = max(read_history(folder).unbatched())
-    path = folder / "rollouts" / "groups-00000.jsonl"
-    rows = read_jsonl(path)
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows if r["group_id"] != lost))
-    assert attempt(settings).reason == "all 6 steps are made"
-    check_records(folder, 6)
-    history = read_history(folder)
-    assert history.finished[lost].stored is not None
-    assert sum(isinstance(e, Finish) and e.group_id == lost for e in history.events) == 2
-
-
-def test_the_run_of_an_earlier_version_goes_on(tmp_path, uncrashed):
-    """Its groups are rows of JSON: trained again from there, then new ones from the store."""
-    settings = recipe(tmp_path)
-    attempt(settings, kill_at_s=28)
-    folder = tmp_path / "r"
-    to_old_folder(folder, groups_per_file=5)
-    start = resume_point(folder, read_commit)
-    assert start.step == 3 and start.position is None
-    before = read_history(folder)
-    assert len(before.batches) > 3 and before.unbatched()
-    second = attempt(settings)
-    assert second.trained == [4, 5, 6]
-    check_records(folder, 6)
-    after = read_history(folder).batches
-    assert after[: len(before.batches)] == before.batches
-    assert second.completions == {b.step: {(g, i) for g in b.group_ids for i in range(4)} for b in after[3:]}
-    assert resume_point(folder, read_commit).position is not None
-
-
-@pytest.mark.slow
-def test_the_validations_of_an_earlier_version_are_read_beside_new_ones(tmp_path, uncrashed):
-    """They called device-hours gpu_hours. `fit` reads the folder, or the file alone, and the report its compute."""
-    settings = recipe(tmp_path)
-    attempt(settings, kill_at_s=28)
-    folder = tmp_path / "r"
-    to_old_folder(folder)
-    attempt(settings)
-    rows = read_jsonl(folder / "validation.jsonl")
-    assert {row["step"]: row.get("unit") for row in rows} == {0: None, 2: None, 4: None, 6: "device_hours"}
-    assert [("gpu_hours" in row, "compute" in row) for row in rows] == [(True, False)] * 3 + [(False, True)]
-    (new,), (found,), (alone,) = (read_curves(p) for p in (uncrashed[2], folder, folder / "validation.jsonl"))
-    assert new.unit == found.unit == alone.unit == "device_hours"
-    assert found.compute.tolist() == alone.compute.tolist() and len(found.compute) == len(new.compute) == 3
-    assert all(abs(a - b) <= DEVICES * 6 / 3600 for a, b in zip(found.compute, new.compute, strict=True))
 
 
 def test_a_journal_behind_its_checkpoint_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from typing import Literal
 from megatron_scalerl.batching.assignment import SampleFacts
 from megatron_scalerl.batching.filters import drop_truncated, drop_zero_variance
 from megatron_scalerl.losses.reduction import Reduction, token_weights
-from megatron_scalerl.types import BlockRef, LineRef, RolloutGroup
+from megatron_scalerl.types import BlockRef, RolloutGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class BatchPlan:
     """The samples of one optimizer step. Produced by `samples_of`; without samples there is no step."""
 
     samples: tuple[SampleFacts, ...]
-    sources: tuple[tuple[BlockRef | LineRef | None, int], ...]
+    sources: tuple[tuple[BlockRef | None, int], ...]
     """Of each sample where its group is stored, and its position there."""
     stats: Mapping[str, float]
     """Counts for the metrics: groups, groups_kept, groups_dropped_REASON, completions, truncated_dropped,

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.checkpoints.plain_files import PlainFile, check_name
-from megatron_scalerl.checkpoints.safe_pickles import Built, Maker, Refused, decode, empty, printable
+from megatron_scalerl.checkpoints.safe_pickles import EMPTY, Built, Maker, Refused, decode, printable
 
 METADATA = ".metadata"
 FORMAT_FILE = "metadata.json"
 _METADATA_LIMIT = 1 << 30
 _FORMAT_LIMIT = 1 << 16
-_AXES = 64
 _SIZES = 1 << 62
-_KEY_LIMIT = 4096
+Ranges = dict[tuple[str, tuple[int, ...] | None], "ByteRange"]
 
 DTYPES = frozenset(
     ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8"]
@@ -119,40 +118,32 @@ def _check_format(path: Path) -> None:
 
 
 class Record(Built):
-    """An object of one of torch's classes in `.metadata`: the name of the class, and the object's state."""
+    """An object of one of torch's classes in `.metadata`: each has a class of ours with its name, and its state."""
 
-    __slots__ = ("kind", "state")
+    __slots__ = ("state",)
 
-    def __init__(self, kind: str):
-        self.kind = kind
-        self.state: Any = {}
-
-    def set_state(self, state: Any) -> int:
-        self.state = state
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Dtype:
-    name: str
-
-
-def _record(kind: str) -> Callable[..., Record]:
-    def make(*arguments: Any) -> Record:
+    def __new__(cls, *_: Any) -> Record:
         """Enumerations and paths have arguments; none of these is used."""
-        return Record(kind)
+        record = super().__new__(cls)
+        record.state = {}
+        return record
 
-    return make
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _record(name: str) -> type[Record]:
+    return type(name, (Record,), {"__slots__": ()})
 
 
 _ENUMERATIONS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType")
 
 
-def _member(owner: Any, name: Any) -> Record:
+def _member(owner: Any, _: Any) -> Record:
     """A member of an enumeration by its name: Python 3.11.2 pickles a call of getattr, 3.11.7 the member's value."""
-    if type(owner) is not Maker or owner.name not in _ENUMERATIONS or type(name) is not str:
+    if getattr(owner, "__name__", None) not in _ENUMERATIONS:
         raise TypeError("another attribute than a member of an enumeration")
-    return Record(owner.name)
+    return Record()
 
 
 def _size(numbers: Any = ()) -> tuple[int, ...]:
@@ -160,9 +151,7 @@ def _size(numbers: Any = ()) -> tuple[int, ...]:
 
 
 def _numbers(what: str, found: Any) -> tuple[int, ...]:
-    if type(found) is not tuple or len(found) > _AXES:
-        raise Refused(f"{what} that is not a tuple of sizes")
-    if any(type(n) is not int or not 0 <= n < _SIZES for n in found):
+    if type(found) is not tuple or any(type(n) is not int or not 0 <= n < _SIZES for n in found):
         raise Refused(f"{what} that is not a tuple of sizes")
     return found
 
@@ -198,11 +187,11 @@ _RECORDS = [
     ("pathlib._local", "PosixPath"),
 ]
 _NAMES: dict[tuple[str, str], Any] = {
-    **{(module, name): Maker(name, _record(name)) for module, name in _RECORDS},
-    **{("torch", name): _Dtype(name) for name in DTYPES},
+    **{(module, name): _record(name) for module, name in _RECORDS},
+    **{("torch", name): name for name in DTYPES},
     ("torch", "Size"): Maker("torch.Size", _size),
-    ("torch.serialization", "_get_layout"): Maker("_get_layout", _record("layout")),
-    ("collections", "OrderedDict"): Maker("OrderedDict", empty),
+    ("torch.serialization", "_get_layout"): Maker("_get_layout", lambda _: None),
+    ("collections", "OrderedDict"): EMPTY,
     ("builtins", "getattr"): Maker("getattr", _member),
 }
 """Every name that a `.metadata` may use."""
@@ -210,37 +199,30 @@ _NAMES: dict[tuple[str, str], Any] = {
 
 def _field(record: Any, kind: str, name: str, types: type | tuple[type, ...]) -> Any:
     """A field of a record, of one of the types; None if it is not set."""
-    if type(record) is not Record or record.kind not in (kind, f"MCore{kind}") or type(record.state) is not dict:
-        raise Refused(f"{_named(record)} in place of a {kind}")
+    if _kind(record) not in (kind, f"MCore{kind}") or type(record.state) is not dict:
+        raise Refused(f"a {_kind(record)} in place of a {kind}")
     value = record.state.get(name)
     if value is not None and not isinstance(value, types):
-        raise Refused(f"{kind}.{name} that is {_named(value)}")
+        raise Refused(f"{kind}.{name} that is a {_kind(value)}")
     return value
 
 
-def _named(value: Any) -> str:
-    name = value.kind if type(value) is Record else type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+def _kind(value: Any) -> str:
+    return type(value).__name__
 
 
 def _index(path: Path, metadata: Any) -> CheckpointIndex:
     described = _field(metadata, "Metadata", "state_dict_metadata", dict) or {}
     placed = _field(metadata, "Metadata", "storage_data", dict) or {}
-    ranges: dict[tuple[str, str], ByteRange] = {}
-    hashes: set[tuple[str, int]] = set()
+    ranges: Ranges = {}
     for index, info in placed.items():
         key, offset = _field(index, "MetadataIndex", "fqn", str), _field(index, "MetadataIndex", "offset", tuple)
-        _check_key(key)
-        at = None if offset is None else _numbers("an offset", offset)
-        ranges[key, str(at)] = _byte_range(path, info)
-        hashes.add((key, hash(at)))
-    if len(hashes) < len(ranges):
-        raise Refused("offsets with the same hash")
+        ranges[key, None if offset is None else _numbers("an offset", offset)] = _byte_range(path, info)
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, ByteRange] = {}
     for key, entry in described.items():
         _check_key(key)
-        if type(entry) is Record and entry.kind == "BytesStorageMetadata":
+        if _kind(entry) == "BytesStorageMetadata":
             objects[key] = _take(ranges, key, None)
         else:
             tensors[key] = _tensor(key, entry, ranges)
@@ -248,10 +230,8 @@ def _index(path: Path, metadata: Any) -> CheckpointIndex:
 
 
 def _check_key(key: object) -> None:
-    if type(key) is not str:
-        raise Refused(f"a key that is not text: {_named(key)}")
-    if len(key) > _KEY_LIMIT or not key.isprintable():
-        raise Refused(f"a key that is not one line of text: {printable(key)!r}")
+    if type(key) is not str or not key.isprintable():
+        raise Refused(f"a key that is not one line of text: {printable(str(key))!r}")
 
 
 def _byte_range(path: Path, info: Any) -> ByteRange:
@@ -264,24 +244,20 @@ def _byte_range(path: Path, info: Any) -> ByteRange:
     return ByteRange(file=file, start=start, length=length)
 
 
-def _take(ranges: dict[tuple[str, str], ByteRange], key: str, offset: tuple[int, ...] | None) -> ByteRange:
-    """Take a byte range out of `ranges`, so that it has one user: a pickle can name the same part very often.
-
-    Offsets are looked up as text, whose hashes are randomized and so cannot be made to collide. torch looks them up
-    as numbers: `_index` refuses those whose hashes are equal.
-    """
-    found = ranges.pop((key, str(offset)), None)
+def _take(ranges: Ranges, key: str, offset: tuple[int, ...] | None) -> ByteRange:
+    """Take a byte range out of `ranges`, so that it has one user: a pickle can name the same part very often."""
+    found = ranges.pop((key, offset), None)
     if found is None:
         raise Refused(f"{key} at {offset} without a byte range")
     return found
 
 
-def _tensor(key: str, entry: Any, ranges: dict[tuple[str, str], ByteRange]) -> StoredTensor:
+def _tensor(key: str, entry: Any, ranges: Ranges) -> StoredTensor:
     kind = "TensorStorageMetadata"
     shape = _numbers("a shape", _field(entry, kind, "size", tuple))
     properties = _field(entry, kind, "properties", Record)
     state = None if properties is None else properties.state
-    if type(state) is not tuple or not state or type(state[0]) is not _Dtype:
+    if type(state) is not tuple or not state or state[0] not in DTYPES:
         raise Refused(f"{key} without a type")
     chunks = []
     for chunk in _field(entry, kind, "chunks", list) or ():
@@ -289,7 +265,7 @@ def _tensor(key: str, entry: Any, ranges: dict[tuple[str, str], ByteRange]) -> S
         _check_inside(key, shape, _numbers("an offset", offset), _numbers("a shape", sizes))
         at = _take(ranges, key, offset)
         chunks.append(Chunk(offset=offset, shape=sizes, file=at.file, start=at.start, length=at.length))
-    return StoredTensor(dtype=state[0].name, shape=shape, chunks=tuple(chunks))
+    return StoredTensor(dtype=state[0], shape=shape, chunks=tuple(chunks))
 
 
 def _check_inside(key: str, shape: tuple[int, ...], offset: tuple[int, ...], sizes: tuple[int, ...]) -> None:

@@ -15,16 +15,13 @@ import numpy as np
 
 from megatron_scalerl.checkpoints.safe_archive import Archive, Bytes, open_archive
 from megatron_scalerl.checkpoints.safe_index import ByteRange
-from megatron_scalerl.checkpoints.safe_pickles import Built, Maker, Names, Refused, empty
+from megatron_scalerl.checkpoints.safe_pickles import EMPTY, Built, Maker, Names, Refused
 
 COMMON = "common.pt"
 """State that Megatron saves once for all ranks."""
 _DEPTH = 32
 _ITEMS = 1 << 20
-_ITEMS_PER_BYTE = 4
-_ITEMS_AT_LEAST = 4096
-"""Items that a value may have, parts that occur several times counted each time: this many per byte of its archive,
-at least `_ITEMS_AT_LEAST`, at most `_ITEMS`."""
+"""Items that a value may have, parts that occur several times counted each time."""
 _TENSOR_ITEMS = 16
 """Items that a tensor counts as: torch's object takes as much memory."""
 _SIZES = 1 << 62
@@ -52,8 +49,8 @@ _ARRAYS = frozenset(["b1", "i1", "u1", "i2", "u2", "f2", "i4", "u4", "f4", "i8",
 class _Storage:
     dtype: str
     itemsize: int
-    entry: str = ""
-    count: int = 0
+    entry: str
+    count: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,14 +80,14 @@ class TensorBits:
 
 def _stored(pid: Any) -> _Storage:
     """torch's persistent id: ("storage", class, entry, device, count)."""
-    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or type(pid[1]) is not _Storage:
+    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or type(pid[1]) is not str:
         raise TypeError("a persistent id that is not a storage")
-    entry, count = pid[2], pid[4]
+    kind, entry, count = STORAGES[pid[1]], pid[2], pid[4]
     if type(entry) is not str or len(entry) > 20 or not entry.isdigit() or type(count) is not int:
         raise TypeError("a storage without a number")
     if not 0 <= count < _SIZES:
         raise TypeError("a storage without a number")
-    return _Storage(pid[1].dtype, pid[1].itemsize, f"data/{entry}", count)
+    return _Storage(*kind, f"data/{entry}", count)
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorBits:
@@ -121,15 +118,12 @@ class _ArrayType(Built):
 
     def __init__(self, code: Any, *_: Any):
         if type(code) is not str or code not in _ARRAYS:
-            raise TypeError(f"arrays of {code[:20]!r}" if type(code) is str else f"arrays of a {type(code).__name__}")
+            raise TypeError(f"arrays of {str(code)[:20]!r}")
         self.code = code
 
-    def set_state(self, state: Any) -> int:
-        if type(state) is not tuple or len(state) < 2 or type(state[1]) is not str:
-            raise TypeError("an invalid state of a type")
+    def __setstate__(self, state: Any) -> None:
         if state[1] not in ("<", "|") or any(state[2:5]):
             raise TypeError("another byte order, or fields")
-        return 0
 
 
 class _Array(Built):
@@ -140,17 +134,12 @@ class _Array(Built):
     def __init__(self, *_: Any):
         self.array: np.ndarray = np.empty(0, np.uint8)
 
-    def set_state(self, state: Any) -> int:
-        if type(state) is not tuple:
-            raise TypeError("an invalid array")
+    def __setstate__(self, state: Any) -> None:
         _, shape, kind, fortran, bits = state
         if type(shape) is not tuple or type(kind) is not _ArrayType or type(bits) is not bytes:
             raise TypeError("an invalid array")
-        if len(shape) > _DEPTH or any(type(n) is not int for n in shape):
-            raise TypeError("an invalid shape of an array")
         flat = np.frombuffer(bits, np.dtype(kind.code).newbyteorder("<")).copy()
         self.array = flat.reshape(shape, order="F" if fortran is True else "C")
-        return len(bits)
 
 
 def _text_bytes(text: Any, encoding: Any) -> bytes:
@@ -162,9 +151,9 @@ def _text_bytes(text: Any, encoding: Any) -> bytes:
 
 TENSOR_NAMES: Names = {
     ("torch._utils", "_rebuild_tensor_v2"): Maker("_rebuild_tensor_v2", _tensor),
-    **{("torch", name): _Storage(*kind) for name, kind in STORAGES.items()},
+    **{("torch", name): name for name in STORAGES},
     # The tensor's hooks, always empty.
-    ("collections", "OrderedDict"): Maker("OrderedDict", empty),
+    ("collections", "OrderedDict"): EMPTY,
 }
 """Every name that the archive of a tensor may use."""
 VALUE_NAMES: Names = {
@@ -190,9 +179,7 @@ def read_value(file: Bytes, start: int, length: int, make: Make) -> Any:
     Raises ValueError, naming the file, for anything else.
     """
     with open_archive(file, start, length, "plain values") as archive:
-        found = archive.decode(VALUE_NAMES, _stored)
-        items = min(_ITEMS, max(_ITEMS_AT_LEAST, _ITEMS_PER_BYTE * length))
-        return _PlainCopy(archive, make, items).value(found, 0)
+        return _PlainCopy(archive, make).value(archive.decode(VALUE_NAMES, _stored), 0)
 
 
 def read_object(file: Bytes, key: str, stored: ByteRange, make: Make) -> list[Any]:
@@ -233,14 +220,14 @@ def read_tensor(archive: Archive) -> TensorBits:
 class _PlainCopy:
     """Copies a decoded value, so that it holds plain values only, and no list or dictionary occurs twice."""
 
-    def __init__(self, archive: Archive, make: Make, items: int):
-        self._archive, self._make, self._items, self._left = archive, make, items, items
+    def __init__(self, archive: Archive, make: Make):
+        self._archive, self._make, self._left = archive, make, _ITEMS
 
     def value(self, found: Any, depth: int) -> Any:
         """A copy of `found`. Raises Refused if it is nested too deeply or contains too many items."""
         self._left -= _TENSOR_ITEMS if type(found) is TensorBits else 1
         if depth > _DEPTH or self._left < 0:
-            raise Refused(f"values nested more than {_DEPTH} deep, or more than {self._items} of them")
+            raise Refused(f"values nested more than {_DEPTH} deep, or more than {_ITEMS} of them")
         if found is None or type(found) in (bool, int, float, str, bytes):
             return found
         if type(found) in (list, tuple):
@@ -254,6 +241,6 @@ class _PlainCopy:
         raise Refused(f"a {type(found).__name__} among plain values")
 
     def _key(self, key: Any) -> Any:
-        if isinstance(key, Built):
+        if type(key) not in (str, int):
             raise Refused(f"a {type(key).__name__} as a dictionary's key")
         return key

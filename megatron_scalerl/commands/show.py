@@ -107,7 +107,7 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
     prompt = group["prompt"]
     step = f"in the batch of step {group['step']}" if group["step"] is not None else "in no batch yet"
     right = sum(each["correct"] for each in group["scores"])
-    task = f"task {printable(prompt['task'])}, " if prompt.get("task") else ""  # older files have no tasks
+    task = f"task {printable(prompt['task'])}, " if prompt.get("task") else ""
     lines = [
         (
             "group",

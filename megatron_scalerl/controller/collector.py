@@ -11,13 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megatron_scalerl.controller.families import ADDED, LAST, PHASE, PHASES, PREFIX, Shown
 from megatron_scalerl.engine.membership import EngineState, Member
 
-Labels = tuple[tuple[str, str], ...]
+PREFIX = "scalerl"
+SUMMED = ("tokens", "weight_bytes")
+"""Keys of a step's record whose values are added up, as are those that end in `_seconds`."""
 
 
 class RunCollector(Collector):
@@ -34,12 +35,10 @@ class RunCollector(Collector):
         self._planned = planned_steps
         self._device_seconds: Callable[[], Mapping[str, float]] = dict
         self._attempts, self._step = 0, 0
-        self._last: dict[tuple[Shown, Labels], float] = {}
-        self._added: dict[Shown, float] = dict.fromkeys(ADDED.values(), 0.0)
-        self._phases: dict[str, float] = defaultdict(float)
-        self._updates, self._update_seconds = 0, 0.0
-        self._steps, self._step_seconds = 0, 0.0
-        self._skipped, self._generated = 0, 0.0
+        self._last: dict[str, float] = {}
+        self._sums: dict[str, float] = defaultdict(float)
+        self._updates = self._steps = self._skipped = 0
+        self._generated = 0.0
         self._validated: int | None = None
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -52,27 +51,18 @@ class RunCollector(Collector):
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take over the record of a batch or of a validation. scalars: its finite numbers, as the other sinks get."""
-        for key, value in scalars.items():
-            if (found := _shown(key)) is not None:
-                self._last[found] = value
+        self._last.update(scalars)
         if "validation/pass_rate" in scalars:
             self._validated = step
             return
         self._step = step
-        for key, shown in ADDED.items():
-            self._added[shown] += max(0.0, scalars.get(key, 0.0))
-        seconds = scalars.get("step_seconds", 0.0)
-        self._generated += scalars.get("generated_tokens_per_second", 0.0) * seconds
-        if "skipped" in scalars:
-            self._skipped += 1
-        else:
-            self._steps += 1
-            self._step_seconds += seconds
-        if "weight_bytes" in scalars:
-            self._updates += 1
-            self._update_seconds += scalars["publish_seconds"]
-            for phase in PHASES:
-                self._phases[phase] += scalars.get(PHASE.format(phase), 0.0)
+        for key, value in scalars.items():
+            if key.endswith("_seconds") or key in SUMMED:
+                self._sums[key] += max(0.0, value)
+        self._generated += scalars.get("generated_tokens_per_second", 0.0) * scalars.get("step_seconds", 0.0)
+        self._skipped += "skipped" in scalars
+        self._steps += "skipped" not in scalars
+        self._updates += "weight_bytes" in scalars
 
     def close(self) -> None:
         """An attempt has ended: its last numbers stay."""
@@ -101,43 +91,27 @@ class RunCollector(Collector):
         )
 
     def _of_records(self) -> Iterator[Metric]:
-        gauges: dict[str, GaugeMetricFamily] = {}
-        for (shown, labels), value in self._last.items():
-            name = f"{PREFIX}_{shown.family}"
-            family = gauges.setdefault(
-                name, GaugeMetricFamily(name, shown.help, labels=[key for key, _ in shown.labels])
-            )
-            family.add_metric([value for _, value in labels], value)
-        yield from gauges.values()
+        """By one rule: every number of a record under its key."""
+        last = GaugeMetricFamily(
+            f"{PREFIX}_last",
+            "The numbers of the last line of metrics.jsonl by key; those of the last validation as validation/KEY.",
+            labels=["key"],
+        )
+        sums = CounterMetricFamily(
+            f"{PREFIX}_sum",
+            "Sums over the lines of metrics.jsonl since the controller started, by key: seconds, tokens, bytes.",
+            labels=["key"],
+        )
+        for family, values in ((last, self._last), (sums, self._sums)):
+            for key, value in values.items():
+                family.add_metric([key], value)
+            yield family
         if self._validated is not None:
             yield _gauge("validation_step", "Optimizer step of the last validation.", self._validated)
-        counters: dict[str, CounterMetricFamily] = {}
-        for shown, value in self._added.items():
-            name = f"{PREFIX}_{shown.family}"
-            counter = counters.setdefault(
-                name, CounterMetricFamily(name, shown.help, labels=[key for key, _ in shown.labels])
-            )
-            counter.add_metric([value for _, value in shown.labels], value)
-        yield from counters.values()
         yield _counter("generated_tokens", "Tokens of finished completions, validation included.", self._generated)
+        yield _counter("batches", "Batches with an optimizer step.", self._steps)
         yield _counter("skipped_batches", "Batches of which the filters left nothing.", self._skipped)
-        yield _summary(
-            "batch_seconds", "Wall time of the batches with an optimizer step.", self._steps, self._step_seconds
-        )
-        yield _summary(
-            "weight_update_seconds",
-            "Weight updates after a step, with attempts that failed.",
-            self._updates,
-            self._update_seconds,
-        )
-        phases = CounterMetricFamily(
-            f"{PREFIX}_weight_update_phase_seconds",
-            "Seconds until all members of weight updates had answered, by phase.",
-            labels=["phase"],
-        )
-        for phase in PHASES:
-            phases.add_metric([phase], self._phases[phase])
-        yield phases
+        yield _counter("weight_updates", "Weight updates after a step.", self._updates)
 
     def _of_engines(self) -> Iterator[Metric]:
         members = self.members()
@@ -166,22 +140,9 @@ class RunCollector(Collector):
         yield from (restarts, lost, requests)
 
 
-def _shown(key: str) -> tuple[Shown, Labels] | None:
-    """The gauge that shows this key of a record, with its labels."""
-    if (shown := LAST.get(key)) is not None:
-        return shown, shown.labels
-    name, _, task = key.rpartition("/")
-    shown = LAST.get(name)
-    return None if shown is None or not shown.labels else (shown, (("task", task),))
-
-
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"{PREFIX}_{name}", text, value=value)
 
 
 def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(f"{PREFIX}_{name}", text, value=value)
-
-
-def _summary(name: str, text: str, count: int, total: float) -> SummaryMetricFamily:
-    return SummaryMetricFamily(f"{PREFIX}_{name}", text, count_value=count, sum_value=total)

@@ -30,8 +30,6 @@ from megatron_scalerl.types import ComputeUnit
 
 Role = Literal["startup", "trainer", "engine", "validation", "evaluation", "lost"]
 Phase = Literal["startup", "produce", "train", "validate", "replay", "crash"]
-MOST_BATCHES = 100_000_000
-"""Of a run: each takes eight bytes of memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,29 +160,17 @@ def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
         if heartbeat is not None:
             continue
         charges.append(charge)
-        # version 1 of this file wrote the trainer's charge first, and no batch
-        if charges[-1].role not in ("engine", "validation", "evaluation") or "batch" not in row:
+        if charge.role not in ("engine", "validation", "evaluation"):
             complete = len(charges)
     charges[complete:] = [dataclasses.replace(c, role="lost", phase="crash") for c in charges[complete:]]
     return charges if heartbeat is None else [*charges, heartbeat]
 
 
 def _charge(where: str, row: dict[str, Any], incarnation: str) -> Charge:
-    """A row as a charge; a heartbeat as what was lost until it, of the attempt `incarnation`.
-
-    Rows of version 1 have no batch and no phase; each step was one batch.
-    """
+    """A row as a charge; a heartbeat as what was lost until it, of the attempt `incarnation`."""
     if "heartbeat" in row:
-        lost = {"seconds": row["heartbeat"], "role": "lost", "phase": "crash", "incarnation": incarnation}
-        fields = row | lost
-    else:
-        role = row.get("role")
-        phase = "startup" if role == "startup" else "crash" if role == "lost" else "train"
-        fields = {"batch": row.get("step"), "phase": phase} | row
+        row |= {"seconds": row["heartbeat"], "role": "lost", "phase": "crash", "incarnation": incarnation}
     try:
-        charge = msgspec.convert(fields, Charge)
+        return msgspec.convert(row, Charge)
     except msgspec.ValidationError as error:
         raise ValueError(f"{where}: expected a charge or a heartbeat, found {error}") from None
-    if not 0 <= charge.batch <= MOST_BATCHES:
-        raise ValueError(f"{where}: expected a batch from 0 to {MOST_BATCHES}, found {charge.batch}")
-    return charge

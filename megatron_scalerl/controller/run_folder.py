@@ -37,7 +37,6 @@ from megatron_scalerl.launch.placement import Attempt
 from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_run_recipe
-from megatron_scalerl.recipe.stored import MISSING
 from megatron_scalerl.rollouts.history import History, check_groups
 from megatron_scalerl.rollouts.journal import Position
 from megatron_scalerl.rollouts.store import check_position
@@ -55,7 +54,6 @@ MAY_CHANGE = frozenset(
         "rewards.workers",
         "rollouts.decoders",
         "trainer.micro_batch_tokens",
-        "trainer.min_all_reduce_gb_s",
         "trainer.start_timeout_s",
         "trainer.step_timeout_s",
         "trainer.max_restarts",
@@ -87,8 +85,6 @@ restarts."""
 ATTEMPTS, SAVES, END = "attempts.jsonl", "checkpoints.jsonl", "end.json"
 SLURM = "slurm"
 """Folder in RUN/ that `slurm` fills before the first attempt."""
-_OLD_ATTEMPTS = "lives"
-"""Name of `ATTEMPTS` in the folders of earlier versions; the rows are the same."""
 _FOLDERS = ("logs", "checkpoints", "rollouts")
 _BEFORE_RECIPE = frozenset({"lock", ".recipe.yaml.draft", "recipe.yaml.tmp", *_FOLDERS})
 """Leftovers of an attempt that was killed before it wrote recipe.yaml; its folders are still empty."""
@@ -105,7 +101,7 @@ class ResumePoint:
     batches: int = 0
     """Batches of the run's lineage that the checkpoint includes, those without a step too."""
     position: Position | None = None
-    """What the checkpoint names of the journal; None in those of earlier versions."""
+    """What the checkpoint names of the journal; None without a checkpoint."""
     damaged: tuple[str, ...] = ()
     """One line about each newer checkpoint that is damaged."""
 
@@ -117,8 +113,8 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer steps."""
     batches: Annotated[int, Meta(ge=0)]
     """Batches of the run's lineage, those without a step too."""
-    run_id: str | None = None
-    position: Position | None = None
+    run_id: str
+    position: Position
     """Journal and store when the checkpoint was written."""
 
 
@@ -205,9 +201,7 @@ class RunFolder:
 
         Called at every restart of the trainer as well.
         """
-        path, old_path = self.path / ATTEMPTS, self.path / _OLD_ATTEMPTS
-        if old_path.exists() and not path.exists():
-            old_path.rename(path)
+        path = self.path / ATTEMPTS
         attempts = read_jsonl(path)
         run_id = attempts[0]["run_id"] if attempts else secrets.token_hex(8)
         job = os.environ.get("SLURM_JOB_ID")
@@ -232,11 +226,8 @@ def check_recipe(recipe: Recipe) -> None:
         return
     before = flattened(read_run_recipe(folder))
     now = flattened(recipe.model_dump(mode="json"))
-    defaults = flattened(type(recipe).model_construct().model_dump(mode="json", warnings=False))
     for key in sorted(before.keys() | now.keys()):
-        if key not in before and key in MISSING:  # meant something else than the default: either value goes on
-            continue
-        if before.get(key, defaults.get(key)) != now.get(key) and not _may_change(key):
+        if before.get(key) != now.get(key) and not _may_change(key):
             raise RecipeError(
                 f"{folder}: expected the recipe of the run in it, {key}: {before.get(key)!r}, "
                 f"found {now.get(key)!r}; choose another name or output_dir"
@@ -274,7 +265,8 @@ def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> 
             f"{journal}: expected at least the {start.batches} batches of {start.checkpoint}, "
             f"found {len(history.batches)}"
         )
-    if (position := start.position) is not None:
+    position = start.position
+    if position is not None:
         found = journal.stat().st_size if journal.exists() else 0
         if found < position.journal_bytes:
             raise RuntimeError(

@@ -204,20 +204,6 @@ def _difference(before: Any, expected: dict[str, Any]) -> str:
     return f"{key}: {before.get(key)!r}, not {expected.get(key)!r}"
 
 
-def read_result(folder: str | Path) -> tuple[Header, list[Row]]:
-    """(header, rows) of a result. Raises ValueError for a missing or damaged file."""
-    path = Path(folder) / COMPLETIONS
-    found = read_jsonl(path)
-    if not found or "header" not in found[0]:
-        what = "no header" if found else "nothing"
-        raise ValueError(f"{path}: expected the completions of an evaluation, found {what}")
-    try:
-        header = msgspec.convert(found[0]["header"], Header)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{path} line 1: expected a header, found {error}") from None
-    return header, [_row(row) for row in _numbered(path, found[1:])]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
     """The completions of one file at one budget. Produced by `cells`."""

@@ -1,7 +1,7 @@
 """The forecast: fit a run's compute-performance curve, extrapolate it, decide. Imports no torch and no Megatron.
 
 table_file, inputs      read tables and run folders
-sigmoid, forms          the curve, and other forms to compare it with
+sigmoid                 the curve
 forecast                fit(), the entry point; prior and posterior for "robust", paper for "paper"
 result, checks          what a fit returns, and its warnings
 decide, backtest, outlook

@@ -32,7 +32,6 @@ APART = (
     "rewards.workers",
     "rollouts.decoders",
     "trainer.micro_batch_tokens",
-    "trainer.min_all_reduce_gb_s",
     "weights.link_gb_s",
     "weights.store",
     "weights.store_gib",

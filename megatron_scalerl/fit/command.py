@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 BACKTEST_PREFIXES = 20
 """Prefixes in the HTML report's backtest; --backtest prints all."""
-MIN_POINTS_OF_FORMS = 6
-"""Fitted points from which the HTML report compares forms of the curve."""
 PIPE_WIDTH = 200
 """Columns of a table that is not printed to a terminal."""
 
@@ -293,15 +291,11 @@ def _not_fitted(run: "RunReport") -> "Points":
 
 
 def _with_details(path: Path, run: "RunReport", options: argparse.Namespace) -> "RunReport":
-    """The run with its backtest, drawn to `path`, and the comparison of forms, if it has enough points."""
+    """The run with its backtest, drawn to `path`, if it has enough points."""
     from megatron_scalerl.fit.backtest import MIN_POINTS
-    from megatron_scalerl.fit.forms import compare_forms
     from megatron_scalerl.fit.plot import plot_backtest
 
     if len(run.curve.compute) > MIN_POINTS + 1:
         test = _backtest(run.curve, options, max_prefixes=BACKTEST_PREFIXES)
         run = replace(run, backtest=test, backtest_figure=plot_backtest(path, test, unit=run.curve.unit))
-    if run.fit.n_points >= MIN_POINTS_OF_FORMS:
-        forms = compare_forms(run.fit.compute, run.fit.pass_rate, initial=run.fit.initial)
-        run = replace(run, forms=tuple(forms))
     return run

@@ -1,12 +1,11 @@
 """Read the inputs of the command line into the checked points of runs.
 
-An input is a run folder (its validation.jsonl and the unit in its ledger.jsonl) or a table file. Invalid data is
+An input is a run folder (its validation.jsonl) or a table file. Invalid data is
 refused in one line with file, row, expected and found. Corrections, such as sorting, are noted.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +21,6 @@ from megatron_scalerl.fit.table_file import TableFile, read_table
 
 COMPUTE_COLUMNS = ("gpu_hours", "device_hours", "compute", "gpu-hours", "hours", "flops")
 """Names of a compute column, in order of preference, lower case."""
-_OLD_NAMES = {"gpu_hours": "compute", "gpu_hours_total": "compute_total"}
-"""Names in the validation.jsonl of earlier versions -> their names now."""
 IDENTITY_COLUMNS = ("run", "series", "name", "figure", "recipe", "experiment", "model")
 """Columns that identify a run. Rows that differ in one of them are noted when they are fitted as one run."""
 SEED_COLUMN = "seed"
@@ -59,24 +56,18 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     if path.is_dir():
         return [_read_run_folder(path, options)]
     table = read_table(path)
-    if table.kind == "jsonl" and {"compute", *_OLD_NAMES} <= {*table.columns}:
-        table = _with_compute(table)  # of a run that began with an earlier version
     if table.kind == "wandb" and options.score is None:
         columns = [c for c in table.columns[1:] if not c.endswith(("__MIN", "__MAX"))]
         return [_curve(table, replace(options, score=c), c.split(" - ")[0]) for c in columns]
     return [_selected_curve(part, options, name) for name, part in _selections(table, options)]
 
 
-def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str, unit: str | None = None) -> Curve:
-    """The run of rows of validation.jsonl, in memory and of any version; unit: the ledger's, if the rows have none.
-
-    Raises ValueError for invalid rows.
-    """
-    numbered = tuple((number, with_compute(dict(row))) for number, row in enumerate(rows, start=1))
+def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
+    """The run of rows of validation.jsonl in memory. Raises ValueError for invalid rows."""
+    numbered = tuple((number, dict(row)) for number, row in enumerate(rows, start=1))
     columns = tuple(dict.fromkeys(column for _, row in numbered for column in row))
     table = TableFile(path=Path("validation.jsonl"), kind="jsonl", sparse=True, rows=numbered, columns=columns)
-    curve = _curve(table, ColumnOptions(compute="compute"), name)
-    return curve if unit is None or "unit" in columns else replace(curve, unit=unit)
+    return _curve(table, ColumnOptions(compute="compute"), name)
 
 
 def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
@@ -91,56 +82,27 @@ def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curv
     return replace(curve, name=f"{arm} seed {seed}", arm=arm, seed=int(seed) if seed.isdigit() else None)
 
 
-def with_compute(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of a run's validation.jsonl. Earlier versions named its compute gpu_hours, whatever the ledger's unit."""
-    return row if "compute" in row else {_OLD_NAMES.get(name, name): value for name, value in row.items()}
-
-
-def _with_compute(table: TableFile) -> TableFile:
-    rows = tuple((number, with_compute(row)) for number, row in table.rows)
-    return replace(table, rows=rows, columns=tuple(dict.fromkeys(name for _, row in rows for name in row)))
-
-
 def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
     file = path / "validation.jsonl"
     if not file.exists():
         raise ValueError(f"{path}: expected a run folder with validation.jsonl, found none")
-    table = _with_compute(read_table(file))
+    table = read_table(file)
     # a step validated again after a resume: its last row counts
     latest = {row.get("step", number): (number, row) for number, row in table.rows}
     table = replace(table, rows=tuple(latest.values()))
-    column = options.compute or "compute"
-    curve = _curve(table, replace(options, compute=_OLD_NAMES.get(column, column)), path.resolve().name)
-    recipe = _recipe(path / "recipe.yaml")
+    curve = _curve(table, replace(options, compute=options.compute or "compute"), path.resolve().name)
+    recipe = _recipe(path)
     seed = None if recipe is None else recipe.get("seed")
-    return replace(
-        curve,
-        unit=curve.unit if curve.unit == "steps" or "unit" in table.columns else _ledger_unit(path / "ledger.jsonl"),
-        source=path,
-        recipe=recipe,
-        seed=seed if isinstance(seed, int) else None,
-    )
+    return replace(curve, source=path, recipe=recipe, seed=seed if isinstance(seed, int) else None)
 
 
-def _recipe(path: Path) -> dict[str, Any] | None:
-    """Key path -> value of the recipe, with the keys of this version; None if the file is missing.
-
-    Raises ValueError for one that is no mapping.
-    """
-    if not path.exists():
+def _recipe(run_dir: Path) -> dict[str, Any] | None:
+    """Key path -> value of the run's recipe; None if the file is missing. Raises ValueError for an unreadable one."""
+    if not (run_dir / "recipe.yaml").exists():
         return None
-    import yaml
+    from megatron_scalerl.recipe.file import read_run_recipe
 
-    from megatron_scalerl.recipe.stored import completed
-
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        found = " ".join(str(error).partition(";")[0].split())
-        raise ValueError(f"{path}: expected the recipe of a run (YAML), found {found}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected the recipe of a run, found {type(data).__name__}")
-    return flattened(completed(data))
+    return flattened(read_run_recipe(run_dir))
 
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -152,20 +114,6 @@ def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             out[prefix + str(key)] = value
     return out
-
-
-def _ledger_unit(path: Path) -> str:
-    if not path.exists():
-        return "gpu_hours"
-    with open(path, encoding="utf-8") as handle:
-        head = handle.readline()
-    if not head.endswith("\n"):  # truncated by a crash
-        return "gpu_hours"
-    try:
-        return str(json.loads(head).get("unit", "gpu_hours"))
-    except (ValueError, AttributeError, RecursionError):
-        found = repr(head.strip()[:80])
-        raise ValueError(f"{path}: row 1: expected a JSON object with the unit, found {found}") from None
 
 
 def _selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, TableFile]]:

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_scalerl.fit.backtest import MIN_POINTS
 from megatron_scalerl.fit.decide import Verdict, decide
 from megatron_scalerl.fit.forecast import fit_curve
-from megatron_scalerl.fit.inputs import curve_of_rows, with_compute
+from megatron_scalerl.fit.inputs import curve_of_rows
 from megatron_scalerl.fit.result import FitResult, Prediction
 
 DRAWS = 1000
@@ -26,11 +26,11 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of validation.jsonl of any version, as `with_compute` gives it.
+    """A row of validation.jsonl.
 
     Raises ValueError unless it has a step, a compute and a pass rate that can be those of a validation.
     """
-    found = with_compute(dict(row))
+    found = dict(row)
     for key, most in (("step", MOST), ("compute", MOST), ("pass_rate", 1)):
         value: Any = found.get(key)
         usable = isinstance(value, int if key == "step" else int | float) and not isinstance(value, bool)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from megatron_scalerl.fit.compare import Comparison
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Decision, Estimate
 from megatron_scalerl.fit.formatting import short_number, unit_name
-from megatron_scalerl.fit.forms import FormScore
 from megatron_scalerl.fit.outlook import Outlook
 from megatron_scalerl.fit.result import FitResult, ForecastEvaluation, Prediction
 
@@ -74,8 +72,6 @@ class RunReport:
     """The forecast."""
     decision: Decision
     """The verdict."""
-    forms: tuple[FormScore, ...] = ()
-    """Other forms of the curve; HTML only."""
     backtest: Backtest | None = None
     """HTML only."""
     backtest_figure: Path | None = None
@@ -205,22 +201,6 @@ def backtest_table(test: Backtest) -> Table:
                 f"{point.asymptote:.3f}",
             )
             for point in test.points
-        ),
-    )
-
-
-def forms_table(forms: Sequence[FormScore]) -> Table:
-    """The scores of the sigmoid and of other forms on one run."""
-    return Table(
-        columns=("form", "A", "error of the last 30 %, held out", "AICc"),
-        rows=tuple(
-            (
-                score.form,
-                "–" if math.isnan(score.asymptote) else f"{score.asymptote:.3f}",
-                "–" if math.isnan(score.held_out_error) else f"{score.held_out_error:.4f}",
-                f"{score.aicc:.1f}",
-            )
-            for score in forms
         ),
     )
 

@@ -15,8 +15,6 @@ from typing import Any
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.page.groups import FoundGroup, GroupIndex
 from megatron_scalerl.processes.logs import printable
-from megatron_scalerl.recipe.stored import completed
-from megatron_scalerl.recipe.usable import damage_of, usable_recipe
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.run_text import RunTokenizer, decode, load_tokenizer, raw_text
 from megatron_scalerl.rollouts.token_scores import CompletionScores, read_scores
@@ -32,11 +30,10 @@ class Reader:
     """Reads groups and completions of a run for the page. Not for several threads at a time."""
 
     def __init__(self, run_dir: Path, recipe: Mapping[str, Any], index: GroupIndex) -> None:
-        """recipe: of the run, as it is stored."""
+        """recipe: of the run (`recipe.file.read_run_recipe`)."""
         self.index = index
         self._run_dir = run_dir
-        usable, self._wrong = usable_recipe(recipe)
-        self._recipe = completed(usable)
+        self._recipe = recipe
         self._tokenizer: RunTokenizer | None = None
         self._advantages: dict[int, Advantages | str] = {}
         self._last: FoundGroup | None = None
@@ -44,10 +41,6 @@ class Reader:
     def load(self) -> RunTokenizer:
         """The run's tokenizer, loaded once. Raises ValueError."""
         if self._tokenizer is None:
-            self._check("policy")
-            if not self._recipe.get("policy", {}).get("path"):
-                found = {"policy.path": "expected a folder with a tokenizer, found nothing"}
-                raise ValueError(damage_of(self._run_dir, found)[0])
             self._tokenizer = load_tokenizer(self._run_dir)
         return self._tokenizer
 
@@ -118,12 +111,6 @@ class Reader:
         """What the trainer scored of a batch. Raises ValueError for a damaged file."""
         return {} if record is None else read_scores(self._run_dir, record.step)
 
-    def _check(self, *sections: str) -> None:
-        """Raises ValueError if one of these sections of the recipe is damaged."""
-        wrong = {key: text for key, text in self._wrong.items() if key.partition(".")[0] in sections}
-        if wrong:
-            raise ValueError(printable(damage_of(self._run_dir, wrong)[0]))
-
     def _find(self, group_id: int) -> FoundGroup:
         """The group; the last one is kept, since its completions are read next."""
         record = self.index.record_of(group_id)
@@ -144,10 +131,6 @@ class Reader:
             groups = self.index.read_batch(record)
         except ValueError:
             return "groups of its batch are deleted or rewritten as Parquet"
-        try:
-            self._check("advantages", "rewards", "filters", "loss")
-        except ValueError as error:
-            return str(error)
         recipe = self._recipe
         plan = samples_of(
             groups,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_scalerl.page.update_report import finite
 from megatron_scalerl.processes.logs import printable
 
 MOST_ROWS = 500
@@ -14,7 +13,7 @@ COLUMNS = ("step", "file", "problems", "mean@k", "95 %", "pass@k", "weights")
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Columns and rows for the page; None without a row. rows: of RUN/evaluation.jsonl, as `rows.evaluation_row`."""
+    """Columns and rows for the page; None without a row. rows: of RUN/evaluation.jsonl."""
     if not rows:
         return None
     shown = [_lost(row) if "lost" in row else _cells(row) for row in reversed(rows[-MOST_ROWS:])]
@@ -29,15 +28,10 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    low, high = finite(row.get("low")), finite(row.get("high"))
+    low, high = row.get("low"), row.get("high")
     interval = "–" if low is None or high is None else f"{low:.3f}-{high:.3f}"
-    passes = row.get("pass_at_k")
-    known = [(k, finite(value)) for k, value in passes.items()] if isinstance(passes, Mapping) else []
-    pass_at_k = ", ".join(f"@{k} {value:.3f}" for k, value in known if value is not None)
-    version, digest = row.get("policy_version"), row.get("weight_digest")
-    weights = f"version {version}" if isinstance(version, int) else "–"
-    if isinstance(digest, str) and digest:
-        weights += f", {digest[:12]}"
+    pass_at_k = ", ".join(f"@{k} {value:.3f}" for k, value in (row.get("pass_at_k") or {}).items())
+    weights = ", ".join(filter(None, (f"version {row['policy_version']}", row["weight_digest"][:12])))
     cells = (
         *(str(row["step"]), row["file"], str(row["problems"])),
         *(f"@{row['k']} {row['mean_at_k']:.3f}", interval, pass_at_k or "–", weights),

@@ -10,8 +10,6 @@ from megatron_scalerl.page.report import last_step, moved_text
 
 MOST = 128
 """Forecasts that are made for the page, at about equal distances: a fit takes a fifth of a second."""
-_FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, AssertionError, RuntimeError)
-"""What a fit of strange rows may raise; none of them ends the page."""
 Rows = Sequence[dict[str, Any]]
 
 
@@ -37,9 +35,8 @@ class Forecasts:
     @staticmethod
     def made_from(rows: Rows, recipe: Mapping[str, Any], count: int) -> Projection | None:
         """The forecast from the first `count` rows. Changes nothing. Raises ValueError for invalid rows."""
-        section = recipe.get("forecast") or {}
         return projection(
-            rows[:count], steps=last_step(rows, recipe), fit_from_steps=int(section.get("fit_from_steps", 0))
+            rows[:count], steps=last_step(rows, recipe), fit_from_steps=recipe["forecast"]["fit_from_steps"]
         )
 
     @classmethod
@@ -47,7 +44,7 @@ class Forecasts:
         """The forecast from the first `count` rows, or in one line why it failed. Changes nothing."""
         try:
             return cls.made_from(rows, recipe, count), ""
-        except _FAILURES as error:
+        except (ValueError, ArithmeticError) as error:
             return None, f"forecast from {count} validations: {type(error).__name__}: {error}"
 
     def add(self, count: int, made: Projection | None, problem: str = "") -> None:

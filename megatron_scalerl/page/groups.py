@@ -11,9 +11,8 @@ from typing import Any
 
 from megatron_scalerl.page.growing_file import GrowingFile
 from megatron_scalerl.processes.logs import printable
-from megatron_scalerl.rollouts.group_files import kept_group, listed_groups
+from megatron_scalerl.rollouts.group_files import kept_group
 from megatron_scalerl.rollouts.history import BatchRecord, Finish, History, read_batch, read_event
-from megatron_scalerl.rollouts.old_groups import OldGroups
 from megatron_scalerl.rollouts.store import segment_path
 from megatron_scalerl.types import RolloutGroup
 
@@ -50,7 +49,7 @@ class GroupIndex:
         """Read what the journal got; True if a batch is new. What is damaged is in `damage`."""
         try:
             lines, self._failure = self._journal.new_lines(), ""
-        except (ValueError, OSError) as error:
+        except OSError as error:
             self._failure = str(error)
             return False
         if self._generation != self._journal.generation:
@@ -91,11 +90,7 @@ class GroupIndex:
         if event is None:
             raise ValueError(f"{self._journal.path}: expected a finished group, found no group {group_id}")
         folder = self.run_dir / "rollouts"
-        if event.stored is not None:
-            fields = kept_group(folder, group_id, event.stored)
-        else:  # in a file of an earlier version: these are searched
-            of_id = [each for each in listed_groups(self.run_dir) if each.group_id == group_id]
-            fields = of_id[-1].read() if of_id else None
+        fields = kept_group(folder, group_id, event.stored)
         if fields is None:
             raise ValueError(f"{folder}: expected group {group_id}, found none (checkpoint.rollouts)")
         return FoundGroup(fields=fields, record=self.record_of(group_id))
@@ -123,11 +118,8 @@ class GroupIndex:
         """Groups whose segment is neither there nor rewritten as Parquet."""
         folder = self.run_dir / "rollouts"
         kept = {path.stem for path in folder.iterdir()} if folder.is_dir() else set()
-        places = ((group_id, event.stored) for group_id, event in self._finished.items())
-        return {g for g, place in places if place and segment_path(folder, place.segment).stem not in kept}
+        return {g for g, event in self._finished.items() if segment_path(folder, event.segment).stem not in kept}
 
     def read_batch(self, record: BatchRecord) -> list[RolloutGroup]:
         """The facts about the groups of a batch. Raises ValueError for one that is no longer stored, or damaged."""
-        old_groups = OldGroups(self.run_dir / "rollouts")
-        history = History(events=(), batches=(), finished=self._finished, old_groups=old_groups)
-        return read_batch(self.run_dir, history, record)
+        return read_batch(self.run_dir, History(events=(), batches=(), finished=self._finished), record)

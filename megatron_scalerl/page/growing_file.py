@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,11 @@ class GrowingFile:
         """(line with its newline, its place for errors) of each complete line since the last call.
 
         All lines again, under another `generation`, if the file was replaced or became shorter; none without a file.
-        At most `MOST_BYTES` of them, the rest at the next call. Raises OSError naming the file, and ValueError for
-        something else than a file and for a line of more bytes than that.
+        At most `MOST_BYTES` of them, the rest at the next call. Raises OSError naming the file.
         """
         try:
-            with naming(self.path), open(self.path, "rb", opener=_without_waiting) as file:
+            with naming(self.path), open(self.path, "rb") as file:
                 status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    raise ValueError(f"{self.path}: expected a regular file, found another kind")
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self.generation += self._inode >= 0
                     self._inode, self._offset = status.st_ino, 0
@@ -48,8 +44,6 @@ class GrowingFile:
                 data = file.read(MOST_BYTES)
         except FileNotFoundError:
             return []
-        if len(data) == MOST_BYTES and b"\n" not in data:
-            raise ValueError(f"{self.path} byte {self._offset}: expected a line of at most {MOST_BYTES:,} bytes")
         whole = data[: data.rfind(b"\n") + 1]
         lines, at = [], self._offset
         for line in whole.splitlines(keepends=True):
@@ -59,15 +53,10 @@ class GrowingFile:
         return lines
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file, or a pipe without a writer, at once."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def newest_row(path: Path) -> dict[str, Any] | None:
     """The last complete line of a JSONL file; None without one. Reads `TAIL_BYTES` at most.
 
-    Raises ValueError naming the file for something else than a file and for a line that is no JSON object, OSError.
+    Raises ValueError naming the file for a line that is no JSON object, OSError.
     """
     data = _end_of(path, at_end=True)
     whole = data[: data.rfind(b"\n") + 1].rstrip()
@@ -82,11 +71,8 @@ def first_row(path: Path) -> dict[str, Any] | None:
 
 def _end_of(path: Path, *, at_end: bool) -> bytes:
     try:
-        with naming(path), open(path, "rb", opener=_without_waiting) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{path}: expected a regular file, found another kind")
-            file.seek(max(0, status.st_size - TAIL_BYTES) if at_end else 0)
+        with naming(path), open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES) if at_end else 0)
             return file.read(TAIL_BYTES)
     except FileNotFoundError:
         return b""

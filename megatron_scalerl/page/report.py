@@ -18,7 +18,7 @@ from rich.console import Console
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.formatting import unit_name
-from megatron_scalerl.fit.inputs import curve_of_rows, with_compute
+from megatron_scalerl.fit.inputs import curve_of_rows
 from megatron_scalerl.fit.outlook import Outlook, outlooks
 from megatron_scalerl.fit.plot import plot_forecast
 from megatron_scalerl.fit.result import ForecastEvaluation
@@ -26,11 +26,10 @@ from megatron_scalerl.fit.tables import Table, outlook_table
 from megatron_scalerl.page.update_report import updates_of
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
-from megatron_scalerl.recipe.usable import damage_of, usable_recipe
 
 BOOTSTRAP_DRAWS = 10_000
 Rows = Sequence[dict[str, Any]]
-"""Rows of validation.jsonl, with `fit.inputs.with_compute`."""
+"""Rows of validation.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +54,8 @@ def report(run_dir: str | Path, console: Console) -> None:
     Raises ValueError for a missing, empty or invalid file, OSError if the figure cannot be written.
     """
     run_dir = Path(run_dir)
-    rows = [with_compute(row) for row in read_rows(run_dir / "validation.jsonl")]
-    recipe, wrong = usable_recipe(read_run_recipe(run_dir))
-    if wrong:
-        raise ValueError(damage_of(run_dir, wrong)[0])
+    rows = read_rows(run_dir / "validation.jsonl")
+    recipe = read_run_recipe(run_dir)
     ledger = read_rows(run_dir / "ledger.jsonl")
     unit = str(ledger[0]["unit"])
     console.print(gain_text(gain(run_dir)), highlight=False)
@@ -75,11 +72,11 @@ def report(run_dir: str | Path, console: Console) -> None:
         console.print("No forecast: the pass rate at step 0 is already 1.", highlight=False)
         return
     name = recipe["name"]
-    evaluation = evaluate(rows[0], fitted, unseen, method="robust", name=name, unit=unit)
+    evaluation = evaluate(rows[0], fitted, unseen, method="robust", name=name)
     console.print(_table(evaluation, unseen).rich())
     console.print(_error_text(evaluation), highlight=False)
     try:
-        text = _error_text(evaluate(rows[0], fitted, unseen, method="paper", name=name, unit=unit))
+        text = _error_text(evaluate(rows[0], fitted, unseen, method="paper", name=name))
     except ValueError as error:  # its grid of asymptotes ends at 0.8
         text = f"paper: no forecast: {error}"
     console.print(printable(text), highlight=False, markup=False)
@@ -96,11 +93,9 @@ def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
     return (fitted, unseen) if long_enough else ([], [])
 
 
-def evaluate(
-    start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, name: str, unit: str
-) -> ForecastEvaluation:
+def evaluate(start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, name: str) -> ForecastEvaluation:
     """Fit the rows of the first part and compare the forecast with the rest. start: the row of step 0."""
-    result = fit_curve(curve_of_rows([start, *fitted], name=name, unit=unit), method=method)
+    result = fit_curve(curve_of_rows([start, *fitted], name=name), method=method)
     sized = all("prompts" in row and "generations" in row for row in (*fitted, *unseen))
     return result.evaluate(
         [row["compute"] for row in unseen],

@@ -16,11 +16,10 @@ from megatron_scalerl.page.evaluation_table import evaluation_table
 from megatron_scalerl.page.forecasts import Forecasts
 from megatron_scalerl.page.growing_file import GrowingFile
 from megatron_scalerl.page.report import cost_text, gain, gain_text, gains_by_task, last_step
-from megatron_scalerl.page.rows import evaluation_row, json_row, step_row, validation_row
+from megatron_scalerl.page.rows import json_row, validation_row
 from megatron_scalerl.page.update_report import KEPT, UPDATE_PHASES, PredictedUpdate, Updates, finite, updates_of
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
-from megatron_scalerl.recipe.usable import damage_of, usable_recipe
 
 PROBE = ("probe_mismatch_mean", "probe_mismatch_max")
 """Columns of metrics.jsonl that the rows of some steps have (weights.probe_every)."""
@@ -38,10 +37,6 @@ WAITS = {
 }
 """Column -> the columns of metrics.jsonl whose sum it is, seconds of a step."""
 MOST_EVENTS = 300
-MOST_DAMAGE = 1000
-"""Damaged lines of a file that are counted."""
-_GAIN_FAILURES = (ValueError, OSError, LookupError, TypeError, ArithmeticError)
-"""Of the gain, where a row of validation_by_prompt.jsonl is another one."""
 
 
 class RunData:
@@ -50,9 +45,7 @@ class RunData:
     def __init__(self, run_dir: str | Path) -> None:
         """Raises ValueError for a folder that is no run."""
         self.run_dir = Path(run_dir)
-        self.recipe, wrong = usable_recipe(read_run_recipe(self.run_dir))
-        """As stored, without what is damaged in it."""
-        self._wrong = damage_of(self.run_dir, wrong)
+        self.recipe = read_run_recipe(self.run_dir)
         self.forecasts = Forecasts()
         self.predicted: PredictedUpdate | str = "megatron-scalerl report shows the planner's prediction beside them."
         """Of a weight update, or why there is none."""
@@ -67,8 +60,8 @@ class RunData:
         self._made_updates_of: tuple[int, int, str] | None = None
         self._steps: dict[str, list[float | None]] = {}
         self._clear_steps()
-        self._damage: dict[GrowingFile, list[str]] = {}
-        """Of each file, one line for each damaged line, at most `MOST_DAMAGE`."""
+        self._damage: dict[GrowingFile, str] = {}
+        """Of each file its first damaged line."""
         self._failures: dict[GrowingFile, str] = {}
         """Files that could not be read at the last attempt, and why."""
         self._gain: tuple[tuple[int, int], list[str]] = ((-1, -1), [])
@@ -80,7 +73,7 @@ class RunData:
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """The rows of validation.jsonl so far, with `fit.inputs.with_compute`."""
+        """The rows of validation.jsonl so far."""
         return self._rows.get(self._validation, [])
 
     @property
@@ -90,24 +83,17 @@ class RunData:
 
     @property
     def damage(self) -> list[str]:
-        """What of the records and the recipe cannot be read, one line for each file or key."""
-        lines = [*self._wrong, *self._failures.values()]
-        for found in self._damage.values():
-            more = len(found) - 1
-            also = f" (and {more if len(found) < MOST_DAMAGE else 'many'} more damaged lines)" if more else ""
-            lines.append(found[0] + also)
-        if self.forecasts.problem:
-            lines.append(self.forecasts.problem)
-        return [_one_line(line.replace(f"{self.run_dir}/", "")) for line in lines]
+        """What of the records cannot be read, one line for each file."""
+        lines = [*self._failures.values(), *self._damage.values(), self.forecasts.problem]
+        return [_one_line(line.replace(f"{self.run_dir}/", "")) for line in lines if line]
 
     def update(self) -> bool:
         """Read what was appended; True if there is something new. What cannot be read is in `damage`."""
         new = [
-            self._read(self._metrics, step_row, self._add_step),
+            self._read(self._metrics, json_row, self._add_step),
             self._read(self._ledger, json_row, self._add_charge),
             self._read(self._validation, validation_row),
-            self._read(self._evaluation, evaluation_row),
-            *(self._read(file, json_row) for file in (self._attempts, self._engines, self._end)),
+            *(self._read(f, json_row) for f in (self._evaluation, self._attempts, self._engines, self._end)),
         ]
         return any(new)
 
@@ -154,7 +140,7 @@ class RunData:
         """Read what was appended to a file. row_of: raises ValueError for a damaged line. add: instead of `_rows`."""
         try:
             lines = file.new_lines()
-        except (ValueError, OSError) as error:
+        except OSError as error:
             self._failures[file] = str(error)
             return False
         self._failures.pop(file, None)
@@ -171,8 +157,7 @@ class RunData:
             try:
                 row = row_of(line)
             except ValueError as error:
-                known = self._damage.setdefault(file, [])
-                known += [f"{where}: {error}"] if len(known) < MOST_DAMAGE else []
+                self._damage.setdefault(file, f"{where}: {error}")
                 continue
             keep(row)
         return bool(lines)
@@ -239,7 +224,7 @@ class RunData:
                         gain_text(gain(self.run_dir)),
                         *(f"{task}: {gain_text(g)}" for task, g in by_task.items()),
                     ]
-                except _GAIN_FAILURES as error:
+                except (ValueError, OSError, LookupError) as error:
                     lines = [f"no gain: {_one_line(f'{type(error).__name__}: {error}')}"]
             self._gain = key, [printable(line) for line in lines]
         return self._gain[1]

@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.fit.inputs import flattened
 from megatron_scalerl.fit.outlook import RunFit, run_fit
@@ -19,14 +17,10 @@ from megatron_scalerl.page.growing_file import GrowingFile, first_row, newest_ro
 from megatron_scalerl.page.report import last_step
 from megatron_scalerl.page.rows import validation_row
 from megatron_scalerl.processes.logs import printable
-from megatron_scalerl.recipe.file import RecipeError, read_run_recipe
-from megatron_scalerl.recipe.stored import completed
+from megatron_scalerl.recipe.file import read_run_recipe
 
 QUIET_S = 60.0
 """Seconds without a write to the ledger, which gets a heartbeat every 10 s, after which a run counts as stopped."""
-MOST_RECIPE_BYTES = 1 << 20
-MOST_ROWS = 20_000
-"""Validations that are kept."""
 MOST_TEXT = 200
 """Characters of a value that are shown."""
 
@@ -38,9 +32,9 @@ class RunSummary:
         self.run_dir = run_dir
         self.name = printable(name)
         self.recipe: dict[str, Any] = {}
-        """As stored, unvalidated; empty if it cannot be read."""
+        """`recipe.file.read_run_recipe`; empty if it cannot be read."""
         self.settings: dict[str, str] = {}
-        """Key path -> value as text, with the keys of this version; empty if the recipe cannot be read."""
+        """Key path -> value as text, empty if the recipe cannot be read."""
         self.rows: list[dict[str, Any]] = []
         """Rows of validation.jsonl with a step, a compute and a pass rate."""
         self.fit: RunFit | None = None
@@ -77,10 +71,9 @@ class RunSummary:
     def made_fit(self) -> tuple[int, RunFit | None, str]:
         """(rows fitted, the fit, what is wrong): takes a fifth of a second and changes nothing."""
         rows = list(self.rows)
-        section = self.recipe.get("forecast")
-        start = section.get("fit_from_steps", 0) if isinstance(section, dict) else 0
+        start = self.recipe["forecast"]["fit_from_steps"] if self.recipe else 0
         try:
-            fit = run_fit(rows, steps=self._steps(rows), fit_from_steps=start if isinstance(start, int) else 0)
+            fit = run_fit(rows, steps=self._steps(rows), fit_from_steps=start)
         except (ValueError, ArithmeticError) as error:
             return len(rows), None, " ".join(str(error).split())
         return len(rows), fit, ""
@@ -95,7 +88,7 @@ class RunSummary:
         last = self.rows[-1] if self.rows else None
         metrics = self._newest.get("metrics.jsonl") or {}
         totals = (metrics.get("device_hours_total"), last.get("compute_total") if last else None)
-        held = [float(total) for total in totals if total is not None and _is_number(total)]
+        held = [float(total) for total in totals if total is not None]
         state, reason = self._state
         return {
             "name": self.name,
@@ -103,7 +96,7 @@ class RunSummary:
             "state": state,
             "reason": reason,
             "wrote": self._wrote(),
-            "step": _whole(metrics.get("step")) or (last["step"] if last else None),
+            "step": metrics.get("step") or (last["step"] if last else None),
             "steps": self._steps(self.rows) or None,
             "unit": self.unit,
             "hours": max(held, default=None),
@@ -113,10 +106,7 @@ class RunSummary:
         }
 
     def _steps(self, rows: list[dict[str, Any]]) -> int:
-        steps = self.recipe.get("steps")
-        if not rows and not steps:
-            return 0
-        return last_step(rows, self.recipe if _whole(steps) else {}) if rows else (_whole(steps) or 0)
+        return last_step(rows, self.recipe) if rows else self.recipe.get("steps", 0)
 
     def _found_state(self) -> tuple[str, str]:
         attempt, end = self._newest.get("attempts.jsonl"), self._newest.get("end.json")
@@ -163,7 +153,7 @@ class RunSummary:
         problem = ""
         try:
             lines = self._validation.new_lines()
-        except (ValueError, OSError) as error:
+        except OSError as error:
             self._say("validation.jsonl", " ".join(str(error).split()))
             return False
         if self._generation != self._validation.generation:
@@ -175,8 +165,7 @@ class RunSummary:
             except ValueError as error:
                 problem = problem or f"{where}: {error}"
                 continue
-            if len(self.rows) < MOST_ROWS:
-                self.rows.append(row)
+            self.rows.append(row)
         if problem:
             self._say("validation.jsonl", problem)
         return bool(lines)
@@ -186,12 +175,10 @@ class RunSummary:
             return False
         self.recipe, self.settings, problem = {}, {}, ""
         try:
-            self.recipe = _stored_recipe(self.run_dir)
-            self.settings = {key: _text(value) for key, value in flattened(completed(self.recipe)).items()}
+            self.recipe = read_run_recipe(self.run_dir)
+            self.settings = {key: _text(value) for key, value in flattened(self.recipe).items()}
         except (ValueError, OSError) as error:
-            self.recipe, problem = {}, " ".join(str(error).split())
-        except RecursionError:
-            self.recipe, problem = {}, f"{self.run_dir / 'recipe.yaml'}: expected a recipe, found sections too deep"
+            problem = " ".join(str(error).split())
         self._say("recipe.yaml", problem)
         return True
 
@@ -200,30 +187,6 @@ class RunSummary:
             self.problems[file] = printable(problem.replace(f"{self.run_dir}/", ""))[:500]
         else:
             self.problems.pop(file, None)
-
-
-def _stored_recipe(run_dir: Path) -> dict[str, Any]:
-    """RUN/recipe.yaml. Refuses what no run writes: more than 1 MiB, and aliases, which can grow without bound."""
-    path = run_dir / "recipe.yaml"
-    if path.is_file():
-        if (size := path.stat().st_size) > MOST_RECIPE_BYTES:
-            raise RecipeError(f"{path}: expected a recipe of at most {MOST_RECIPE_BYTES:,} bytes, found {size:,}")
-        if b"*" in (data := path.read_bytes()):
-            try:
-                aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data, yaml.SafeLoader))
-            except (yaml.YAMLError, UnicodeDecodeError):
-                aliases = False  # the error is said below
-            if aliases:
-                raise RecipeError(f"{path}: expected a recipe without YAML aliases, found one")
-    return read_run_recipe(run_dir)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and _is_number(value) else None
 
 
 def _text(value: Any) -> str:

@@ -58,8 +58,7 @@ def updates_of(rows: Sequence[Row], recipe: Mapping[str, Any], predicted: Predic
     if not known:
         return None
     whole, changes = [row for row in known if _is_whole(row)], [row for row in known if not _is_whole(row)]
-    section = recipe.get("weights")
-    rate = (_number("link_gb_s")(section) or 0.0) if isinstance(section, Mapping) else 0.0
+    rate = recipe["weights"]["link_gb_s"]
     columns = {"predicted": None, "measured": whole} | ({"measured, of changes": changes} if changes else {})
     of_plan = predicted if isinstance(predicted, PredictedUpdate) else None
     lines = _lines(known, of_plan, rate)

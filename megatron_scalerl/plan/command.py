@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from megatron_scalerl.plan.assumptions import (
-    OLD_NAMES,
     Assumptions,
     Origin,
     check_number,
     default_origins,
     described,
 )
-from megatron_scalerl.plan.assumptions_file import read_assumptions
 from megatron_scalerl.plan.hardware import GPUS, Layers
 
 if TYPE_CHECKING:
@@ -73,8 +71,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         default = "computed" if f.default is None else f"{f.default:g} {f.metadata['unit']}".strip()
         text = f"{f.metadata['what']} ({default})".replace("%", "%%")
         group.add_argument(_flag(f.name), type=_number_of(f.name), metavar="X", help=text)
-    for old, new in OLD_NAMES.items():
-        group.add_argument(_flag(old), type=_renamed_to(new), help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -130,6 +126,8 @@ def inputs_of(options: argparse.Namespace) -> Inputs:
     Raises ValueError for an invalid file, and if --gpu or --layers differ from the file's: constants measured on one
     GPU do not apply to another.
     """
+    from megatron_scalerl.plan.assumptions_file import read_assumptions
+
     file = read_assumptions(options.assumptions) if options.assumptions else None
     for key, measured in (("gpu", file and file.gpu), ("layers", file and file.layers)):
         given = getattr(options, key)
@@ -175,13 +173,6 @@ def _positive(text: str) -> int:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _renamed_to(name: str) -> Callable[[str], float]:
-    def refused(_: str) -> float:
-        raise argparse.ArgumentTypeError(f"it was renamed to {_flag(name)}")
-
-    return refused
 
 
 def _number_of(name: str) -> Callable[[str], float]:

@@ -8,8 +8,7 @@ Checks that the files that a recipe names exist, before heavy packages are impor
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
@@ -22,9 +21,6 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.other_names import setting_of, unknown_key
 from megatron_scalerl.recipe.sections import PromptsSection, TaskSection
 from megatron_scalerl.recipe.tasks import tasks_of
-
-OLD_KEYS = {"advantages.normalise": "advantages.normalize"}
-"""Old key path -> new key path. A recipe that uses an old one is rejected; the recipe.yaml of an old run is read."""
 
 LISTED = "megatron_scalerl/recipe/sections.py and process_sections.py"
 """Where a user finds all keys."""
@@ -58,7 +54,7 @@ def load_recipe_for(
 
     Steps and training prompts are not needed; `prompts` stands for theirs. Raises as `load_recipe`.
     """
-    own = {} if path is None else renamed(read_yaml(Path(path)))
+    own = {} if path is None else read_yaml(Path(path))
     files = {} if path is None else {Path(path): own}
     data: dict[str, Any] = {"name": "evaluation", "steps": 1, **own}
     for key in ("policy", "prompts"):
@@ -94,8 +90,8 @@ def _merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_run_recipe(run_dir: str | Path) -> Recipe:
-    """The recipe of an existing run; raises as `load_recipe`, but accepts the keys of `OLD_KEYS`."""
-    data = read_run_recipe(run_dir)
+    """The recipe of an existing run; raises as `load_recipe`."""
+    data = read_yaml(Path(run_dir) / "recipe.yaml")
     return _validated(data, {Path(run_dir) / "recipe.yaml": data})
 
 
@@ -125,29 +121,18 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
-    """The mapping in RUN/recipe.yaml, which an older version may have written: keys of `OLD_KEYS` are renamed.
+    """RUN/recipe.yaml with the defaults of keys that it lacks; nothing is validated.
 
     Raises `RecipeError` for a file that is missing or unreadable.
     """
-    return renamed(read_yaml(Path(run_dir) / "recipe.yaml"))
+    defaults = Recipe.model_construct().model_dump(mode="json", warnings=False)
+    return _merged(defaults, read_yaml(Path(run_dir) / "recipe.yaml"))
 
 
-def renamed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe with the new names of `OLD_KEYS`."""
-    out = dict(data)
-    for old, new in OLD_KEYS.items():
-        section, _, old_name = old.rpartition(".")
-        new_name = new.removeprefix(f"{section}.")
-        fields = out.get(section)
-        if isinstance(fields, dict) and old_name in fields:
-            out[section] = {new_name if key == old_name else key: value for key, value in fields.items()}
-    return out
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     """The mapping in a YAML file. Raises `RecipeError` for a file that is missing, unreadable or not a mapping."""
     if not path.is_file():
-        raise RecipeError(f"{path}: expected a recipe file, found {'a folder' if path.is_dir() else 'nothing'}")
+        raise RecipeError(f"{path}: expected {kind}, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
         text = path.read_text(encoding="utf8")
     except UnicodeDecodeError as error:
@@ -163,40 +148,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        found = yaml.safe_load(text)
-        _check_numbers(found, where)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"{where}: {_yaml_problem(error)}") from None
-    except RecursionError:
-        raise RecipeError(f"{where}: expected a section of values, found lists or mappings nested too deep") from None
-    except RecipeError:
-        raise
-    except ValueError as error:  # a date in month 13, a number of thousands of digits
-        raise RecipeError(f"{where}: invalid YAML value: {str(error).partition(';')[0]}") from None
-    return found
-
-
-def _check_numbers(value: Any, where: str) -> None:
-    """Raises RecipeError for a number that is not finite, or that 64 bits do not hold."""
-    for key, number in _numbers(value, "", set()):
-        place = f"{where}: {key}" if key else where
-        if isinstance(number, int) and not -(2**63) <= number < 2**63:
-            raise RecipeError(f"{place}: expected a number of 64 bits, found one of {number.bit_length()}")
-        if not math.isfinite(number):
-            raise RecipeError(f"{place}: expected a finite number, found {number}")
-
-
-def _numbers(value: Any, key: str, seen: set[int]) -> Iterator[tuple[str, int | float]]:
-    """(key path, number) of each number in a value. seen: what was walked, as aliases make a tree of any size."""
-    if isinstance(value, dict | list):
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        items = value.items() if isinstance(value, dict) else (("", inner) for inner in value)
-        for name, inner in items:
-            yield from _numbers(inner, f"{key}.{name}".strip("."), seen)
-    elif isinstance(value, int | float):
-        yield key, value
+    except ValueError as error:  # a date in month 13
+        raise RecipeError(f"{where}: invalid YAML value: {error}") from None
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
@@ -229,8 +185,6 @@ def _first_line(error: ValidationError) -> str:
     others = error.error_count() - 1
     more = f" (and {others} more error{'s' if others > 1 else ''})" if others else ""
     if first["type"] == "extra_forbidden":
-        if key in OLD_KEYS:
-            return f"expected a recipe key, found {key}; it was renamed to {OLD_KEYS[key]}{more}"
         known, setting = _keys_beside(key), setting_of(key)
         return unknown_key(key, known, expected="a recipe key", setting=setting, listed=LISTED) + more
     if first["type"] == "missing":

@@ -51,9 +51,6 @@ class TrainerSection(Section):
     running; at most so many times without a new checkpoint in between. 0: the run fails."""
     start_timeout_s: PositiveFloat = 600.0
     """Time limit for all trainer processes to start (s)."""
-    min_all_reduce_gb_s: NonNegativeFloat = 0.0
-    """Least bus bandwidth of an all-reduce over all ranks (GB/s), measured before each start of the trainer, which
-    fails below it and names the slowest links. 0: not measured."""
     deterministic: bool = False
     """Use deterministic kernels on GPUs. Training on CPUs is always deterministic."""
 

@@ -29,7 +29,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """A section of the recipe: unknown keys are errors, values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 TaskName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
@@ -153,9 +153,6 @@ class RolloutsSection(Section):
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Sampling temperature, in vLLM's range. Not specified by the paper. Trainer and engines both divide their logits
     by it; the warm start does not."""
-    top_p: float = 1.0
-    """Nucleus sampling mass. Must be 1: the engine would renormalize its log-probs over the nucleus, while the
-    trainer's are over all tokens. Not specified by the paper."""
     max_in_flight: PositiveInt = 256
     """Maximum number of concurrent completions per engine; at least group_size."""
     decoders: PositiveInt | None = None
@@ -202,12 +199,7 @@ class RolloutsSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _whole_distribution(self) -> "RolloutsSection":
-        if self.top_p != 1:
-            raise ValueError(
-                "top_p: expected 1 (the engine's log-probs would be renormalized over the nucleus, the trainer's are "
-                f"over all tokens), found {self.top_p:g}"
-            )
+    def _deterministic(self) -> "RolloutsSection":
         overlaps = self.schedule == "pipeline" and self.max_staleness_steps > 0
         if self.deterministic and (overlaps or self.routing_replay):
             found = f"{self.max_staleness_steps} and {str(self.routing_replay).lower()}"

@@ -8,5 +8,5 @@ code.py            the verifier `code`; code_tests.py reads unit tests
 sandbox*.py        runs a program in isolation: sandbox.py from outside, sandbox_init.py and sandbox_root.py build it,
                    sandbox_seccomp.py filters system calls, sandbox_guest.py runs beside the program,
                    sandbox_probe.py tries whether all this holds on a host
-math.py            the verifier `math`; magnitude.py refuses huge numbers for it
+math.py            the verifier `math`
 """

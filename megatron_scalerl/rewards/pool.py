@@ -27,8 +27,7 @@ Verifiers of tasks have pools of their own (`task_pools`), so that slow ones do 
 
 Worst case of n different checks that all exceed the limit of processor time: n * (cpu_s + R) / workers seconds on
 dedicated CPUs, with R about 0.5 s for the replacement of a process: 48 prompts x 16 with the default of 2 s take 16
-minutes with 2 workers and 4 with 8. No check gets less time because of earlier ones. Huge powers and factorials are
-not affected: magnitude.py refuses them without evaluating them, and 768 different ones take 7 s with 2 workers.
+minutes with 2 workers and 4 with 8. No check gets less time because of earlier ones.
 
 The verifier pools of a run: one for each task, so that slow checks of one task do not hold up the other's.
 """

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_scalerl.batching.assignment import ReadCompletions
-from megatron_scalerl.rollouts.old_groups import read_line
 from megatron_scalerl.rollouts.store import read_completions, segment_path
-from megatron_scalerl.types import BlockRef, LineRef
+from megatron_scalerl.types import BlockRef
 
-Source = tuple[BlockRef | LineRef | None, int]
+Source = tuple[BlockRef | None, int]
 """Where a group is stored, and the position of a completion there."""
 
 
@@ -30,16 +29,12 @@ def completions_of(run_dir: Path, sources: Sequence[Source]) -> ReadCompletions:
 
 
 def _read(folder: Path, sources: Sequence[Source]) -> list[bytes]:
-    positions: dict[BlockRef | LineRef, list[int]] = {}
+    positions: dict[BlockRef, list[int]] = {}
     for stored, position in sources:
         assert stored is not None, "a group is stored before it is trained"
         positions.setdefault(stored, []).append(position)
-    found: dict[tuple[BlockRef | LineRef | None, int], bytes] = {}
+    found: dict[Source, bytes] = {}
     for stored, wanted in positions.items():
-        if isinstance(stored, BlockRef):
-            parts = read_completions(segment_path(folder, stored.segment), stored, wanted)
-        else:
-            whole = read_line(folder, stored)
-            parts = [whole[position] for position in wanted]
+        parts = read_completions(segment_path(folder, stored.segment), stored, wanted)
         found.update(zip(((stored, position) for position in wanted), parts))
     return [found[source] for source in sources]

@@ -1,4 +1,4 @@
-"""Every finished group in RUN/rollouts, in each of its formats: segments, Parquet, JSON lines.
+"""Every finished group in RUN/rollouts, in each of its formats: segments and Parquet.
 
 A group is listed with what selects it, and read when it is asked for.
 """
@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from megatron_scalerl.batching.rollout_bytes import rollout_of
 from megatron_scalerl.rollouts.store import read_arrays, scan, segment_path, segments, stored_header
@@ -32,16 +30,6 @@ class ListedGroup:
     versions and loss mask. Raises ValueError for a damaged file."""
 
 
-class _Rollout(msgspec.Struct):
-    interrupted: bool
-
-
-class _Row(msgspec.Struct):
-    group_id: int
-    rollouts: list[_Rollout]
-    step: int | None = None
-
-
 def listed_groups(run_dir: Path) -> Iterator[ListedGroup]:
     """Every group; of several with the same id the later counts. Raises ValueError, naming the file, for damage.
 
@@ -52,28 +40,9 @@ def listed_groups(run_dir: Path) -> Iterator[ListedGroup]:
         raise ValueError(f"{run_dir}: expected a run folder with rollouts, found none")
     for path in sorted(folder.glob("*.parquet")):
         yield from _of_parquet(path)
-    for path in sorted(folder.glob("*.jsonl")):
-        yield from _of_lines(path)
     numbers = segments(folder)
     for number in numbers:
         yield from _of_segment(segment_path(folder, number), newest=number == numbers[-1])
-
-
-def _of_lines(path: Path) -> Iterator[ListedGroup]:
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                row = msgspec.json.decode(line, type=_Row)
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise ValueError(f"{path}: expected groups as JSON lines, found {error}") from None
-            yield ListedGroup(
-                group_id=row.group_id,
-                step=row.step,
-                interrupted=any(r.interrupted for r in row.rollouts),
-                read=partial(msgspec.json.decode, line),
-            )
 
 
 def _of_segment(path: Path, *, newest: bool) -> Iterator[ListedGroup]:

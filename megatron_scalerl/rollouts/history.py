@@ -1,23 +1,21 @@
 """Reading the journal: its events, and the groups and batches that they refer to.
 
 Events are decoded into compact records; of groups only references are held. A group is read by its own bytes: its
-block of the store, or its line in `RUN/rollouts/groups-NNNNN.jsonl` in the folder of an earlier version.
+block of the store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from megatron_scalerl.checkpoints.plain_files import is_file_name
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe.file import RecipeError
-from megatron_scalerl.rollouts.old_groups import OldGroups
 from megatron_scalerl.rollouts.store import check_stored, read_header, segment_path
 from megatron_scalerl.types import BlockRef, RolloutGroup
 
@@ -48,17 +46,13 @@ class Finish(
     prompt_id: str
     pass_rate: float
     first_token_version: int
-    segment: Count | None = None
-    offset: Count | None = None
-    nbytes: Count | None = None
-    file: str | None = None
-    """The file of earlier versions, instead of segment, offset and bytes."""
+    segment: Count
+    offset: Count
+    nbytes: Count
 
     @property
-    def stored(self) -> BlockRef | None:
-        """Its place in the store; None in a file of an earlier version."""
-        if self.segment is None or self.offset is None or self.nbytes is None:
-            return None
+    def stored(self) -> BlockRef:
+        """Its place in the store."""
         return BlockRef(segment=self.segment, offset=self.offset, nbytes=self.nbytes)
 
 
@@ -83,7 +77,6 @@ class History:
     batches: tuple[BatchRecord, ...]
     finished: dict[int, Finish]
     """Group id -> its last event."""
-    old_groups: OldGroups = field(compare=False)
 
     @property
     def admitted(self) -> int:
@@ -94,7 +87,7 @@ class History:
     def last_stored(self) -> BlockRef | None:
         """The last block of the store that the journal names."""
         places = (event.stored for event in self.finished.values())
-        return max((p for p in places if p is not None), key=lambda p: (p.segment, p.offset), default=None)
+        return max(places, key=lambda p: (p.segment, p.offset), default=None)
 
     def unbatched(self) -> tuple[int, ...]:
         """Finished groups that are in no batch, in order of admission."""
@@ -102,10 +95,7 @@ class History:
         return tuple(sorted(g for g in self.finished if g not in batched))
 
     def to_reissue(self, ready: Container[int]) -> tuple[Admit, ...]:
-        """Groups that were drawn and are neither in a batch nor in `ready`, in order of admission.
-
-        They did not finish, or an earlier version wrote the event and not the group.
-        """
+        """Groups that were drawn and are neither in a batch nor in `ready`, in order of admission."""
         batched = {g for record in self.batches for g in record.group_ids}
         return tuple(
             e for e in self.events if isinstance(e, Admit) and e.group_id not in batched and e.group_id not in ready
@@ -129,12 +119,7 @@ def read_history(run_dir: str | Path) -> History:
     if missing:
         batch, group = missing[0]
         raise ValueError(f"{path}: expected group {group} of batch {batch} to be finished, found no event")
-    return History(
-        events=tuple(events),
-        batches=tuple(batches),
-        finished=finished,
-        old_groups=OldGroups(Path(run_dir) / "rollouts"),
-    )
+    return History(events=tuple(events), batches=tuple(batches), finished=finished)
 
 
 def _events(path: Path) -> Iterable[Admit | Finish | BatchRecord]:
@@ -149,22 +134,14 @@ def _events(path: Path) -> Iterable[Admit | Finish | BatchRecord]:
 def read_event(line: bytes, where: str) -> Admit | Finish | BatchRecord | None:
     """The event in a line of the journal; None for a torn one. Raises ValueError, naming `where`."""
     try:
-        event = _DECODER.decode(line)
-        if isinstance(event, Finish) and event.stored is None:
-            _check_file(event.file)
+        return _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
         if not line.endswith(b"\n"):
             return None
         raise ValueError(f"{where}: expected an event, found {error}") from None
-    return event
 
 
 _DECODER: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
-
-
-def _check_file(name: str | None) -> None:
-    if name is None or not is_file_name(name):
-        raise ValueError(f"a group whose place is {name!a}")
 
 
 def replay_draws(curriculum: Curriculum, history: History) -> None:
@@ -184,38 +161,25 @@ def replay_draws(curriculum: Curriculum, history: History) -> None:
 def read_groups(run_dir: str | Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
     """The finished groups of these ids: their headers are read, their tokens stay where they are.
 
-    A group that is missing in a file of an earlier version is left out. Raises ValueError naming the file, and the
-    byte or line, for a group of the store that is missing or damaged.
+    Raises ValueError naming the file, and the byte, for a group that is missing or damaged.
     """
-    found: dict[int, RolloutGroup] = {}
-    for group_id in group_ids:
-        group = _read_group(Path(run_dir) / "rollouts", history, history.finished[group_id])
-        if group is not None:
-            found[group_id] = group
-    return found
+    folder = Path(run_dir) / "rollouts"
+    return {group_id: _read_group(folder, history.finished[group_id]) for group_id in group_ids}
 
 
 def read_batch(run_dir: str | Path, history: History, record: BatchRecord) -> list[RolloutGroup]:
     """The groups of a batch, in its order. Raises ValueError if one is missing: they were synced before it."""
-    groups = read_groups(run_dir, history, record.group_ids)
-    for group_id in record.group_ids:
-        if group_id not in groups:
-            file = Path(run_dir) / "rollouts" / str(history.finished[group_id].file)
-            raise ValueError(f"{file}: expected group {group_id} of batch {record.batch}, found none")
-    return [groups[g] for g in record.group_ids]
+    return list(read_groups(run_dir, history, record.group_ids).values())
 
 
 def check_groups(run_dir: str | Path, history: History, batches: int) -> None:
     """Raises ValueError naming the segment that is too short for the groups that a resume after `batches` needs."""
     needed = [g for record in history.batches[batches:] for g in record.group_ids]
-    places = (history.finished[g].stored for g in [*needed, *history.unbatched()])
-    check_stored(Path(run_dir) / "rollouts", [place for place in places if place is not None])
+    check_stored(Path(run_dir) / "rollouts", [history.finished[g].stored for g in [*needed, *history.unbatched()]])
 
 
-def _read_group(folder: Path, history: History, event: Finish) -> RolloutGroup | None:
+def _read_group(folder: Path, event: Finish) -> RolloutGroup:
     stored = event.stored
-    if stored is None:
-        return history.old_groups.read(str(event.file), event.group_id)
     path = segment_path(folder, stored.segment)
     group_id, header = read_header(path, stored)
     if group_id != event.group_id:

@@ -1,8 +1,7 @@
 """What of the rollout store may go once a checkpoint is committed (recipe: `checkpoint.rollouts`).
 
 A segment is needed by a resume if one of its groups is in no batch yet, or in a batch that the oldest kept checkpoint
-does not include. Other segments are kept, deleted, or rewritten as Parquet and deleted. The newest segment stays, as
-do the files of earlier versions.
+does not include. Other segments are kept, deleted, or rewritten as Parquet and deleted. The newest segment stays.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Retention:
             return
         present = set(segments(folder))
         for event in history.finished.values():
-            if (stored := event.stored) is not None and stored.segment in present:
-                self.finished(event.group_id, stored)
+            if event.segment in present:
+                self.finished(event.group_id, event.stored)
         for record in history.batches:
             self.batched(record)
 

@@ -50,8 +50,6 @@ _FIXED = struct.Struct("<4sIQqII")
 _COVERED = struct.Struct("<QqII")
 """The part of `_FIXED` that the checksum covers."""
 _ENTRY = struct.Struct("<QI")
-FIXED_BYTES = _FIXED.size
-"""Bytes from which `head_bytes` is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +106,7 @@ def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]
 
 
 def head_bytes(data: bytes) -> int:
-    """Bytes of a block before its first completion, from its first `FIXED_BYTES`. Raises ValueError."""
+    """Bytes of a block before its first completion, from its fixed first part. Raises ValueError."""
     if len(data) < _FIXED.size:
         raise ValueError(f"expected a block of at least {_FIXED.size} bytes, found {len(data)}")
     magic, _, size, _, header_bytes, completions = _FIXED.unpack_from(data)

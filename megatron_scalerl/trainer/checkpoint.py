@@ -109,7 +109,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     """Resume from the checkpoint at `path`; returns the `extra` it was saved with. Every rank must call it.
 
     Raises ValueError, naming the file, for a folder that is not committed or lacks a file, before anything is loaded,
-    and for a part that `safe_load` refuses; the trainer may then have loaded other parts.
+    and for a part that `safe_megatron` refuses; the trainer may then have loaded other parts.
     """
     path = Path(path)
     facts = read_commit(path)

@@ -239,7 +239,7 @@ def load_megatron(models: Sequence[Any], path: str | Path) -> None:
 
     Parameters are cast to the model's type; rows that pad the vocabulary become 0. The only other data read are
     modules' extra states, which must be empty. Raises ValueError for a folder that is not a complete checkpoint, or
-    not of this policy, and for parts that `safe_load` refuses.
+    not of this policy, and for parts that `safe_megatron` refuses.
     """
     path = Path(path)
     if (path / COMMIT).is_file() or not path.is_dir():

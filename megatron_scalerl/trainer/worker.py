@@ -191,7 +191,6 @@ class Worker:
 
     def __init__(self, recipe: Recipe, rendezvous: Rendezvous) -> None:
         # Imported here: a rank that is refused should not wait for torch and Megatron to load.
-        from megatron_scalerl.distributed.bandwidth import check_bandwidth
         from megatron_scalerl.trainer.batch_frames import BatchFrames
         from megatron_scalerl.trainer.ranks import init_parallel
         from megatron_scalerl.trainer.step import make_trainer
@@ -200,8 +199,6 @@ class Worker:
 
         self.recipe = recipe
         self.parallel = init_parallel(recipe, rendezvous)
-        if recipe.trainer.min_all_reduce_gb_s:
-            check_bandwidth(self.parallel, recipe.trainer.min_all_reduce_gb_s)
         self.trainer = make_trainer(recipe, self.parallel)
         most = recipe.weights.max_senders
         self.source = MegatronWeightSource(self.trainer.chunks, self.parallel, most_senders=most)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import struct
-import tracemalloc
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
@@ -83,12 +82,11 @@ def test_arrays_keep_their_order(array, read):
         (np.array(["text"]), "arrays of 'U4'"),
         (np.array([1], dtype=">i4"), "another byte order"),
         (np.zeros(1, dtype=[("a", "i4")]), "arrays of 'V4'"),
-        ({1, 2}, "opcode EMPTY_SET|the name __builtin__.set"),
+        ({1, 2}, "the name __builtin__.set"),
         (slice(1), "the name __builtin__.slice"),
         (bytearray(b"ab"), "the name __builtin__.bytearray"),
         (torch.nn.Linear(1, 1), "the name torch.nn.modules.linear.Linear"),
         (torch.float32, "the name torch.float32"),
-        (torch.FloatStorage, "a _Storage among plain values"),
         (torch.storage._load_from_bytes, "the name torch.storage._load_from_bytes"),
         (torch.nn.Parameter(torch.zeros(1)), "the name torch._utils._rebuild_parameter"),
         (OrderedDict, "a Maker among plain values"),
@@ -160,7 +158,7 @@ def test_torch_loads_the_tensors_of_this_test(read):
         ((4, 0, (2, 2), (2, -1)), "invalid sizes"),
         ((4, -1, (2,), (1,)), "invalid sizes"),
         ((4, 0, (1 << 62, 0), (1, 1)), "invalid sizes"),
-        ((4, 0, (2, 2), (2,)), "_rebuild_tensor_v2 with other arguments"),
+        ((4, 0, (2, 2), (2,)), "a damaged pickle"),
         ((1 << 30, 0, (1,), (1,)), "data/0 of 16 bytes, not 4294967296"),
     ],
 )
@@ -211,66 +209,12 @@ def test_values_that_contain_themselves_are_refused(read):
     value = ["x"]
     for _ in range(30):
         value = [value, value]
-    with pytest.raises(ValueError, match=r"values nested more than 32 deep, or more than \d{4} of them"):
+    with pytest.raises(ValueError, match=r"values nested more than 32 deep, or more than 1048576 of them"):
         read(saved(value))
     ring = []
     ring.append(ring)
     with pytest.raises(ValueError, match="nested more than 32 deep"):
         read(saved(ring))
-
-
-DEEP = b")" + b"\x85" * 400_000
-
-
-@pytest.mark.parametrize(
-    "pickled",
-    [
-        b"cnumpy\ndtype\n" + DEEP + b"\x85R.",
-        b"cnumpy\ndtype\n(X\x02\0\0\0i4" + DEEP + b"tR.",
-        b"c_codecs\nencode\n(X\x01\0\0\0a" + DEEP + b"tR.",
-        b"(X\x07\0\0\0storage" + DEEP + b"NNNtQ.",
-        b"ctorch._utils\n_rebuild_tensor_v2\n(N" + DEEP + b"NNtR.",
-        b"}" + DEEP + b"Ns.",
-        DEEP + b".",
-    ],
-    ids=["type", "type_rest", "encode", "storage", "tensor", "key", "value"],
-)
-def test_deep_tuples_are_refused_everywhere(pickled, read):
-    """Python's hash of one overflows the stack of the process; its repr raises RecursionError."""
-    with pytest.raises(ValueError, match=r"file: expected plain values .* found tuples nested more than 16 deep"):
-        read(archive(pickled), describe)
-
-
-@pytest.mark.parametrize(
-    ("code", "found"), [(b")", "arrays of a tuple"), (b"]", "arrays of a list"), (b"K\x07", "arrays of a int")]
-)
-def test_a_type_of_arrays_is_text(code, found, read):
-    with pytest.raises(ValueError, match=found):
-        read(archive(b"cnumpy\ndtype\n" + code + b"\x85R."))
-
-
-def text(value):
-    """The opcode of a text."""
-    return b"X" + struct.pack("<I", len(value)) + value
-
-
-BITS = 200_000
-ENCODED = b"c_codecs\nencode\nq\x00" + text(b"x" * BITS) + text(b"latin1") + b"\x86q\x01R" + b"h\x00h\x01R" * 500
-ARRAY = b"cnumpy._core.multiarray\n_reconstruct\nq\x00)R(K\x01(J" + struct.pack("<i", BITS) + b"tcnumpy\ndtype\n"
-ARRAY += text(b"u1") + b"\x85R\x89B" + struct.pack("<I", BITS) + b"x" * BITS + b"tq\x01b" + b"h\x00)Rh\x01b" * 500
-STORAGE = b"(" + text(b"storage") + b"ctorch\nByteStorage\n" + text(b"0" * BITS) + b"NK\x00tq\x00Q" + b"h\x00Q" * 500
-
-
-@pytest.mark.parametrize("parts", [ENCODED, ARRAY, STORAGE], ids=["bytes", "arrays", "storages"])
-def test_copies_of_one_part_take_little_memory(parts, read):
-    content = archive(b"](" + parts + b"e.")
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match=r"found (parts copied over and over|persistent id with other)"):
-            read(content, describe)
-        assert tracemalloc.get_traced_memory()[1] < 10 * len(content)
-    finally:
-        tracemalloc.stop()
 
 
 def test_entries_in_the_same_bytes_are_refused(read):
@@ -287,6 +231,6 @@ def test_entries_in_the_same_bytes_are_refused(read):
 def test_occurrences_of_one_tensor_are_bounded(read):
     """Each is an object of torch's, of two bytes."""
     tensor = view(4, 0, (4,), (1,))[2:-1]
-    content = archive(b"](" + tensor + b"q\x00" + b"h\x00" * 50_000 + b"e.", [("data/0", b"\0" * 16)])
+    content = archive(b"](" + tensor + b"q\x00" + b"h\x00" * 70_000 + b"e.", [("data/0", b"\0" * 16)])
     with pytest.raises(ValueError, match="or more than"):
         read(content)

@@ -13,13 +13,10 @@ from stand_in_run import StandInEngine, attempt, recipe
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.collector import RunCollector
-from megatron_scalerl.controller.families import ADDED, LAST
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.engine.membership import Membership
 
 BOARD = ROOT / "recipes" / "grafana" / "megatron_scalerl.json"
-LEAST = {"train_pass_rate/code": 0.25, "train_pass_rate/math": 0.75, "validation/pass_rate/math": 0.5}
-"""Keys of a mixture."""
 
 
 def collector(**changes):
@@ -47,11 +44,8 @@ def everything():
     engines.members[0].client.in_flight = 3
     full.members = lambda: engines.members
     full.attempt(0, lambda: {"trainer": 7200.0, "lost": 0.0})
-    phases = {f"weight_{phase}_seconds": 0.5 for phase in ("pause", "update")}
-    record = dict.fromkeys([*LAST, *ADDED], 1.0) | phases | {"publish_seconds": 2.0, "step_seconds": 4.0}
-    validation = {key: record.pop(key) for key in list(record) if key.startswith("validation/")}
-    full.write(1, record | {key: LEAST[key] for key in LEAST if key.startswith("train")})
-    full.write(1, validation | {"validation/pass_rate/math": 0.5})
+    full.write(1, {"reward": 1.0, "tokens": 5.0, "weight_bytes": 2.0, "publish_seconds": 2.0, "step_seconds": 4.0})
+    full.write(1, {"validation/pass_rate": 0.75, "validation/pass_rate/math": 0.5})
     return full
 
 
@@ -62,20 +56,19 @@ def test_a_run_exports_what_its_records_and_its_ledger_say(tmp_path):
     validations = read_jsonl(tmp_path / "r" / "validation.jsonl")
     last = rows[-1]
     assert value(shown, "step") == value(shown, "policy_version") == value(shown, "planned_steps") == 6
-    assert value(shown, "reward_mean") == last["reward"]
-    assert value(shown, "train_pass_ratio", task="") == last["train_pass_rate"]
-    assert value(shown, "validation_pass_ratio", task="") == validations[-1]["pass_rate"]
+    assert value(shown, "last", key="reward") == last["reward"]
+    assert value(shown, "last", key="train_pass_rate") == last["train_pass_rate"]
+    assert value(shown, "last", key="validation/pass_rate") == validations[-1]["pass_rate"]
     assert value(shown, "validation_step") == validations[-1]["step"] == 6
-    assert value(shown, "staleness_max_steps") == last["staleness_max"]
-    assert value(shown, "entropy_nats") == 0.1
-    assert value(shown, "batch_seconds_count") == 6
-    assert value(shown, "batch_seconds_sum") == pytest.approx(sum(r["step_seconds"] for r in rows))
+    assert value(shown, "last", key="entropy") == 0.1
+    assert value(shown, "batches_total") == 6
+    assert value(shown, "sum_total", key="step_seconds") == pytest.approx(sum(r["step_seconds"] for r in rows))
     generated = sum(r["generated_tokens_per_second"] * r["step_seconds"] for r in rows)
     assert value(shown, "generated_tokens_total") == pytest.approx(generated) and generated > 0
     waited = sum(r["wait_for_batch_seconds"] for r in rows)
-    assert value(shown, "wait_seconds_total", side="trainer", reason="batch") == pytest.approx(waited)
-    assert value(shown, "weight_update_seconds_count") == 6
-    assert value(shown, "weight_update_phase_seconds_total", phase="update") == pytest.approx(6 * 0.25)
+    assert value(shown, "sum_total", key="wait_for_batch_seconds") == pytest.approx(waited)
+    assert value(shown, "weight_updates_total") == 6
+    assert value(shown, "sum_total", key="weight_update_seconds") == pytest.approx(6 * 0.25)
     ledger = Ledger(tmp_path / "r" / "ledger.jsonl", "device_hours", incarnation="later")
     for role in ("startup", "trainer", "engine", "validation", "lost"):
         assert value(shown, "device_seconds_total", role=role) == pytest.approx(3600 * ledger.hours(role))
@@ -105,23 +98,22 @@ def test_device_seconds_never_fall_over_a_kill(tmp_path, kill_at_s):
 
 def test_nothing_is_shown_of_a_step_that_was_not_made():
     names = {name for name, _ in samples(collector())}
-    assert "scalerl_reward_mean" not in names and "scalerl_validation_pass_ratio" not in names
-    assert "scalerl_trained_tokens_total" in names, "a counter begins at 0"
+    assert "scalerl_last" not in names and "scalerl_validation_step" not in names
+    assert "scalerl_batches_total" in names, "a counter begins at 0"
 
 
 def test_a_batch_without_a_step_and_a_step_without_an_update_count_as_such():
     shown = collector()
     shown.write(3, {"skipped": 1.0, "step_seconds": 2.0, "generated_tokens_per_second": 10.0})
     shown.write(4, {"step_seconds": 3.0, "publish_seconds": 0.0, "engine_paused_seconds": 0.0})
-    assert value(shown, "skipped_batches_total") == 1 and value(shown, "batch_seconds_count") == 1
-    assert value(shown, "generated_tokens_total") == 20 and value(shown, "weight_update_seconds_count") == 0
+    assert value(shown, "skipped_batches_total") == 1 and value(shown, "batches_total") == 1
+    assert value(shown, "generated_tokens_total") == 20 and value(shown, "weight_updates_total") == 0
 
 
-def test_tasks_are_labels():
+def test_a_key_of_a_validation_stays_beside_those_of_the_steps():
     shown = everything()
-    assert value(shown, "train_pass_ratio", task="code") == 0.25
-    assert value(shown, "train_pass_ratio", task="math") == 0.75
-    assert value(shown, "validation_pass_ratio", task="math") == 0.5
+    assert value(shown, "last", key="validation/pass_rate/math") == 0.5 and value(shown, "last", key="reward") == 1.0
+    assert value(shown, "sum_total", key="tokens") == 5.0
 
 
 def test_engines_are_counted_by_state_and_given_up_ones_apart():
@@ -149,7 +141,7 @@ def test_names_keep_prometheus_conventions():
     for family in text_string_to_metric_families(generate_latest(everything().registry).decode()):
         if not family.name.startswith("scalerl_"):
             continue
-        assert family.documentation.strip() and family.type in ("gauge", "counter", "summary"), family
+        assert family.documentation.strip() and family.type in ("gauge", "counter"), family
         assert not re.search(r"_(ms|milliseconds|minutes|hours|percent|mib|mb|gb|total)$", family.name), family.name
         assert all(s.name.endswith("_total") for s in family.samples) == (family.type == "counter"), family
 

@@ -1,7 +1,6 @@
 """The ledger charges devices x wall time by role and batch, and survives a crash."""
 
 import asyncio
-import json
 
 import pytest
 from waiting import passes
@@ -144,21 +143,6 @@ def test_rows_are_exact_to_the_microsecond(tmp_path):
     ledger.close()
     row, heartbeat = read_jsonl(tmp_path / "ledger.jsonl")[1:]
     assert (row["seconds"], row["devices"], heartbeat["heartbeat"]) == (1.234568, 0.666667, 2.345679)
-
-
-def test_a_file_of_version_1_is_read(tmp_path):
-    rows = [{"unit": "gpu_hours"}]
-    for step in (1, 2):
-        rows += [
-            {"step": step, "role": role, "devices": 1, "seconds": 3600, "hours": 1.0, "incarnation": "a"}
-            for role in ("trainer", "engine", "validation")
-        ]
-    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    ledger = open_ledger(tmp_path)
-    assert ledger.hours("trainer", "engine") == pytest.approx(4.0) and ledger.hours("lost") == 0
-    assert ledger.axis_at(1) == pytest.approx(2.0) and ledger.is_charged(2) and not ledger.is_charged(3)
-    ledger.close()
-    assert {row["phase"] for row in read_jsonl(tmp_path / "ledger.jsonl")[1:]} == {"train"}
 
 
 def test_another_unit_is_refused(tmp_path):

@@ -17,7 +17,6 @@ from megatron_scalerl.evaluation.results import (
     ResultInUse,
     Row,
     cells,
-    read_result,
 )
 from megatron_scalerl.rollouts.plans import Draw
 from megatron_scalerl.types import CompletionLost, Prompt, Score
@@ -44,8 +43,8 @@ def test_rows_are_kept_and_a_torn_one_is_dropped(tmp_path):
     with ResultFile(tmp_path, HEADER) as again:
         assert set(again.rows) == {key(1), key(2)} and again.rows[key(1)] == row(1)
         again.append(row(3))
-    header, rows = read_result(tmp_path)
-    assert header == HEADER and [r.key.number for r in rows] == [1, 2, 3]
+    with ResultFile(tmp_path, HEADER) as last:
+        assert [r.key.number for r in last.rows.values()] == [1, 2, 3]
     assert result.path.stat().st_mode & 0o777 == 0o600, "prompts' answers and completions are their owner's"
 
 
@@ -81,9 +80,6 @@ def test_a_damaged_row_names_its_line(tmp_path):
         file.write(b'{"key": 5}\n')
     with pytest.raises(OtherResult, match=r"completions.jsonl line 3: expected a completion, found "):
         ResultFile(tmp_path, HEADER)
-    (tmp_path / "other").mkdir()
-    with pytest.raises(ValueError, match="expected the completions of an evaluation, found nothing"):
-        read_result(tmp_path / "other")
 
 
 def test_the_summary_is_written_whole(tmp_path):

@@ -14,11 +14,17 @@ def write_run(folder, *, seed, recipe="", asymptote=0.8, exponent=2.0, midpoint=
     curve = sigmoid(compute, asymptote=asymptote, exponent=exponent, midpoint=midpoint, initial=0.38)
     measured = rng.binomial(prompts * 8, curve) / (prompts * 8)
     rows = [
-        {"step": 5 * n, "pass_rate": float(y), "prompts": prompts, "generations": 8, "compute": float(c)}
+        {
+            "step": 5 * n,
+            "pass_rate": float(y),
+            "prompts": prompts,
+            "generations": 8,
+            "compute": float(c),
+            "unit": "device_hours",
+        }
         for n, (c, y) in enumerate(zip([0.0, *compute], [0.38, *measured]))
     ]
     (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "ledger.jsonl").write_text('{"unit": "device_hours"}\n')
     (folder / "recipe.yaml").write_text(
         f"name: {folder.name}\nseed: {seed}\nsteps: 70\npolicy: {{path: p}}\nprompts: {{path: q}}\n{recipe}\n"
     )

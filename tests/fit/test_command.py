@@ -156,11 +156,18 @@ def test_quickstart_run_folder(tmp_path, capsys):
     rates = 0.41 + 0.44 / (1 + (0.09 / np.maximum(hours, 1e-9)) ** 1.7)
     noisy = np.random.default_rng(0).binomial(800, rates) / 800
     rows = [
-        {"step": 5 * n, "gpu_hours": h, "pass_rate": y, "prompts": 200, "generations": 4, "truncated_share": 0.12}
+        {
+            "step": 5 * n,
+            "compute": h,
+            "unit": "device_hours",
+            "pass_rate": y,
+            "prompts": 200,
+            "generations": 4,
+            "truncated_share": 0.12,
+        }
         for n, (h, y) in enumerate(zip(hours, noisy))
     ]
     (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "ledger.jsonl").write_text('{"unit": "device_hours"}\n')
     assert main([str(folder), "--fit-until", "0.15", "--predict", "0.3", "--json", "-"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["fits"]
     assert found["unit"] == "device_hours" and found["n_points"] == 10 and found["initial"] == noisy[0]

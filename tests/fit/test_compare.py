@@ -74,17 +74,6 @@ def test_two_runs_with_one_seed_are_told_apart_by_their_files(tmp_path):
     assert names == [("large", 2), ("small", 2)]
 
 
-def test_a_run_of_an_earlier_version_is_of_the_same_recipe(tmp_path):
-    rng = np.random.default_rng(0)
-    now = "advantages: {normalize: prompt}\nrollouts: {schedule: pipeline}\nloss: {name: cispo}"
-    write_run(tmp_path / "a_seed1", seed=1, recipe="advantages: {normalise: prompt}", rng=rng)
-    write_run(tmp_path / "a_seed2", seed=2, recipe=now, rng=rng)
-    write_run(tmp_path / "b_seed1", seed=1, recipe=now.replace("cispo", "gspo"), rng=rng)
-    arms = arms_of(read(sorted(tmp_path.iterdir())))
-    assert [(arm.name, len(arm.curves)) for arm in arms] == [("a", 2), ("b", 1)]
-    assert differences(arms[1], arms[0]) == "loss.name: gspo"
-
-
 def test_equal_recipes_with_other_names_stay_apart_where_seeds_repeat(tmp_path):
     """As in a job array of overlays, two of which change nothing on its base."""
     rng = np.random.default_rng(0)

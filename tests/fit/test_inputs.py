@@ -21,8 +21,9 @@ def run_folder(tmp_path, steps=(0, 10, 20), **extra):
         {
             "step": step,
             "policy_version": step,
-            "gpu_hours": 0.01 + step / 100,
-            "gpu_hours_total": 0.02 + step / 80,
+            "compute": 0.01 + step / 100,
+            "compute_total": 0.02 + step / 80,
+            "unit": "device_hours",
             "pass_rate": 0.40 + step / 200,
             "prompts": 200,
             "generations": 4,
@@ -39,42 +40,22 @@ def run_folder(tmp_path, steps=(0, 10, 20), **extra):
 
 def test_run_folder(tmp_path):
     folder = run_folder(tmp_path)
-    (folder / "ledger.jsonl").write_text('{"unit": "device_hours"}\n{"step": 1}\n')
-    (curve,) = read_curves(folder)
-    assert (curve.name, curve.unit, curve.initial) == ("my_run", "device_hours", 0.40)
-    assert curve.prompts == 200 and (curve.generations == 4).all()
-    np.testing.assert_allclose(curve.compute, [0.11, 0.21])
-    np.testing.assert_allclose(curve.pass_rate, [0.45, 0.50])
-    np.testing.assert_allclose(curve.truncated_share, [0.02, 0.02])
-    (total,) = read_curves(folder, ColumnOptions(compute="gpu_hours_total"))
-    np.testing.assert_allclose(total.compute, [0.145, 0.27])
-
-
-def test_run_folder_with_a_unit(tmp_path):
-    """As runs write it now; the old name of a column is an option still."""
-    folder = run_folder(tmp_path)
-    rows = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
-    (old,) = read_curves(folder)
-    names = {"gpu_hours": "compute", "gpu_hours_total": "compute_total"}
-    rows = [{names.get(k, k): v for k, v in row.items()} | {"unit": "device_hours"} for row in rows]
-    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "ledger.jsonl").write_text('{"unit": "device_hours"}\n')
     for path in (folder, folder / "validation.jsonl"):
         (curve,) = read_curves(path)
-        assert (curve.unit, curve.compute.tolist(), curve.initial) == ("device_hours", old.compute.tolist(), 0.40)
-    for column in ("compute_total", "gpu_hours_total"):
-        (total,) = read_curves(folder, ColumnOptions(compute=column))
-        np.testing.assert_allclose(total.compute, [0.145, 0.27])
-
-
-def test_run_folder_without_a_ledger_counts_gpu_hours(tmp_path):
-    assert read_curves(run_folder(tmp_path))[0].unit == "gpu_hours"
+        assert (curve.unit, curve.initial) == ("device_hours", 0.40) and curve.compute == pytest.approx([0.11, 0.21])
+    (curve,) = read_curves(folder)
+    assert curve.name == "my_run"
+    assert curve.prompts == 200 and (curve.generations == 4).all()
+    np.testing.assert_allclose(curve.pass_rate, [0.45, 0.50])
+    np.testing.assert_allclose(curve.truncated_share, [0.02, 0.02])
+    (total,) = read_curves(folder, ColumnOptions(compute="compute_total"))
+    np.testing.assert_allclose(total.compute, [0.145, 0.27])
 
 
 def test_a_step_validated_again_after_a_resume_counts_once_with_its_last_value(tmp_path):
     folder = run_folder(tmp_path)
     with open(folder / "validation.jsonl", "a") as handle:
-        handle.write(json.dumps({"step": 20, "gpu_hours": 0.25, "pass_rate": 0.48}) + "\n")
+        handle.write(json.dumps({"step": 20, "compute": 0.25, "unit": "device_hours", "pass_rate": 0.48}) + "\n")
     (curve,) = read_curves(folder)
     np.testing.assert_allclose(curve.compute, [0.11, 0.25])
     np.testing.assert_allclose(curve.pass_rate, [0.45, 0.48])
@@ -208,7 +189,7 @@ def test_one_task_of_a_mixture_is_a_curve(tmp_path):
     rows = [
         {
             "step": n,
-            "gpu_hours": float(n),
+            "compute": float(n),
             "pass_rate": 0.5,
             "prompts": 4,
             "pass_rate/code": 0.1 * n,

@@ -44,8 +44,6 @@ def test_later_rows_do_not_change_what_was_said():
     assert outlooks(rows(), steps=100)[4] == said
     again = [*known[:8], {**known[8], "pass_rate": 0.1}, known[8]]  # a step that was validated again
     assert outlook(again, steps=100) == said
-    old = [{**{k: v for k, v in row.items() if k != "compute"}, "gpu_hours": row["compute"]} for row in known]
-    assert outlook(old, steps=100) == said
 
 
 @pytest.mark.slow

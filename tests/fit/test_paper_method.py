@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from forms import fit_power_law
 
 from megatron_scalerl.fit.forecast import fit
-from megatron_scalerl.fit.forms import aicc, compare_forms, fit_log_linear, fit_power_law
 from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, MIDPOINTS, fit_paper
 from megatron_scalerl.fit.published import published_run, published_series
 from megatron_scalerl.fit.sigmoid import sigmoid
@@ -97,21 +97,3 @@ def test_parameters_of_an_exact_power_law_are_recovered():
     compute = np.geomspace(1e3, 1e5, 15)
     law = fit_power_law(compute, 0.7 - 12.0 / compute**0.6)
     assert (law.asymptote, law.scale, law.exponent) == pytest.approx((0.7, 12.0, 0.6), rel=1e-3)
-
-
-def test_model_comparison_prefers_the_form_that_generated_the_data():
-    compute = np.geomspace(300, 30000, 24)
-    curve = sigmoid(compute, asymptote=0.6, exponent=2.0, midpoint=2500, initial=0.4)
-    noisy = curve + np.random.default_rng(1).normal(0, 0.002, len(compute))
-    scores = compare_forms(compute, noisy, initial=0.4)
-    assert scores[0].form == "sigmoid" and scores[0].aicc == min(s.aicc for s in scores)
-    line = 0.1 + 0.05 * np.log(compute) + np.random.default_rng(2).normal(0, 0.002, len(compute))
-    assert fit_log_linear(compute, line).slope == pytest.approx(0.05, abs=1e-3)
-    best = min(compare_forms(compute, line, initial=0.3), key=lambda s: s.aicc)
-    assert best.form == "log-linear"
-
-
-def test_aicc_by_hand():
-    # n = 10, mean square 0.01, k = 3 + 1: 10 ln 0.01 + 8 + 40/5
-    assert aicc(np.full(10, 0.1), 3) == pytest.approx(10 * np.log(0.01) + 8 + 8)
-    assert aicc(np.full(4, 0.1), 3) == np.inf

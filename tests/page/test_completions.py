@@ -2,7 +2,6 @@
 
 import pytest
 from journals import write_journal
-from old_run_folder import to_old_folder
 from page_runs import HOSTILE, made_group, write_page_run
 
 from megatron_scalerl.page.completions import Reader, token_texts
@@ -135,13 +134,6 @@ def test_a_damaged_block_is_named(tmp_path):
     _, reader = opened(run)
     with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: expected checksum"):
         reader.group(5)
-
-
-def test_files_of_an_earlier_version_are_read(tmp_path):
-    run = write_page_run(tmp_path / "run")
-    expected = opened(run)[1].group(0)
-    to_old_folder(run)
-    assert opened(run)[1].group(0) == expected
 
 
 def test_chosen_groups_are_spread_over_the_run(run):

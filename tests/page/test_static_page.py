@@ -71,7 +71,7 @@ def test_a_damaged_group_is_left_out(tmp_path):
 
 def test_a_damaged_line_is_said_and_the_rest_is_drawn(tmp_path, capsys):
     run, path = write_page_run(tmp_path / "run", validations=6), tmp_path / "page.html"
-    lines = {"metrics": "damaged", "validation": '{"step": "x"}', "ledger": "[]", "journal": "{}", "evaluation": "{}"}
+    lines = {"metrics": "damaged", "validation": '{"step": "x"}', "ledger": "[]", "journal": "{}", "evaluation": "[]"}
     for name, line in lines.items():
         with (run / f"{name}.jsonl").open("a") as file:
             file.write(line + "\n")

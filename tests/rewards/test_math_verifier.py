@@ -86,7 +86,7 @@ def score_all(answers, reference, **rewards):
     return asyncio.run(main())
 
 
-HEAVY = ["\\frac{9^{9^9}}{8^{9^9}}", "\\Gamma(10000000)", "\\operatorname{zeros}(100000,100000)"]
+HEAVY = ["\\frac{9^{9^9}}{8^{9^9}}", "9^{9^9}", "99999999!"]
 
 
 def test_the_pool_runs_it_by_name_and_kills_a_check_that_does_not_end():
@@ -97,18 +97,6 @@ def test_the_pool_runs_it_by_name_and_kills_a_check_that_does_not_end():
     assert {score.reason for score in scores[:3]} <= {"timeout", "memory"}
     assert scores[3:] == [Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0)]
     assert counters["timeout"] + counters["memory"] == 3
-
-
-def test_towers_of_powers_cost_no_process():
-    """A batch of 48 groups of them once took an hour."""
-    towers = [
-        form % n
-        for n in range(2, 14)
-        for form in ("$9^{%d^{99}}$", "\\boxed{%d^{99999999999}}", "9^9^9^%d", "%d99999999!")
-    ]
-    scores, counters = score_all([*towers, "\\boxed{7}"], "7", workers=2)
-    assert scores == [Score(correct=False, reward=-1.0)] * len(towers) + [Score(correct=True, reward=1.0)]
-    assert counters == {"checks": 49, "correct": 1}
 
 
 def test_degenerate_repetition_is_checked_within_the_limits():

@@ -1,4 +1,4 @@
-"""The journal and its groups: round trip, order on the disk, damage, the folders of earlier versions."""
+"""The journal and its groups: round trip, order on the disk, damage."""
 
 import asyncio
 import json
@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from journals import finish, read_rollouts, write_journal
-from old_run_folder import to_old_folder
 from rollout_groups import group_of
 from waiting import passes, until
 
@@ -16,17 +15,6 @@ from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.rollouts.history import BatchRecord, check_groups, read_batch, read_groups, read_history
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.types import ExpertChoices, Prompt, Rollout, Score
-
-OLD_ROW = (
-    '{"group_id":2,"prompt":{"prompt_id":"p2","text":"1;+2=","answer":"3","token_ids":[1,2],"extra":{"level":1}},'
-    '"rollouts":[{"token_ids":[5,6,7],"rollout_logprobs":[-0.1,0.0,-1.5e-7],"policy_versions":[3,3,4],'
-    '"loss_mask":[true,false,true],"interrupted":true,"truncated":false,"thinking_cut":44,"seed":11,'
-    '"expert_choices":null},{"token_ids":[5,6,8],"rollout_logprobs":[-0.1,0.0,-1.5e-7],"policy_versions":[3,3,4],'
-    '"loss_mask":[true,false,true],"interrupted":true,"truncated":false,"thinking_cut":44,"seed":12,'
-    '"expert_choices":{"layers":2,"topk":1,"width":1,"data":"AAECAwQFBgc="}}],"scores":[{"correct":true,"reward":1.0,'
-    '"reason":""},{"correct":false,"reward":-1.0,"reason":""}],"first_token_version":3,"epoch":0,"lost_completions":0}'
-)
-"""Group 2 as an earlier version wrote it."""
 
 
 def rollouts(version=3, count=2):
@@ -100,11 +88,9 @@ def test_a_torn_last_event_is_removed_and_the_journal_continues(tmp_path):
     [
         ('{"event": \n', "Input data was truncated"),
         ('{"event": "other"}\n', "Invalid value 'other'"),
-        ('{"event": "finish", "group_id": 1, "prompt_id": "p", "pass_rate": 1, "first_token_version": 0}\n', "None"),
         (
-            '{"event": "finish", "group_id": 1, "prompt_id": "p", "pass_rate": 1, "first_token_version": 0, '
-            '"file": "../../secret"}\n',
-            "secret",
+            '{"event": "finish", "group_id": 1, "prompt_id": "p", "pass_rate": 1, "first_token_version": 0}\n',
+            "segment",
         ),
         ('{"event": "admit", "group_id": -1, "prompt_id": "p", "epoch": 0}\n', ">= 0"),
         ('{"event": "admit", "more": ' + "[" * 100_000 + "\n", "recursion"),
@@ -223,48 +209,3 @@ def test_a_cancelled_caller_leaves_no_file_to_a_running_thread(tmp_path, monkeyp
 
     asyncio.run(run())
     assert len(synced) == 1
-
-
-def test_a_row_of_an_earlier_version_is_read_in_place(tmp_path):
-    (tmp_path / "rollouts").mkdir()
-    torn = '{"group_id":9,"prompt":{"pro'
-    (tmp_path / "rollouts" / "groups-00000.jsonl").write_text(f"{OLD_ROW}\n{torn}")
-    event = {"event": "finish", "prompt_id": "p", "pass_rate": 0.5, "first_token_version": 3}
-    rows = [{"event": "admit", "group_id": n, "prompt_id": "p", "epoch": 0} for n in (2, 9)]
-    rows += [event | {"group_id": n, "file": "groups-00000.jsonl"} for n in (2, 9)]
-    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    history = read_history(tmp_path)
-    ready = read_groups(tmp_path, history, history.unbatched())
-    assert found(tmp_path, ready) == {2: group(2)}
-    assert [e.group_id for e in history.to_reissue(ready)] == [9], "its event was written, the group was not"
-
-
-def test_the_folder_of_an_earlier_version_goes_on_in_the_store(tmp_path):
-    write(tmp_path)
-    to_old_folder(tmp_path, groups_per_file=2)
-    old = {path.name: path.read_bytes() for path in (tmp_path / "rollouts").iterdir()}
-    assert sorted(old) == ["groups-00000.jsonl", "groups-00001.jsonl"]
-    write_journal(tmp_path, groups=[group(1)], batches=[record(1, 2, 1)])
-    history = read_history(tmp_path)
-    assert [found_batch(tmp_path, read_batch(tmp_path, history, r)) for r in history.batches] == [
-        [group(0)],
-        [group(2), group(1)],
-    ]
-    assert {name: (tmp_path / "rollouts" / name).read_bytes() for name in old} == old
-
-
-def test_of_two_rows_of_a_group_the_later_counts(tmp_path):
-    write(tmp_path)
-    to_old_folder(tmp_path)
-    path = tmp_path / "rollouts" / "groups-00000.jsonl"
-    path.write_text(path.read_text() + OLD_ROW.replace('"correct":false', '"correct":true') + "\n")
-    assert read_groups(tmp_path, read_history(tmp_path), [2])[2].pass_rate == 1.0
-    path.write_text(path.read_text().replace('"epoch":0', '"epoch":"x"'))
-    with pytest.raises(ValueError, match=r"groups-00000.jsonl line 3: expected a group, found Expected `int`"):
-        read_groups(tmp_path, read_history(tmp_path), [2])
-    path.write_text("{}\n")
-    with pytest.raises(ValueError, match=r"groups-00000.jsonl line 1: expected a group"):
-        read_groups(tmp_path, read_history(tmp_path), [2])
-    path.unlink()
-    with pytest.raises(ValueError, match=r"groups-00000.jsonl: expected group 0 of batch 0, found none"):
-        read_batch(tmp_path, read_history(tmp_path), record(0, 0))

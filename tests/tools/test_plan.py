@@ -139,13 +139,6 @@ def test_what_to_set_where_a_rank_does_not_fit(capsys, name, gpus, model, advise
     assert len(advice) == 1, "for all stages of the pipeline"
 
 
-def test_an_old_flag_names_the_new_one(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([recipe("scalerl_llama3_8b"), "--gpus", "80", "--moe-utilisation", "0.3"])
-    assert ended.value.code == 2
-    assert "--moe-utilisation: it was renamed to --moe-utilization" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_check_sees_an_engine_without_room(capsys):
     assert (

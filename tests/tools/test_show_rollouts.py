@@ -1,6 +1,5 @@
 """The viewer prints one completion with forced tokens and policy versions marked, with and without colour."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 from command_line import command
 from journals import write_journal
-from old_run_folder import to_old_folder
 from rich.console import Console
 from rollout_groups import group_of
 
@@ -59,13 +57,11 @@ def run_dir(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["segments", "lines of an earlier version", "Parquet"])
+@pytest.fixture(params=["segments", "Parquet"])
 def any_format(request, run_dir, tmp_path):
     """The same run with its rollouts in each format; as Parquet, what was trained."""
     folder = tmp_path / "run"
     shutil.copytree(run_dir, folder)
-    if request.param == "lines of an earlier version":
-        to_old_folder(folder)
     if request.param == "Parquet":
         (folder / "rollouts" / "segment-00000.bin").unlink()
         options = {"policy": "parquet", "segment_bytes": 1}
@@ -118,15 +114,6 @@ def test_text_that_looks_like_markup_is_printed_as_it_is():
 
     text = tool.marked_text({"token_ids": [0], "policy_versions": [1], "loss_mask": [True]}, BracketTokenizer())
     assert text.plain == "‹v1›[bold]x[/nothing]"
-
-
-def test_a_step_in_the_group_itself_needs_no_journal(run_dir, tmp_path):
-    (tmp_path / "rollouts").mkdir()
-    line = json.dumps(tool.find_group(run_dir, 0, None) | {"step": 7})
-    torn = '{"group_id": 9, "ste'
-    (tmp_path / "rollouts" / "a.jsonl").write_text(f"{line}\n{torn}")
-    assert tool.find_group(tmp_path, None, 7)["group_id"] == 0
-    assert tool.find_group(tmp_path, None, None)["step"] == 7, "the line that is being written does not count"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from forms import fit_least_squares_sigmoid, fit_log_linear, fit_power_law
 from known_runs import PUBLISHED, Task
 
-from megatron_scalerl.fit.forms import fit_least_squares_sigmoid, fit_log_linear, fit_power_law
 from megatron_scalerl.fit.paper import FIT_FROM
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Prior
 from megatron_scalerl.fit.result import TAIL

@@ -28,7 +28,6 @@ from megatron_scalerl.fit.inputs import flattened
 from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_yaml
-from megatron_scalerl.recipe.stored import completed
 from megatron_scalerl.recipe.tasks import tasks_of
 
 SHARED = ("policy.path", "policy.megatron_path", "prompts.", "validation.")
@@ -106,7 +105,7 @@ class StudyFolder:
         """
         inputs = _digests(runs[0].recipe, known)
         before = self._inputs()
-        other = sorted(path for path, now in inputs.items() if path in before and _differs(path, before[path], now))
+        other = sorted(path for path, now in inputs.items() if before.get(path, now) != now)
         changed = [run for run in self.known() if other] if redo else []
         if other and not redo:
             raise RecipeError(
@@ -206,11 +205,6 @@ def _digests(recipe: Recipe, known: Mapping[str, str]) -> dict[str, str]:
     return digests((Path(path) for path in (*data, recipe.policy.path) if path is not None), known)
 
 
-def _differs(path: str, before: str, now: str) -> bool:
-    """Whether a file's content has changed. Earlier versions recorded the size of a large one."""
-    return before != (f"{Path(path).stat().st_size} bytes" if before.endswith(" bytes") else now)
-
-
 def check_shared(runs: Sequence[PlannedRun]) -> None:
     """Raises RecipeError unless all start with one policy on one task, and are validated alike."""
     first = _shared(runs[0].recipe)
@@ -240,7 +234,7 @@ def _changed(run: PlannedRun) -> str:
     """The first key whose value is not that of the recipe with which the study began, with both; empty if none."""
     if not run.file.exists():
         return ""
-    before, now = flattened(completed(read_yaml(run.file))), flattened(run.recipe.model_dump(mode="json"))
+    before, now = flattened(read_yaml(run.file)), flattened(run.recipe.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             return (

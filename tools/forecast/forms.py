@@ -1,24 +1,19 @@
-"""Other forms of the curve to compare the sigmoid with: a power law and a line in log compute.
+"""Other forms of the curve that the benchmark compares the sigmoid with: a power law and a line in log compute.
 
     power law   R(C) = A - D / C^B     for C >= C_0     (Khatri et al. 2025, A.4: eq. 1 far beyond C_mid)
     log-linear  R(C) = a + b log C
 
-All are fitted by least squares. `compare_forms` scores them on the same points by the error on held-out points and
-by AICc.
+All are fitted by least squares.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from megatron_scalerl.fit.sigmoid import Array, sigmoid
-
-HELD_OUT = 0.3
-"""Share of the points, the last ones, that are predicted from the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +59,6 @@ class LeastSquaresSigmoid:
 
     def __call__(self, compute: Array) -> Array:
         return sigmoid(compute, **asdict(self))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormScore:
-    """The scores of one form on one run."""
-
-    form: str
-    """"sigmoid", "power law" or "log-linear"."""
-    asymptote: float
-    """The form's own A; nan for a form without one."""
-    parameters: int
-    """Fitted parameters."""
-    aicc: float
-    """Corrected Akaike information criterion of the fit to all points; lower is better."""
-    held_out_error: float
-    """Mean absolute error, in pass rate, on the last points when only the others are fitted; nan if too few."""
 
 
 def fit_power_law(compute: Array, pass_rate: Array) -> PowerLaw:
@@ -141,42 +120,3 @@ def fit_least_squares_sigmoid(compute: Array, pass_rate: Array, *, initial: floa
     a, log_m, log_b = best.x
     midpoint = float(np.exp(log_m) * compute.max())
     return LeastSquaresSigmoid(asymptote=float(a), exponent=float(np.exp(log_b)), midpoint=midpoint, initial=initial)
-
-
-def compare_forms(compute: Array, pass_rate: Array, *, initial: float) -> list[FormScore]:
-    """Score sigmoid, power law and log-linear on the same points [n], lowest held-out error first."""
-    order = np.argsort(compute, kind="stable")
-    c, y = np.asarray(compute, dtype=float)[order], np.asarray(pass_rate, dtype=float)[order]
-    cut = len(c) - max(round(HELD_OUT * len(c)), 1)
-    forms: list[tuple[str, int, Callable[[Array, Array], Callable[[Array], Array]]]] = [
-        ("sigmoid", 3, lambda a, b: fit_least_squares_sigmoid(a, b, initial=initial)),
-        ("power law", 3, fit_power_law),
-        ("log-linear", 2, fit_log_linear),
-    ]
-    scores = []
-    for name, parameters, fitter in forms:
-        curve = fitter(c, y)
-        error = math.nan
-        if cut >= 4:
-            error = float(np.mean(np.abs(fitter(c[:cut], y[:cut])(c[cut:]) - y[cut:])))
-        scores.append(
-            FormScore(
-                form=name,
-                asymptote=float(getattr(curve, "asymptote", math.nan)),
-                parameters=parameters,
-                aicc=aicc(y - curve(c), parameters),
-                held_out_error=error,
-            )
-        )
-    return sorted(scores, key=lambda s: (math.isnan(s.held_out_error), s.held_out_error))
-
-
-def aicc(residual: Array, parameters: int) -> float:
-    """Corrected Akaike information criterion of a least-squares fit; inf if the points are too few.
-
-    parameters: of the curve; the noise variance counts as one more.
-    """
-    n, k = len(residual), parameters + 1
-    if n <= k + 1:
-        return math.inf
-    return n * math.log(max(float(np.mean(residual**2)), 1e-30)) + 2 * k + 2 * k * (k + 1) / (n - k - 1)
