@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.batching.assignment import StepPlan, of_rollouts, plan_step, sample_facts
+from megatron_scalerl.batching.assignment import ReadCompletions, StepPlan, plan_step, sample_facts
 from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.batching.rollout_bytes import write
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Batch, Rollout, Sample
 
@@ -87,3 +89,12 @@ async def train(client: Any, samples: list[Sample], **options: Any) -> Any:
     plan = plan_of(samples, **options)
     await client.prepare(plan, of_rollouts([sample.rollout for sample in samples]))
     return await client.step(plan.step)
+
+
+def of_rollouts(rollouts: Sequence[Rollout]) -> ReadCompletions:
+    """Completions in memory."""
+
+    async def read(numbers: Sequence[int]) -> Sequence[bytes]:
+        return [write(rollouts[number]) for number in numbers]
+
+    return read

@@ -62,12 +62,12 @@ if __name__ == "__main__":
 
 with explained():
     import torch
+    from isolated import FAILED, USER_ERROR, SendEvent, events
     from logit_contenders import Contender, contenders_on
     from logit_targets import rounded, targets
     from torch import Tensor
 
     from megatron_scalerl.logits.exact import fp32_products
-    from megatron_scalerl.processes.isolated import FAILED, USER_ERROR, SendEvent, events
 
 CHECKED_TOKENS = 64
 BLOCK = 4096

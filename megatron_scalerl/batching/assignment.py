@@ -10,18 +10,16 @@ nor gradient.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_scalerl.batching.rollout_bytes import write
-from megatron_scalerl.types import Rollout, Sample
+from megatron_scalerl.types import Sample
 
 ReadCompletions = Callable[[Sequence[int]], Awaitable[Sequence[bytes]]]
 """Numbers of samples -> their completions, in this order, in the bytes of `rollout_bytes`.
 
 It is called once for each data-parallel rank, when that rank's message is sent, so that a store of files reads one
-rank's completions at a time and off the event loop. `of_rollouts` is one over rollouts in memory.
+rank's completions at a time and off the event loop.
 """
 
 
@@ -113,15 +111,6 @@ def sample_facts(sample: Sample) -> SampleFacts:
         advantage=sample.advantage,
         token_weight=sample.token_weight,
     )
-
-
-def of_rollouts(rollouts: Sequence[Rollout]) -> ReadCompletions:
-    """Completions in memory; they are put into bytes outside the event loop, when they are asked for."""
-
-    async def read(numbers: Sequence[int]) -> Sequence[bytes]:
-        return await asyncio.to_thread(lambda: [write(rollouts[number]) for number in numbers])
-
-    return read
 
 
 def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:

@@ -1,8 +1,7 @@
 """mean@k and pass@k of an evaluation, with intervals over prompts.
 
 Completions of one prompt are correlated: n prompts with k completions each are not n k observations. The prompts are
-the clusters of a survey, and each interval is about other prompts of the same kind; to compare two policies on the
-same prompts, use `paired_difference`, from which the difficulty of the prompts cancels.
+the clusters of a survey, and each interval is about other prompts of the same kind.
 
 Interval of a rate: Korn and Graubard 1998 (Survey Methodology 24, 193-201), Clopper and Pearson's interval for the
 number of independent observations that has the variance between prompts. It holds its level at 30 prompts and at
@@ -103,32 +102,6 @@ def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
     low = float(stats.beta.ppf(tail, correct, wrong + 1)) if correct > 1e-12 else 0.0
     high = float(stats.beta.ppf(1 - tail, correct + 1, wrong)) if wrong > 1e-12 else 1.0
     return Estimate(value=value, low=min(low, value), high=max(high, value), prompts=prompts)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """A rate minus another one on the same prompts. Produced by `paired_difference`."""
-
-    value: float
-    low: float
-    """Lower end of the interval."""
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
-
-
-def paired_difference(
-    first: np.ndarray, second: np.ndarray, *, level: float = LEVEL, seed: int = 0, draws: int = DRAWS
-) -> Difference:
-    """mean(second - first) of values [P] of the same prompts, with a percentile bootstrap interval over prompts.
-
-    Each draw takes prompts with all their completions, so that both variances are in it: between prompts and within.
-    """
-    differences = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
-    means = bootstrap_means(differences[:, None], seed=seed, draws=draws)[:, 0]
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Difference(value=float(np.mean(differences)), low=float(low), high=float(high))
 
 
 def bootstrap_means(values: np.ndarray, *, seed: int, draws: int = DRAWS) -> np.ndarray:

@@ -17,10 +17,6 @@ def _assumed(value: Any, unit: str, what: str, source: str, range_: Any = _AT_LE
 
 _OURS = "project default, not measured"
 
-OLD_NAMES = {"dense_utilisation": "dense_utilization", "moe_utilisation": "moe_utilization"}
-"""Old field -> new field. A flag or a key of an assumptions file with an old one is rejected; that in the report of a
-GPU check is read."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:

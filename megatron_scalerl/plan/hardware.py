@@ -90,6 +90,4 @@ class Kernels:
             raise ValueError("layers: expected plain on a CPU, which Transformer Engine does not support, found te")
 
 
-FUSED = Kernels(layers="te", device="gpu")
-"""Transformer Engine on GPUs."""
 PLAIN_ON_GPU = Kernels(layers="plain", device="gpu")

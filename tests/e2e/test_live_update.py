@@ -10,11 +10,12 @@ import numpy as np
 import open_doors
 import pytest
 from distributed.runner import run_ranks
+from random_policy import of_rollouts
 from rich.console import Console
 from whole_runs import ROOT, overrides
 
 from megatron_scalerl.batching.advantages import samples_of
-from megatron_scalerl.batching.assignment import of_rollouts, plan_step
+from megatron_scalerl.batching.assignment import plan_step
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of
 from megatron_scalerl.commands.export import export
 from megatron_scalerl.controller.preflight import check_inputs

@@ -11,9 +11,7 @@ from megatron_scalerl.evaluation.estimators import (
     Counts,
     default_ks,
     mean_at_k,
-    paired_difference,
     pass_at_k,
-    rate_over_prompts,
 )
 
 counts_of_one = st.integers(1, 7).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
@@ -67,18 +65,6 @@ def test_the_interval_holds_its_level(prompts, k, beta):
         found = mean_at_k(Counts(correct=tuple(map(int, correct)), completions=(k,) * prompts))
         inside += found.low <= expected <= found.high
     assert inside / 400 >= 0.93
-
-
-def test_a_paired_difference_is_without_the_difficulty_of_the_prompts():
-    random = np.random.default_rng(1)
-    difficulty = random.beta(0.3, 0.7, 100)
-    first = random.binomial(64, difficulty) / 64
-    second = random.binomial(64, np.minimum(1, difficulty + 0.05)) / 64
-    found = paired_difference(first, second)
-    assert found.low > 0 and found.high - found.low < 0.05
-    assert paired_difference(first, first).value == 0
-    alone = rate_over_prompts(second, observations=6400)
-    assert alone.high - alone.low > 3 * (found.high - found.low)
 
 
 def test_bad_counts_are_refused():

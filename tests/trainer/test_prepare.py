@@ -6,10 +6,9 @@ import asyncio
 
 import msgspec
 import pytest
-from random_policy import plan_of, random_samples
+from random_policy import of_rollouts, plan_of, random_samples
 from test_handshake import StandInRank, conversation, ready
 
-from megatron_scalerl.batching.assignment import of_rollouts
 from megatron_scalerl.batching.rollout_bytes import write
 from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.client import TrainerError

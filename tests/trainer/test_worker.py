@@ -14,11 +14,10 @@ import open_doors
 import psutil
 import pytest
 import torch
-from random_policy import make_recipe, plan_of, random_samples, train
+from random_policy import make_recipe, of_rollouts, plan_of, random_samples, train
 from transformers import AutoModelForCausalLM
 from waiting import passes, until
 
-from megatron_scalerl.batching.assignment import of_rollouts
 from megatron_scalerl.checkpoints.to_hf import to_hf
 from megatron_scalerl.distributed.rendezvous import private_folder
 from megatron_scalerl.recipe.file import dump_recipe

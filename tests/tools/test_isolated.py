@@ -4,10 +4,9 @@ import os
 import select
 import signal
 
+import isolated
 import pytest
-
-from megatron_scalerl.processes import isolated
-from megatron_scalerl.processes.isolated import events
+from isolated import events
 
 
 def succeeds(count, send):
