@@ -1,14 +1,15 @@
 """A run that is killed and resumed: its compute axis, its records, its batches.
 
-Real controller, journal, ledger, metrics and folder in virtual time; `stand_in_run` has the stand-ins.
+Real controller, journal, ledger, metrics and folder in virtual time; `fakes.run` has the stand-ins.
 """
 
 import itertools
 import json
 
 import pytest
+from fakes.run import PUBLISH_S, START_S, VALIDATE_S, attempt, recipe
+from fakes.trainer import SAVE_S
 from old_run_folder import to_old_folder
-from stand_in_run import PUBLISH_S, SAVE_S, START_S, VALIDATE_S, attempt, recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_scalerl.checkpoints.commit import committed, read_commit
@@ -216,7 +217,7 @@ def test_an_asynchronous_checkpoint_stops_nothing(tmp_path, every_steps):
 
 
 def test_a_save_that_outlasts_the_steps_delays_the_next_one_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("stand_in_run.SAVE_S", 5.0)
+    monkeypatch.setattr("fakes.trainer.SAVE_S", 5.0)
     checkpoint = {"every_steps": 1, "keep": 9, "async_save": True}
     outcome = attempt(recipe(tmp_path, checkpoint=checkpoint))
     assert outcome.reason == "all 6 steps are made"

@@ -5,7 +5,7 @@ import subprocess
 import traceback
 
 import pytest
-from stand_in_run import attempt, recipe
+from fakes.run import attempt, recipe
 from test_crash_and_restart import check_records
 
 from megatron_scalerl.rollouts.history import read_history

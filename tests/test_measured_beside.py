@@ -1,6 +1,6 @@
 """Validations and evaluations beside the training, in virtual time: nothing waits, versions hold, kills at any time.
 
-`stand_in_run` is a whole controller with a stand-in trainer and stand-in engines.
+`fakes.run` is a whole controller with a stand-in trainer and stand-in engines.
 """
 
 import asyncio
@@ -8,9 +8,11 @@ import json
 
 import pytest
 from evaluation_files import AIME_2024, MATH_500, written
+from fakes.engine import StandInEngine
+from fakes.run import VALIDATE_S, attempt, recipe
+from fakes.trainer import TRAIN_S
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from stand_in_run import TRAIN_S, VALIDATE_S, StandInEngine, attempt, recipe
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.evaluations import EvaluationInputs
@@ -225,7 +227,7 @@ def test_the_last_version_is_evaluated_where_every_engine_has_to_get_it_again_fi
         for number, member in enumerate(engines.members):
             if member.state is EngineState.DRAINING:
                 engines.start(number)
-                engines.join(number, StandInEngine(number))
+                engines.join(number, StandInEngine(f"engine-{number}"))
 
     evaluation = {"every_steps": 3, "files": ["aime.jsonl", "m.jsonl"], "generations": 10}
     chosen = beside(
@@ -240,7 +242,7 @@ def test_the_last_version_is_evaluated_where_every_engine_has_to_get_it_again_fi
 
 
 def test_an_engine_is_shared_by_the_measurements_of_one_version():
-    engines = Membership.of([StandInEngine(0), StandInEngine(1)], version=4)
+    engines = Membership.of([StandInEngine("engine-0"), StandInEngine("engine-1")], version=4)
 
     class StandInMeter:
         held, released = 0, 0
@@ -297,7 +299,7 @@ def test_the_time_of_a_held_engine_goes_to_what_it_finished(tmp_path):
 
 
 def test_a_held_engine_can_be_evicted():
-    engines = Membership.of([StandInEngine(0), StandInEngine(1)], version=0)
+    engines = Membership.of([StandInEngine("engine-0"), StandInEngine("engine-1")], version=0)
     client = engines.serving[0]
     engines.hold(client)
     assert engines.members[0].state is EngineState.HELD and engines.left == 2

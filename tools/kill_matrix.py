@@ -120,7 +120,7 @@ class Try:
             "engine.first_token_timeout_s=4", "engine.max_restarts=20", "weights.timeout_s=30",
             "trainer.step_timeout_s=20", "weights.connect_timeout_s=20",
         ]  # fmt: skip
-        program = ["-m", "megatron_scalerl"] if real else [str(ROOT / "tests/faults/run_with_stand_ins.py")]
+        program = ["-m", "megatron_scalerl"] if real else [str(ROOT / "tests/fakes/run_with_stand_ins.py")]
         deterministic = ["rollouts.deterministic=true", "rewards.verifier=coin:toss"]
         settings += deterministic if real else ["interruption.enabled=false"]
         # the supervisor starts `python -m megatron_scalerl train`; with stand-ins this program supervises instead

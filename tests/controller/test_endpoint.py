@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 import yaml
 from aiohttp import web
+from fakes.run import recipe
 from prometheus_client.parser import text_string_to_metric_families
 from promtool import needs_promtool, promtool
-from stand_in_run import recipe
 
 from megatron_scalerl.controller.endpoint import serving_metrics
 from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient

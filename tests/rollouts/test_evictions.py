@@ -9,11 +9,11 @@ import os
 import random
 
 import pytest
+from fakes.clock import VirtualTimeLoop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_groups import scored
 from scipy.stats import ks_2samp
-from stand_in_run import VirtualTimeLoop
 
 from megatron_scalerl.engine.answers import EngineLost
 from megatron_scalerl.engine.membership import EngineState, Membership
