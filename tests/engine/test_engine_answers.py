@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from engine_recipes import recipe_for
-from engine_responses import StandInServer, answer
+from fakes.server import StandInServer, answer
 
 from megatron_scalerl.batching.rollout_bytes import rollout_of
 from megatron_scalerl.engine.answers import EngineError, EngineInfo, _Choice, arrays_of

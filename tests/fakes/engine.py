@@ -21,7 +21,7 @@ class StandInEngine:
 
     def __init__(self, name: str = "engine-0", version: int = 0, *, fails: str = "", needs: Sequence[Needs] = ()):
         self.name, self.version, self.fails = name, version, fails
-        self.produced_tokens = self.received_tokens = self.in_flight = 0
+        self.produced_tokens = self.received_tokens = self.in_flight = self.ended = self.budget_since_end = 0
         self.calls: list[str] = []
         self.paused = self.updating = False
         self.held: object = ()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_responses import StandInServer, answer
+from fakes.server import StandInServer, answer
 
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, read, rollout_of
 from megatron_scalerl.engine.answers import EngineError, completion
