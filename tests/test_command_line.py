@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
-from test_report import write_run
+from page.report_runs import write_run
 
 from megatron_scalerl.__main__ import COMMANDS, PROGRAM, main, program
 from megatron_scalerl.controller.run_folder import RunInUse

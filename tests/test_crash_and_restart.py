@@ -7,7 +7,7 @@ import itertools
 import json
 
 import pytest
-from fakes.run import PUBLISH_S, START_S, VALIDATE_S, attempt, recipe
+from fakes.run import PUBLISH_S, START_S, VALIDATE_S, attempt, check_records, recipe
 from fakes.trainer import SAVE_S
 from old_run_folder import to_old_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -33,22 +33,6 @@ def curve(folder):
 
 def held(folder):
     return sum(3600 * r["hours"] for r in read_jsonl(folder / "ledger.jsonl")[1:] if "role" in r)
-
-
-def check_records(folder, steps):
-    """Each step, batch and validation is recorded once, no group trained twice; TensorBoard equals the records."""
-    records = read_jsonl(folder / "metrics.jsonl")
-    assert [r["step"] for r in records] == list(range(1, steps + 1))
-    assert [r["batches"] for r in records] == list(range(1, steps + 1))
-    validations = [r["step"] for r in read_jsonl(folder / "validation.jsonl")]
-    assert validations == list(range(0, steps + 1, 2))
-    assert [r["step"] for r in read_jsonl(folder / "validation_by_prompt.jsonl")] == validations
-    batches = read_history(folder).batches
-    groups = [g for b in batches for g in b.group_ids]
-    assert [b.batch for b in batches] == list(range(steps)) and len(set(groups)) == len(groups)
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("loss")] == [r["step"] for r in records]
-    assert [e.step for e in events.Scalars("validation/pass_rate")] == validations
 
 
 @pytest.fixture(scope="module")

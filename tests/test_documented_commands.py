@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import yaml
 from journals import write_journal
+from page.report_runs import write_run
 from rollout_groups import group, rollout
-from test_report import write_run
 
 from megatron_scalerl.__main__ import _parse, main
 from megatron_scalerl.cluster.site import read_site

@@ -19,8 +19,10 @@ from fakes.sampler import StandInSampler
 from fakes.sync import StandInProbe, StandInSync
 from fakes.trainer import INFO, StandInTrainer
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_scalerl.checkpoints.commit import read_commit
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.collector import RunCollector
 from megatron_scalerl.controller.evaluations import EvaluationInputs
 from megatron_scalerl.controller.ledger import Ledger
@@ -260,3 +262,19 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, co
             sinks=[*sinks, *([] if collector is None else [collector])],
         )
         return await controller.run()
+
+
+def check_records(folder, steps):
+    """Each step, batch and validation is recorded once, no group trained twice; TensorBoard equals the records."""
+    records = read_jsonl(folder / "metrics.jsonl")
+    assert [r["step"] for r in records] == list(range(1, steps + 1))
+    assert [r["batches"] for r in records] == list(range(1, steps + 1))
+    validations = [r["step"] for r in read_jsonl(folder / "validation.jsonl")]
+    assert validations == list(range(0, steps + 1, 2))
+    assert [r["step"] for r in read_jsonl(folder / "validation_by_prompt.jsonl")] == validations
+    batches = read_history(folder).batches
+    groups = [g for b in batches for g in b.group_ids]
+    assert [b.batch for b in batches] == list(range(steps)) and len(set(groups)) == len(groups)
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss")] == [r["step"] for r in records]
+    assert [e.step for e in events.Scalars("validation/pass_rate")] == validations

@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 from page_runs import evaluation_record, step_record, write_page_run
-from test_report import write_run
+from report_runs import write_run
 
 from megatron_scalerl.page import forecasts as forecasts_module
 from megatron_scalerl.page.completions import Reader

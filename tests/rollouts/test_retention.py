@@ -8,8 +8,8 @@ import pandas
 import pyarrow.parquet
 import pytest
 from fakes.run import attempt, recipe
+from journal_groups import found, found_batch, group, record
 from journals import finish, write_journal
-from test_journal import found, found_batch, group, record
 
 from megatron_scalerl.checkpoints.commit import committed, discard, read_commit
 from megatron_scalerl.controller.run_folder import check_history, resume_point

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_transport import joined, plan_of, reader, spec, tensors  # noqa: F401 - a fixture
+from transfers import joined, plan_of, reader, tensors
 
 from megatron_scalerl.weights.staging import StagedUpdate
 from megatron_scalerl.weights.transport.frames import assembled
@@ -32,7 +32,7 @@ def ended(update, seconds=60):
     return state
 
 
-def test_parts_arrive_while_nobody_waits_and_are_given_out_once(spec):  # noqa: F811
+def test_parts_arrive_while_nobody_waits_and_are_given_out_once(spec):
     weights = tensors()
     senders, update = staged(spec(), weights)
     assert update.state() is None
@@ -43,7 +43,7 @@ def test_parts_arrive_while_nobody_waits_and_are_given_out_once(spec):  # noqa: 
     assert list(update.take()) == []
 
 
-def test_take_waits_for_what_is_on_its_way(spec):  # noqa: F811
+def test_take_waits_for_what_is_on_its_way(spec):
     weights = tensors()
     senders, update = staged(spec(), weights)
     with ThreadPoolExecutor(1) as pool:
@@ -54,7 +54,7 @@ def test_take_waits_for_what_is_on_its_way(spec):  # noqa: F811
         assert len(taken.result()) > len(weights)
 
 
-def test_a_flipped_bit_gives_no_part_out(spec):  # noqa: F811
+def test_a_flipped_bit_gives_no_part_out(spec):
     weights = tensors()
     [sender], update = staged(spec(timeout_s=600), weights)
     ship = sender._ship
@@ -72,7 +72,7 @@ def test_a_flipped_bit_gives_no_part_out(spec):  # noqa: F811
         next(update.take())
 
 
-def test_another_version_than_was_staged_is_refused(spec):  # noqa: F811
+def test_another_version_than_was_staged_is_refused(spec):
     weights = tensors()
     senders, update = staged(spec(timeout_s=600), weights, version=7)
     with pytest.raises(RuntimeError):
@@ -80,7 +80,7 @@ def test_another_version_than_was_staged_is_refused(spec):  # noqa: F811
     assert "expected the header" in ended(update)
 
 
-def test_a_sender_that_leaves_ends_it(spec):  # noqa: F811
+def test_a_sender_that_leaves_ends_it(spec):
     [sender], update = staged(spec(timeout_s=600), tensors())
     sender.close()
     assert ended(update)
@@ -88,7 +88,7 @@ def test_a_sender_that_leaves_ends_it(spec):  # noqa: F811
         next(update.take())
 
 
-def test_one_that_nothing_arrives_for_is_discarded_without_waiting_and_ends_with_its_sender(spec):  # noqa: F811
+def test_one_that_nothing_arrives_for_is_discarded_without_waiting_and_ends_with_its_sender(spec):
     [sender], update = staged(spec(timeout_s=600), tensors())
     update.discard()
     assert update.state() is None
@@ -96,7 +96,7 @@ def test_one_that_nothing_arrives_for_is_discarded_without_waiting_and_ends_with
     assert ended(update)
 
 
-def test_what_arrives_for_a_discarded_one_is_dropped_and_its_sender_told(spec):  # noqa: F811
+def test_what_arrives_for_a_discarded_one_is_dropped_and_its_sender_told(spec):
     senders, update = staged(spec(timeout_s=600), tensors())
     update.discard()
     with pytest.raises(RuntimeError):
@@ -106,7 +106,7 @@ def test_what_arrives_for_a_discarded_one_is_dropped_and_its_sender_told(spec): 
         next(update.take())
 
 
-def test_groups_are_closed_where_an_update_that_is_complete_is_discarded(spec):  # noqa: F811
+def test_groups_are_closed_where_an_update_that_is_complete_is_discarded(spec):
     [sender], update = staged(spec(timeout_s=600), tensors())
     send([sender], tensors())
     assert ended(update) == ""
@@ -115,7 +115,7 @@ def test_groups_are_closed_where_an_update_that_is_complete_is_discarded(spec): 
         send([sender], tensors(), version=2)
 
 
-def test_a_bug_in_the_thread_is_not_an_update(spec, monkeypatch):  # noqa: F811
+def test_a_bug_in_the_thread_is_not_an_update(spec, monkeypatch):
     def broken(*_, **__):
         raise TypeError("a bug")
         yield
