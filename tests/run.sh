@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs them.
 #
-#   tests/run.sh               the CI tier: everything but what needs more than 25 minutes, and --fast under Python 3.12
-#                              with line and branch coverage by package, where there is one
+#   tests/run.sh               the CI tier: everything but what needs more than 25 minutes, and --fast under Python 3.12,
+#                              where there is one
 #   tests/run.sh --fast        no engine, one process each
 #   tests/run.sh --all         everything, at most 80 minutes
 #   tests/run.sh --python-3.12 --fast under Python 3.12, in .venv-3.12
@@ -18,7 +18,7 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 fast=(-m "not slow and not full")
 # what imports vLLM or packages that only vLLM brings, and what starts a run, which is refused without vLLM
-need_vllm=(--ignore=tests/{engine/test_engine,engine/test_engine_options,convert/test_vllm,controller/test_preflight}.py
+need_vllm=(--ignore=tests/{engine/test_engine,engine/test_engine_options,checkpoints/test_vllm,controller/test_preflight}.py
   --deselect=tests/test_command_line.py::test_{what_fails_under_way_is_no_mistake_of_the_users,a_policy_without_a_tokenizer_is_2}
   --deselect=tests/test_documented_commands.py::test_the_readmes_recipe_starts
   --deselect=tests/controller/test_longest_sequence.py::test_a_recipe_that_says_its_capacity_keeps_it
@@ -28,13 +28,8 @@ install_3_12() { # PYTHON; a separate environment beside the main one
   MSRL_PYTHON="$1" MSRL_VENV=.venv-3.12 tools/install.sh cpu
 }
 
-# Counts what runs in pytest's own process. Subprocesses (trainer ranks, engines, verifiers) are not traced: that would slow
-# down the processes whose timing is under test. Settings: setup.cfg.
-covered_fast_3_12() {
-  local code=0
-  .venv-3.12/bin/python -m coverage run -m pytest -q "${fast[@]}" || code=$?
-  .venv-3.12/bin/python tests/coverage_table.py || code=$((code ? code : $?))
-  return "$code"
+fast_3_12() {
+  .venv-3.12/bin/python -m pytest -q "${fast[@]}"
 }
 
 torch_2_11() {
@@ -74,9 +69,9 @@ end_beside() { # shows what it has printed, and the rest as it comes; sets code 
 }
 
 # Slow tests of one process: a third of the time of all slow ones, beside the others, which are several processes each.
-late=(tests/{fit,rewards,rollouts,study,weights} tests/test_*.py)
+late=(tests/{commands,fit,rewards,rollouts,weights} tests/test_*.py)
 # Half of the work of the fast tests.
-half=(tests/{doctor,fit,launch,logits,page,plan,rewards,slurm,study,telemetry,test_phases.py,weights})
+half=(tests/{cluster,commands,fit,launch,logits,page,plan,rewards,slurm,test_phases.py,weights})
 code=0
 tier=
 select=(-m "not full")
@@ -129,7 +124,7 @@ case "$tier" in
     run_tests .venv/bin/python -m pytest -q -m "slow and not full" "${late[@]}"
     if [ -n "$second" ]; then
       echo "run.sh: the fast tier under Python 3.12"
-      if wait "$installing"; then run_tests covered_fast_3_12; else code=$((code ? code : $?)); fi
+      if wait "$installing"; then run_tests fast_3_12; else code=$((code ? code : $?)); fi
       cat .venv-3.12.log
     fi
     end_beside

@@ -134,19 +134,10 @@ def test_help_imports_nothing_heavy(argv):
 
 BARE = {
     "train": TRAIN,
-    "sft": SFT,
     "report": ["-m", "megatron_scalerl", "report", "runs/none"],
-    "export": ["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"],
     "plan": ["tools/plan.py", RECIPE, "--gpus", "2"],
-    "doctor": ["tools/doctor.py"],
-    "fit": ["tools/fit_curve.py", "megatron_scalerl/fit/data/points.csv"],
-    "show": ["tools/show_rollouts.py", "runs/none"],
     "convert": [CONVERT, "verify", ".", "."],
     "bench_step": ["tools/bench_step.py"],
-    "bench_rollouts": ["tools/bench_rollouts.py"],
-    "bench_logits": ["tools/bench_logits.py"],
-    "bench_convert": ["tools/bench_convert.py"],
-    "bench_plan": ["tools/bench_plan.py", "memory"],
 }
 
 
@@ -164,33 +155,6 @@ def test_an_old_python_is_one_line(script):
     found = bare("-c", code + f"runpy.run_path({script!r}, run_name='__main__')", PYTHONPATH=str(ROOT))
     assert found.returncode == 2
     assert re.fullmatch(r".*expected Python 3\.11 or newer, found 3\.9 .*tools/install\.sh cpu.*\n", found.stderr)
-
-
-def test_the_script_picks_the_environment_that_is_there(tmp_path):
-    """examples/forecast_100k.sh: PYTHON, else the project's .venv, else python."""
-    script = (ROOT / "examples" / "forecast_100k.sh").read_text()
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "forecast_100k.sh").write_text(script)
-
-    def fake(place):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(f"#!/bin/sh\necho {place}\n")
-        place.chmod(0o755)
-        return str(place)
-
-    def ran(**variables):
-        command = ["bash", str(tmp_path / "examples" / "forecast_100k.sh")]
-        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-        return subprocess.run(
-            command, env={"PATH": path, **variables}, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    plain = fake(tmp_path / "bin" / "python")
-    assert ran() == plain
-    ours = fake(tmp_path / ".venv" / "bin" / "python")
-    assert ran() == ours
-    other = fake(tmp_path / "other")
-    assert ran(PYTHON=other) == other
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_fit(tmp_path):

@@ -20,8 +20,8 @@ class StandInDraw(NamedTuple):
 
     @property
     def thinking_cut(self) -> int:
-        """No interruption."""
-        return 0
+        """The group's number; nothing is interrupted."""
+        return self.group
 
     def __str__(self) -> str:
         return str(tuple(self))
