@@ -19,7 +19,6 @@ from megatron_scalerl.__main__ import COMMANDS, PROGRAM, main, program
 from megatron_scalerl.controller.run_folder import RunInUse
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe.file import RecipeError
-from megatron_scalerl.tiny.build import TinyArguments, build
 from megatron_scalerl.trainer.client import TrainerError
 
 ROOT = Path(__file__).parent.parent
@@ -39,13 +38,6 @@ NO_COMMANDS = {
     "weights_worker.py",
 }
 TOOLS = sorted(p.name for p in (ROOT / "tools").glob("*.py") if p.name not in NO_COMMANDS)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("command_line") / "tiny"
-    build(folder, TinyArguments(seed=1, train_prompts=40, held_out=10, sft_examples=8))
-    return folder
 
 
 def settings(tiny, out):

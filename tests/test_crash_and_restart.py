@@ -20,7 +20,6 @@ from megatron_scalerl.fit.inputs import read_curves, with_compute
 from megatron_scalerl.rollouts.history import Finish, read_groups, read_history
 
 DEVICES = 3
-WHOLE_S = 40
 
 
 def curve(folder):
