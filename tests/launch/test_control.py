@@ -263,7 +263,7 @@ def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch, tmp_path):
         script = (
             "import sys, time, zmq, os, signal\n"
             "from megatron_scalerl.distributed import sockets\n"
-            "from megatron_scalerl.engine import agent_messages as m\n"
+            "from megatron_scalerl.launch import agent_messages as m\n"
             "socket = zmq.Context().socket(zmq.DEALER)\n"
             "sockets.secure_client(socket, sys.argv[2], sockets.Purpose.ENGINES)\n"
             "socket.connect(sys.argv[1])\n"
