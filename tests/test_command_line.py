@@ -149,6 +149,33 @@ def test_an_old_python_is_one_line(script):
     assert re.fullmatch(r".*expected Python 3\.11 or newer, found 3\.9 .*tools/install\.sh cpu.*\n", found.stderr)
 
 
+def test_the_script_picks_the_environment_that_is_there(tmp_path):
+    """examples/forecast_100k.sh: PYTHON, else the project's .venv, else python."""
+    script = (ROOT / "examples" / "forecast_100k.sh").read_text()
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "forecast_100k.sh").write_text(script)
+
+    def fake(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(f"#!/bin/sh\necho {place}\n")
+        place.chmod(0o755)
+        return str(place)
+
+    def ran(**variables):
+        command = ["bash", str(tmp_path / "examples" / "forecast_100k.sh")]
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        return subprocess.run(
+            command, env={"PATH": path, **variables}, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    plain = fake(tmp_path / "bin" / "python")
+    assert ran() == plain
+    ours = fake(tmp_path / ".venv" / "bin" / "python")
+    assert ran() == ours
+    other = fake(tmp_path / "other")
+    assert ran(PYTHON=other) == other
+
+
 def test_a_plot_without_matplotlib_is_refused_before_the_fit(tmp_path):
     """The table would come first, and the traceback after it."""
     absent = "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')"

@@ -119,6 +119,11 @@ def test_an_environment_of_another_kind_is_kept(checkout, mark):
     assert "other: expected an environment of kind 'gpu', found one that 'install.sh cpu' made" in said
 
 
+def test_help_installs_nothing(checkout):
+    done = subprocess.run(["bash", "tools/install.sh", "--help"], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0 and "MSRL_PYTHON" in done.stdout and not (checkout / ".venv").exists()
+
+
 def test_a_toolkit_of_another_cuda(checkout):
     toolkit(checkout / "old", "12.8")
     said = refused(checkout, "gpu", "--without-gpu", CUDA_HOME=str(checkout / "old"))
