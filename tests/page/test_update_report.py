@@ -14,7 +14,7 @@ from megatron_scalerl.page.report import report
 from megatron_scalerl.page.update_report import NO_RATE, PredictedUpdate, updates_of
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PREDICTED = PredictedUpdate(
     bytes=16_000_000_000, senders=4, most_sent=5_000_000_000, most_received=8_000_000_000, seconds=0.2
 )
