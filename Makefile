@@ -1,5 +1,5 @@
 # Short names for the commands of this repository.
-.PHONY: install lint test test-fast test-all docs bench rehearse mutation
+.PHONY: install lint test test-fast test-all docs bench test-gpu mutation
 install:
 	tools/install.sh cpu
 lint:
@@ -23,8 +23,8 @@ bench:
 	.venv/bin/python tools/bench_store.py
 	.venv/bin/python tools/bench_page.py
 	.venv/bin/python tools/bench_plan.py memory
-rehearse:
-	.venv/bin/megatron-scalerl check-gpu --rehearse
+test-gpu:
+	.venv/bin/python -m pytest -m gpu tests/gpu
 mutation: .venv-mutation
 	OMP_NUM_THREADS=1 nice .venv/bin/python tools/mutation.py
 .venv-mutation:

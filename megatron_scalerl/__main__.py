@@ -88,7 +88,6 @@ COMMANDS = {
     "evaluate": Command("score a policy on evaluation files, and its thinking budgets", "commands.evaluate"),
     "contamination": Command("training prompts that contain evaluation problems", "commands.contamination"),
     "doctor": Command("check this node before a run starts on it", "cluster.doctor_command"),
-    "check-gpu": Command("check correctness and speed on the GPUs of this machine", "check_gpu.command"),
 }
 
 EPILOG = f"""`{PROGRAM} COMMAND --help` describes the options of a command.

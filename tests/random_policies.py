@@ -1,15 +1,19 @@
-"""The random policies of every family, what engines need of them, and fixed packed rows for them."""
+"""Random policies of every family as Hugging Face folders, what engines need of them, and fixed packed rows for them.
+
+Their weights are large, so that logits reach 5 to 20 and an error in any layer changes them visibly.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_scalerl.tiny.families import KINDS, VOCAB, make
-
-__all__ = ["FOR_ENGINES", "KINDS", "LLAMA4_FOR_ENGINES", "ROWS", "make", "rows", "write_policy"]
+VOCAB = 65
+"""Odd, so that two tensor-parallel ranks need a padded row."""
 
 ROWS = ((5, 17, 31, 24), (40, 9, 20, 12))
 """Sequence lengths of the two micro-batches."""
@@ -17,6 +21,141 @@ FOR_ENGINES: dict[str, Any] = dict(head_dim=32, vocab_size=64)
 """Settings that vLLM on CPUs can serve, with the vocabulary of the tiny tokenizer."""
 LLAMA4_FOR_ENGINES: dict[str, Any] = dict(**FOR_ENGINES, attention_chunk_size=128, floor_scale=64)
 """Chunks of vLLM's block size on CPUs."""
+
+_SHARED: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+_LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
+"""Attention factor 0.1 ln 4 + 1 = 1.139."""
+
+
+def _llama(**settings: Any) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**{**_SHARED, **settings})
+
+
+def _qwen3(**settings: Any) -> Any:
+    """head_dim is 24, where hidden size / heads is 16."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**{**_SHARED, "head_dim": 24, **settings})
+
+
+def _qwen3_moe(**settings: Any) -> Any:
+    """Two of four experts per token."""
+    from transformers import Qwen3MoeConfig
+
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=24)
+    return Qwen3MoeConfig(**{**_SHARED, **experts, **settings})
+
+
+def llama4_text(**settings: Any) -> Any:
+    """A Llama4TextConfig: layer 3 without RoPE; chunks and temperature intervals shorter than the sequences."""
+    from transformers import Llama4TextConfig
+
+    moe = dict(intermediate_size=64, intermediate_size_mlp=96, head_dim=16, num_local_experts=4)
+    return Llama4TextConfig(**{**_SHARED, **moe, "attention_chunk_size": 16, "floor_scale": 8, **settings})
+
+
+def _llama4_multimodal(**settings: Any) -> Any:
+    """A Llama4Config: the text model above with a tiny vision tower."""
+    from transformers import Llama4Config
+
+    vision = dict(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        vision_output_dim=64,
+        image_size=28,
+        patch_size=14,
+        projector_input_dim=64,
+        projector_output_dim=64,
+    )
+    text = llama4_text(interleave_moe_layer_step=2, **settings)
+    return Llama4Config(
+        text_config=text.to_dict(), vision_config=vision, image_token_index=60, boi_token_index=61, eoi_token_index=62
+    )
+
+
+_ONE_HEAD = dict(num_key_value_heads=1, rope_parameters=YARN_ROPE)
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "llama": _llama,
+    "llama_tied": partial(_llama, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
+    "llama_biased": partial(_llama, attention_bias=True, rope_parameters=YARN_ROPE),
+    "qwen3": _qwen3,
+    "qwen3_tied": partial(_qwen3, tie_word_embeddings=True, **_ONE_HEAD),
+    "qwen3_moe": partial(_qwen3_moe, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3_moe_tied": partial(_qwen3_moe, norm_topk_prob=False, decoder_sparse_step=2, tie_word_embeddings=True),
+    "llama4": partial(llama4_text, moe_layers=[0, 2, 3]),
+    "llama4_tied": partial(llama4_text, interleave_moe_layer_step=2, tie_word_embeddings=True),
+    "llama4_multimodal": _llama4_multimodal,
+}
+"""Kind -> maker of its config. Covers all mixes of dense and MoE layers; one KV head in qwen3_tied."""
+SMALL_WEIGHTS = ("llama_biased",)
+"""Kinds with smaller weights in the layers; else the fp32 error of transformers itself is 1e-4."""
+FUSED = ("qwen3_moe_tied",)
+"""Kinds that are saved in transformers' in-memory layout: a layer's experts in one tensor."""
+
+
+def make(
+    kind: str,
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    std: float = 0.3,
+    init: Callable[[Any], None] | None = None,
+    **settings: Any,
+) -> Any:
+    """Create and save the policy `kind` of KINDS, its config changed by `settings`; returns transformers' model.
+
+    `std` is the standard deviation of matrices; much larger widths require less. `init` initializes the parameters of
+    the fp32 model instead. Rotary frequencies of the returned model are rounded to `dtype`, those of a model loaded
+    from the folder are not.
+    """
+    from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(20251013)
+    config = KINDS[kind](**settings)
+    whole = config.model_type == "llama4"
+    model: Any = Llama4ForConditionalGeneration(config) if whole else AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        if init is None:
+            _large_weights(model, std=std, layers_std=std / 2 if kind in SMALL_WEIGHTS else std)
+        else:
+            init(model)
+    model = model.to(dtype).eval()
+    model.save_pretrained(path, save_original_format=kind not in FUSED)
+    return model
+
+
+def _large_weights(model: Any, *, std: float, layers_std: float) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, layers_std if ".layers." in name else std)
+        else:
+            parameter.add_(torch.randn_like(parameter) * (0.3 if "bias" in name else 0.1))
 
 
 def write_policy(path: Path, *, seed: int = 0) -> Path:

@@ -29,6 +29,9 @@ SFT = ["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"]
 NO_COMMANDS = {
     "checkout.py",
     "curve_data.py",
+    "logit_contenders.py",
+    "logit_targets.py",
+    "measured_constants.py",
     "mutation.py",
     "process_figures.py",
     "small_disk.py",
@@ -60,7 +63,7 @@ def bare(*argv, cwd=ROOT, **variables):
         env=clean | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
@@ -68,7 +71,7 @@ def bare(*argv, cwd=ROOT, **variables):
 def watched(argv):
     """(what the command ended with, packages that it imported)"""
     command = [sys.executable, "-X", "importtime", *argv]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     imported = {line.split("|")[-1].strip().split(".")[0] for line in found.stderr.splitlines() if "|" in line}
     assert "argparse" in imported
     return found, imported
@@ -130,6 +133,8 @@ BARE = {
     "plan": ["tools/plan.py", RECIPE, "--gpus", "2"],
     "convert": [CONVERT, "verify", ".", "."],
     "bench_step": ["tools/bench_step.py"],
+    "bench_shapes": ["tools/bench_shapes.py"],
+    "bench_decode": ["tools/bench_decode.py"],
 }
 
 

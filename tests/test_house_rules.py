@@ -16,9 +16,7 @@ SEAM = {
     "distributed/cpu_compat.py",
     "logits/cuda_backend.py",
     "logits/choice.py",  # a backend's name
-    "check_gpu/probe.py",  # asks which CUDA torch was built for
-    "check_gpu/parts/logits.py",  # a backend's name
-    "logits/targets.py",  # the same
+    "cluster/probe.py",  # asks which CUDA torch was built for
 }
 VLLM = {
     "engine/vllm_plugin.py",
@@ -45,9 +43,6 @@ OWN_STATE = {
 """Files with dataclasses that stay in their module: state that changes, or pairs of values."""
 
 WALL_CLOCK = {
-    "check_gpu/command.py": "the date of the report",
-    "check_gpu/findings.py": "prints it",
-    "check_gpu/runner.py": "records it",
     "controller/metrics.py": "records it",
     "controller/run_folder.py": "records it",
     "controller/train.py": "records it",
@@ -142,7 +137,7 @@ def test_nothing_catches_everything_silently(trees):
         and (node.type is None or getattr(node.type, "id", "") == "Exception")
         and not any(isinstance(n, ast.Raise) for n in ast.walk(node))
     ]
-    allowed = {"rewards/worker.py", "check_gpu/findings.py"}
+    allowed = {"rewards/worker.py"}
     assert [c for c in caught if c.split(":")[0] not in allowed] == []
 
 
@@ -249,9 +244,7 @@ OF_ONE_FILE = {
 
 @pytest.fixture(scope="module")
 def tests():
-    """Those of check_gpu, which is leaving, apart."""
-    files = (path for path in TESTS.rglob("*.py") if path.parent.name != "check_gpu")
-    return {str(path.relative_to(TESTS)): ast.parse(path.read_text(encoding="utf8")) for path in files}
+    return {str(path.relative_to(TESTS)): ast.parse(path.read_text("utf8")) for path in TESTS.rglob("*.py")}
 
 
 def test_an_interface_has_one_stand_in(tests):
@@ -283,3 +276,104 @@ def test_the_modules_of_the_tests_have_names_of_their_own():
     """They are imported by name: two of one name cannot be collected together, and a few files never are."""
     names = Counter(path.name for path in TESTS.rglob("*.py") if path.name not in ("__init__.py", "conftest.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+CLOCK = r"\b(time\.(time|monotonic|perf_counter)(_ns)?|loop\.time)\(\)"
+DIFFERENCE = re.compile(rf"{CLOCK} - | - {CLOCK}")
+NOT_ITS_OWN = {
+    r"(psutil\.)?(process_iter|pids)\(": "all processes of the machine (tests/own_processes.py)",
+    r"(os\.(listdir|scandir|walk)|glob\.i?glob)\('/proc\b(?!/self)": "all processes of the machine",
+    r"(pathlib\.)?Path\('/proc'[^)]*\)\.(r?glob|iterdir)\(": "all processes of the machine",
+    r"[\w.]+\(\[?f?'(pgrep|pkill|killall)\b": "processes by their name",
+    r"(os\.(listdir|scandir|walk)|glob\.i?glob)\('/dev/shm\b": "the shared memory of others",
+    r"(pathlib\.)?Path\('/dev/shm'[^)]*\)\.(r?glob|iterdir)\(": "the shared memory of others",
+    r"[\w.]*\b(bind|create_server)\(\(.*, [1-9]\d*\)": "a fixed port",
+    r"[\w.]*\b(bind\(.*:|(TCPSite|start_server)\(.*[ =])[1-9]\d+\b": "a fixed port",
+}
+"""Calls of tests, by their beginning -> what they look at or take."""
+NAMES = re.compile(
+    r"process_iter|pids|listdir|scandir|walk|[ir]?glob|iterdir|bind|create_server|TCPSite|start_server"
+    r"|run|Popen|call|system|check_\w+"
+)
+
+
+def nodes_but(node, *kinds):
+    """A node and all below it but for nodes of these kinds and what is below them."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, kinds):
+            yield from nodes_but(child, *kinds)
+
+
+def called(node):
+    """The last part of the name of what is called, empty for other nodes."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return getattr(function, "attr", "") or getattr(function, "id", "")
+
+
+def smaller_sides(node):
+    """The sides of comparisons that are asserted to be less than the others, as text."""
+    for compare in [each for each in ast.walk(node) if isinstance(each, ast.Compare)]:
+        sides = [compare.left, *compare.comparators]
+        for left, right, op in zip(sides, sides[1:], compare.ops):
+            if isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+                yield ast.unparse(left if isinstance(op, ast.Lt | ast.LtE) else right)
+
+
+def races(tree):
+    """(line, what) of what fails in a test once in a while: on a busy machine, or beside another run of the tests."""
+    for function in functions(tree):
+        test = function.name.startswith("test_")  # in it, functions too; others are looked at one by one
+        inner = () if test else (ast.FunctionDef, ast.AsyncFunctionDef)
+        nodes = list(nodes_but(function, ast.While, *inner))  # a loop waits for something
+        last = max((node.lineno for node in nodes if isinstance(node, ast.Assert)), default=0)
+        for node in nodes:
+            if called(node) == "sleep" and (test or node.lineno < last):
+                yield node.lineno, "a sleep in place of a wait for a condition (tests/waiting.py)"
+        assigned = [n for n in ast.walk(function) if isinstance(n, ast.Assign) and isinstance(n.value, ast.BinOp)]
+        differences = {ast.unparse(n.targets[0]) for n in assigned if DIFFERENCE.search(ast.unparse(n.value))}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assert) and any(
+                side in differences | {"elapsed", "seconds", "took"} or DIFFERENCE.search(side)
+                for side in smaller_sides(node.test)
+            ):
+                yield node.lineno, "an upper limit of the time that something takes"
+    for node in ast.walk(tree):
+        text = ast.unparse(node) if NAMES.fullmatch(called(node)) else ""
+        yield from ((node.lineno, what) for call, what in NOT_ITS_OWN.items() if re.match(call, text))
+
+
+def test_no_test_races_with_a_busy_machine_or_another_test():
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    found = {f"{name(p)}:{line}: {what}" for p in files for line, what in races(ast.parse(p.read_text("utf8")))}
+    assert sorted(found) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "time.sleep(0.1)",
+        "with pool: await asyncio.sleep(0)",
+        "async def work(): await asyncio.sleep(60)",
+        "assert time.monotonic() - began < 60",
+        "took = loop.time() - began; assert 5 > took, 'late'",
+        "[p for p in psutil.process_iter() if p]",
+        "os.listdir('/proc')",
+        "Path('/proc').glob('[0-9]*')",
+        "glob.glob('/dev/shm/*')",
+        "subprocess.run(['pkill', '-f', 'engine'])",
+        "server.bind(('127.0.0.1', 8080))",
+        "socket.bind('tcp://127.0.0.1:5555')",
+        "web.TCPSite(runner, port=8000)",
+    ],
+)
+def test_a_race_is_found(line):
+    good = (
+        "while not done(): time.sleep(0.1)",
+        "server.bind(('', 0))",
+        "os.listdir('/proc/self/fd')",
+        "assert 0 < took",
+    )
+    test = "async def test_it():\n    {}\n    assert done\n"
+    assert [at for at, _ in races(ast.parse(test.format(line)))] == [2]
+    assert not [found for each in good for found in races(ast.parse(test.format(each)))]

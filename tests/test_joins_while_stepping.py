@@ -12,6 +12,7 @@ from fakes.engine import StandInEngine
 from fakes.run import PUBLISH_S, attempt, recipe
 from fakes.sync import StandInSync
 from fakes.trainer import TRAIN_S
+from waiting import passes
 
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.engine.membership import EngineState
@@ -94,20 +95,22 @@ MINIMAL = {"name": "r", "steps": 1, "policy": {"path": "p"}, "prompts": {"path":
 
 
 def test_an_engine_that_is_reading_when_the_step_ends_is_waited_for():
-    done = []
+    done, stepped = [], asyncio.Event()
 
     async def join(reading):
         async with reading:
-            await asyncio.sleep(0.2)
+            await stepped.wait()
+            await passes()
             done.append("read")
-        await asyncio.sleep(100)
+        await asyncio.Event().wait()
 
     async def step():
-        await asyncio.sleep(0.05)
+        await passes()
         done.append("step")
+        stepped.set()
         return 7
 
-    assert asyncio.run(asyncio.wait_for(stepping(step(), join), 10)) == 7 and done == ["step", "read"]
+    assert asyncio.run(asyncio.wait_for(stepping(step(), join), 120)) == 7 and done == ["step", "read"]
 
 
 def test_a_bug_of_the_joining_is_raised_after_the_step_and_a_failed_step_before_it():
@@ -115,7 +118,7 @@ def test_a_bug_of_the_joining_is_raised_after_the_step_and_a_failed_step_before_
         raise KeyError("bug")
 
     async def step(failure=None):
-        await asyncio.sleep(0.05)
+        await passes()
         if failure:
             raise failure
 
@@ -128,18 +131,22 @@ def test_a_bug_of_the_joining_is_raised_after_the_step_and_a_failed_step_before_
 def test_a_cancellation_after_the_step_is_not_lost():
     """The step has ended, the engine reads on, and the run is told to stop."""
 
+    stepped = asyncio.Event()
+
     async def join(reading):
         async with reading:
-            await asyncio.sleep(100)
+            await asyncio.Event().wait()
 
     async def step():
-        await asyncio.sleep(0.05)
+        await passes()
+        stepped.set()
 
     async def scenario():
         task = asyncio.create_task(stepping(step(), join))
-        await asyncio.sleep(0.2)
+        await stepped.wait()
+        await passes()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), 120))

@@ -90,7 +90,7 @@ def test_a_signal_to_the_supervisor_ends_the_run(tmp_path, number, childs, code)
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(pids), str(childs)], env=environment())
     [child] = pids_in(pids, 1)
     process.send_signal(number)
-    assert process.wait(120) == code
+    assert process.wait(240) == code
     assert gone({child})
     assert len(pids.read_text().split()) == 1
 
@@ -104,7 +104,7 @@ def test_a_signal_while_the_child_is_started_reaches_it(tmp_path, monkeypatch):
         return child
 
     monkeypatch.setattr(subprocess, "Popen", start_and_signal)
-    assert supervise([sys.executable, "-c", "import time; time.sleep(20)"], tmp_path, restarts=3) == 143
+    assert supervise([sys.executable, "-c", "import signal; signal.pause()"], tmp_path, restarts=3) == 143
 
 
 DELAYED = """
@@ -121,7 +121,7 @@ def test_a_signal_between_two_starts_ends_the_delay(number, code):
     assert b"restart 1 of at most 3 in 300 s" in process.stderr.readline()
     process.send_signal(number)
     try:
-        assert process.wait(120) == code
+        assert process.wait(240) == code
     finally:
         process.kill()
         process.wait()

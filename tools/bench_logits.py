@@ -62,11 +62,11 @@ if __name__ == "__main__":
 
 with explained():
     import torch
+    from logit_contenders import Contender, contenders_on
+    from logit_targets import rounded, targets
     from torch import Tensor
 
-    from megatron_scalerl.logits.contenders import Contender, contenders_on
     from megatron_scalerl.logits.exact import fp32_products
-    from megatron_scalerl.logits.targets import rounded, targets
     from megatron_scalerl.processes.isolated import FAILED, USER_ERROR, SendEvent, events
 
 CHECKED_TOKENS = 64

@@ -172,13 +172,15 @@ def measure_rank(case: dict[str, Any]) -> dict[str, int]:
     """Two optimizer steps on two full micro-batches; resident memory before, and its peak above that."""
     import gc
 
+    from bench_shapes import full_sequences
+
     from megatron_scalerl.batching.packing import pack
     from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
 
     recipe = case_recipe(case)
     parallel = init_parallel(recipe)
-    samples = draw_samples(2 * case["tokens"] // SEQUENCE)
+    samples = full_sequences(2 * case["tokens"] // SEQUENCE, SEQUENCE, VOCABULARY, prompt=SEQUENCE // 4)
     [batch] = pack(samples, step=1, dp_size=1, micro_batch_tokens=case["tokens"], pad_multiple=1, policy_version=0)
     gc.collect()
     idle = resident("VmRSS")
@@ -187,30 +189,6 @@ def measure_rank(case: dict[str, Any]) -> dict[str, int]:
     for step in (1, 2):
         trainer.step(replace(batch, step=step))
     return {"idle": idle, "peak_above_idle": resident("VmHWM") - idle}
-
-
-def draw_samples(count: int) -> list[Any]:
-    """Samples of random tokens, a quarter of each its prompt."""
-    import random
-
-    from megatron_scalerl.check_gpu.cases import sample
-
-    rng = random.Random(0)
-    prompt, size = SEQUENCE // 4, SEQUENCE - SEQUENCE // 4
-
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(VOCABULARY) for _ in range(count)]
-
-    return [
-        sample(
-            tokens(prompt),
-            tokens(size),
-            rollout_logprobs=(-9.0,) * size,
-            advantage=rng.choice((-1.0, 1.0)),
-            token_weight=1e-4,
-        )
-        for _ in range(count)
-    ]
 
 
 def resident(field: str) -> int:

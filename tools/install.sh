@@ -5,10 +5,9 @@
 #   tools/install.sh gpu [--without-gpu]  GPUs with a driver of CUDA 13.0 or newer (branch 580), all packages by hash, and
 #                                         Transformer Engine compiled; --without-gpu: on a login node or in an image build.
 #                                         NOT RUN YET by the authors on a GPU machine
-#   tools/install.sh torch-2.11           an older torch without vLLM, for tests/run.sh --torch-2.11
 #
-# MSRL_PYTHON       Python 3.11 or 3.12 (default: python3.11, else python3.12; torch-2.11: python3.12)
-# MSRL_VENV         the folder to make (default: .venv; torch-2.11: .venv-torch-2.11)
+# MSRL_PYTHON       Python 3.11 or 3.12 (default: python3.11, else python3.12)
+# MSRL_VENV         the folder to make (default: .venv)
 # MSRL_TORCH_INDEX  a package index that holds the CPU build of torch
 # CUDA_HOME, MAX_JOBS  the toolkit to compile Transformer Engine with, and how many compilers run at a time
 set -euo pipefail
@@ -23,9 +22,8 @@ venv=.venv
 case "$kind" in
   cpu) need_gib=6 ;;
   gpu) need_gib=20 ;;
-  torch-2.11) need_gib=12 versions=(3.12) venv=.venv-torch-2.11 ;;
-  -h | --help) sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0 ;;
-  *) die "expected 'cpu', 'gpu' or 'torch-2.11', found '${kind:-nothing}'; --help says what each makes" ;;
+  -h | --help) sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  *) die "expected 'cpu' or 'gpu', found '${kind:-nothing}'; --help says what each makes" ;;
 esac
 case "${*:2}" in
   "") ;;
@@ -127,12 +125,6 @@ install_gpu() {
   quiet pip check || fail "the packages do not fit each other"
   # NVIDIA's apex is used where somebody built it from source; the package of that name on the index is unrelated.
   "$venv/bin/python" -c 'import apex.normalization' 2>/dev/null && echo "install.sh: found NVIDIA apex" || true
-}
-
-install_torch-2.11() {
-  echo "install.sh: $(grep -c '==' tools/locks/torch-2.11.txt) packages of tools/locks/torch-2.11.txt, by hash"
-  by_hash tools/locks/torch-2.11.txt || fail "a package of tools/locks/torch-2.11.txt could not be installed"
-  itself
 }
 
 "install_$kind"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_scalerl.check_gpu.page import counted
 from megatron_scalerl.cluster.check import Check, Status, failed, ok, skipped, some, warning
 from megatron_scalerl.cluster.nvml import GpuState, NvmlFailure, NvmlReading
 
@@ -62,7 +62,8 @@ def visible_gpus(gpus: Sequence[GpuState], visible: str | None) -> tuple[list[Gp
 
 def names(gpus: Sequence[GpuState]) -> str:
     """Number and model, such as "8 x NVIDIA H100 80GB HBM3"; "" without GPUs."""
-    return counted(g.name if isinstance(g.name, str) else f"(unnamed: {g.name.text})" for g in gpus)
+    counts = Counter(g.name if isinstance(g.name, str) else f"(unnamed: {g.name.text})" for g in gpus)
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
 def _is_named(gpu: GpuState, entry: str) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_scalerl.check_gpu.runner import Machine, probe_machine
 from megatron_scalerl.cluster.check import Check, failed, guarded, ok, skipped
 from megatron_scalerl.cluster.digests import code_digest, names_digest, recipe_digest
 from megatron_scalerl.cluster.gpus import cuda_text, gpu_checks, names, visible_gpus
@@ -21,6 +20,7 @@ from megatron_scalerl.cluster.limits import limit_checks
 from megatron_scalerl.cluster.mounts import mount_of
 from megatron_scalerl.cluster.nvml import NvmlReading, read_in_process
 from megatron_scalerl.cluster.output import output_checks, place_of
+from megatron_scalerl.cluster.probe import Machine, probe_machine
 from megatron_scalerl.cluster.space import DiskNeed, disk_need, node_space, output_space
 from megatron_scalerl.cluster.versions import COMPARED, is_gpu_environment, version_checks
 from megatron_scalerl.recipe import Recipe

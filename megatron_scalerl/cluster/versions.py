@@ -6,10 +6,10 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_scalerl.check_gpu.runner import Machine
 from megatron_scalerl.cluster.check import Check, failed, ok, skipped, warning
 from megatron_scalerl.cluster.gpus import cuda_text
 from megatron_scalerl.cluster.nvml import NvmlReading
+from megatron_scalerl.cluster.probe import Machine
 
 _INSTALL = "make the environment again with tools/install.sh, on a file system that all nodes see"
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")

@@ -1,172 +1,14 @@
-"""`megatron-scalerl sft RECIPE --out DIR`: supervised warm start of the recipe's policy.
-
-Supervised training on prompts with completions, by the trainer that later does the RL. The loss is the cross-entropy
-per completion token; tokens that an interruption forces are left out, as they are in RL (`sft_examples`). Runs in one
-process, or under torchrun in several.
-"""
+"""`megatron-scalerl sft RECIPE --out DIR`: supervised warm start of the recipe's policy."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import random
-import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import AutoTokenizer
-
-from megatron_scalerl.batching.packing import pack
-from megatron_scalerl.checkpoints.to_hf import to_hf
 from megatron_scalerl.commands.train import add_recipe, recipe_of
-from megatron_scalerl.distributed.parallel import shutdown_parallel
-from megatron_scalerl.losses.inputs import LossInputs, LossOutput, masked, weighted_sum
-from megatron_scalerl.losses.reduction import token_weights
-from megatron_scalerl.prompts.sft_examples import read_examples
-from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.parallel_layout import MODEL_KEYS
-from megatron_scalerl.recipe.sections import OptimizerSection, SftSection
-from megatron_scalerl.trainer.checkpoint import save_policy
-from megatron_scalerl.trainer.ranks import init_parallel
-from megatron_scalerl.trainer.step import make_trainer
-from megatron_scalerl.types import Rollout, Sample, StepReport
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-REPORT_EVERY = 50
-"""Steps between two progress lines."""
-
-
-def cross_entropy(inputs: LossInputs) -> LossOutput:
-    """The loss -log pi(token), summed with the token weights."""
-    logprobs = masked(inputs.trainer_logprobs, inputs.loss_mask)
-    return LossOutput(
-        loss=-weighted_sum(logprobs, inputs),
-        is_weights=torch.ones_like(logprobs),
-        capped=torch.zeros_like(inputs.loss_mask),
-    )
-
-
-def schedule(section: SftSection) -> Callable[[int], float]:
-    """Learning rate of a step (from 1): linear warm-up, constant, then linear down to lr x min_lr_ratio."""
-    start = section.decay_from_share * section.steps
-
-    def rate(step: int) -> float:
-        if section.warmup_steps and step < section.warmup_steps:
-            return section.lr * step / section.warmup_steps
-        if step <= start:
-            return section.lr
-        share = (step - start) / (section.steps - start)
-        return section.lr * (1.0 - share * (1.0 - section.min_lr_ratio))
-
-    return rate
-
-
-def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = print) -> StepReport:
-    """Train the recipe's policy on its warm-start examples and write it to `out`, a Hugging Face folder.
-
-    `report` gets the rows that were skipped and a progress line every 50 steps. Returns the last step's report.
-    Raises ValueError for examples that cannot be read, and for an `out` that exists and is not empty; RuntimeError
-    where the trained policy cannot be exported, with the path of the checkpoint that holds it.
-    """
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: expected a new or empty folder to write the policy to, found something in it")
-    recipe = _of_warm_start(recipe)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.policy.path, trust_remote_code=False)
-    examples = read_examples(recipe, tokenizer)
-    parallel = init_parallel(recipe)
-    for line in examples.lines() if parallel.rank == 0 else ():
-        report(line)
-    trainer = make_trainer(recipe, parallel, loss=cross_entropy, learning_rate=schedule(recipe.sft))
-    begin, seen = time.monotonic(), 0
-    last: StepReport | None = None
-    for step, samples in enumerate(_batches(recipe, examples.samples), start=1):
-        batches = pack(
-            samples,
-            step=step,
-            dp_size=parallel.dp_size,
-            micro_batch_tokens=recipe.micro_batch_tokens,
-            pad_multiple=trainer.pad_multiple,
-            policy_version=step - 1,
-        )
-        last = trainer.step(batches[parallel.dp_rank])
-        seen += last.tokens
-        if parallel.rank == 0 and (step % REPORT_EVERY == 0 or step == recipe.sft.steps):
-            report(_line(last, recipe.sft.steps, seen / (time.monotonic() - begin)))
-    weights = out.with_name(f".{out.name}.weights")
-    save_policy(weights, trainer.chunks, parallel)
-    shutdown_parallel()
-    if parallel.rank == 0:
-        _export(weights, out, like=recipe.policy.path)
-    assert last is not None
-    return last
-
-
-def _export(weights: Path, out: Path, *, like: str) -> None:
-    """Turn the checkpoint `weights` into the Hugging Face folder `out`, and remove it; a failed export keeps it."""
-    if out.exists():
-        out.rmdir()
-    try:
-        to_hf(weights, out, like=like)
-    except (ValueError, RuntimeError, OSError) as error:
-        command = f"megatron-scalerl convert to-hf {weights} {out} --like {like}"
-        raise RuntimeError(f"{error}; the trained weights are kept, export them with: {command}") from error
-    shutil.rmtree(weights)
-
-
-def _of_warm_start(recipe: Recipe) -> Recipe:
-    """The recipe with the warm start's optimizer, threads, temperature and world size.
-
-    One process, or as many as torchrun starts. The temperature is 1 whatever that of the rollouts is: the examples
-    were not sampled from this policy at that temperature.
-    """
-    section = recipe.sft
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    optimizer = OptimizerSection(
-        lr=section.lr,
-        warmup_steps=section.warmup_steps,
-        betas=section.betas,
-        eps=section.eps,
-        weight_decay=recipe.optimizer.weight_decay,
-        clip_grad=recipe.optimizer.clip_grad,
-    )
-    trainer = recipe.trainer.model_copy(update={"world_size": world_size, "threads": section.threads})
-    rollouts = recipe.rollouts.model_copy(update={"temperature": 1.0})
-    update: dict[str, Any] = {"optimizer": optimizer, "trainer": trainer, "rollouts": rollouts}
-    if world_size == 1:  # one process has the whole policy, however the RL run shards it
-        model = {key: value for key, value in recipe.megatron.model.items() if key not in MODEL_KEYS}
-        update["megatron"] = recipe.megatron.model_copy(update={"parallel": {}, "model": model})
-    return recipe.model_copy(update=update)
-
-
-def _batches(recipe: Recipe, examples: Sequence[tuple[tuple[int, ...], Rollout]]) -> Iterator[list[Sample]]:
-    """`steps` batches over the examples, reshuffled (seeded) in every pass."""
-    order: list[int] = []
-    rng = random.Random(recipe.seed)
-    for _ in range(recipe.sft.steps):
-        while len(order) < recipe.sft.batch_size:
-            order += rng.sample(range(len(examples)), len(examples))
-        chosen = [examples[i] for i in order[: recipe.sft.batch_size]]
-        del order[: recipe.sft.batch_size]
-        [weights] = token_weights([[sum(rollout.loss_mask) for _, rollout in chosen]], "token_mean")
-        yield [
-            Sample(prompt_token_ids=prompt, rollout=rollout, advantage=1.0, token_weight=weight)
-            for (prompt, rollout), weight in zip(chosen, weights)
-        ]
-
-
-def _line(report: StepReport, steps: int, tokens_per_second: float) -> str:
-    return (
-        f"sft step {report.step}/{steps}  loss {report.loss:.4f}  grad norm {report.grad_norm:.3f}  "
-        f"lr {report.learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
-    )
-
 
 EPILOG = """example:
   megatron-scalerl sft my_run.yaml sft.path=data/warm_start.jsonl --out models/warm
@@ -185,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Train and write the policy; returns 0. Raises ValueError for user errors."""
     recipe = recipe_of(arguments)
+    from megatron_scalerl.trainer.sft import run_sft
 
     run_sft(recipe, arguments.out)
     return 0

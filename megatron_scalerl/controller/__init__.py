@@ -7,14 +7,12 @@ run_folder.py     lock, recipe and attempts of RUN/; the checkpoint to resume fr
 weight_sync.py    coordinates a weight update of all engines
 probe.py          compares log-probs of trainer and engines after an update
 measurements.py   validations and evaluations beside the training
-validation.py     pass rate on the held-out prompts
-validations.py    which validation is due, and the one in progress
+validation.py     pass rate on the held-out prompts: which one is due, and the one in progress
 evaluations.py    evaluation files at chosen steps: RUN/evaluation.jsonl, RUN/evaluations
 held_engine.py    the engine that keeps a version for both
 meter.py          measures time windows and charges them to the ledger
 ledger.py         device-hours by role and batch: RUN/ledger.jsonl, the forecast's compute axis
-batch_metrics.py  scalars of one batch of groups
 metrics.py        step and validation records: RUN/metrics.jsonl, RUN/validation.jsonl, TensorBoard, W&B
 progress.py       lines and progress bar on the console
-failures.py       maps a failure to user error or failed run
+collector.py      gauges of a run for Prometheus; endpoint.py serves them
 """

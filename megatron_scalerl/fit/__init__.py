@@ -6,8 +6,7 @@ forecast                fit(), the entry point; prior and posterior for "robust"
 result, checks          what a fit returns, and its warnings
 decide, backtest, outlook
 arms, between_runs, quantities, compare, verdicts    recipes with several runs each, compared
-plot, plot_comparison, plot_diagnostics, tables, json_output, html, formatting    figures, tables, JSON, HTML pages
+plot, tables, json_output, html, formatting    figures, tables, JSON, HTML pages
 command                 the command line
-published               the paper's curves (data/README.md)
-study/                  how the prior was learned and the methods benchmarked; no user command imports it
+published, tiny_runs    known curves (data/README.md); tools/forecast learns the prior from them
 """

@@ -1,1 +1,22 @@
-"""Launchers: start the processes of a run, watch them, stop them. `fleet` is what a launcher returns."""
+"""Starts the processes of a run, watches them, stops them.
+
+In the controller's process:
+
+    placement.py, hosts.py   what runs where; the commands that start a program on another host
+    launcher.py              starts the run's processes: trainer.py its ranks, engines.py its engines
+    process.py               starts an engine, watches and stops it
+    local_server.py          its server as a child process (also in an agent)
+    remote_server.py         its server on another host, behind an agent (agents.py starts it)
+    control.py               the socket to the agents
+
+On another host:
+
+    host_ranks.py            the host's trainer ranks, in one process
+    agent.py                 one process for each start of an engine: starts the server, reports, ends with it
+    log_copy.py              passes the server's output on
+
+Between both:
+
+    agent_messages.py        what they send
+    control_folder.py        the files by which an agent finds the controller
+"""

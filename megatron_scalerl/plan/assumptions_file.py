@@ -8,7 +8,7 @@
         value: 0.37
         source: "measured: 8B shape, 4 layers, 16,384 tokens"   # optional
 
-`megatron-scalerl check-gpu --planner FILE` writes one.
+`pytest -m gpu tests/gpu` and tools/bench_shapes.py write one (docs/gpu.md).
 """
 
 from __future__ import annotations

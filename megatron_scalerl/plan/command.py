@@ -54,7 +54,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--assumptions",
         metavar="FILE",
-        help="measured constants that replace the defaults below, written by check-gpu --planner; flags override it",
+        help="measured constants that replace the defaults below, see docs/gpu.md; flags override it",
     )
     p.add_argument(
         "--config",

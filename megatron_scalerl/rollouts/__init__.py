@@ -4,8 +4,8 @@ stream.py        admission and batches; gate.py bounds their staleness
 sampler.py       one completion from request to score
 plans.py         what is asked of the engines, and where the answer is
 decoder_pool.py  processes that decode the engines' responses; runs in the controller
-decoder.py       main of one of them; answer_text.py finds the answer
+decoder.py       main of one of them; finds the answer
 journal.py       groups drawn, finished and trained; history.py reads it
-store.py         finished groups on disk, in blocks.py's format; old_groups.py reads that of earlier versions
+store.py         finished groups on disk; old_groups.py reads that of earlier versions
 retention.py     which of them stay; parquet.py writes them for people
 """

@@ -1,11 +1,12 @@
-"""Weight transfer from the trainer to the engines.
+"""Weight transfer from the trainer to the engines: both ends of the wire.
 
-plan.py, owners.py     which rank sends which rectangle of which tensor to which shard of an engine
+plan.py, owners.py     rectangles of tensors; which rank sends which to which shard of an engine; how both connect
 source.py              the trainer's weights as parts of Hugging Face tensors, read from this rank's shards
 sending.py             this rank's part in the updates of a run
-connection.py          what both sides must know to connect, and the report of a send
 transport/             the broadcast groups over gloo, NCCL and shared memory, the framing, the store
-changes.py             changed elements found, coded and read again
-written.py             those that the optimizer recorded
-digest.py, value_digest.py    the digests by which both sides compare what was sent, received and is held
+weight_receiver.py     a worker's part in an update; staging.py keeps it until the engine takes it
+live_map.py, live_weights.py    where each part lies in the engine's live parameters; parts written there
+changes.py, live_changes.py     changed elements found, coded and read again; written into live parameters
+written.py             changed elements that the optimizer recorded
+digest.py              the digests by which both sides compare what was sent, received and is held
 """

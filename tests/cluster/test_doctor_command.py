@@ -11,12 +11,12 @@ from fakes.nvml import HOSTS
 
 import megatron_scalerl
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.check_gpu.runner import Machine
 from megatron_scalerl.cluster import node, versions
 from megatron_scalerl.cluster.check import failed, guarded, ok, skipped, warning
 from megatron_scalerl.cluster.digests import code_digest, names_digest, recipe_digest
 from megatron_scalerl.cluster.node import NodeReport, gpus_needed
 from megatron_scalerl.cluster.nvml import NvmlReading, read
+from megatron_scalerl.cluster.probe import Machine
 from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,7 +32,7 @@ GPU_PACKAGES = {
 
 def machine(packages=None, **details):
     details = {"cuda_version": "13.0", "nccl": "2.28.9", "packages": GPU_PACKAGES | (packages or {})} | details
-    return Machine(gpus=(), no_gpu="", modules=(), details=details)
+    return Machine(gpus=(), details=details)
 
 
 CPU = machine(cuda_version=None, nccl=None, packages={})

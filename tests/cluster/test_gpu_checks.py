@@ -133,7 +133,7 @@ def in_process(host, tmp_path, monkeypatch, **limits):
     (tmp_path / "pynvml.py").write_text("\n".join([*lines, f"sys.modules[__name__] = HOSTS[{host!r}]()"]) + "\n")
     root = str(Path(sys.modules["megatron_scalerl"].__file__).parent.parent)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), root]))
-    return read_in_process(**limits)
+    return read_in_process(**{"limit_s": 240, **limits})
 
 
 @pytest.mark.parametrize("host", ["healthy", "nothing supported", "unknown"])

@@ -94,7 +94,7 @@ def starts(task, run):
 
 
 def wait_for_steps(task, run, steps, process):
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240
     while len(read_jsonl(task / "study" / "runs" / run / "metrics.jsonl")) < steps:
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.02)

@@ -14,6 +14,6 @@ needs_promtool = pytest.mark.skipif(
 
 def promtool(*words: str, stdin: bytes = b"") -> None:
     """Run it; fails with what it says."""
-    done = subprocess.run(["promtool", *words], input=stdin, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(["promtool", *words], input=stdin, capture_output=True, timeout=240, check=False)
     said = (done.stdout + done.stderr).decode()
     assert done.returncode == 0, said

@@ -149,15 +149,14 @@ def test_a_port_in_use_is_a_mistake_of_the_user(tmp_path):
             asyncio.run(run(port))
 
 
-def started_again(tmp_path, monkeypatch, *, held_s):
+def started_again(tmp_path, monkeypatch, *, held_s, waits_s):
     """(the collector, the targets) of a second start, whose port another socket holds so long."""
-    monkeypatch.setattr("megatron_scalerl.controller.endpoint.PORT_WAIT_S", 2.0)
+    monkeypatch.setattr("megatron_scalerl.controller.endpoint.PORT_WAIT_S", waits_s)
     monkeypatch.setattr("megatron_scalerl.controller.endpoint.PORT_RETRY_S", 0.1)
 
-    async def run():
-        async with endpoint(tmp_path):
-            targets = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())
-        port = int(targets[0]["targets"][0].split(":")[1])
+    async def run(port):
+        async with endpoint(tmp_path, metrics_port=port):
+            pass
         taken = socket.create_server(("127.0.0.1", port))
         asyncio.get_running_loop().call_later(held_s, taken.close)
         made, folder = settings(tmp_path, metrics_port=port)
@@ -165,18 +164,28 @@ def started_again(tmp_path, monkeypatch, *, held_s):
             async with serving_metrics(made, folder, run_id="1f") as collector:
                 return collector, json.loads((folder / "metrics" / "targets.json").read_text()), port
 
-    return asyncio.run(run())
+    with at_a_port() as reserved:  # no other process asks for a port and gets this one meanwhile
+        return asyncio.run(run(reserved.getsockname()[1]))
+
+
+@contextlib.contextmanager
+def at_a_port():
+    """A socket that does not listen at its port; another one of this process may."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        yield bound
 
 
 def test_a_restart_waits_for_its_port(tmp_path, monkeypatch, caplog):
-    collector, targets, port = started_again(tmp_path, monkeypatch, held_s=0.5)
+    collector, targets, port = started_again(tmp_path, monkeypatch, held_s=0.5, waits_s=240.0)
     assert collector is not None and targets[0]["targets"] == [f"127.0.0.1:{port}"] and not caplog.records
 
 
 @pytest.mark.slow
 def test_a_restart_whose_port_stays_taken_goes_on_without_metrics(tmp_path, monkeypatch, caplog):
     """Nor does Prometheus bring the token to whoever listens there now."""
-    collector, targets, port = started_again(tmp_path, monkeypatch, held_s=60)
+    collector, targets, port = started_again(tmp_path, monkeypatch, held_s=600, waits_s=2.0)
     assert collector is None and targets == []
     [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said.startswith("the run goes on without its endpoint for metrics: telemetry.metrics_host, telemetry.")
@@ -231,14 +240,14 @@ def test_engines_are_fetched_with_the_secret_which_the_reader_does_not_have(tmp_
 
 def test_an_engine_without_a_server_and_one_that_fails_are_told_apart(tmp_path):
     async def run():
-        with socket.create_server(("127.0.0.1", 0)) as closed:
+        with at_a_port() as closed:
             url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        async with EngineClient(url=url, secret=SECRET) as client, endpoint(tmp_path) as (collector, get):
-            engines = Membership.of([client])
-            collector.members = lambda: engines.members
-            failing = await get("/metrics/engines/engine-0", bearer(tmp_path))
-            engines.lose(0, "killed")
-            return failing[0], (await get("/metrics/engines/engine-0", bearer(tmp_path)))[0]
+            async with EngineClient(url=url, secret=SECRET) as client, endpoint(tmp_path) as (collector, get):
+                engines = Membership.of([client])
+                collector.members = lambda: engines.members
+                failing = await get("/metrics/engines/engine-0", bearer(tmp_path))
+                engines.lose(0, "killed")
+                return failing[0], (await get("/metrics/engines/engine-0", bearer(tmp_path)))[0]
 
     assert asyncio.run(run()) == (502, 503)
 
@@ -285,7 +294,7 @@ def test_connections_that_ask_for_nothing_are_few_and_do_not_stay(tmp_path, monk
             target = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())[0]["targets"][0]
             host, port = target.split(":")
             opened = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
-            closed = [await asyncio.wait_for(reader.read(), 60) for reader, _ in opened]
+            closed = [await asyncio.wait_for(reader.read(), 240) for reader, _ in opened]
             for _, writer in opened:
                 writer.close()
             monkeypatch.setattr("megatron_scalerl.controller.endpoint.CONNECTION_S", 60.0)

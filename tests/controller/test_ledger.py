@@ -5,6 +5,7 @@ import json
 
 import pytest
 from fakes.clock import StandInClock
+from waiting import passes
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.ledger import Ledger
@@ -25,7 +26,7 @@ def test_what_a_job_held_is_on_record_at_once(tmp_path):
             clock=StandInClock(),
         )
         beating = asyncio.create_task(meter.beat())
-        await asyncio.sleep(0)
+        await passes(1)
         beating.cancel()
 
     asyncio.run(fail())

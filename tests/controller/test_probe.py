@@ -7,6 +7,7 @@ import pytest
 from fakes.engine import StandInEngine
 from fakes.sampler import StandInSampler
 from fakes.trainer import StandInTrainer
+from waiting import passes
 
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.probe import Probe, ProbeError
@@ -105,7 +106,7 @@ def test_an_engine_that_joins_within_a_phase_gets_no_weights_that_the_others_do_
 
     async def batch():
         engines.join(0, joined)
-        await asyncio.sleep(0.01)
+        await passes()
         return "batch"
 
     loop = SimpleNamespace(_fleet=SimpleNamespace(engines=engines), _sync=None, _step=5, _served=4)

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from waiting import passes
 
 from megatron_scalerl.controller.sending import Ahead, SentBatch
 
@@ -45,7 +46,7 @@ def scenario(coroutine):
     """Runs it; no task may be left behind."""
 
     async def whole():
-        result = await asyncio.wait_for(coroutine(), 20)
+        result = await asyncio.wait_for(coroutine(), 120)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return result
 
@@ -56,7 +57,7 @@ def test_a_batch_that_is_there_is_sent_beside_the_step():
     async def run():
         sender, stream = StandInSender(), StandInStream(ready=True)
         async with Ahead(sender, stream.take, 4) as ahead:
-            await asyncio.sleep(0.01)  # the step
+            await passes()  # the step
             asyncio.get_running_loop().call_later(0.05, sender.free.set)
             return await ahead.batch()
 
@@ -67,10 +68,10 @@ def test_a_batch_that_is_not_there_when_the_step_ends_is_not_taken():
     async def run():
         stream = StandInStream(ready=False)
         async with Ahead(StandInSender(), stream.take, 4) as ahead:
-            await asyncio.sleep(0.01)
+            await passes()
             stream.there.set()  # at the same moment
             assert await ahead.batch() is None
-            await asyncio.sleep(0.01)
+            await passes()
         assert stream.taken == 0
 
     scenario(run)
@@ -92,7 +93,7 @@ def test_the_failure_of_the_step_ends_the_sending(ready):
         sender = StandInSender()
         with pytest.raises(RuntimeError, match="rank 1 is gone"):
             async with Ahead(sender, StandInStream(ready=ready).take, 4):
-                await asyncio.sleep(0.01)
+                await passes()
                 raise RuntimeError("rank 1 is gone")
         assert sender.cancelled == ready
 
@@ -108,7 +109,7 @@ def test_a_cancelled_step_ends_the_sending():
                 await asyncio.Event().wait()
 
         stepping = asyncio.create_task(step())
-        await asyncio.sleep(0.01)
+        await passes()
         stepping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stepping
@@ -122,7 +123,7 @@ def test_the_failure_of_the_sending_is_raised_after_the_step():
         sender = StandInSender(OSError("segment-00000.bin: no such file"))
         sender.free.set()
         async with Ahead(sender, StandInStream(ready=True).take, 4) as ahead:
-            await asyncio.sleep(0.01)
+            await passes()
             with pytest.raises(OSError, match=r"segment-00000\.bin"):
                 await ahead.batch()
 

@@ -1,4 +1,4 @@
-"""Runs a function in several processes that form one world over gloo, and brings back what each returned.
+"""Runs a function in several processes that form one world, and brings back what each returned.
 
 The ranks are forked from a server that has imported torch and Megatron-Core, which takes seconds. It has run nothing
 and holds none of our modules: in all else a rank is a fresh process.
@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -28,14 +29,23 @@ IMPORTED_ONCE = [
 """Modules that every rank shares with the server."""
 
 
-def run_ranks(world_size: int, target: str, *args: Any, timeout_s: float = 480.0) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    target: str,
+    *args: Any,
+    timeout_s: float = 480.0,
+    env: Mapping[str, str] | None = None,
+    spawn: bool = False,
+) -> list[Any]:
     """Results, by rank, of `target` ("module:function", importable here) called with `args` in every process.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, one thread each. The first rank that fails ends all
-    and its traceback is raised as AssertionError; so does running past `timeout_s`.
+    and its traceback is raised as AssertionError; so does running past `timeout_s`. env: further variables.
+    spawn: the ranks share no server, which on a GPU machine may hold a driver that a fork does not survive.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED_ONCE)
+    context = mp.get_context("spawn" if spawn else "forkserver")
+    if not spawn:
+        context.set_forkserver_preload(IMPORTED_ONCE)
     port = _reserved_port()
     pipes: dict[Connection, int] = {}
     processes = []
@@ -43,7 +53,7 @@ def run_ranks(world_size: int, target: str, *args: Any, timeout_s: float = 480.0
         ours, theirs = context.Pipe(duplex=False)
         settings = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1")}  # as of now: the server's is older
         settings |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-        settings |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.getsockname()[1]))
+        settings |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.getsockname()[1])) | dict(env or {})
         process = context.Process(target=_child, args=(theirs, settings, target, args), daemon=True)
         process.start()
         theirs.close()

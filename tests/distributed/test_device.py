@@ -1,7 +1,7 @@
 """Device selection on a machine without a GPU, and the environment of processes with one.
 
 Why this matters: a wrong variable is silent on a GPU (memory fragments, runs are not deterministic). Not exercised:
-a GPU; `check_gpu` does.
+a GPU; `tests/gpu` does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,19 @@
 """A verifier for policies that know nothing: half of all answers are right."""
 
+import os
+import time
 import zlib
+from pathlib import Path
 
 
 def toss(answer_text, reference, extra):
     """True for every second answer, the same for the same text."""
     return zlib.crc32(answer_text.encode()) % 2 == 0
+
+
+def toss_until_held(answer_text, reference, extra):
+    """`toss`, which no longer ends once the journal $HELD_AT, if there is one, has ten finished groups."""
+    journal = Path(os.environ["HELD_AT"])
+    while journal.is_file() and journal.read_text().count('"finish"') >= 10:
+        time.sleep(0.1)
+    return toss(answer_text, reference, extra)

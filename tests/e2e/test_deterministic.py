@@ -2,14 +2,14 @@
 
 import os
 import signal
-import time
 
 import pytest
+from waiting import wait_until
 from whole_runs import overrides, run, start
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(3000)]
 
 
 PIPELINE = ("rollouts.max_staleness_steps=0",)
@@ -21,13 +21,19 @@ def settings(tiny, out, name, schedule):
         "rollouts.deterministic=true",
         *schedule,
         "rollouts.max_in_flight=16",  # a batch is two rounds
-        "rewards.verifier=tests.e2e.coin:toss",
+        "rewards.verifier=tests.e2e.coin:toss_until_held",
+        "rewards.environment=[HELD_AT]",
+        "rewards.timeout_s=600",
         "steps=4",
         "validation.every_steps=2",
         "checkpoint.every_steps=2",
         "weights.probe_every=2",
     )
     return ["-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *overrides(tiny, out, name, *more)]
+
+
+def finished(events):
+    return [line for line in events.read_text().splitlines() if '"finish"' in line] if events.exists() else []
 
 
 def bits(folder):
@@ -41,26 +47,25 @@ def bits(folder):
 
 
 @pytest.mark.parametrize(("schedule", "groups"), [(PIPELINE, 12), (PHASES, 16)], ids=["pipeline", "phases"])
-def test_a_killed_run_has_the_bits_of_one_that_was_not(tiny_dense, tmp_path, schedule, groups):
+def test_a_killed_run_has_the_bits_of_one_that_was_not(tiny_dense, tmp_path, monkeypatch, schedule, groups):
     """groups: those of which the last are generated when the run is killed. Phases have two batches of four."""
+    monkeypatch.setenv("HELD_AT", "")
     run(*settings(tiny_dense, tmp_path, "whole", schedule))
     expected = bits(tmp_path / "whole")
     digests = {row[-1] for row in expected[0]} - {None}
     assert len(digests) == (4 if schedule == PIPELINE else 2), "every step changes the weights"
 
     interrupted = tmp_path / "interrupted"
-    process = start(*settings(tiny_dense, tmp_path, "interrupted", schedule))
     events = interrupted / "journal.jsonl"
-    until = time.monotonic() + 240
+    monkeypatch.setenv("HELD_AT", str(events))
+    process = start(*settings(tiny_dense, tmp_path, "interrupted", schedule))
     # in the third batch, or the second phase, some of whose groups are in the journal
-    while not events.exists() or events.read_text().count('"finish"') < 10:
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.005)
+    wait_until(lambda: process.poll() is not None or len(finished(events)) >= 10, 1200)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    finished = events.read_text().count('"finish"')
-    assert finished < groups, "a batch was interrupted, not a step"
+    assert len(finished(events)) < groups, "a batch was interrupted, not a step"
 
+    monkeypatch.setenv("HELD_AT", "")
     run(*settings(tiny_dense, tmp_path, "interrupted", schedule))
     assert bits(interrupted) == expected
     assert "not deterministic" not in (interrupted / "logs" / "controller.log").read_text()

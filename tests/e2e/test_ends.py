@@ -43,7 +43,7 @@ class Run:
                 continue
         return found
 
-    def wait_for(self, what, timeout_s=240):
+    def wait_for(self, what, timeout_s=600):
         """Wait until `what()` holds while the run lives."""
         until = time.monotonic() + timeout_s
         while not what():
@@ -59,7 +59,7 @@ class Run:
     def end(self):
         """Wait for the controller; its exit code and its errors from the line that is its own."""
         self.children()
-        _, err = self.process.communicate(timeout=120)
+        _, err = self.process.communicate(timeout=400)
         return self.process.returncode, err[err.rindex("megatron-scalerl: ") :].strip()
 
     def __enter__(self):
@@ -104,7 +104,7 @@ def test_a_killed_controller_leaves_no_engine_that_still_imports(tiny_dense, tmp
 def test_a_stopped_run_goes_on_and_a_hung_engine_ends_it(tiny_dense, tmp_path):
     # on-policy, so that nothing is left to train on when the engine hangs; a hang within an update is one too
     more = ("checkpoint.every_steps=1", "rollouts.max_staleness_steps=0")
-    more += ("engine.stall_timeout_s=5", "weights.timeout_s=20", "engine.max_restarts=0")
+    more += ("engine.stall_timeout_s=20", "weights.timeout_s=60", "engine.max_restarts=0")
     with Run(tiny_dense, tmp_path, *more) as run:
         run.wait_for(lambda: run.steps() >= 2)
         assert named(run.children(), "EngineCore")

@@ -19,7 +19,7 @@ def get(address, path, token=None):
     request = urllib.request.Request(f"http://{address}{path}")
     if token is not None:
         request.add_header("Authorization", f"Bearer {token}")
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return answer.read().decode()
 
 

@@ -9,6 +9,7 @@ import re
 import pytest
 from aiohttp import web
 from fakes.server import StandInServer, answer
+from waiting import passes, until
 
 from megatron_scalerl.engine.answers import EngineError, EngineLost
 from megatron_scalerl.engine.bodies import generation_limit
@@ -77,7 +78,7 @@ CASES = {
 
 def found(respond):
     async def main():
-        async with StandInServer(respond, stall_timeout_s=1.0) as client:
+        async with StandInServer(respond, stall_timeout_s=1.0 if respond in (slow, silent) else 240.0) as client:
             with pytest.raises(EngineError) as error:
                 await client.generate([1], sampling=SPEC)
             assert client.in_flight == 0
@@ -116,11 +117,10 @@ def test_an_engine_that_has_answered_is_not_waited_for(tmp_path):
     async def main():
         async with StandInServer(respond) as client:
             call = asyncio.create_task(client.generate([1], sampling=SPEC))
-            await asyncio.sleep(0)
+            await passes(1)
             assert client.in_flight == 1
             await begun.wait()
-            while client.in_flight:
-                await asyncio.sleep(0.001)
+            await until(lambda: not client.in_flight)
             go_on.set()
             return await call
 
@@ -150,8 +150,7 @@ def test_an_evicted_engine_loses_what_it_has_not_answered_and_keeps_what_is_bein
             for _ in range(2):
                 calls.append(asyncio.create_task(client.generate([1], sampling=SPEC, decoder=decoder)))
                 await decoder.has_body.wait()
-            while client.in_flight:
-                await asyncio.sleep(0.01)
+            await until(lambda: not client.in_flight)
             client.abort("killed")
             decoder.go_on.set()
             return await asyncio.gather(*calls, return_exceptions=True), client.received_tokens

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from waiting import passes
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
 from megatron_scalerl.controller.train import _record
@@ -22,12 +23,12 @@ def test_an_eviction_that_cannot_be_recorded_still_ends_requests_and_waits():
         client = EngineClient(url="http://127.0.0.1:1", secret="s")
         members.join(0, client)
         waiting = asyncio.create_task(members.evicted(client))
-        await asyncio.sleep(0)
+        await passes()
         with pytest.raises(OSError, match="No space left"):
             members.evict(client, "garbage")
         with pytest.raises(EngineLost, match="garbage"):
             await client.generate([1], sampling=SamplingSpec(max_tokens=1))
-        return await asyncio.wait_for(waiting, 10)
+        return await asyncio.wait_for(waiting, 120)
 
     assert asyncio.run(scenario()) == "garbage"
 
@@ -95,15 +96,15 @@ def test_engines_that_leave_are_never_too_few_but_one_that_is_there_counts():
         few = asyncio.create_task(members.too_few())
         index = members.add("extra-7-0", 1)
         members.lose(index, "left")
-        await asyncio.sleep(0)
+        await passes()
         assert not few.done() and members.left == 2
         members.add("extra-7-0", 1)
         members.lose(0, "broken", given_up=True)
-        await asyncio.sleep(0)
+        await passes()
         assert not few.done() and members.left == 2
         members.lose(index, "left")
         with pytest.raises(EngineDied, match=r"at least 2 engines that can serve, found 1 \(engine-0: broken\)"):
-            await asyncio.wait_for(few, 10)
+            await asyncio.wait_for(few, 120)
 
     asyncio.run(scenario())
 

@@ -81,7 +81,7 @@ class Scene:
         assert info.weight_version == str(version) and len(info.weight_digests[0]) == 16
         assert await engine.ask("msrl_live_digest") == digest_of(self.folders[version])
         before = await engine.ask("generated")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(240):
             while await engine.ask("generated") == before:
                 await asyncio.sleep(0.01)
 

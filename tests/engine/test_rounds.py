@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 from fakes.engine import StandInEngine
+from fakes.run import in_virtual_time
+from waiting import passes, until
 
 from megatron_scalerl.engine.membership import EngineState, Membership
 from megatron_scalerl.engine.rounds import Rounds
@@ -13,20 +15,19 @@ def test_engines_resume_once_they_hold_their_requests():
     engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
 
     async def run():
-        together = await Rounds(Membership.of(engines), timeout_s=30).begin()
+        together = await Rounds(Membership.of(engines), timeout_s=240).begin()
         assert [e.calls for e in engines] == [["pause"], ["pause"]]
         assert [together.engine(rank) for rank in range(3)] == [engines[0], engines[1], engines[0]]
         going = asyncio.create_task(together.go([engines[0], engines[1], engines[0]]))
         engines[1].held = ["a"]
-        while "resume" not in engines[1].calls:
-            await asyncio.sleep(0)
-        engines[0].held = ["a"]
-        await asyncio.sleep(0.05)
+        await until(lambda: "resume" in engines[1].calls)
+        engines[0].held, looks = ["a"], len(engines[0].calls)
+        await until(lambda: len(engines[0].calls) > looks + 2)
         assert "resume" not in engines[0].calls, "one of its two requests has not arrived"
         engines[0].held = ["a", "b"]
         await going
 
-    asyncio.run(run())
+    in_virtual_time(run())
     assert engines[0].calls[-1] == "resume"
 
 
@@ -34,11 +35,11 @@ def test_an_engine_without_requests_is_resumed():
     engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
 
     async def run():
-        together = await Rounds(Membership.of(engines), timeout_s=30).begin()
+        together = await Rounds(Membership.of(engines), timeout_s=240).begin()
         engines[0].held = ["a"]
         await together.go([engines[0]])
 
-    asyncio.run(run())
+    in_virtual_time(run())
     assert engines[1].calls[-1] == "resume"
 
 
@@ -48,18 +49,18 @@ def test_a_round_waits_for_every_engine_that_is_not_given_up():
         first, second = StandInEngine("engine-0"), StandInEngine("engine-1")
         members.join(0, first)
         members.serve(first, 3)
-        begun = asyncio.create_task(Rounds(members, timeout_s=30).begin())
-        await asyncio.sleep(0.05)
+        begun = asyncio.create_task(Rounds(members, timeout_s=240).begin())
+        await passes()
         assert not begun.done() and not first.calls, "engine-1 is starting"
         members.join(1, second)
         members.serve(second, 3)
         together = await begun
         assert together.engine(1) is second
         members.lose(0, "exit code 1", given_up=True)
-        alone = await Rounds(members, timeout_s=30).begin()
+        alone = await Rounds(members, timeout_s=240).begin()
         assert alone.engine(0) is alone.engine(1) is second
 
-    asyncio.run(run())
+    in_virtual_time(run())
 
 
 @pytest.mark.parametrize("fails_in", ["pause", "progress"])
@@ -68,12 +69,12 @@ def test_an_engine_that_fails_is_evicted_and_the_others_go_on(fails_in):
     members = Membership.of(engines)
 
     async def run():
-        together = await Rounds(members, timeout_s=30).begin()
+        together = await Rounds(members, timeout_s=240).begin()
         used = [together.engine(rank) for rank in range(2)]
         engines[0].held = [each for each in used if each is engines[0]]
         await together.go(used)
 
-    asyncio.run(run())
+    in_virtual_time(run())
     assert engines[1].aborted == f"engine-1: {fails_in}: 500"
     assert members.members[1].state is EngineState.DRAINING
     assert engines[0].calls[-1] == "resume"
@@ -88,7 +89,7 @@ def test_an_engine_that_does_not_receive_its_requests_is_evicted():
         together = await Rounds(members, timeout_s=0.05).begin()
         await together.go([engine, engine])
 
-    asyncio.run(run())
+    in_virtual_time(run())
     assert engine.aborted == (
         "engine-0: expected it to hold 2 requests and to resume within 0.05 s of their submission, found 1 requests "
         "(weights.timeout_s)"
@@ -118,5 +119,5 @@ def test_an_engine_that_hangs_is_evicted(hangs_in):
             await members.until(lambda: hung not in members.serving)
             begun.cancel()
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    in_virtual_time(asyncio.wait_for(run(), 30))
     assert members.members[0].state is EngineState.DRAINING and hung.aborted.endswith("(weights.timeout_s)")

@@ -1,12 +1,17 @@
 """An engine that hangs ends the run; one that is slow, paused or busy with prompts does not."""
 
 import asyncio
+import re
 import time
+from types import SimpleNamespace
 
 import pytest
 from fakes.engine import StandInEngine
+from fakes.run import in_virtual_time
 from fakes.server import StandInHungServer
+from waiting import passes
 
+from megatron_scalerl.engine import watchdog
 from megatron_scalerl.engine.answers import CoreProgress, EngineError, EngineProgress
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.watchdog import BudgetClock, EngineDied, StallClock, watch_progress
@@ -95,7 +100,7 @@ def test_requests_that_end_are_no_excess():
     assert excess([(5 * n, 0, 0) for n in range(100)]) is None
 
 
-async def watched(server, seconds, *, stall=0.4, first=2.0, during=None):
+async def watched(server, seconds, *, stall=1.6, first=2.0, during=None):
     """Watch the stand-in with a completion in flight: (error, seconds until it was raised)."""
     settings = EngineSection(stall_timeout_s=stall, first_token_timeout_s=first)
     began = time.monotonic()
@@ -115,13 +120,13 @@ def in_server(scenario):
         async with StandInHungServer() as server:
             return await scenario(server)
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    return asyncio.run(asyncio.wait_for(run(), 240))
 
 
 def test_a_healthy_server_whose_core_hangs_is_reported():
-    died, after = in_server(lambda server: watched(server, 20))
-    assert isinstance(died, EngineDied) and str(died).startswith("engine-4 produced no token for 0.4")
-    assert after >= 0.4
+    died, after = in_server(lambda server: watched(server, 120))
+    assert isinstance(died, EngineDied) and re.match(r"engine-4 produced no token for (1\.\d+|2) s", str(died))
+    assert after >= 1.6
 
 
 def test_a_server_whose_completions_never_end_is_reported():
@@ -131,7 +136,7 @@ def test_a_server_whose_completions_never_end_is_reported():
                 await asyncio.sleep(0.01)
                 server.tokens += 1
 
-        return await watched(server, 20, during=tokens)
+        return await watched(server, 120, during=tokens)
 
     died, _ = in_server(scenario)
     assert isinstance(died, EngineDied)
@@ -143,13 +148,13 @@ def test_the_client_counts_the_budgets_since_a_request_ended():
         client = server.client
         spec = [SamplingSpec(max_tokens=n) for n in (4, 10, 100)]
         requests = [asyncio.create_task(client.generate([1], sampling=each)) for each in spec[:2]]
-        await asyncio.sleep(0)
+        await passes(1)
         found = [(client.ended, client.budget_since_end)]
         requests[0].cancel()
         await asyncio.wait(requests[:1])
         found.append((client.ended, client.budget_since_end))
         requests.append(asyncio.create_task(client.generate([1], sampling=spec[2])))
-        await asyncio.sleep(0)
+        await passes(1)
         found.append((client.ended, client.budget_since_end))
         for request in requests:
             request.cancel()
@@ -162,47 +167,53 @@ def test_the_client_counts_the_budgets_since_a_request_ended():
 def test_a_server_that_does_not_respond_is_reported():
     async def scenario(server):
         server.silent = True
-        return await watched(server, 20)
+        return await watched(server, 120)
 
     died, _ = in_server(scenario)
-    assert isinstance(died, EngineDied) and "engine-4 gave no answer within 0.4 s" in str(died)
+    assert isinstance(died, EngineDied) and "engine-4 gave no answer within 1.6 s" in str(died)
 
 
 def test_a_server_that_has_lost_its_core_is_reported():
     async def scenario(server):
         server.dead = True
-        return await watched(server, 20)
+        return await watched(server, 120)
 
     assert str(in_server(scenario)[0]) == "engine-4 lost a core"
 
 
-@pytest.mark.slow
-def test_slow_tokens_a_pause_and_a_long_prompt_are_not_stalls():
-    async def slow(server):
-        async def tokens():
-            while True:
-                await asyncio.sleep(0.5)
-                server.tokens += 1
+def watched_in_virtual_time(monkeypatch, progress, *, paused=False):
+    """Ten minutes of watching an engine with a request, whose `progress` is called with the loop."""
+    engine = StandInEngine()
+    engine.in_flight, engine.paused = 1, paused
 
-        return await watched(server, 3, stall=2.0, during=tokens)
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=loop.time))
+        engine.progress = lambda: progress(loop)
+        settings = EngineSection(stall_timeout_s=2, first_token_timeout_s=1e6)
+        await asyncio.wait_for(watch_progress(engine, settings), 600)
 
-    async def paused(server):
-        await server.client.pause(clear_cache=False)
-        return await watched(server, 1.5)
+    in_virtual_time(scenario())
 
-    async def prompt(server):
-        server.decoding, server.waiting = 0, 1
-        return await watched(server, 1.5, first=600)
 
-    for scenario in (slow, paused, prompt):
-        assert in_server(scenario)[0] is None
+@pytest.mark.parametrize(
+    ("pace_s", "waiting", "paused"),
+    [(0.5, 0, False), (1e9, 0, True), (1e9, 1, False)],
+    ids=["slow", "paused", "prompt"],
+)
+def test_slow_tokens_a_pause_and_a_long_prompt_are_not_stalls(monkeypatch, pace_s, waiting, paused):
+    async def progress(loop):
+        return EngineProgress(cores=(core(loop.time() // pace_s, waiting, 1 - waiting),), dead=False)
+
+    with pytest.raises(TimeoutError):
+        watched_in_virtual_time(monkeypatch, progress, paused=paused)
 
 
 def test_the_limit_applies_again_after_resume():
     async def scenario(server):
         await server.client.pause(clear_cache=False)
         await server.client.resume()
-        return await watched(server, 20)
+        return await watched(server, 120)
 
     assert isinstance(in_server(scenario)[0], EngineDied)
 
@@ -220,18 +231,16 @@ def test_progress_is_parsed_and_an_invalid_response_is_refused():
     assert progress.tokens == 7 and progress.cores[0].decoding == 1 and not progress.dead
 
 
-def test_a_poll_during_which_this_process_was_stopped_is_no_missing_answer():
+def test_a_poll_during_which_this_process_was_stopped_is_no_missing_answer(monkeypatch):
     """The first answer arrives while this process is stopped for longer than the limit."""
-    engine, polls = StandInEngine(), []
+    polls = []
 
-    async def progress():
-        polls.append(1)
+    async def progress(loop):
+        polls.append(loop.now)
         if len(polls) == 1:
-            time.sleep(0.6)
-        await asyncio.sleep(0.01)
+            loop.now += 60
+        await passes()
         return EngineProgress(cores=(), dead=len(polls) > 1)
 
-    engine.progress = progress
-    settings = EngineSection(stall_timeout_s=0.4)
     with pytest.raises(EngineDied, match="engine-0 lost a core"):
-        asyncio.run(watch_progress(engine, settings))
+        watched_in_virtual_time(monkeypatch, progress)

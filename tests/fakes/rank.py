@@ -56,7 +56,7 @@ def conversation(scenario, *, world_size=2, rendezvous=WHERE):
 
     async def whole():
         trainer = client(world_size, rendezvous)
-        start = asyncio.create_task(trainer.wait_ready(timeout_s=60))
+        start = asyncio.create_task(trainer.wait_ready(timeout_s=240))
         try:
             return await scenario(trainer, start)
         finally:

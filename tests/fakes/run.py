@@ -47,6 +47,15 @@ class Killed(BaseException):
     """The controller was killed: no code of it runs any more, not even cleanup."""
 
 
+def in_virtual_time(main):
+    """What the coroutine returns, in a loop of its own."""
+    loop = VirtualTimeLoop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        loop.close()
+
+
 def run_sampler(flat_groups: Container[int], lost: dict[tuple[int, int, int], int]) -> StandInSampler:
     """A completion takes 1 to 6 s, drawn from its group and index; every second one is correct.
 

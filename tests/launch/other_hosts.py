@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+from own_processes import own_processes
 
 from megatron_scalerl.launch.control_folder import secret_file
 from megatron_scalerl.launch.engines import Engines
@@ -43,10 +44,10 @@ async def engines_of(recipe, folder, record=lambda member: None, *, incarnation=
 def agents(folder):
     """The agents of this run, by name of their engine."""
     found = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
+    for process in own_processes(lambda process: str(folder) in process.cmdline()):
+        with contextlib.suppress(psutil.NoSuchProcess):
             line = process.cmdline()
-            if str(folder) in line and "--name" in line and "agent" in " ".join(line[:3]):
+            if "--name" in line and "agent" in " ".join(line[:3]):
                 found[line[line.index("--name") + 1]] = process
     return found
 
@@ -63,7 +64,7 @@ def runs(process):
     return False
 
 
-async def none_left(processes, within_s=120.0):
+async def none_left(processes, within_s=240.0):
     """Wait until all of `processes` are gone."""
     async with asyncio.timeout(within_s):
         while any(runs(process) for process in processes):

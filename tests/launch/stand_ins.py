@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import psutil
+from own_processes import own_processes
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -29,10 +30,11 @@ def stand_in(pids):
 
 def environment(**more):
     """The environment of a controller in these tests."""
-    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'launch'}", **more}
+    folders = (ROOT, ROOT / "tests", ROOT / "tests" / "launch")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **more}
 
 
-def pids_in(path, count, timeout_s=120.0):
+def pids_in(path, count, timeout_s=240.0):
     """Wait until `count` process ids are written, and return them."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
@@ -45,22 +47,15 @@ def pids_in(path, count, timeout_s=120.0):
 
 def alive(groups):
     """Processes that run in one of these process groups."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) in groups and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
+    return [process.pid for process in own_processes(lambda process: os.getpgid(process.pid) in groups)]
 
 
-def gone(groups, timeout_s=60.0):
+def gone(groups, timeout_s=240.0):
     """True once no process of these groups is left; otherwise the remaining ones are printed."""
     return none_left(lambda: alive(groups), timeout_s)
 
 
-def gone_processes(pids, timeout_s=60.0):
+def gone_processes(pids, timeout_s=240.0):
     """True once none of these processes runs; otherwise the remaining ones are printed."""
     return none_left(lambda: [pid for pid in pids if runs(pid)], timeout_s)
 
@@ -78,8 +73,7 @@ def none_left(look, timeout_s):
     until, late = time.monotonic() + timeout_s, False
     while left := look():
         if late:
-            named = [process.info for process in psutil.process_iter(["pid", "cmdline"]) if process.pid in left]
-            print("still alive:", named)
+            print("still alive:", [process.cmdline() for process in own_processes(lambda p: p.pid in left)])
             return False
         late = time.monotonic() > until
         time.sleep(0.02)

@@ -16,6 +16,7 @@ from engine.engine_recipes import recipe_for
 from launch import other_hosts
 from launch.other_hosts import SECRET, STAND_IN_HOST, agents, engines_of, none_left, with_children
 from launch.stand_ins import environment
+from waiting import until
 
 from megatron_scalerl.commands import engine
 from megatron_scalerl.commands.engine import has_ended
@@ -131,7 +132,7 @@ def controller_process(policy, run_folder, **env):
     """A controller as a process of its own, once its engine is up."""
     (run_folder / "given.yaml").write_text(dump_recipe(recipe_for(policy)))
     argv = [sys.executable, other_hosts.__file__, str(run_folder)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={**os.environ, **env})
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment(**env))
     assert process.stdout.readline() == "up\n"
     return process
 
@@ -174,7 +175,7 @@ def test_an_agent_of_an_earlier_start_is_refused(policy, run_folder):
     async def scenario():
         async with engines_of(recipe_for(policy), run_folder):
             assert "expected the controller 0.9, found local.0" in await refused(
-                "--incarnation", "0.9", "--start", "x", **brief
+                "--incarnation", "0.9", "--start", "x"
             )
             assert "engine-0: expected one agent, found a second" in await refused("--start", "x")
             write_secret(secret_file(run_folder), "another secret")
@@ -196,7 +197,8 @@ def test_an_agent_may_outlive_the_command_that_started_it(policy, run_folder, mo
             for command in commands:
                 command.kill()
             await none_left(commands)
-            await asyncio.sleep(2)
+            await until(lambda: not engines._processes[0].server._command.running)
+            assert (await generate(engines.members.stale[0])).token_ids
             assert commands and agent.is_running()
             assert engines.members.stale and not engines.members.members[0].restarts
 
@@ -213,8 +215,7 @@ def test_an_engine_whose_host_is_away_for_a_while_is_not_given_up(policy, run_fo
             (tmp_path / "down" / "b").touch()
             agents(run_folder)["engine-0"].kill()
             log = run_folder / "logs" / "engine-0.log"
-            while log.read_text().count("no route to host") < 3:
-                await asyncio.sleep(0.1)
+            await until(lambda: log.read_text().count("no route to host") >= 3)
             (tmp_path / "down" / "b").unlink()
             await engines.members.until(lambda: bool(engines.members.stale))
             assert engines.members.members[0].restarts > recipe.engine.max_restarts
@@ -332,8 +333,7 @@ def test_no_engine_joins_a_deterministic_run(policy, run_folder, monkeypatch):
         async with engines_of(recipe_for(policy, rollouts=deterministic), run_folder) as engines:
             joined = joining(run_folder, SLURM_JOB_ID="7")
             log = run_folder / "logs" / "extra-7-0.log"
-            while not (log.exists() and "refused this agent" in log.read_text()):
-                await asyncio.sleep(0.1)
+            await until(lambda: log.exists() and "refused this agent" in log.read_text())
             joined.terminate()
             await asyncio.to_thread(joined.wait, 180)
             assert "rollouts.deterministic: expected the same engines" in log.read_text()

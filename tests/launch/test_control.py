@@ -87,14 +87,14 @@ async def registry_of(**options):
 
 def conversation(scenario, **options):
     async def limited():
-        async with asyncio.timeout(60), registry_of(**options) as (registry, agent):
+        async with asyncio.timeout(240), registry_of(**options) as (registry, agent):
             await scenario(registry, agent)
 
     asyncio.run(limited())
 
 
 async def ended(link):
-    return await asyncio.wait_for(asyncio.shield(link.ended), 30)
+    return await asyncio.wait_for(asyncio.shield(link.ended), 240)
 
 
 def test_an_agent_says_hello_and_up_and_how_its_server_ended():
@@ -255,8 +255,8 @@ def test_the_loss_of_a_connection_is_noticed_in_every_state(say):
 @pytest.mark.slow
 def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch, tmp_path):
     """It hangs, or the network is gone: nothing closes the connection, but no heartbeat arrives."""
-    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 200)
-    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 1_000)
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 1_000)
+    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 8_000)
 
     async def scenario(registry, agent):
         link = registry.expect("engine-0", "s", "b")
@@ -276,7 +276,7 @@ def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch, tmp_path):
             "agent", [sys.executable, "-c", script, registry.endpoint, SECRET], os.environ, tmp_path / "log"
         )
         try:
-            await asyncio.wait_for(asyncio.shield(link.hello), 30)
+            await asyncio.wait_for(asyncio.shield(link.hello), 240)
             assert (await ended(link)).reason == "lost its agent, which disconnected"
         finally:
             child.kill()

@@ -45,7 +45,7 @@ def test_watch_ends_at_a_signal_and_leaves_nothing(tmp_path, number):
         assert b"quickstart_11" in answer.read()
     assert list(tmp_path.glob("megatron-scalerl-demo-*"))
     watch.send_signal(number)
-    out, error = watch.communicate(timeout=60)
+    out, error = watch.communicate(timeout=240)
     assert (watch.returncode, out, error) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
 

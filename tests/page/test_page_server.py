@@ -162,7 +162,7 @@ def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
                 await until(stream, "event: failed")
                 return (await stream.content.readline()).decode()
 
-    assert "ledger.jsonl byte 114: expected a JSON object" in asyncio.run(asyncio.wait_for(follow(), 60))
+    assert "ledger.jsonl byte 114: expected a JSON object" in asyncio.run(asyncio.wait_for(follow(), 240))
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "validation.jsonl", "ledger.jsonl", "journal.jsonl"])
@@ -184,7 +184,7 @@ def test_a_damaged_line_hides_neither_completions_nor_forecasts(run, file):
                     return said, data
                 await asyncio.sleep(0.05)
 
-    said, data = asyncio.run(asyncio.wait_for(follow(), 60))
+    said, data = asyncio.run(asyncio.wait_for(follow(), 240))
     [line] = data["header"]["damage"]
     assert line.startswith(f"{file} byte ") and line.split(": expected")[0] in said
     assert data["trained_steps"] == data["steps"]["step"] == [1, 2, 3] and len(data["validation"]["step"]) == 7
@@ -202,7 +202,7 @@ def test_a_failure_of_the_following_task_is_said(run, monkeypatch, caplog):
                     if b"no longer follows" in line:
                         return line.decode()
 
-    said = asyncio.run(asyncio.wait_for(follow(), 60))
+    said = asyncio.run(asyncio.wait_for(follow(), 240))
     assert "the page no longer follows the run: ZeroDivisionError: division by zero" in said
     assert "ZeroDivisionError" in caplog.text
 
@@ -221,7 +221,7 @@ def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run, monkey
                     if groups := (await answer.json())["groups"]:
                         return groups
 
-    assert asyncio.run(asyncio.wait_for(follow(), 60)) == [{"id": 6, "pass_rate": 0.5}]
+    assert asyncio.run(asyncio.wait_for(follow(), 240)) == [{"id": 6, "pass_rate": 0.5}]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def answers(folder, questions):
                     found.append((answer.status, answer.headers, await answer.text()))
         return found
 
-    return asyncio.run(asyncio.wait_for(ask(), 60))
+    return asyncio.run(asyncio.wait_for(ask(), 240))
 
 
 TOKEN = {"token": "TOKEN"}
@@ -108,7 +108,7 @@ def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
                     file.write(json.dumps(step_record(44)) + "\n")
                 await row_where(session, server.token, lambda row: row["step"] == 44)
 
-    asyncio.run(asyncio.wait_for(follow(), 60))
+    asyncio.run(asyncio.wait_for(follow(), 240))
 
 
 def test_a_failure_of_the_following_task_is_said(folder, monkeypatch, caplog):
@@ -124,7 +124,7 @@ def test_a_failure_of_the_following_task_is_said(folder, monkeypatch, caplog):
                 if b"no longer follows" in line:
                     return line.decode()
 
-    said = asyncio.run(asyncio.wait_for(follow(), 60))
+    said = asyncio.run(asyncio.wait_for(follow(), 240))
     assert "the page no longer follows the runs: ZeroDivisionError: division by zero" in said
     assert "ZeroDivisionError" in caplog.text
 
@@ -141,7 +141,7 @@ def test_few_pages_of_runs_are_followed_at_a_time(tmp_path, monkeypatch):
                     assert answer.status == 200
             return list(server._pages)
 
-    assert asyncio.run(asyncio.wait_for(use(), 60)) == [0, 2]
+    assert asyncio.run(asyncio.wait_for(use(), 240)) == [0, 2]
 
 
 def test_a_damaged_run_opens_with_a_line(folder):

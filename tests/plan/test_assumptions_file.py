@@ -21,7 +21,7 @@ RECIPE = [str(ROOT / "recipes" / "scalerl_llama3_8b.yaml"), "--gpus", "80", "--n
 def file(tmp_path):
     path = tmp_path / "measured.yaml"
     values = {
-        "dense_utilization": Measured(value=0.2, source="check-gpu [8B shape],\n4 layers"),
+        "dense_utilization": Measured(value=0.2, source="tests/gpu [8B shape],\n4 layers"),
         "runtime_gib": Measured(value=2),
     }
     write_assumptions(path, values, gpu=H100, layers="plain")
@@ -38,7 +38,7 @@ def test_round_trip(file):
     assert (found.gpu, found.gpu_named, found.layers) == ("h100-80g", H100, "plain")
     assert found.written == str(yaml.safe_load(file.read_text())["written"]) != ""
     assert found.values == {
-        "dense_utilization": Measured(value=0.2, source="check-gpu [8B shape], 4 layers"),
+        "dense_utilization": Measured(value=0.2, source="tests/gpu [8B shape], 4 layers"),
         "runtime_gib": Measured(value=2.0),
     }
     assert os.listdir(file.parent) == [file.name]  # no draft is left
@@ -72,7 +72,7 @@ def test_the_file_overrides_defaults_and_a_flag_the_file(file, capsys):
 def test_the_printed_plan_names_the_file(file, capsys):
     assert main([*RECIPE, "--assumptions", str(file)]) == 0
     words = "".join(capsys.readouterr().out.split())
-    assert "check-gpu[8Bshape],4layers" in words and "plainlayers" in words
+    assert "tests/gpu[8Bshape],4layers" in words and "plainlayers" in words
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launch.stand_ins import ROOT, environment, gone, gone_processes, pids_in, stand_in
+from waiting import passes
 
 from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_tail, open_log
 
@@ -61,7 +62,7 @@ def test_a_child_that_has_not_started_to_run_dies_with_a_killed_controller(tmp_p
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, *program], env=environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, *program], env=environment(), capture_output=True, text=True, timeout=240
     )
     assert done.returncode == -signal.SIGKILL
     assert gone_processes([int(done.stdout)]) and not (tmp_path / "ran").exists()
@@ -72,7 +73,7 @@ def test_a_program_whose_parent_has_exited_is_not_started(tmp_path):
     ended.wait()
     module = ["-m", "megatron_scalerl.processes.parent_death"]
     argv = [sys.executable, *module, str(ended.pid), "touch", str(tmp_path / "ran")]
-    assert subprocess.run(argv, env=environment(), timeout=60).returncode == 1
+    assert subprocess.run(argv, env=environment(), timeout=240).returncode == 1
     assert not (tmp_path / "ran").exists()
 
 
@@ -127,7 +128,7 @@ def test_a_cancelled_stop_leaves_nothing(tmp_path):
         child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
         pids_in(tmp_path / "pids", 1)
         stop = asyncio.create_task(child.stop(600))
-        await asyncio.sleep(0.1)
+        await passes()
         stop.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stop
@@ -155,7 +156,7 @@ def test_a_signal_stops_the_controller_gracefully(controller, tmp_path, number):
     process = controller()
     groups = set(pids_in(tmp_path / "pids", 2))
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 128 + number
     assert out == "stopping\nstopped gracefully\n"
     assert err.strip() == f"stopped by {number.name}; the same command resumes from the last checkpoint"
@@ -169,14 +170,14 @@ def test_a_second_signal_kills_the_children_at_once(controller, tmp_path):
     assert process.stdout.readline() == "stopping\n"
     for _ in range(3):
         process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM and "stopped gracefully" in out
     assert gone(groups)
 
 
 def ended(program, *words):
     argv = [sys.executable, "-c", program, *words]
-    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.parametrize(("exit_s", "code"), [(60.0, 143), (0.0, 143)], ids=["ignored", "ends at once"])
@@ -226,7 +227,7 @@ def test_a_signal_while_the_children_start(controller, tmp_path):
     process = controller()
     pids_in(tmp_path / "pids", 1)  # the second may not exist yet
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
+    process.communicate(timeout=240)
     assert process.returncode == 143
     assert gone(set(pids_in(tmp_path / "pids", 1)))
 

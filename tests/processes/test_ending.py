@@ -56,5 +56,5 @@ def test_a_stream_that_was_closed_at_the_start_is_no_failure():
 
 def test_threads_and_what_waits_for_them_end_with_the_program():
     """A thread that would keep Python from ending; gloo's groups have such ones in C++."""
-    done = ended("import threading, time\n    threading.Thread(target=time.sleep, args=(1e6,)).start()", timeout=60)
+    done = ended("import threading, time\n    threading.Thread(target=time.sleep, args=(1e6,)).start()", timeout=240)
     assert done.returncode == 0

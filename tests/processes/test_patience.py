@@ -1,9 +1,9 @@
 """A time limit that a stop of this process does not use up."""
 
 import asyncio
-import time
 
 import pytest
+from waiting import passes
 
 from megatron_scalerl.processes.child_process import within
 
@@ -13,7 +13,7 @@ def test_work_that_takes_too_long_is_cancelled():
 
     async def work():
         try:
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             cancelled.append(True)
             raise
@@ -37,10 +37,10 @@ def test_a_result_and_an_error_are_passed_on():
 
 def test_the_time_in_which_this_process_stood_still_leaves_time_for_the_work():
     async def work():
-        await asyncio.sleep(0.01)
-        time.sleep(2.5)  # the event loop stands still for longer than the limit
-        for _ in range(5):
-            await asyncio.sleep(0.01)
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        loop.time = lambda: now() + 3600  # longer than the limit
+        await passes()
         return "done"
 
-    assert asyncio.run(within(2.0, work())) == "done"
+    assert asyncio.run(within(600.0, work())) == "done"

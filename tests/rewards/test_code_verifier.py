@@ -3,12 +3,13 @@
 import asyncio
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
-from sandboxed import LIMITS, answer, own_sandboxes, verdict
+from own_processes import sandboxes
+from sandboxed import LIMITS, answer, verdict
 from verifier_pools import RIGHT, WRONG, shorten, wrong
+from waiting import wait_until
 
 import megatron_scalerl.rewards.sandbox as sandbox
 from megatron_scalerl.recipe.sections import RewardsSection
@@ -193,14 +194,10 @@ def test_the_pool_scores_programs():
 
 @pytest.mark.slow
 def test_a_program_that_waits_ends_at_the_wall_clock_limit_with_its_sandbox(monkeypatch):
-    with own_sandboxes() as sandboxes:
-        shorten(monkeypatch, "result", [1], ready=lambda: len(sandboxes()) >= 3)
-        scores, counters = ask([answer("import time\ntime.sleep(1e6)"), answer(SUM)], json.dumps(CASES))
-        assert (scores, counters["restarts"]) == ([wrong("timeout"), RIGHT], 1)
-        end = time.monotonic() + 60  # the pool waits for its worker, not for a sandbox that is killed with it
-        while sandboxes() and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not sandboxes()
+    shorten(monkeypatch, "result", [1], ready=lambda: len(sandboxes()) >= 3)
+    scores, counters = ask([answer("import time\ntime.sleep(1e6)"), answer(SUM)], json.dumps(CASES))
+    assert (scores, counters["restarts"]) == ([wrong("timeout"), RIGHT], 1)
+    wait_until(lambda: not sandboxes())  # the pool waits for its worker, not for a sandbox that is killed with it
 
 
 def test_a_sandbox_that_cannot_be_made_loses_the_completion_and_later_the_run(monkeypatch, tmp_path):

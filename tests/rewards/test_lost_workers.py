@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, shorten, wrong
+from waiting import until
 
 from megatron_scalerl.rewards import pool as verifier_pool
 from megatron_scalerl.types import CompletionLost
@@ -143,8 +144,8 @@ def test_a_process_that_cannot_be_replaced_loses_the_current_check_and_no_other(
         async with pool_of("faulty", workers=2) as pool:
             calls = [pool.score(text, prompt()) for text in ("exit", *map(str, range(40)))]
             results = await asyncio.gather(*calls, return_exceptions=True)
-            while pool._outage.tries < verifier_pool.START_TRIES * (verifier_pool.START_ROUNDS * 2 + 1):
-                await asyncio.sleep(0.01)
+            most = verifier_pool.START_TRIES * verifier_pool.START_ROUNDS * 2
+            await until(lambda: pool._outage.tries >= most + verifier_pool.START_TRIES)
             return results, await pool.score("late", prompt()), pool.counters
 
     (first, *others), late, counters = asyncio.run(main())

@@ -3,6 +3,7 @@
 import asyncio
 
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, shorten, wrong
+from waiting import passes
 
 from megatron_scalerl.rewards import pool as verifier_pool
 
@@ -64,7 +65,7 @@ def test_results_that_may_differ_next_time_are_not_cached(monkeypatch):
 def test_a_cancelled_caller_does_not_cancel_the_check_of_others():
     async def main(pool):
         calls = [asyncio.create_task(ask(pool, "8")) for _ in range(4)]
-        await asyncio.sleep(0)
+        await passes(1)
         calls[0].cancel()
         scores = await asyncio.gather(*calls, return_exceptions=True)
         return scores, await ask(pool, "8")
@@ -78,7 +79,7 @@ def test_a_cancelled_caller_does_not_cancel_the_check_of_others():
 def test_a_check_whose_callers_were_all_cancelled_runs_again():
     async def main(pool):
         gone = asyncio.create_task(ask(pool, "7"))
-        await asyncio.sleep(0)
+        await passes(1)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         return await ask(pool, "7")

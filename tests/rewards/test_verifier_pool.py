@@ -9,8 +9,10 @@ import time
 
 import pytest
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, shorten, unread, wrong
+from waiting import passes
 
 from megatron_scalerl.rewards.pool import CHUNK
+from megatron_scalerl.rewards.worker_process import WorkerProcess
 from megatron_scalerl.types import Score
 
 PROMPT = prompt()
@@ -177,21 +179,21 @@ def test_a_process_that_died_idle_is_replaced_and_no_completion_is_wrong():
 
 
 @pytest.mark.slow
-def test_a_late_event_loop_is_not_a_time_out():
-    """The loop sleeps past the limit while the result is in the pipe; the check was in time."""
+def test_a_late_event_loop_is_not_a_time_out(monkeypatch):
+    """The loop stands still past the limit while the result is in the pipe; the check was in time."""
+    began = WorkerProcess.began
 
-    async def main():
-        async with pool_of("same", timeout_s=1.0) as pool:
-            scoring = asyncio.create_task(pool.score("7", PROMPT))
-            while not pool._outstanding:
-                await asyncio.sleep(0)
-            await asyncio.sleep(0)  # the worker task sends
-            replies, begin = pool._processes[0]._pipes.replies._transport.get_extra_info("pipe"), time.monotonic()
-            while unread(replies) <= len('{"began": 1}\n') or time.monotonic() < begin + 1.5:
-                time.sleep(0.01)
-            return await scoring
+    def stand_still(replies):
+        begin = time.monotonic()
+        while unread(replies) <= len('{"began": 1}\n') or time.monotonic() < begin + 1.5:
+            time.sleep(0.01)
 
-    assert asyncio.run(main()) == RIGHT
+    async def late(process, serial, timeout_s):
+        asyncio.get_running_loop().call_soon(stand_still, process._pipes.replies._transport.get_extra_info("pipe"))
+        await began(process, serial, timeout_s)
+
+    monkeypatch.setattr(WorkerProcess, "began", late)
+    assert run_pool("same", ["7"], timeout_s=1.0)[0] == [RIGHT]
 
 
 def test_outstanding_checks_are_bounded():
@@ -211,7 +213,7 @@ def test_a_cancelled_caller_does_not_affect_others():
     async def main():
         async with pool_of("same") as pool:
             calls = [asyncio.create_task(pool.score(f"{n // 4}", PROMPT)) for n in range(40)]
-            await asyncio.sleep(0)
+            await passes(1)
             for call in calls[::2]:
                 call.cancel()
             return await asyncio.gather(*calls[1::2]), pool._outstanding
@@ -228,7 +230,7 @@ def test_a_closed_pool_fails_outstanding_and_later_checks():
             await pool.score("7", PROMPT)
         await pool.start()
         hung = asyncio.create_task(pool.score("sleep", PROMPT))
-        await asyncio.sleep(0)
+        await passes(1)
         await pool.close()
         await pool.close()
         with pytest.raises(RuntimeError, match="pool is closed"):

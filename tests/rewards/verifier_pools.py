@@ -4,6 +4,8 @@ import asyncio
 import fcntl
 import termios
 
+from waiting import until
+
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rewards.worker_process import WorkerProcess
@@ -39,9 +41,7 @@ def shorten(monkeypatch, method, serials, *, limit_s=0.5, ready=lambda: True):
     async def shortened(process, serial, timeout_s):
         if serial in left:
             left.remove(serial)
-            async with asyncio.timeout(timeout_s):
-                while not ready():
-                    await asyncio.sleep(0.01)
+            await until(ready)
             timeout_s = limit_s
         return await original(process, serial, timeout_s)
 

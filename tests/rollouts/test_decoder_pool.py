@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 from decoder_pools import TOKENIZER, pool_of
 from fakes.server import StandInServer, answer
+from waiting import passes, until, wait_until
 
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, read, rollout_of
 from megatron_scalerl.engine.answers import EngineError, completion
@@ -49,7 +49,7 @@ def decoded(folder, *bodies, meanwhile=None, **settings):
     async def main():
         async with pool_of(folder, **settings) as pool:
             calls = [asyncio.create_task(result(pool, body)) for body in bodies]
-            await asyncio.sleep(0)
+            await passes(1)
             if meanwhile:
                 await meanwhile(pool)
             return await asyncio.gather(*calls), pool.counters
@@ -99,11 +99,15 @@ def test_the_results_are_those_of_decoding_in_this_process(tmp_path):
     assert (found["an answer"].text, found["truncated"].text, found["plain"].text) == ("9", None, None)
 
 
+async def stop_with_a_body(pool):
+    os.kill(pool.pids[0], signal.SIGSTOP)
+    await until(lambda: pool._queue.qsize() < len(pool._outstanding))
+
+
 def test_a_decoder_that_is_killed_with_a_body_is_replaced_and_nothing_is_lost(tmp_path):
     async def kill(pool):
-        (pid,) = pool.pids
-        await asyncio.sleep(0.02)
-        os.kill(pid, signal.SIGKILL)
+        await stop_with_a_body(pool)
+        os.kill(pool.pids[0], signal.SIGKILL)
 
     bodies = [LONG, *[answer(logprobs=(-i, -0.5)) for i in range(SLOTS + 5)]]
     found, counters = decoded(tmp_path, *bodies, meanwhile=kill)
@@ -113,9 +117,7 @@ def test_a_decoder_that_is_killed_with_a_body_is_replaced_and_nothing_is_lost(tm
 
 def test_a_decoder_that_hangs_with_a_body_is_replaced_and_nothing_is_lost(tmp_path):
     async def stop(pool):
-        os.kill(pool.pids[0], signal.SIGSTOP)
-        while pool._queue.qsize() == len(pool._outstanding):  # until the process is asked
-            await asyncio.sleep(0)
+        await stop_with_a_body(pool)
         pool._timeout_s = 60.0  # of what is asked later
 
     found, counters = decoded(tmp_path, LONG, LONG, answer(), meanwhile=stop, timeout_s=2.0)
@@ -177,8 +179,7 @@ def test_bodies_are_read_when_there_is_room_for_them_and_wait_in_their_sockets_u
             os.kill(pool.pids[0], signal.SIGSTOP)
             spec = SamplingSpec(max_tokens=2)
             calls = [asyncio.create_task(client.generate([1], sampling=spec, decoder=pool)) for _ in range(40)]
-            while client.in_flight or len(pool._outstanding) < SLOTS:
-                await asyncio.sleep(0.01)
+            await until(lambda: not client.in_flight and len(pool._outstanding) == SLOTS)
             held = len(pool._outstanding)
             os.kill(pool.pids[0], signal.SIGCONT)
             return held, await asyncio.gather(*calls), pool.counters
@@ -192,7 +193,7 @@ def test_a_cancelled_completion_frees_its_slot(tmp_path):
     async def cancel(pool):
         os.kill(pool.pids[0], signal.SIGSTOP)
         cancelled = [asyncio.create_task(result(pool, LONG)) for _ in range(SLOTS)]
-        await asyncio.sleep(0.05)
+        await passes()
         for task in cancelled:
             task.cancel()
         await asyncio.gather(*cancelled, return_exceptions=True)
@@ -233,8 +234,7 @@ def test_decoders_end_with_a_controller_that_is_killed(tmp_path):
         pids = process.stdout.readline().split()
         process.kill()
     assert len(pids) == 2
-    while any(state(pid) != "Z" for pid in pids):
-        time.sleep(0.01)
+    wait_until(lambda: all(state(pid) == "Z" for pid in pids))
 
 
 def state(pid):

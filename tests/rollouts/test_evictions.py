@@ -15,6 +15,7 @@ from fakes.sampler import StandInSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import ks_2samp
+from waiting import passes
 
 from megatron_scalerl.engine.answers import EngineLost
 from megatron_scalerl.engine.membership import EngineState, Membership
@@ -249,7 +250,7 @@ def test_too_few_engines_end_the_run_with_every_reason():
         members = Membership(3, minimum=2)
         failing = asyncio.create_task(members.too_few())
         members.lose(0, "exited with code 1", given_up=True)
-        await asyncio.sleep(0)
+        await passes()
         assert not failing.done()
         members.lose(2, "produced no token", given_up=True)
         await failing

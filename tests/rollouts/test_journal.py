@@ -9,6 +9,7 @@ import pytest
 from journal_groups import found, found_batch, group, record
 from journals import finish, write_journal
 from old_run_folder import to_old_folder
+from waiting import passes, until
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.rollouts.history import check_groups, read_batch, read_groups, read_history
@@ -133,18 +134,17 @@ def test_an_event_is_written_only_once_its_group_is_on_the_disk(tmp_path, monkey
         if "segment" in os.readlink(f"/proc/self/fd/{handle}"):
             syncs.append(handle)
             assert threading.current_thread() is not threading.main_thread()
-            busy.wait(30)
+            busy.wait(120)
         fsync(handle)
 
     async def run():
         journal = Journal(tmp_path)
         monkeypatch.setattr(os, "fsync", slow_stand_in)
         first = asyncio.create_task(finish(journal, *group(0)))
-        while not syncs:
-            await asyncio.sleep(0)
+        await until(lambda: syncs)
         rest = [asyncio.create_task(finish(journal, *group(n))) for n in range(1, 6)]
         given_up = asyncio.create_task(finish(journal, *group(6)))
-        await asyncio.sleep(0)
+        await passes()
         assert read_jsonl(tmp_path / "journal.jsonl") == []
         given_up.cancel()
         busy.set()
@@ -160,10 +160,11 @@ def test_an_event_is_written_only_once_its_group_is_on_the_disk(tmp_path, monkey
 
 def test_a_cancelled_caller_leaves_no_file_to_a_running_thread(tmp_path, monkeypatch):
     """The batch's sync goes on when its caller is cancelled; the journal closes its file only after it."""
-    busy, fsync, synced = threading.Event(), os.fsync, []
+    begun, busy, fsync, synced = threading.Event(), threading.Event(), os.fsync, []
 
     def slow_stand_in(handle):
-        busy.wait(30)
+        begun.set()
+        busy.wait(120)
         fsync(handle)
         synced.append(handle)
 
@@ -172,10 +173,10 @@ def test_a_cancelled_caller_leaves_no_file_to_a_running_thread(tmp_path, monkeyp
         await finish(journal, *group(0))
         monkeypatch.setattr(os, "fsync", slow_stand_in)
         batch = asyncio.create_task(journal.batch(record(0, 0)))
-        await asyncio.sleep(0.01)
+        await until(begun.is_set)
         batch.cancel()
         closing = asyncio.create_task(journal.close())
-        await asyncio.sleep(0.01)
+        await passes()
         assert not closing.done()
         busy.set()
         await closing

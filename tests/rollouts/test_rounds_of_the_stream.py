@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 from fakes.engine import StandInEngine
 from fakes.sampler import StandInSampler
+from waiting import passes, until
 
 from megatron_scalerl.controller.validation import Validator
 from megatron_scalerl.engine.membership import Membership
@@ -56,13 +57,13 @@ class RoundsSampler(StandInSampler):
         self.stopped = asyncio.Event()
 
     async def answer(self, engine, draw, priority):
-        await asyncio.sleep(0.001 * (priority * 7 % 5))
+        await passes(priority * 7 % 5)
         assert engine.paused, "submitted after the round began to run"
         assert priority not in engine.held
         engine.held[priority] = draw
         await engine.resumed.wait()
         self.together[draw] = hashlib.sha256(str(list(map(str, engine.batches[-1]))).encode()).digest()
-        await asyncio.sleep(0.001 * (priority * 3 % 7))
+        await passes(priority * 3 % 7)
         if self.finished == self.stop_after:
             self.stopped.set()
             await asyncio.Event().wait()
@@ -115,7 +116,7 @@ async def train(folder, versions, *, max_in_flight, stop_after=None, updates=Non
         sampler=sampler,
         journal=Journal(folder, history),
         next_group_id=history.admitted,
-        rounds=Rounds(members, timeout_s=30),
+        rounds=Rounds(members, timeout_s=600),
     )
     ready = read_groups(folder, history, history.unbatched())
     by_id = {p.prompt_id: p for p in PROMPTS}
@@ -146,9 +147,7 @@ async def train(folder, versions, *, max_in_flight, stop_after=None, updates=Non
 
 
 async def on_disk(folder, groups):
-    async with asyncio.timeout(60):
-        while not groups <= set(read_history(folder).finished):
-            await asyncio.sleep(0.01)
+    await until(lambda: groups <= set(read_history(folder).finished))
 
 
 @pytest.mark.parametrize("max_in_flight", [4, 8, 64])
@@ -207,7 +206,7 @@ def test_validation_in_rounds_reaches_the_engines_the_same_way_each_time():
                 sampler=RoundsSampler(),
                 prompts=PROMPTS,
                 count_tokens=lambda tokens, on: None,
-                rounds=Rounds(members, timeout_s=30),
+                rounds=Rounds(members, timeout_s=600),
             )
             result, by_prompt = await validator.validate(
                 3, generations=3, compute=0.0, compute_total=0.0, unit="device_hours"

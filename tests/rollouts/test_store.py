@@ -72,10 +72,10 @@ def test_at_most_nine_bytes_a_token(tmp_path):
 
 def test_segments_roll_and_one_file_is_open(tmp_path):
     size = len(block(0)[0])
-    before = len(os.listdir("/proc/self/fd"))
     writer = StoreWriter(tmp_path, segment_bytes=SEGMENT_START + 2 * size)
     places = [writer.append(block(n)[0]) for n in range(5)]
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    opened = [os.path.realpath(f"/proc/self/fd/{handle}") for handle in os.listdir("/proc/self/fd")]
+    assert len([path for path in opened if path.startswith(f"{tmp_path}/")]) == 1
     writer.complete_segment()
     places.append(writer.append(block(5)[0]))
     writer.close()

@@ -1,4 +1,4 @@
-"""The rollout stream with a stand-in engine of drawn durations: order, bounds, failures, restart."""
+"""The rollout stream with a stand-in engine of drawn durations, in virtual time: order, bounds, failures, restart."""
 
 import asyncio
 import random
@@ -6,7 +6,9 @@ from collections import Counter
 
 import pytest
 from fakes.engine import StandInEngine
+from fakes.run import in_virtual_time
 from fakes.sampler import StandInSampler
+from waiting import passes
 
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.curriculum import Curriculum
@@ -34,6 +36,11 @@ def sampler_of(*, seed=0, slowest_s=0.01, fail_at=None, lost=lambda draw: False)
     made = StandInSampler(wait)
     made.most = 0
     return made
+
+
+async def step(seconds):
+    """A stand-in for a step, and for any other time that passes."""
+    await asyncio.sleep(seconds)
 
 
 def prompts(count):
@@ -66,14 +73,14 @@ def test_batches_keep_the_bound_and_lose_nothing(tmp_path, k):
             assert all(version - g.first_token_version <= k for g in groups)
             assert stream.in_flight + stream.ready <= (k + 1) * 3
             seen += [g.group_id for g in groups]
-            await asyncio.sleep(0.002)
+            await step(0.002)
             for engine in engines:
                 engine.version = version + 1
             await stream.trained(version + 1)
         await stream.close()
         return seen
 
-    seen = asyncio.run(run())
+    seen = in_virtual_time(run())
     assert len(set(seen)) == 75
     assert sampler.most <= 8
     history = read_history(tmp_path)
@@ -95,9 +102,8 @@ def test_batches_taken_ahead_keep_the_bound_and_an_attempt_that_is_given_up_lose
             assert all(version - g.first_token_version <= k for g in groups)
             seen += [g.group_id for g in groups]
             taking = asyncio.create_task(stream.next_batch_ahead())
-            for _ in range(source.randrange(12)):
-                await asyncio.sleep(0)
-            await asyncio.sleep(0.004 * source.randrange(2))
+            await passes(source.randrange(12))
+            await step(0.004 * source.randrange(2))
             ahead = taking.result() if taking.done() else None
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)
@@ -110,7 +116,7 @@ def test_batches_taken_ahead_keep_the_bound_and_an_attempt_that_is_given_up_lose
         await stream.close()
         return seen, left, taken_ahead
 
-    seen, left, taken_ahead = asyncio.run(run())
+    seen, left, taken_ahead = in_virtual_time(run())
     assert len(seen) == len(set(seen)) == 120
     history = read_history(tmp_path)
     assert sorted(seen + left) == sorted(history.finished)
@@ -123,16 +129,16 @@ def test_k_zero_generates_only_between_steps(tmp_path):
         stream = make_stream(tmp_path, k=0, engines=[engine])
         stream.start(0)
         groups = await stream.next_batch()
-        await asyncio.sleep(0.05)
+        await step(0.05)
         assert stream.in_flight == stream.ready == 0, "nothing starts under weights that a step is replacing"
         engine.version = 1
         await stream.trained(1)
-        await asyncio.sleep(0.05)
+        await step(0.05)
         assert stream.in_flight + stream.ready == 3
         await stream.close()
         return groups
 
-    groups = asyncio.run(run())
+    groups = in_virtual_time(run())
     assert {v for g in groups for c in g.completions for v in (c.first_version, c.last_version)} == {0}
 
 
@@ -152,14 +158,14 @@ def test_only_engines_that_serve_are_idle(tmp_path):
         found = []
         for change in (lambda: None, lambda: engines.evict(first, "gone"), lambda: joined(StandInEngine())):
             change()
-            await asyncio.sleep(0.01)
+            await passes()
             stream.take_idle_seconds()
-            await asyncio.sleep(0.01)
+            await passes()
             found.append(stream.take_idle_seconds() > 0)
         await stream.close()
         return found
 
-    assert asyncio.run(run()) == [True, False, True]
+    assert in_virtual_time(run()) == [True, False, True]
 
 
 def test_a_failing_verifier_ends_the_stream_with_its_error(tmp_path):
@@ -176,7 +182,7 @@ def test_a_failing_verifier_ends_the_stream_with_its_error(tmp_path):
             await stream.close()
 
     with pytest.raises(RuntimeError, match=r"rewards.verifier: no process left"):
-        asyncio.run(run())
+        in_virtual_time(run())
 
 
 @pytest.mark.parametrize(("ahead", "accepted"), [(1, True), (2, False), (999999, False)])
@@ -193,7 +199,7 @@ def test_an_engine_with_an_unpublished_version_is_evicted(tmp_path, ahead, accep
         await stream.close()
         return members.members[0], batches
 
-    member, batches = asyncio.run(run())
+    member, batches = in_virtual_time(run())
     newest = max(c.last_version for groups in batches for g in groups for c in g.completions)
     if accepted:  # its weight update is in progress
         assert member.state == "serving" and newest <= 4
@@ -211,7 +217,7 @@ def test_an_engine_with_an_old_version_is_evicted(tmp_path):
         await stream.close()
         return members.members[0], groups
 
-    member, groups = asyncio.run(run())
+    member, groups = in_virtual_time(run())
     assert member.state == "draining"
     assert member.reason.startswith("engine-0: policy versions: expected none below 3, which it served when")
     assert {v for g in groups for c in g.completions for v in (c.first_version, c.last_version)} == {3}
@@ -229,7 +235,7 @@ def test_an_exhausted_curriculum_ends_the_stream_with_its_reason(tmp_path):
             await stream.trained(version + 1)
         return batches, stream.exhausted
 
-    batches, reason = asyncio.run(run())
+    batches, reason = in_virtual_time(run())
     assert [b and len(b) for b in batches] == [3, 3, None]
     assert reason == "curriculum.max_epochs 1 reached"
 
@@ -241,7 +247,7 @@ def test_unfinished_groups_are_reissued_under_their_ids(tmp_path):
         await stream.next_batch()
         await stream.close()
 
-    asyncio.run(first_attempt())
+    in_virtual_time(first_attempt())
     history = read_history(tmp_path)
     lost = [(e.group_id, e.prompt_id) for e in history.to_reissue(history.unbatched())]
     assert lost, "something was in flight when the first attempt ended"
@@ -262,7 +268,7 @@ def test_unfinished_groups_are_reissued_under_their_ids(tmp_path):
         await stream.close()
         return taken
 
-    taken = asyncio.run(second_attempt())
+    taken = in_virtual_time(second_attempt())
     ids = [g.group_id for g in taken]
     assert len(ids) == len(set(ids)) == 12
     found = {g.group_id: g.prompt.prompt_id for g in taken}
@@ -279,5 +285,5 @@ def test_a_group_whose_draws_are_always_lost_gets_others(tmp_path):
         await stream.close()
         return groups
 
-    groups = {g.group_id: g for g in asyncio.run(asyncio.wait_for(run(), 30))}
+    groups = {g.group_id: g for g in in_virtual_time(run())}
     assert len(groups[1].completions) == 4 and groups[1].lost_completions == 0

@@ -323,7 +323,7 @@ def alone(folder, program, **changes):
     (folder / "bin" / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>{folder}/requeued\n')
     (folder / "bin" / "scontrol").chmod(0o755)
     env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    return subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_a_controller_of_an_earlier_attempt_is_waited_for(tmp_path):
@@ -373,7 +373,7 @@ def test_the_script_alone_forwards_the_signal_and_queues_the_job_again(tmp_path)
     script = written(tmp_path, program)
     done = subprocess.run(
         ["bash", "-c", SIGNAL.format(run=tmp_path, script=script)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 75, done.stdout + done.stderr
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"

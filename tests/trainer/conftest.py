@@ -1,7 +1,4 @@
-"""One trainer process inside pytest: a world of one, created once for the tests of this folder that request it.
-
-Tests marked `gpu` are deselected where PyTorch sees no GPU.
-"""
+"""One trainer process inside pytest: a world of one, created once for the tests of this folder that request it."""
 
 from __future__ import annotations
 
@@ -9,16 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.accelerator.is_available():
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from fakes.rank import StandInRank, conversation, join
 
 from megatron_scalerl.trainer import messages
-from megatron_scalerl.trainer.client import TrainerError
+from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,14 @@ pytestmark = pytest.mark.slow
     ids=["unheard", "heard"],
 )
 def test_a_connection_that_closes_after_a_peers_failure(last_words, error, monkeypatch):
-    monkeypatch.setattr("megatron_scalerl.trainer.client.BLAME_S", 60.0)
+    monkeypatch.setattr("megatron_scalerl.trainer.client.BLAME_S", 240.0)
+    blame, heard = TrainerClient._blame, asyncio.Event()
+
+    def hears(client, failed):
+        heard.set()
+        return blame(client, failed)
+
+    monkeypatch.setattr(TrainerClient, "_blame", hears)
 
     async def scenario(trainer, start):
         with StandInRank(trainer) as first:
@@ -31,12 +38,12 @@ def test_a_connection_that_closes_after_a_peers_failure(last_words, error, monke
                 asking = asyncio.create_task(trainer.manifest())
                 await second.answer()
                 await first.socket.send(messages.encode(messages.Failed(rank=0, error="a collective failed")))
-                await asyncio.sleep(0.5)
+                await heard.wait()
                 if last_words:
                     await second.socket.send(messages.encode(messages.Failed(rank=1, error=last_words)))
                     second.socket.close(linger=10_000)
             with pytest.raises(TrainerError, match=error):
-                await asyncio.wait_for(asking, 120)
+                await asyncio.wait_for(asking, 300)
 
     conversation(scenario)
 
@@ -50,7 +57,7 @@ def test_a_failure_is_not_held_up_by_peers_that_stay(monkeypatch):
             asking = asyncio.create_task(trainer.manifest())
             await first.socket.send(messages.encode(messages.Failed(rank=0, error="no memory")))
             with pytest.raises(TrainerError, match=r"^trainer rank 0: no memory$"):
-                await asyncio.wait_for(asking, 120)
+                await asyncio.wait_for(asking, 300)
 
     conversation(scenario)
 

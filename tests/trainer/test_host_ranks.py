@@ -3,10 +3,11 @@
 import asyncio
 
 import pytest
+from waiting import until
 
 from megatron_scalerl.distributed.sockets import Purpose, controller_key
 from megatron_scalerl.launch import host_ranks
-from megatron_scalerl.processes.secret_file import write_secret
+from megatron_scalerl.processes.secret_file import read_secret, write_secret
 
 KEY = controller_key("this start", Purpose.TRAINER)
 
@@ -17,14 +18,17 @@ def quick(monkeypatch):
 
 
 @pytest.mark.parametrize("earlier", [None, "an earlier start"])
-def test_the_secret_of_this_start_is_waited_for(tmp_path, earlier):
+def test_the_secret_of_this_start_is_waited_for(tmp_path, monkeypatch, earlier):
     """A shared file system may show the file of an earlier start, or none, for a while."""
     if earlier:
         write_secret(tmp_path / "secret", earlier)
 
+    looks = []
+    monkeypatch.setattr(host_ranks, "read_secret", lambda path: looks.append(path) or read_secret(path))
+
     async def scenario():
         reading = asyncio.create_task(host_ranks._secret(tmp_path / "secret", KEY))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(looks) >= 3)
         assert not reading.done()
         write_secret(tmp_path / "secret", "this start")
         return await reading

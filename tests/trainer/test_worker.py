@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import open_doors
+import psutil
 import pytest
 import torch
 from random_policy import make_recipe, plan_of, random_samples, train
 from transformers import AutoModelForCausalLM
+from waiting import passes, until
 
 from megatron_scalerl.batching.assignment import of_rollouts
 from megatron_scalerl.checkpoints.to_hf import to_hf
@@ -49,7 +51,7 @@ class World:
             incarnation="1.0",
             secret=SECRET,
             rendezvous=where,
-            command_timeout_s=120,
+            command_timeout_s=240,
         )
         self._recipe = folder / "recipe.yaml"
         self._recipe.write_text(
@@ -70,7 +72,7 @@ class World:
 
     async def exits(self):
         """Exit status of every rank."""
-        return [await asyncio.wait_for(p.wait(), 60) for p in self.processes]
+        return [await asyncio.wait_for(p.wait(), 240) for p in self.processes]
 
     def pids(self):
         """Processes of the ranks."""
@@ -93,8 +95,8 @@ async def receive_weights(client, version):
         group="weights-1",
         world_sizes=(2,),
         bucket_mib=1,
-        connect_timeout_s=30.0,
-        timeout_s=60,
+        connect_timeout_s=240,
+        timeout_s=240,
     )
     plan, told = await client.plan_weights((all_of(await client.manifest()),)), Told()
 
@@ -227,7 +229,7 @@ def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(
         if busy:
             await world.client.prepare(plan_of(samples, dp_size=2), of_rollouts([s.rollout for s in samples]))
             stepping = asyncio.create_task(world.client.step(1))
-            await asyncio.sleep(0)  # the commands are on their way
+            await passes(1)  # the commands are on their way
             world.processes[1].send_signal(signal.SIGKILL)
         else:
             stepping = asyncio.create_task(train(world.client, samples, dp_size=2))
@@ -283,8 +285,11 @@ def test_a_rank_that_dies_before_it_shares_its_batch_is_named_and_its_peer_does_
         await world.start()
         holder = world.processes[0]
         holder.send_signal(signal.SIGSTOP)
+        switches = psutil.Process(world.processes[1].pid).num_ctx_switches
+        calls, before = world.client._calls, switches().voluntary
         stepping = asyncio.create_task(train(world.client, random_samples(1)))
-        await asyncio.sleep(1)  # the peer waits in the broadcast
+        await until(lambda: world.client._calls > calls and world.client._step_sent.is_set())
+        await until(lambda: switches().voluntary > before)  # the peer waits in the broadcast
         holder.send_signal(signal.SIGKILL)
         with pytest.raises(TrainerError, match=r"^trainer rank 0: the process exited unexpectedly"):
             await stepping

@@ -23,8 +23,8 @@ def spec(monkeypatch, request):
                 group=uuid.uuid4().hex,
                 world_sizes=(world_size,),
                 bucket_mib=1,
-                timeout_s=20,
-                connect_timeout_s=20,
+                timeout_s=240,
+                connect_timeout_s=240,
             )
             return replace(base, **changes)
 

@@ -1,6 +1,7 @@
 """Updates of changes that an optimizer recorded: what receivers hold, what is sent whole, and what is noticed."""
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 from recorded import stepped, write
@@ -87,7 +88,7 @@ def test_what_is_not_recorded_is_sent_whole(spec):
 
 
 def test_a_value_that_changed_without_a_record_is_noticed_by_the_next_whole_update(spec):
-    sides = Sending(spec(deltas="absolute", anchor_every=2, timeout_s=3))
+    sides = Sending(spec(deltas="absolute", anchor_every=2))
     for version in (1, 2):
         sides.check(version)
         sides.step(version)
@@ -95,6 +96,8 @@ def test_a_value_that_changed_without_a_record_is_noticed_by_the_next_whole_upda
     sides.update(3)
     assert not equal(sides.held, sides.weights)
     sides.step(3)
+    for group in sides.groups.values():
+        group.timeout = timedelta(seconds=10)  # of the receiver, over gloo
     sent, taken = sides.update(4)
     expected = "weights: expected the changes that the optimizer recorded, found other values: something else writes"
     assert str(sent).startswith(expected) and isinstance(taken, RuntimeError)

@@ -1,11 +1,12 @@
 """Updates that are received in a thread, over gloo: what `take` gives out, and how they end early."""
 
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from transfers import joined, plan_of, reader, tensors
+from waiting import wait_until
 
 from megatron_scalerl.weights.staging import StagedUpdate
 from megatron_scalerl.weights.transport.frames import assembled
@@ -23,13 +24,10 @@ def send(senders, weights, version=1):
         return [f.result() for f in [pool.submit(s.send, plan, reader(weights, plan), version) for s in senders]]
 
 
-def ended(update, seconds=60):
-    """The state that is not None; within `seconds`."""
-    end = time.monotonic() + seconds
-    while (state := update.state()) is None:
-        assert time.monotonic() < end, "still arriving"
-        time.sleep(0.01)
-    return state
+def ended(update):
+    """The state that is not None."""
+    wait_until(lambda: update.state() is not None)
+    return update.state()
 
 
 def test_parts_arrive_while_nobody_waits_and_are_given_out_once(spec):
@@ -46,10 +44,11 @@ def test_parts_arrive_while_nobody_waits_and_are_given_out_once(spec):
 def test_take_waits_for_what_is_on_its_way(spec):
     weights = tensors()
     senders, update = staged(spec(), weights)
+    join, waits = update._thread.join, threading.Event()
+    update._thread.join = lambda: (waits.set(), join())
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(lambda: list(update.take()))
-        time.sleep(0.1)
-        assert not taken.done()
+        assert waits.wait(240) and not taken.done()
         send(senders, weights)
         assert len(taken.result()) > len(weights)
 

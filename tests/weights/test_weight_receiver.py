@@ -49,8 +49,8 @@ class Pair:
             group=uuid.uuid4().hex,
             world_sizes=(2,),
             bucket_mib=1,
-            timeout_s=30,
-            connect_timeout_s=30,
+            timeout_s=240,
+            connect_timeout_s=240,
             **self._options,
         )
         info = {"connection": msgspec.to_builtins(connection), "places": [[0, 1]], "plans": [to_json(PLAN)]}

@@ -11,7 +11,6 @@ import os
 import tempfile
 import termios
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 from engine.engine_recipes import recipe_for
 from transfers import Held, digest_of, equal, joined, plan_of, reader, stepped, tensors, update
+from waiting import wait_until
 
 from megatron_scalerl.controller import weight_store as module
 from megatron_scalerl.controller.preflight import _check_store
@@ -256,7 +256,7 @@ def test_an_update_that_fails_is_not_stored(spec, folder):
 @pytest.mark.parametrize("fault", ["a link", "a full disk", "no folder", "a disk that hangs"])
 def test_a_fault_of_the_disk_costs_the_store_alone(spec, folder, tmp_path, caplog, fault):
     versions = versions_of(2)
-    connection = stored(spec(), folder)
+    connection = replace(stored(spec(), folder), timeout_s=3600)
     first = f"{folder}/0-0-0-{connection.group}"
     if fault == "a link":
         (tmp_path / "victim").write_text("precious")
@@ -270,13 +270,12 @@ def test_a_fault_of_the_disk_costs_the_store_alone(spec, folder, tmp_path, caplo
     elif fault == "a disk that hangs":
         senders[0]._store._open[0] = open(pipe[1], "ab", buffering=0)  # noqa: SIM115
         senders[0]._store._patience_s = 1.5
-    held, begin = [Held(versions[0])], time.monotonic()
+    held = [Held(versions[0])]
     for number, weights in enumerate(versions):
         sent, got = update(senders, receivers, held, weights, number)
         assert sent == got
     settle(senders[0])
     senders[0].close()
-    assert time.monotonic() - begin < 60
     assert digest_of(held[0].weights) == digest_of(versions[-1])
     if fault == "a link":
         assert (tmp_path / "victim").read_text() == "precious"
@@ -298,9 +297,7 @@ def test_what_hangs_is_forgotten_and_a_closed_writer_deletes_nothing(spec, folde
     writer = senders[0]._store
     writer._open[0] = open(pipe[1], "ab", buffering=0)  # noqa: SIM115
     update(senders, receivers, [Held(versions[0])], versions[0], 0)
-    end = time.monotonic() + 60
-    while unread(pipe[0]) < 1000 and time.monotonic() < end:  # beyond the header: it writes more than a pipe holds
-        time.sleep(0.01)
+    wait_until(lambda: unread(pipe[0]) > 1000)  # beyond the header: it writes more than a pipe holds
     assert writer._jobs.qsize() > 1
     senders[0].close()
     assert writer._jobs.qsize() == 1  # the end
@@ -308,7 +305,7 @@ def test_what_hangs_is_forgotten_and_a_closed_writer_deletes_nothing(spec, folde
     with open(path, "w"):
         pass
     os.close(pipe[0])  # the write fails
-    writer._thread.join(60)
+    writer._thread.join(240)
     assert not writer._thread.is_alive() and os.path.exists(path)
 
 
@@ -453,11 +450,12 @@ class Named:
 def test_a_fault_of_a_look_into_the_folder_leaves_the_engine_to_the_trainer(tmp_path, monkeypatch, caplog, fault):
     """A stand-in for a file system that fails or hangs where the controller looks."""
     recipe = recipe_for(tmp_path, weights={"store": str(tmp_path), "timeout_s": 1 if fault == "hangs" else 600})
-    engine, end = Named("engine-3"), threading.Event()
+    engine, end, looked = Named("engine-3"), threading.Event(), []
 
     def look(*arguments):
         if fault == "hangs":
             end.wait(300)
+            looked.append(arguments)
             return None
         raise fault
 
@@ -475,8 +473,7 @@ def test_a_fault_of_a_look_into_the_folder_leaves_the_engine_to_the_trainer(tmp_
         found = await store.catch_up(engine, needs, 7)
         return found, store.may_serve(engine), store.may_serve(Named("engine-4"))
 
-    begin = time.monotonic()
     assert asyncio.run(scenario()) == ("left", False, fault != "hangs")
-    assert time.monotonic() - begin < 60  # the end of the loop waits for no thread, either
+    assert not looked, "the end of the loop waits for no thread, either"
     end.set()
     assert "weights.store: the trainer sends version 7 instead: " in caplog.text

@@ -1,6 +1,6 @@
 """How well each method forecasts runs that it knows nothing about: published ones and tiny ones.
 
-    python -m benchmark [--held-back]
+    python tools/forecast/benchmark.py [--held-back]
 
 Leave one run out: the prior that forecasts a run is learned from the other runs alone (`learning`; what is fixed
 there is fixed for all runs). The same published run appears in several figures and is left out as a whole
@@ -99,7 +99,7 @@ def judged(found: Sequence[tuple[Task, str]]) -> Decisions:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the scores of every method on both worlds, the decisions, and the coverage on synthetic runs."""
-    parser = argparse.ArgumentParser(prog="benchmark", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmark.py", description=__doc__)
     parser.add_argument("--held-back", action="store_true", help="the tiny runs that nothing is learned from, alone")
     if parser.parse_args(arguments).held_back:
         _print("tiny, held back, from half", tasks(known_runs(held_back=True), "half"), {ROBUST: by_fit(), **OTHERS})

@@ -9,7 +9,7 @@ and every physical run of one world the same, however many figures show it. Lear
   them: the distribution that explains the posteriors of its runs best (EM, each run's draws being reweighted);
 * the weights of the discrepancy hypotheses: by the marginal likelihood of the runs' points (EM).
 
-    python -m learning
+    python tools/forecast/learning.py
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolves the locks with hashes from scratch: gpu-py311.txt, gpu-py312.txt, torch-2.11.txt. Downloads metadata only, a few MB.
+# Resolves the locks with hashes from scratch: gpu-py311.txt and gpu-py312.txt. Downloads metadata only, a few MB.
 #
 #   tools/locks/resolve.sh [--check]
 #
@@ -63,8 +63,7 @@ PYTHON
 
 resolve gpu.in 3.11 gpu-py311.txt triton apache-tvm-ffi
 resolve gpu.in 3.12 gpu-py312.txt triton apache-tvm-ffi
-resolve torch-2.11.in 3.12 torch-2.11.txt triton numpy transformers huggingface_hub tokenizers hf-xet typer typer-slim
-for lock in gpu-py311.txt gpu-py312.txt torch-2.11.txt; do
+for lock in gpu-py311.txt gpu-py312.txt; do
   count=$(grep -c '==' "$work/$lock")
   if cmp -s "$work/$lock" "$lock"; then
     echo "resolve.sh: $lock is up to date, $count packages"

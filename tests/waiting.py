@@ -1,0 +1,36 @@
+"""How tests wait: for a condition, with a limit that a process which is not scheduled for a while does not reach."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LIMIT_S = 240.0
+
+
+async def until(condition: Callable[[], T]) -> T:
+    """The value of the condition once it is true, while the event loop goes on. Raises TimeoutError."""
+    async with asyncio.timeout(LIMIT_S):
+        while not (value := condition()):
+            await asyncio.sleep(0.005)
+    return value
+
+
+def wait_until(condition: Callable[[], T], limit_s: float = LIMIT_S) -> T:
+    """The same outside of an event loop."""
+    end = time.monotonic() + limit_s
+    while not (value := condition()):
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.005)
+    return value
+
+
+async def passes(count: int = 50) -> None:
+    """So many passes of the event loop: what is not done after them waits for something else."""
+    for _ in range(count):
+        await asyncio.sleep(0)

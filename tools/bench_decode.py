@@ -1,0 +1,160 @@
+"""Seconds per decode step of a tiny and of a 1B policy on one GPU, for the planner's assumptions.
+
+    python tools/bench_decode.py [--assumptions FILE]
+
+Both engines use CUDA graphs but not torch.compile, which takes minutes. In the planner's model (`plan.engine`) a
+step is a fixed time plus reading the weights at a share of the memory bandwidth: the tiny policy measures the former,
+the difference to the large one the latter. Prints one JSON line. --assumptions: writes the constants for `plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from checkout import explained
+
+BATCHES = (1, 64)
+SHORT, LONG = 16, 144
+"""Tokens of the two measurements, whose difference counts."""
+_KV_BYTES = 4 * 2**30
+_RELEASE_S = 5.0
+"""For the driver to release the memory of an engine that has exited."""
+_SHAPES: dict[str, dict[str, int]] = {
+    "tiny": dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, head_dim=64, vocab_size=512),
+    "1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64, vocab_size=128_256),
+}
+_HEADS = {"tiny": (8, 2), "1b": (32, 8)}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--assumptions", metavar="FILE", type=Path, help="write the constants for plan --assumptions FILE")
+    return p
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take seconds
+
+with explained():
+    from bench_shapes import used_on_gpu
+    from measured_constants import Measurement, write_constants
+
+    from megatron_scalerl.cluster.probe import nvidia_smi
+    from megatron_scalerl.engine.client import EngineClient, SamplingSpec
+    from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
+    from megatron_scalerl.processes.child_process import end_with
+
+
+async def step_seconds(client: EngineClient, batch: int) -> float:
+    """Seconds per decode step with `batch` completions, prefill excluded."""
+
+    async def timed(tokens: int) -> float:
+        begin = time.perf_counter()
+        specs = [SamplingSpec(max_tokens=tokens, seed=i, ignore_eos=True) for i in range(batch)]
+        await asyncio.gather(*(client.generate([1, 6, 7, 8], sampling=spec) for spec in specs))
+        return time.perf_counter() - begin
+
+    await timed(SHORT)
+    short = await timed(SHORT)
+    return (await timed(LONG) - short) / (LONG - SHORT)
+
+
+def write_config(name: str, folder: Path) -> Path:
+    """Config and tokenizer of a policy; vLLM makes the weights (`load_format: dummy`)."""
+    from transformers import LlamaConfig
+
+    from megatron_scalerl.tiny.tokenizer import BOS_ID, EOS_ID, PAD_ID, save_tokenizer
+
+    heads, groups = _HEADS[name]
+    settings: dict[str, Any] = dict(num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=False)
+    settings |= dict(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, max_position_embeddings=4096)
+    LlamaConfig(**_SHAPES[name], **settings, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(
+        folder
+    )
+    save_tokenizer(folder)
+    return folder
+
+
+async def measure(folder: Path) -> dict[str, Any]:
+    """Both engines, one after the other: ms per step by policy and batch, and the planner's constants."""
+    from megatron_scalerl.plan.counting import count, load_family
+
+    seconds: dict[str, dict[int, float]] = {}
+    freed = None
+    for name in _SHAPES:
+        seconds[name], freed = await _served(name, write_config(name, folder / name))
+    parameters = count(load_family(folder / "1b")[0])
+    figures = rates(seconds["tiny"], seconds["1b"], parameters, gpu=nvidia_smi("name") or "", freed=freed)
+    return {"step_ms": {n: {b: s * 1e3 for b, s in each.items()} for n, each in seconds.items()}, **figures}
+
+
+async def _served(name: str, policy: Path) -> tuple[dict[int, float], int | None]:
+    """(seconds per step by batch, bytes that the GPU released when the engine had ended)."""
+    from megatron_scalerl.launch.process import EngineProcess
+    from megatron_scalerl.recipe import Recipe
+
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(BATCHES)}
+    vllm = dict(max_model_len=4096, max_num_seqs=64, kv_cache_memory_bytes=_KV_BYTES, load_format="dummy")
+    vllm |= dict(compilation_config=graphs, max_num_batched_tokens=4096)
+    recipe = Recipe.model_validate(
+        dict(
+            name=name,
+            steps=1,
+            policy=dict(path=str(policy), dtype="bfloat16"),
+            prompts=dict(path="none.jsonl", max_prompt_tokens=32),
+            interruption=dict(thinking_tokens=[1, 200], answer_tokens=8),
+            engine=dict(vllm=vllm, start_timeout_s=300),
+        )
+    )
+    engine = EngineProcess.local(recipe, secret=secrets.token_hex(16), log_path=policy / "engine.log")
+    try:
+        await engine.start()
+        found = {batch: await step_seconds(engine.client, batch) for batch in BATCHES}
+        held = used_on_gpu()
+    finally:
+        await engine.stop()
+    end = time.monotonic() + _RELEASE_S
+    while held is not None and held - (used_on_gpu() or 0) < _KV_BYTES and time.monotonic() < end:
+        await asyncio.sleep(0.5)
+    after = used_on_gpu()
+    return found, None if held is None or after is None else held - after
+
+
+def rates(
+    tiny: dict[int, float], large: dict[int, float], parameters: Any, *, gpu: str, freed: int | None
+) -> dict[str, Any]:
+    """Measured assumptions of the planner, by name.
+
+    tiny, large: seconds of a decode step by batch size. parameters: of the large policy. freed: device memory (bytes)
+    released when the large engine exited.
+    """
+    key, read, rest = gpu_of_device(gpu), 2 * (parameters.total - parameters.embedding), large[1] - tiny[1]
+    found: dict[str, Any] = {"gpu": gpu, "engine_step_ms": tiny[1] * 1e3}
+    if key is not None and rest > 0:
+        found["hbm_efficiency"] = read / rest / GPUS[key].memory_bytes_per_second
+    if freed is not None:
+        found["engine_overhead_gib"] = (freed - 2 * parameters.total - _KV_BYTES) / GIB
+    return found
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure and print."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(measure(Path(folder)))
+    print(json.dumps(found))
+    if options.assumptions:
+        measured = [Measurement(layers=None, figures=found)]
+        write_constants(options.assumptions, measured, gpu=found["gpu"], source="tools/bench_decode.py")
+
+
+if __name__ == "__main__":
+    end_with(partial(main, OPTIONS))

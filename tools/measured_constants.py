@@ -1,0 +1,55 @@
+"""Constants of the planner from several measurements, as the file that `plan --assumptions` reads."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_scalerl.plan.assumptions import check_number, described
+from megatron_scalerl.plan.assumptions_file import Measured, write_assumptions
+
+_LARGEST = ("runtime_gib", "fragmentation", "engine_overhead_gib")
+"""Memory reserves of a plan: the largest measurement counts, of others the median."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Figures of one check."""
+
+    layers: Literal["te", "plain"] | None
+    """Of the measured trainer; None: no trainer's, or unknown."""
+    figures: Mapping[str, Any]
+    """By name; those that are fields of the planner's `Assumptions`, and within their range, count."""
+
+
+def write_constants(path: Path, measured: Sequence[Measurement], *, gpu: str, source: str) -> dict[str, float]:
+    """Write the constants for one kind of layers, Transformer Engine's if both were measured; returns them.
+
+    Without any, nothing is written. gpu: its name in CUDA.
+    """
+    layers = {m.layers for m in measured if m.layers and _usable(m.figures)}
+    kept: Literal["te", "plain"] | None = "te" if "te" in layers else "plain" if layers else None
+    found: dict[str, list[float]] = {}
+    for measurement in measured:
+        if measurement.layers in (None, kept):
+            for name, value in _usable(measurement.figures).items():
+                found.setdefault(name, []).append(value)
+    values = {name: max(v) if name in _LARGEST else statistics.median(v) for name, v in found.items()}
+    if values:
+        write_assumptions(
+            path, {n: Measured(value=v, source=source) for n, v in values.items()}, gpu=gpu, layers=kept
+        )
+    return values
+
+
+def _usable(figures: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name in figures.keys() & {field.name for field in described()}:
+        try:
+            found[name] = check_number(name, figures[name])
+        except ValueError:
+            continue
+    return found
