@@ -1,4 +1,4 @@
-"""Checks on GPUs: which can run here, and a page of what they found.
+"""What tests of several folders start from. Checks on GPUs: which can run here, and a page of what they found.
 
     python -m pytest -m gpu tests/gpu --gpu-report FOLDER
 
@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from own_processes import adopt_orphans
 
+from megatron_scalerl.tiny.build import TinyArguments, build
+
 ON_GPU: set[str] = set()
 """Tests marked `gpu` that can run here; a report's keywords have the names of folders too."""
 REPORTS: list[pytest.TestReport] = []
@@ -26,6 +28,14 @@ REPORTS: list[pytest.TestReport] = []
 def orphans_stay_below_this_process() -> None:
     """Tests look for what is left of a run among the processes below this one."""
     adopt_orphans()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tiny task with its policy; tests copy what they change."""
+    folder = tmp_path_factory.mktemp("tiny_task") / "tiny"
+    build(folder, TinyArguments(seed=1, train_prompts=100, held_out=20, sft_examples=32))
+    return folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

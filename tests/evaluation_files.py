@@ -1,6 +1,12 @@
 """Evaluation files with the columns of AIME and MATH-500 on the hub; the problems are made up."""
 
 import json
+from pathlib import Path
+
+import msgspec
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.evaluation.results import COMPLETIONS, Header, Row
 
 AIME_2024 = [  # Maxwell-Jia/AIME_2024
     {"ID": "2024-I-1", "Problem": "Find $a+b$ if $a=3$ and $b=30$.", "Solution": "Add them.", "Answer": 33},
@@ -44,3 +50,9 @@ def written(folder, name, rows):
     path = folder / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def read_result(folder):
+    """(header, rows) of a result."""
+    header, *rows = read_jsonl(Path(folder) / COMPLETIONS)
+    return msgspec.convert(header["header"], Header), [msgspec.convert(row, Row) for row in rows]

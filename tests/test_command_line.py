@@ -13,13 +13,12 @@ from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
-from test_report import write_run
+from page.report_runs import write_run
 
 from megatron_scalerl.__main__ import COMMANDS, PROGRAM, main, program
 from megatron_scalerl.controller.run_folder import RunInUse
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe.file import RecipeError
-from megatron_scalerl.tiny.build import TinyArguments, build
 from megatron_scalerl.trainer.client import TrainerError
 
 ROOT = Path(__file__).parent.parent
@@ -42,13 +41,6 @@ NO_COMMANDS = {
     "weights_worker.py",
 }
 TOOLS = sorted(p.name for p in (ROOT / "tools").glob("*.py") if p.name not in NO_COMMANDS)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("command_line") / "tiny"
-    build(folder, TinyArguments(seed=1, train_prompts=40, held_out=10, sft_examples=8))
-    return folder
 
 
 def settings(tiny, out):
@@ -137,19 +129,10 @@ def test_help_imports_nothing_heavy(argv):
 
 BARE = {
     "train": TRAIN,
-    "sft": SFT,
     "report": ["-m", "megatron_scalerl", "report", "runs/none"],
-    "export": ["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"],
     "plan": ["tools/plan.py", RECIPE, "--gpus", "2"],
-    "doctor": ["tools/doctor.py"],
-    "fit": ["tools/fit_curve.py", "megatron_scalerl/fit/data/points.csv"],
-    "show": ["tools/show_rollouts.py", "runs/none"],
     "convert": [CONVERT, "verify", ".", "."],
     "bench_step": ["tools/bench_step.py"],
-    "bench_rollouts": ["tools/bench_rollouts.py"],
-    "bench_logits": ["tools/bench_logits.py"],
-    "bench_convert": ["tools/bench_convert.py"],
-    "bench_plan": ["tools/bench_plan.py", "memory"],
     "bench_shapes": ["tools/bench_shapes.py"],
     "bench_decode": ["tools/bench_decode.py"],
 }

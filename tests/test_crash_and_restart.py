@@ -1,12 +1,13 @@
 """A run that is killed and resumed: its compute axis, its records, its batches.
 
-Real controller, journal, ledger, metrics and folder in virtual time; `stand_in_run` has the stand-ins.
+Real controller, journal, ledger, metrics and folder in virtual time; `fakes.run` has the stand-ins.
 """
 
 import itertools
 
 import pytest
-from stand_in_run import PUBLISH_S, SAVE_S, START_S, VALIDATE_S, attempt, recipe
+from fakes.run import PUBLISH_S, START_S, VALIDATE_S, attempt, check_records, recipe
+from fakes.trainer import SAVE_S
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_scalerl.checkpoints.commit import committed, read_commit
@@ -27,22 +28,6 @@ def curve(folder):
 
 def held(folder):
     return sum(3600 * r["hours"] for r in read_jsonl(folder / "ledger.jsonl")[1:] if "role" in r)
-
-
-def check_records(folder, steps):
-    """Each step, batch and validation is recorded once, no group trained twice; TensorBoard equals the records."""
-    records = read_jsonl(folder / "metrics.jsonl")
-    assert [r["step"] for r in records] == list(range(1, steps + 1))
-    assert [r["batches"] for r in records] == list(range(1, steps + 1))
-    validations = [r["step"] for r in read_jsonl(folder / "validation.jsonl")]
-    assert validations == list(range(0, steps + 1, 2))
-    assert [r["step"] for r in read_jsonl(folder / "validation_by_prompt.jsonl")] == validations
-    batches = read_history(folder).batches
-    groups = [g for b in batches for g in b.group_ids]
-    assert [b.batch for b in batches] == list(range(steps)) and len(set(groups)) == len(groups)
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("loss")] == [r["step"] for r in records]
-    assert [e.step for e in events.Scalars("validation/pass_rate")] == validations
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +196,7 @@ def test_an_asynchronous_checkpoint_stops_nothing(tmp_path, every_steps):
 
 
 def test_a_save_that_outlasts_the_steps_delays_the_next_one_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("stand_in_run.SAVE_S", 5.0)
+    monkeypatch.setattr("fakes.trainer.SAVE_S", 5.0)
     checkpoint = {"every_steps": 1, "keep": 9, "async_save": True}
     outcome = attempt(recipe(tmp_path, checkpoint=checkpoint))
     assert outcome.reason == "all 6 steps are made"

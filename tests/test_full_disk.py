@@ -5,8 +5,7 @@ import subprocess
 import traceback
 
 import pytest
-from stand_in_run import attempt, recipe
-from test_crash_and_restart import check_records
+from fakes.run import attempt, check_records, recipe
 
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.rollouts.store import read_block, scan, segment_path, segments

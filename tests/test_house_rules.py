@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_scalerl"
+TESTS = Path(__file__).parent
 FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.py")])
 SEAM = {
     "distributed/device.py",
@@ -227,10 +228,51 @@ def test_no_junk_drawers():
     assert [name(p) for p in FILES if p.stem in {"utils", "common", "helpers", "misc"}] == []
 
 
+OF_ONE_FILE = {
+    "launch/test_control.py: StandInAgent",
+    "engine/test_bodies.py: StandInDecoder",
+    "test_command_line.py: StandInLauncher",
+    "launch/test_launcher.py: StandInProcess",
+    "controller/test_sending.py: StandInSender",
+    "rewards/test_lost_workers.py: StandInSpawn",
+    "controller/test_sending.py: StandInStream",
+}
+"""Stand-ins beside tests/fakes: of an interface that one file alone replaces."""
+
+
+@pytest.fixture(scope="module")
+def tests():
+    return {str(path.relative_to(TESTS)): ast.parse(path.read_text("utf8")) for path in TESTS.rglob("*.py")}
+
+
+def test_an_interface_has_one_stand_in(tests):
+    found = {
+        f"{file}: {node.name}"
+        for file, tree in tests.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name.startswith("StandIn")
+    }
+    assert {each for each in found if not each.startswith("fakes/")} == OF_ONE_FILE
+    assert [name for name, count in Counter(each.split(": ")[1] for each in found).items() if count > 1] == []
+
+
+def test_no_test_file_imports_another_one(tests):
+    """Helpers are modules of their own, fixtures are in conftest.py."""
+    modules = {Path(file).stem for file in tests if Path(file).stem.startswith("test_")}
+    imported = {
+        f"{file}: {name}"
+        for file, tree in tests.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]
+        if name and name.split(".")[-1] in modules
+    }
+    assert imported == set()
+
+
 def test_the_modules_of_the_tests_have_names_of_their_own():
     """They are imported by name: two of one name cannot be collected together, and a few files never are."""
-    tests = Path(__file__).parent
-    names = Counter(path.name for path in tests.rglob("*.py") if path.name not in ("__init__.py", "conftest.py"))
+    names = Counter(path.name for path in TESTS.rglob("*.py") if path.name not in ("__init__.py", "conftest.py"))
     assert [name for name, count in names.items() if count > 1] == []
 
 

@@ -8,8 +8,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-import stand_in_run
-from stand_in_run import PUBLISH_S, TRAIN_S, StandInEngine, attempt, recipe
+from fakes.engine import StandInEngine
+from fakes.run import PUBLISH_S, attempt, recipe
+from fakes.sync import StandInSync
+from fakes.trainer import TRAIN_S
 from waiting import passes
 
 from megatron_scalerl.controller.loop import Controller
@@ -23,7 +25,7 @@ def join_at(folder, at_s, monkeypatch, *, store, **changes):
     settings = recipe(
         folder, engine={"count": 2}, weights={"probe_every": 0, "store": "/x" if store else ""}, **changes
     )
-    happened, publishing = [], stand_in_run.StandInSync._update
+    happened, publishing = [], StandInSync.update
 
     def join(engines):
         if engines.members[1].version is None:  # before the first update
@@ -31,7 +33,7 @@ def join_at(folder, at_s, monkeypatch, *, store, **changes):
         engines.evict(engines.members[1].client, "engine-1: gone")
         engines.lose(1, "gone")
         engines.start(1)
-        engines.join(1, StandInEngine(1))
+        engines.join(1, StandInEngine("engine-1"))
         happened.append(("joined", at_s, None))
 
     async def update(self, version, engines):
@@ -42,7 +44,7 @@ def join_at(folder, at_s, monkeypatch, *, store, **changes):
         assert {m.version for m in self._engines.members if m.state is EngineState.SERVING} <= {version}
         return found
 
-    monkeypatch.setattr(stand_in_run.StandInSync, "_update", update)
+    monkeypatch.setattr(StandInSync, "update", update)
     outcome = attempt(settings, changes=[(at_s, join)])
     monkeypatch.undo()
     return outcome, happened

@@ -1,16 +1,20 @@
 """Validations and evaluations beside the training, in virtual time: nothing waits, versions hold, kills at any time.
 
-`stand_in_run` is a whole controller with a stand-in trainer and stand-in engines.
+`fakes.run` is a whole controller with a stand-in trainer and stand-in engines.
 """
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
-from evaluation_files import AIME_2024, MATH_500, written
+from evaluation_files import AIME_2024, MATH_500, read_result, written
+from fakes.clock import StandInClock
+from fakes.engine import StandInEngine
+from fakes.run import VALIDATE_S, attempt, recipe
+from fakes.trainer import TRAIN_S
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from stand_in_run import TRAIN_S, VALIDATE_S, StandInEngine, attempt, recipe
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.evaluations import EvaluationInputs
@@ -19,7 +23,7 @@ from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.engine.membership import EngineState, Membership
 from megatron_scalerl.evaluation.contamination import contamination
 from megatron_scalerl.evaluation.problems import read_problems
-from megatron_scalerl.evaluation.results import COMPLETIONS, SUMMARY, Header, ResultFile, ResultInUse, read_result
+from megatron_scalerl.evaluation.results import COMPLETIONS, SUMMARY, Header, ResultFile, ResultInUse
 from megatron_scalerl.types import Prompt
 
 STEPS = 9
@@ -225,7 +229,7 @@ def test_the_last_version_is_evaluated_where_every_engine_has_to_get_it_again_fi
         for number, member in enumerate(engines.members):
             if member.state is EngineState.DRAINING:
                 engines.start(number)
-                engines.join(number, StandInEngine(number))
+                engines.join(number, StandInEngine(f"engine-{number}"))
 
     evaluation = {"every_steps": 3, "files": ["aime.jsonl", "m.jsonl"], "generations": 10}
     chosen = beside(
@@ -240,18 +244,10 @@ def test_the_last_version_is_evaluated_where_every_engine_has_to_get_it_again_fi
 
 
 def test_an_engine_is_shared_by_the_measurements_of_one_version():
-    engines = Membership.of([StandInEngine(0), StandInEngine(1)], version=4)
+    engines = Membership.of([StandInEngine("engine-0"), StandInEngine("engine-1")], version=4)
 
-    class StandInMeter:
-        held, released = 0, 0
-
-        def hold(self, engine, devices, purpose):
-            self.held += 1
-
-        def release(self, engine):
-            self.released += 1
-
-    meter = StandInMeter()
+    said = []
+    meter = SimpleNamespace(hold=lambda *_: said.append("held"), release=lambda _: said.append("released"))
     held = HeldEngine(engines, meter)
     engine = held.hold(4, "validation")
     assert held.hold(4, "evaluation") is engine and held.hold(5, "validation") is None, "the other one has to serve"
@@ -259,7 +255,7 @@ def test_an_engine_is_shared_by_the_measurements_of_one_version():
     held.release(engine)
     assert engines.held == [engine]
     held.release(engine)
-    assert engines.stale == [engine] and (meter.held, meter.released) == (1, 1)
+    assert engines.stale == [engine] and said == ["held", "released"]
     assert held.hold(5, "evaluation") is None and held.hold(5, "evaluation", alone=True) is not None
 
 
@@ -268,13 +264,7 @@ def test_the_time_of_a_held_engine_goes_to_what_it_finished(tmp_path):
     from megatron_scalerl.controller.run_folder import ResumePoint
     from megatron_scalerl.launch.placement import Devices
 
-    class Clock:
-        now = 0.0
-
-        def __call__(self):
-            return self.now
-
-    clock, engine = Clock(), StandInEngine()
+    clock, engine = StandInClock(), StandInEngine()
     ledger = Ledger(tmp_path / "ledger.jsonl", "gpu_hours", incarnation="a")
     meter = Meter(ledger, Devices(unit="gpu_hours", trainer=1, engine=4), ResumePoint(), clock=clock)
     clock.now = 1800.0
@@ -297,7 +287,7 @@ def test_the_time_of_a_held_engine_goes_to_what_it_finished(tmp_path):
 
 
 def test_a_held_engine_can_be_evicted():
-    engines = Membership.of([StandInEngine(0), StandInEngine(1)], version=0)
+    engines = Membership.of([StandInEngine("engine-0"), StandInEngine("engine-1")], version=0)
     client = engines.serving[0]
     engines.hold(client)
     assert engines.members[0].state is EngineState.HELD and engines.left == 2

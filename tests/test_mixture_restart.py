@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import stand_in_run
-from stand_in_run import attempt, recipe
+from fakes import run as run_module
+from fakes.run import attempt, recipe
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
@@ -18,13 +18,13 @@ def task_of(number):
 @pytest.fixture(autouse=True)
 def two_tasks(monkeypatch):
     """Twenty prompts of each task, two of each held out."""
-    made = stand_in_run.prompts()
+    made = run_module.prompts()
 
     def mixed(prompts):
         return tuple(replace(p, task=task_of(int(p.text))) for p in prompts)
 
     both = replace(made, training=mixed(made.training), held_out=mixed(made.held_out))
-    monkeypatch.setattr(stand_in_run, "prompts", lambda: both)
+    monkeypatch.setattr(run_module, "prompts", lambda: both)
 
 
 def mixture(folder):

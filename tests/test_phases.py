@@ -1,12 +1,14 @@
 """The schedule ppo_off_policy with the real controller in virtual time: order, versions, kills at any moment.
 
-`stand_in_run` asserts that nothing is sent beside a weight update or a checkpoint, and one batch at a time.
+`fakes.run` asserts that nothing is sent beside a weight update or a checkpoint, and one batch at a time.
 """
 
 import pytest
+from fakes.engine import StandInEngine
+from fakes.run import PUBLISH_S, START_S, VALIDATE_S, attempt, recipe
+from fakes.trainer import SAVE_S, TRAIN_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_in_run import PUBLISH_S, SAVE_S, START_S, TRAIN_S, VALIDATE_S, StandInEngine, attempt, recipe
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.rollouts.history import read_groups, read_history

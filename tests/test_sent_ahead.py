@@ -1,12 +1,13 @@
 """Batches that are sent while the trainer steps: what a kill at any moment leaves, in virtual time.
 
-`stand_in_run` asserts that nothing is sent beside a weight update or a checkpoint, and one batch at a time.
+`fakes.run` asserts that nothing is sent beside a weight update or a checkpoint, and one batch at a time.
 """
 
 import pytest
+from fakes.run import attempt, recipe
+from fakes.trainer import TRAIN_S
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from stand_in_run import TRAIN_S, attempt, recipe
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.rollouts.history import read_history

@@ -56,8 +56,12 @@ def parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
+TOOLS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TOOLS.parent / "tests"))
+
 with explained():
     import msgspec
+    from fakes.sync import StandInProbe, StandInSync
     from rich.console import Console
     from rich.table import Table
     from stand_in_trainer import INFO
@@ -68,7 +72,6 @@ with explained():
     from megatron_scalerl.controller.meter import Meter, metering
     from megatron_scalerl.controller.progress import Progress
     from megatron_scalerl.controller.run_folder import RunFolder, resume_point
-    from megatron_scalerl.controller.weight_sync import WeightUpdate
     from megatron_scalerl.distributed.rendezvous import private_folder
     from megatron_scalerl.engine.client import EngineClient
     from megatron_scalerl.engine.membership import Membership
@@ -84,56 +87,9 @@ with explained():
     from megatron_scalerl.rollouts.sampler import Sampler
     from megatron_scalerl.tiny.tokenizer import build_tokenizer
     from megatron_scalerl.trainer.client import TrainerClient
-    from megatron_scalerl.types import Prompt, StepReport
+    from megatron_scalerl.types import Prompt
 
 GROUP, ANSWER_TOKENS = 16, 2048
-TOOLS = Path(__file__).resolve().parent
-
-
-class StandInSync:
-    """Labels the engines with the version, and sends no weights."""
-
-    def __init__(self, engines: Membership) -> None:
-        self._engines = engines
-        self.steps = -1
-        """Policy versions published after the first."""
-        self.published = asyncio.Event()
-        """Set at each of them; whoever waits for it clears it."""
-
-    def trained(self, report: StepReport) -> None:
-        """Its updates send no weights."""
-
-    def stored_for(self) -> list[EngineClient]:
-        """It has no store."""
-        return []
-
-    async def publish(self, version: int) -> WeightUpdate:
-        """Every engine serves `version`."""
-        await asyncio.gather(*(client.set_version(version) for client in self._engines.alive))
-        for client in self._engines.alive:
-            self._engines.serve(client, version)
-        self.steps += 1
-        self.published.set()
-        return WeightUpdate(
-            version=version,
-            seconds_paused=0.0,
-            seconds_total=0.0,
-            seconds_sending=0.0,
-            phases={"update": 0.0},
-            bytes=1,
-            whole_bytes=1,
-            most_sent=1,
-            most_received=1,
-            digest="",
-        )
-
-
-class StandInProbe:
-    """Finds no mismatch."""
-
-    async def check(self, version: int, *, new_only: bool = False) -> dict[str, float]:
-        """Nothing."""
-        return {}
 
 
 def recipe_for(folder: Path, o: argparse.Namespace) -> Recipe:

@@ -91,16 +91,6 @@ with explained():
     from megatron_scalerl.types import Prompt
 
 
-class StandInSync(bench.StandInSync):
-    """An engine that was held gets the next version like the others."""
-
-    async def catch_up(self, version: int) -> None:
-        """Stale engines serve `version`."""
-        for client in self._engines.stale:
-            await client.set_version(version)
-            self._engines.serve(client, version)
-
-
 def recipe_for(folder: Path, arm: str, o: argparse.Namespace) -> Recipe:
     """bench_controller's recipe with the measurements of an arm, and a trace of all steps."""
     data = bench.recipe_for(folder, o).model_dump()
@@ -143,7 +133,7 @@ async def measure(folder: Path, arm: str, o: argparse.Namespace) -> dict[str, An
         meter = Meter(ledger, devices, start)
         await stack.enter_async_context(metering(meter))
         engines = Membership.of(clients, version=None)
-        sync = StandInSync(engines)
+        sync = bench.StandInSync(engines)
         controller = Controller(
             recipe=recipe,
             prompts=prompts(o),
@@ -169,7 +159,7 @@ async def measure(folder: Path, arm: str, o: argparse.Namespace) -> dict[str, An
     return found | of_folder(run.path, ledger)
 
 
-async def observe(running: asyncio.Task[str], sync: StandInSync, o: argparse.Namespace) -> dict[str, Any]:
+async def observe(running: asyncio.Task[str], sync: bench.StandInSync, o: argparse.Namespace) -> dict[str, Any]:
     """Steps per hour between two steps that are at least --seconds apart, after --warm-up."""
     await bench.elapse(running, o.warm_up)
     await bench.step(running, sync, 10 * o.seconds)

@@ -3,7 +3,7 @@
     python tools/kill_matrix.py --out runs/kills [--tries 20] [--real 5] [--only engine-1:KILL] [--seed 1]
 
 Each try is one whole run of a tiny recipe at k = 0: real controller under `train --supervise`, real trainer ranks,
-two engines. With stand-in engines (tests/faults) a completion depends on its seed alone, so that every try must give
+two engines. With stand-in engines (tests/fakes) a completion depends on its seed alone, so that every try must give
 the weights, pass rates and batches of the run without faults, bit for bit. With real engines (--real tries) the run
 is deterministic (rollouts.deterministic): a killed controller or trainer gives the same bits, too; a killed engine
 the same batches, nothing lost or trained twice. One JSON row per try is appended to OUT/rows.jsonl; a second call
@@ -120,7 +120,7 @@ class Try:
             "engine.first_token_timeout_s=4", "engine.max_restarts=20", "weights.timeout_s=30",
             "trainer.step_timeout_s=20", "weights.connect_timeout_s=20",
         ]  # fmt: skip
-        program = ["-m", "megatron_scalerl"] if real else [str(ROOT / "tests/faults/run_with_stand_ins.py")]
+        program = ["-m", "megatron_scalerl"] if real else [str(ROOT / "tests/fakes/run_with_stand_ins.py")]
         deterministic = ["rollouts.deterministic=true", "rewards.verifier=coin:toss"]
         settings += deterministic if real else ["interruption.enabled=false"]
         # the supervisor starts `python -m megatron_scalerl train`; with stand-ins this program supervises instead

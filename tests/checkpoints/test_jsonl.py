@@ -8,7 +8,7 @@ import resource
 import shutil
 
 import pytest
-from stand_in_run import attempt, recipe
+from fakes.run import attempt, recipe
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, recover, rewrite
 from megatron_scalerl.controller.ledger import Ledger

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from faults.stand_in_nvml import HOSTS
+from fakes.nvml import HOSTS
 
 import megatron_scalerl
 from megatron_scalerl.__main__ import main

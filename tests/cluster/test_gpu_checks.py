@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from faults.stand_in_nvml import HOSTS, StandInNvml
+from fakes.nvml import HOSTS, StandInNvml
 
 from megatron_scalerl.cluster.gpus import gpu_checks, names, visible_gpus
 from megatron_scalerl.cluster.nvml import NvmlReading, read, read_in_process
 
-FAULTS = Path(__file__).parent.parent / "faults"
+TESTS = Path(__file__).parents[1]
 
 
 def found(host, needed=8, visible=None):
@@ -129,7 +129,7 @@ def test_a_visible_gpu_that_is_not_there_fails():
 
 def in_process(host, tmp_path, monkeypatch, **limits):
     """The reading of the process, in which `import pynvml` gives the stand-in."""
-    lines = ["import sys", f"sys.path.insert(0, {str(FAULTS)!r})", "from stand_in_nvml import HOSTS"]
+    lines = ["import sys", f"sys.path.insert(0, {str(TESTS)!r})", "from fakes.nvml import HOSTS"]
     (tmp_path / "pynvml.py").write_text("\n".join([*lines, f"sys.modules[__name__] = HOSTS[{host!r}]()"]) + "\n")
     root = str(Path(sys.modules["megatron_scalerl"].__file__).parent.parent)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), root]))

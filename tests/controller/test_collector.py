@@ -4,12 +4,13 @@ import json
 import re
 
 import pytest
+from fakes.engine import StandInEngine
+from fakes.run import attempt, recipe
 from prometheus_client import generate_latest
 from prometheus_client.openmetrics import exposition, parser
 from prometheus_client.parser import text_string_to_metric_families
 from promtool import needs_promtool, promtool
 from recipe_files import ROOT
-from stand_in_run import StandInEngine, attempt, recipe
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.collector import RunCollector

@@ -11,9 +11,10 @@ import aiohttp
 import pytest
 import yaml
 from aiohttp import web
+from fakes.run import recipe
+from fakes.server import StandInServer
 from prometheus_client.parser import text_string_to_metric_families
 from promtool import needs_promtool, promtool
-from stand_in_run import recipe
 
 from megatron_scalerl.controller.endpoint import serving_metrics
 from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
@@ -21,32 +22,6 @@ from megatron_scalerl.engine.membership import Membership
 
 SECRET = "the run's secret"
 PAGE = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 2.0\n"
-
-
-class StandInServer:
-    """An engine's server: answers with its metrics who brings the run's secret."""
-
-    def __init__(self, page=PAGE):
-        self.page, self.asked = page, []
-
-    async def metrics(self, request):
-        self.asked.append(dict(request.headers))
-        if request.headers.get(SECRET_HEADER) != SECRET:
-            raise web.HTTPUnauthorized
-        return web.Response(text=self.page)
-
-    @contextlib.asynccontextmanager
-    async def serving(self):
-        app = web.Application()
-        app.router.add_get("/metrics", self.metrics)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        bound = socket.create_server(("127.0.0.1", 0))
-        await web.SockSite(runner, bound).start()
-        try:
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        finally:
-            await runner.cleanup()
 
 
 def settings(folder, **telemetry):
@@ -230,12 +205,18 @@ def test_prometheus_gets_the_format_that_it_asks_for(tmp_path):
 
 
 def test_engines_are_fetched_with_the_secret_which_the_reader_does_not_have(tmp_path):
-    server = StandInServer()
+    asked = []
+
+    async def metrics(request):
+        asked.append(dict(request.headers))
+        if request.headers.get(SECRET_HEADER) != SECRET:
+            raise web.HTTPUnauthorized
+        return web.Response(text=PAGE)
 
     async def run():
         async with (
-            server.serving() as url,
-            EngineClient(url=url, secret=SECRET) as client,
+            StandInServer(metrics) as other,
+            EngineClient(url=other.url, secret=SECRET) as client,
             endpoint(tmp_path) as (collector, get),
         ):
             engines = Membership.of([client])
@@ -244,10 +225,10 @@ def test_engines_are_fetched_with_the_secret_which_the_reader_does_not_have(tmp_
             await get(headers=token)
             listed = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())
             path = listed[1]["labels"]["__metrics_path__"]
-            assert (await get(path))[0] == 401 and not server.asked
+            assert (await get(path))[0] == 401 and not asked
             status, text, kind = await get(path, token)
             assert (status, text) == (200, PAGE) and kind.startswith("text/plain")
-            assert all("Authorization" not in headers for headers in server.asked)
+            assert all("Authorization" not in headers for headers in asked)
             assert SECRET not in str(await get(headers=token)) + text
             assert (await get("/metrics/engines/engine-1", token))[0] == 404
             return listed

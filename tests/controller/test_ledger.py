@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from fakes.clock import StandInClock
 from waiting import passes
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -29,15 +30,6 @@ def test_what_a_job_held_is_on_record_at_once(tmp_path):
 
     asyncio.run(fail())
     assert open_ledger(tmp_path, "b").hours("lost") == pytest.approx(3.0)
-
-
-class StandInClock:
-    """Returns the time that it is set to."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def open_ledger(tmp_path, incarnation="a"):

@@ -11,21 +11,13 @@ from megatron_scalerl.engine.interruption import Plan, plan_ids
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 from megatron_scalerl.recipe.sections import PAPER_PHRASE
-from megatron_scalerl.tiny.build import TinyArguments, build
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("longest") / "tiny"
-    build(folder, TinyArguments(seed=1, train_prompts=40, held_out=10, sft_examples=4))
-    return folder
 
 
 def recipe(tiny, **sections):
     data = {
         "name": "r",
-        "output_dir": str(tiny.parent / "runs"),
+        "output_dir": str(tiny.parent / "runs_of_longest"),
         "steps": 1,
         "policy": {"path": str(tiny / "base_policy"), "dtype": "float32"},
         "prompts": {

@@ -13,17 +13,9 @@ from rich.console import Console
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.train import train
 from megatron_scalerl.recipe.file import load_recipe
-from megatron_scalerl.tiny.build import TinyArguments, build
 
 ROOT = Path(__file__).parents[2]
 GOOD_ROW = json.dumps({"prompt": "1;+2=", "answer": "3"})
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("preflight") / "tiny"
-    build(folder, TinyArguments(seed=1, train_prompts=100, held_out=20, sft_examples=32))
-    return folder
 
 
 def settings(tiny, *more):

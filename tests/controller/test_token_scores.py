@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from fakes.trainer import StandInTrainer
 from rollout_groups import group_of, rollout
 
 from megatron_scalerl.batching.rollout_bytes import arrays_of, write
@@ -13,18 +14,6 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.store import GroupHeader, StoreWriter, block_bytes
 from megatron_scalerl.rollouts.token_scores import read_scores
 from megatron_scalerl.types import Prompt, Score
-
-
-class StandInTrainer:
-    """Scores a token with its id, and with a hundredth of it as the entropy."""
-
-    def __init__(self):
-        self.asked = []
-
-    async def token_scores(self, sequences):
-        self.asked.append(sequences)
-        logprobs = [[-float(token) for token in ids[1:]] for ids in sequences]
-        return [logprobs, [[-value / 100 for value in of] for of in logprobs]]
 
 
 def made_store(run_dir):

@@ -4,7 +4,8 @@ import os
 
 import pytest
 import trace_checks
-from stand_in_run import Killed, StandInTrainer, attempt, recipe
+from fakes.run import Killed, attempt, recipe
+from fakes.trainer import StandInTrainer
 from trace_checks import encloses, named
 
 from megatron_scalerl.controller import trace_file

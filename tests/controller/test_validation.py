@@ -4,50 +4,26 @@ import asyncio
 import random
 
 import pytest
-from rollout_groups import scored
+from fakes.engine import StandInEngine
+from fakes.sampler import StandInSampler
 
 from megatron_scalerl.controller.outcomes import means, text, within_variance
 from megatron_scalerl.controller.validation import Validator
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score
+from megatron_scalerl.types import CompletionLost, Prompt
 
 PROMPTS = [Prompt(prompt_id=f"id{i}", text=f"text{i}", answer="1", token_ids=(1,)) for i in range(4)]
 
 
-class Engine:
-    name, version = "engine-0", 0
-    produced_tokens = received_tokens = 0
+def sampler_of():
+    """Completion 1 of prompt 2 is lost, others are correct by their draw."""
 
-    def abort(self, reason):
-        raise AssertionError(reason)
-
-
-class Sampler:
-    """Every draw is recorded; completion 1 of prompt 2 is lost, others are correct by their draw."""
-
-    def __init__(self):
-        self.draws = []
-
-    def draw(self, seed, group_id, index):
-        self.draws.append((seed, group_id, index))
-        return self.draws[-1]
-
-    async def complete(self, engine, prompt, draw, *, priority, max_tokens=None):
+    async def wait(engine, draw, priority):
         if draw[1:] == (2, 1):
             raise CompletionLost("no log-probabilities", reason="no_logprobs")
-        rollout = Rollout(
-            token_ids=(5,),
-            rollout_logprobs=(-0.5,),
-            policy_versions=(engine.version,),
-            loss_mask=(True,),
-            interrupted=False,
-            truncated=False,
-            thinking_cut=0,
-            seed=0,
-        )
-        correct = random.Random(str(draw)).random() < 0.5
-        return scored(rollout, Score(correct=correct, reward=float(correct)))
+
+    return StandInSampler(wait, correct=lambda draw: random.Random(str(draw)).random() < 0.5, tokens=lambda _: (5,))
 
 
 def validate(*steps, **validation):
@@ -57,8 +33,7 @@ def validate(*steps, **validation):
         recipe = Recipe(name="r", steps=9, policy={"path": "p"}, prompts={"path": "q"}, validation=validation)
         found = []
         for step in steps:
-            engine, sampler = Engine(), Sampler()
-            engine.version = step
+            engine, sampler = StandInEngine(version=step), sampler_of()
             validator = Validator(
                 recipe,
                 engines=Membership.of([engine], version=step),
@@ -69,7 +44,7 @@ def validate(*steps, **validation):
             result, outcomes = await validator.validate(
                 step, generations=3, compute=0.0, compute_total=0.0, unit="device_hours"
             )
-            found.append((result, outcomes, set(sampler.draws)))
+            found.append((result, outcomes, {draw for _, draw in sampler.asked}))
         return found
 
     return asyncio.run(run())

@@ -1,19 +1,18 @@
 """A weight update of which one engine drops out: the others are updated, and none of them is evicted."""
 
 import asyncio
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
+from fakes.engine import StandInEngine
+from fakes.trainer import StandInTrainer
 
 from megatron_scalerl.controller.weight_sync import WeightsRefused, WeightsUnchanged, WeightSync
-from megatron_scalerl.distributed.rendezvous import FolderRendezvous
-from megatron_scalerl.engine.answers import REFUSED, EngineError
+from megatron_scalerl.engine.answers import REFUSED
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerError, WeightGroupFailed
 from megatron_scalerl.types import StepReport
-from megatron_scalerl.weights.plan import SendReport, all_of, manifest_of, needs_to_json, whole
+from megatron_scalerl.weights.plan import all_of, manifest_of, needs_to_json
 
 MANIFEST = manifest_of([("w", "float32", (4,))])
 
@@ -21,83 +20,19 @@ MANIFEST = manifest_of([("w", "float32", (4,))])
 STAGING = ("bucket 3 of 9: expected digest 1, found 2", "Operation timed out!")
 
 
-class StandInEngine:
-    """vLLM's rules for the order of calls; `fails` is the path of the first call that fails for good."""
-
-    def __init__(self, name, fails=None):
-        self.name, self.fails = name, fails
-        self.produced_tokens = self.received_tokens = 0
-        self.live, self.world_size = "", 1
-        self.needs = [needs_to_json(all_of(MANIFEST))]
-        self.updating, self.version, self.label = False, -1, ""
-        self.calls, self.states, self.paused = [], [], False
-
-    async def post(self, path, body, query=None):
-        self.calls.append(path)
-        if path == self.fails:
-            raise EngineError(f"{self.name}: POST {path}: connection lost")
-        if path == "/start_weight_update":
-            if self.updating:
-                raise EngineError(f"{self.name}: a weight update is already active")
-            self.updating = True
-        if path == "/update_weights":
-            self.version = body["update_info"]["version"]
-        if path == "/finish_weight_update":
-            self.updating, self.label = False, body["weight_version"]
-        return b""
-
-    async def rpc(self, method, *arguments):
-        if method == "msrl_weight_needs":
-            return list(self.needs)
-        if method == "msrl_live_digest":
-            return [self.live or f"v{self.version}"]
-        if method == "msrl_stage_weights":
-            self.calls.append(f"stage {arguments[0]}")
-            self.states = [None, None, self.fails if self.fails in STAGING else ""]
-            return [None]
-        if method == "msrl_staged_weights":
-            return [self.states.pop(0)]
-        assert method == "msrl_abandon_update"
-        self.updating = False
-        return [None]
-
-    async def info(self):
-        return SimpleNamespace(
-            world_size=self.world_size, weight_version=self.label, weight_digests=(f"d{self.version}",)
-        )
-
-    async def pause(self, *, clear_cache):
-        self.paused = True
-        self.calls.append("pause")
-
-    async def resume(self):
-        self.paused = False
-
-    def abort(self, reason):
-        pass
+def engine(name="engine-0", **options):
+    """One without weights yet that needs all of them."""
+    return StandInEngine(name, -1, needs=[all_of(MANIFEST)], **options)
 
 
-class StandInTrainer:
-    """Sends to as many engines as joined; `fails`: its sends that fail, with this error."""
+def trainer(*fails):
+    return StandInTrainer(fails=fails, manifest=MANIFEST)
 
-    def __init__(self, *fails):
-        self.fails = list(fails)
-        self.rendezvous = FolderRendezvous(folder="/nowhere")
 
-    async def manifest(self):
-        return MANIFEST
-
-    async def plan_weights(self, needs):
-        return whole(MANIFEST)
-
-    async def connect_weights(self, connection):
-        [self.world_size] = connection.world_sizes
-
-    async def send_weights(self, version):
-        if self.fails:
-            raise self.fails.pop(0)
-        sizes = {"bytes": 0, "whole_bytes": 0, "most_sent": 0, "most_received": 0}
-        return SendReport(**sizes, seconds=0.0, digests=(f"d{version}",), values=(f"v{version}",))
+def frozen():
+    made = trainer()
+    made.frozen = True
+    return made
 
 
 @pytest.fixture
@@ -107,10 +42,10 @@ def recipe():
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
 def test_engines_that_had_started_an_update_take_part_in_the_next_one(recipe, path):
-    engines = [StandInEngine("engine-0"), StandInEngine("engine-1", fails=path), StandInEngine("engine-2")]
-    trainer, members = StandInTrainer(), Membership.of(engines)
-    update = asyncio.run(WeightSync(trainer, members, recipe).publish(3))
-    assert members.serving == [engines[0], engines[2]] and trainer.world_size == 3
+    engines = [engine(), engine("engine-1", fails=path), engine("engine-2")]
+    sender, members = trainer(), Membership.of(engines)
+    update = asyncio.run(WeightSync(sender, members, recipe).publish(3))
+    assert members.serving == [engines[0], engines[2]] and sender.world_size == 3
     # of the attempt that succeeded
     assert list(update.phases) == ["needs", "connect", "pause", "start", "update", "finish", "verify", "resume"]
     assert sum(update.phases.values()) <= update.seconds_total
@@ -120,18 +55,18 @@ def test_engines_that_had_started_an_update_take_part_in_the_next_one(recipe, pa
 
 
 def test_a_trainer_that_fails_while_it_sends_leaves_engines_that_the_next_trainer_can_update(recipe):
-    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
+    engines = [engine(), engine("engine-1")]
     members = Membership.of(engines)
     with pytest.raises(TrainerError):
-        asyncio.run(WeightSync(StandInTrainer(TrainerError("rank 0 exited")), members, recipe).publish(3))
-    asyncio.run(WeightSync(StandInTrainer(), members, recipe).publish(2))
+        asyncio.run(WeightSync(trainer(TrainerError("rank 0 exited")), members, recipe).publish(3))
+    asyncio.run(WeightSync(trainer(), members, recipe).publish(2))
     assert members.serving == engines and [e.label for e in engines] == ["2", "2"]
 
 
 def test_a_broadcast_that_fails_at_the_trainer_alone_evicts_no_engine(recipe):
-    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
+    engines = [engine(), engine("engine-1")]
     members = Membership.of(engines)
-    failing = StandInTrainer(*[WeightGroupFailed("the group was closed")] * 2)
+    failing = trainer(*[WeightGroupFailed("the group was closed")] * 2)
     asyncio.run(WeightSync(failing, members, recipe).publish(3))
     assert members.serving == engines
 
@@ -142,12 +77,12 @@ def staged(recipe):
 
 
 def test_engines_are_paused_only_once_a_staged_update_has_arrived_at_all_of_them(staged):
-    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
-    update = asyncio.run(WeightSync(StandInTrainer(), Membership.of(engines), staged).publish(3))
-    for engine in engines:
-        calls = [call for call in engine.calls if call != "/init_weight_transfer_engine"]
+    engines = [engine(), engine("engine-1")]
+    update = asyncio.run(WeightSync(trainer(), Membership.of(engines), staged).publish(3))
+    for each in engines:
+        calls = [call for call in each.calls if call not in ("/init_weight_transfer_engine", "resume")]
         assert calls == ["stage 3", "pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
-        assert engine.label == "3" and not engine.paused
+        assert each.label == "3" and not each.paused
     assert list(update.phases)[2:] == ["stage", "pause", "start", "update", "finish", "verify", "resume"]
     assert update.phases["stage"] > update.seconds_paused
     assert update.metrics()["weight_stage_seconds"] == update.phases["stage"]
@@ -155,12 +90,12 @@ def test_engines_are_paused_only_once_a_staged_update_has_arrived_at_all_of_them
 
 @pytest.mark.parametrize("fault", STAGING)
 def test_an_engine_that_fails_to_stage_is_evicted_and_the_others_were_never_paused_for_it(staged, fault):
-    whole = StandInEngine("engine-0")
+    whole = engine()
     members = Membership.of([whole])
-    sync = WeightSync(StandInTrainer(), members, staged)
+    sync = WeightSync(trainer(), members, staged)
     asyncio.run(sync.publish(2))
     whole.calls.clear()
-    with_broken = Membership.of([whole, StandInEngine("engine-1", fails=fault)])
+    with_broken = Membership.of([whole, engine("engine-1", fails=fault)])
     sync._engines = with_broken
     asyncio.run(sync.publish(3))
     assert with_broken.serving == [whole] and whole.label == "3"
@@ -169,44 +104,27 @@ def test_an_engine_that_fails_to_stage_is_evicted_and_the_others_were_never_paus
 
 
 def test_a_trainer_that_fails_while_it_stages_pauses_no_engine(staged):
-    engine = StandInEngine("engine-0")
-    trainer = StandInTrainer(TrainerError("rank 0 exited"))
+    made = engine()
     with pytest.raises(TrainerError):
-        asyncio.run(WeightSync(trainer, Membership.of([engine]), staged).publish(3))
-    assert "pause" not in engine.calls and not engine.paused
-
-
-class StandInBrokenEngine(StandInEngine):
-    """One whose membership makes every broadcast fail at all members, as a broken network interface would."""
-
-    async def post(self, path, body, query=None):
-        if path == "/init_weight_transfer_engine":
-            self.joined = True
-        return await super().post(path, body, query)
-
-
-class StandInFrozenTrainer(StandInTrainer):
-    """Its optimizer's weights do not reach the policy."""
-
-    async def send_weights(self, version):
-        return replace(await super().send_weights(version), values=("v0",))
+        asyncio.run(WeightSync(trainer(TrainerError("rank 0 exited")), Membership.of([made]), staged).publish(3))
+    assert "pause" not in made.calls and not made.paused
 
 
 def after_a_step(recipe, trainer, **report):
     """Publish versions 0 and 1, with an optimizer step in between."""
-    engine = StandInEngine("engine-0")
-    sync = WeightSync(trainer, Membership.of([engine]), recipe)
+    made = engine()
+    sync = WeightSync(trainer, Membership.of([made]), recipe)
 
     async def scenario():
-        if isinstance(trainer, StandInFrozenTrainer):
-            engine.live = "v0"
+        if trainer.frozen:
+            made.live = "v0"
         await sync.publish(0)
         sync.trained(StepReport(step=1, policy_version=1, loss=0.1, tokens=4, seconds=1.0, metrics={}, **report))
         await sync.publish(1)
         await sync.publish(1)  # sent again without a step: nothing has to differ
 
     asyncio.run(scenario())
-    return engine.label
+    return made.label
 
 
 def test_a_step_with_a_gradient_that_changes_no_value_is_an_error(recipe):
@@ -215,44 +133,48 @@ def test_a_step_with_a_gradient_that_changes_no_value_is_an_error(recipe):
         r"0\.3 and learning rate 5e-07, found the same \(digest v0\): "
     )
     with pytest.raises(WeightsUnchanged, match=message):
-        after_a_step(recipe, StandInFrozenTrainer(), grad_norm=0.3, learning_rate=5e-7)
+        after_a_step(recipe, frozen(), grad_norm=0.3, learning_rate=5e-7)
 
 
 @pytest.mark.parametrize(("grad_norm", "learning_rate"), [(0.0, 5e-7), (0.3, 0.0), (0.3, 4e-7)])
 def test_a_step_that_moves_nothing_need_not_change_a_value(recipe, grad_norm, learning_rate):
-    after_a_step(recipe, StandInFrozenTrainer(), grad_norm=grad_norm, learning_rate=learning_rate)
+    after_a_step(recipe, frozen(), grad_norm=grad_norm, learning_rate=learning_rate)
 
 
 def test_a_step_that_changes_values_is_published(recipe):
-    assert after_a_step(recipe, StandInTrainer(), grad_norm=0.3, learning_rate=5e-7) == "1"
+    assert after_a_step(recipe, trainer(), grad_norm=0.3, learning_rate=5e-7) == "1"
 
 
-class StandInTrainerOfAll(StandInTrainer):
-    """Its broadcast fails while the broken engine is in the group."""
+def break_broadcasts(engine, trainer):
+    """Every broadcast fails at all members once the engine has joined, as with a broken network interface."""
+    post, connect, send = engine.post, trainer.connect_weights, trainer.send_weights
+    joined = []
 
-    def __init__(self, broken):
-        super().__init__()
-        self._broken = broken
+    async def join(path, body, query=None):
+        joined.extend([path] * (path == "/init_weight_transfer_engine"))
+        return await post(path, body, query)
 
-    async def connect_weights(self, connection):
-        await super().connect_weights(connection)
-        self._broken.joined = False
+    async def connected(connection):
+        await connect(connection)
+        joined.clear()
 
-    async def send_weights(self, version):
+    async def broken(version):
         await asyncio.sleep(0)
-        if self._broken.joined:
+        if joined:
             raise WeightGroupFailed("a broadcast timed out")
-        return await super().send_weights(version)
+        return await send(version)
+
+    engine.post, trainer.connect_weights, trainer.send_weights = join, connected, broken
 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_an_engine_that_breaks_every_broadcast_it_joins_is_evicted_and_the_others_go_on(recipe, alone):
     async def scenario():
-        good, broken = StandInEngine("engine-0"), StandInBrokenEngine("engine-1")
+        good, broken, sender = engine(), engine("engine-1"), trainer()
+        break_broadcasts(broken, sender)
         members = Membership(2)
         members.join(0, good)
-        sync = WeightSync(StandInTrainerOfAll(broken), members, recipe)
-        broken.joined = False
+        sync = WeightSync(sender, members, recipe)
         await sync.publish(1)
         members.join(1, broken)
         if alone:
@@ -276,40 +198,40 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("answers", "reason"), REFUSALS)
 def test_tensors_that_are_not_the_engines_end_the_run_at_its_first_update(recipe, answers, reason):
-    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
-    for engine in engines:
-        engine.needs = answers
+    engines = [engine(), engine("engine-1")]
+    for each in engines:
+        each.needs = answers
     with pytest.raises(WeightsRefused, match=f"^engine-0: needs: .*{reason}"):
-        asyncio.run(WeightSync(StandInTrainer(), Membership.of(engines), recipe).publish(0))
+        asyncio.run(WeightSync(trainer(), Membership.of(engines), recipe).publish(0))
 
 
 def test_one_engine_of_another_model_does_not_end_a_run_that_others_can_go_on_with(recipe):
     """As when the trainer was started again, and nobody has taken an update from it yet."""
-    engines = [StandInEngine("engine-0"), StandInEngine("extra-0")]
+    engines = [engine(), engine("extra-0")]
     engines[1].needs = REFUSALS[0][0]
     members = Membership.of(engines)
-    asyncio.run(WeightSync(StandInTrainer(), members, recipe).publish(0))
+    asyncio.run(WeightSync(trainer(), members, recipe).publish(0))
     assert members.serving == engines[:1] and "found 4 missing" in members.members[1].reason
 
 
 @pytest.mark.parametrize(("world_size", "serves"), [(2, True), (3, False)])
 def test_workers_of_all_data_parallel_ranks_take_part(recipe, world_size, serves):
     """vLLM answers for those of the first rank."""
-    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
+    engines = [engine(), engine("engine-1")]
     engines[1].world_size = world_size
     engines[1].needs *= 1 if serves else 2
-    members, trainer = Membership.of(engines), StandInTrainer()
-    asyncio.run(WeightSync(trainer, members, recipe).publish(0))
-    assert members.serving == engines[: 1 + serves] and trainer.world_size == (1 + 1 + 2 * serves)
+    members, sender = Membership.of(engines), trainer()
+    asyncio.run(WeightSync(sender, members, recipe).publish(0))
+    assert members.serving == engines[: 1 + serves] and sender.world_size == (1 + 1 + 2 * serves)
 
 
 def test_a_later_engine_of_another_model_is_evicted(recipe):
     async def scenario():
-        good, other = StandInEngine("engine-0"), StandInEngine("engine-1")
+        good, other = engine(), engine("engine-1")
         other.needs = [REFUSALS[0][0][0]]
         members = Membership(2)
         members.join(0, good)
-        sync = WeightSync(StandInTrainer(), members, recipe)
+        sync = WeightSync(trainer(), members, recipe)
         await sync.publish(1)
         members.join(1, other)
         assert await sync.catch_up(1) is None
@@ -319,9 +241,9 @@ def test_a_later_engine_of_another_model_is_evicted(recipe):
 
 
 def test_an_engine_that_holds_other_values_than_were_sent_never_serves_them(recipe):
-    good, corrupt = StandInEngine("engine-0"), StandInEngine("engine-1")
+    good, corrupt = engine(), engine("engine-1")
     corrupt.live = "feed"
     members = Membership.of([good, corrupt])
-    asyncio.run(WeightSync(StandInTrainer(), members, recipe).publish(3))
+    asyncio.run(WeightSync(trainer(), members, recipe).publish(3))
     assert members.serving == [good] and corrupt.paused
     assert members.members[1].reason == "engine-1: verify: worker 0: expected values of digest v3, holds feed"

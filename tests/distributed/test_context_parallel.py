@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import random_policies
 import torch
+from parity_layouts import EP2, PLAIN, PP2, RECOMPUTED, SP, TP2, same_step, same_weights
 from runner import run_ranks
-from test_parity import EP2, PLAIN, PP2, RECOMPUTED, SP, TP2, same_step, same_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

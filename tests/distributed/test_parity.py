@@ -15,14 +15,10 @@ from typing import Any
 import pytest
 import random_policies
 import torch
+from parity_layouts import EP2, PLAIN, PP2, RECOMPUTED, SP, TP2, same_step, same_weights
 from runner import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-PLAIN = dict(ddp=dict(use_distributed_optimizer=False))
-"""Gradients whole on every rank; the distributed optimizer keeps shards of them."""
-SP = dict(model=dict(sequence_parallel=True))
-TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
 
 TWO_RANKS = {
     "llama tp2": ("llama", {**PLAIN, **TP2}),
@@ -67,7 +63,6 @@ FOUR_RANKS = {
     "llama4 pp2 ep2": ("llama4", {**PLAIN, **PP2, **EP2}),
 }
 KINDS = ("llama", "llama_tied", "llama_biased", "qwen3", "qwen3_moe", "llama4")
-RECOMPUTED = dict(model=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1))
 UNPACKED = tuple((length,) for row in random_policies.ROWS for length in row)
 
 
@@ -99,17 +94,6 @@ def by_two(paths: dict[str, str]) -> dict[str, Any]:
 def by_four(paths: dict[str, str]) -> dict[str, Any]:
     jobs = [(name, paths[kind], layout) for name, (kind, layout) in FOUR_RANKS.items()]
     return run_ranks(4, "parity_ranks:many", jobs)[0]
-
-
-def same_step(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert abs(expected["loss"]) > 1.0 and float(expected["grad_norm"]) > 1.0
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert float(found["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=1e-5)
-    if "grads" not in found:
-        return
-    for name, grad in expected["grads"].items():
-        assert grad.norm() > 0, name
-        assert (found["grads"][name] - grad).norm() / grad.norm() < 2e-5, name
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
@@ -167,15 +151,3 @@ def test_weights_are_read_after_the_background_gather(by_two: dict[str, Any], al
 def test_the_step_moves_every_weight(kind: str, alone: dict[str, Any]) -> None:
     before, after = alone[kind]["weights"], alone[kind]["stepped"]
     assert all(not torch.equal(before[name], after[name]) for name in before)
-
-
-def same_weights(found: dict[str, Any], path: str) -> None:
-    """Hugging Face -> Megatron -> Hugging Face, bit for bit, in the manifest's order and shapes."""
-    from safetensors.torch import load_file
-
-    saved = load_file(f"{path}/model.safetensors")
-    assert list(found["weights"]) == [name for name, _, _ in found["manifest"]]
-    assert set(found["weights"]) == set(saved)
-    for name, dtype, shape in found["manifest"]:
-        assert (dtype, shape) == ("float32", tuple(saved[name].shape))
-        assert torch.equal(found["weights"][name], saved[name]), name

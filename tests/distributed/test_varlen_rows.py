@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import random_policies
+from parity_layouts import PLAIN, SP, TP2, same_step
 from runner import run_ranks
-from test_parity import PLAIN, SP, TP2, same_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

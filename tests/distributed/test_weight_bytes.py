@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import random_policies
 from runner import run_ranks
-from test_weight_layouts import layout
+from weight_sizes import layout
 
 from megatron_scalerl.distributed.rendezvous import private_folder
 

@@ -21,26 +21,16 @@ import torch
 from runner import run_ranks
 from safetensors.torch import load_file
 from weight_ranks import VERSIONS, step
+from weight_sizes import MOE, layout
 
 from megatron_scalerl.distributed.rendezvous import private_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 DENSE = ("llama", "llama_tied")
-MOE = ("qwen3_moe", "qwen3_moe_tied", "llama4", "llama4_tied")
 SIZES = list(product((1, 2), repeat=4))
 """Tensor, pipeline, expert, context parallel."""
 Sizes = tuple[int, int, int, int]
-
-
-def layout(kind: str, tp: int, pp: int, ep: int, cp: int) -> dict[str, Any]:
-    """Keys of a recipe's megatron.parallel, and what Megatron wants with them."""
-    names = ("tensor_model", "pipeline_model", "expert_model", "context")
-    found: dict[str, Any] = {f"{name}_parallel_size": size for name, size in zip(names, (tp, pp, ep, cp)) if size > 1}
-    if tp > 1 and kind in MOE:
-        found["model"] = dict(sequence_parallel=True)  # Megatron's experts require it
-        found |= dict(expert_tensor_parallel_size=1) if ep > 1 else {}
-    return found
 
 
 def cases(world: int, kinds: Iterable[str], engines: Iterable[int]) -> list[tuple[str, Sizes, int]]:

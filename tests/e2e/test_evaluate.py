@@ -4,11 +4,10 @@ import json
 import shutil
 
 import pytest
-from evaluation_files import AIME_2024
+from evaluation_files import AIME_2024, read_result
 from whole_runs import overrides, run
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.evaluation.results import read_result
 
 HOSTILE = "\x1b]0;owned\x07[red]2-1=\u202e[/nothing]"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_live_update import SECRET, differences, generate, one_step
+from live_fleet import SECRET, differences, generate, one_step
 from whole_runs import ROOT, overrides
 
 from megatron_scalerl.controller.preflight import check_inputs

@@ -83,16 +83,6 @@ def test_tensor_parallel_trainer_and_engine_with_staged_updates(tiny_dense, tmp_
     assert [v["unit"] for v in validations] == ["device_hours"] * 2
 
 
-@pytest.mark.full
-def test_expert_parallel_moe(tiny_moe, tmp_path):
-    """test_family_runs.py runs this layout with an untrained Llama-4 mixture and the same limits."""
-    train(
-        *overrides(tiny_moe, tmp_path, "ep2", "trainer.world_size=2"),
-        "megatron.parallel.expert_model_parallel_size=2",
-    )
-    check_run(tmp_path / "ep2")
-
-
 def test_a_restart_replays_the_journal_to_the_same_bits(tiny_dense, tmp_path):
     settings = overrides(tiny_dense, tmp_path, "whole", "rollouts.max_staleness_steps=0", "checkpoint.every_steps=1")
     settings += ["checkpoint.keep=9", "telemetry.token_scores_every=1"]
@@ -181,23 +171,6 @@ def test_a_killed_run_goes_on_and_a_finished_one_starts_nothing(tiny_dense, tmp_
     assert "nothing is left to do" in again.stdout
     assert {p.name: p.stat().st_mtime_ns for p in (folder / "logs").iterdir()} == began, "no process was started"
     assert len(read_jsonl(folder / "attempts.jsonl")) == 2
-
-
-@pytest.mark.full
-def test_a_batch_with_nothing_left_makes_no_step(tiny_dense, tmp_path):
-    """test_crash_and_restart.py runs the same controller with stand-ins for engine and trainer."""
-    # with equal rewards every group has zero variance
-    settings = overrides(tiny_dense, tmp_path, "empty", "rewards.incorrect=1.0", "filters.max_empty_batches=2")
-    done = train(*settings, check=False)
-    assert done.returncode == 1 and "2 batches in a row had nothing left to train on: 4 of 4 groups" in done.stderr
-    records = read_jsonl(tmp_path / "empty" / "metrics.jsonl")
-    assert [(r["step"], r["skipped"]) for r in records] == [(0, 1), (0, 1)]
-    assert all(r["batch/samples"] == 0 and r["batch/groups"] == 4 for r in records)
-    batches = [e for e in read_jsonl(tmp_path / "empty" / "journal.jsonl") if e["event"] == "batch"]
-    assert [(b["batch"], b["step"], b["policy_version"]) for b in batches] == [(0, 1, 0), (1, 1, 0)]
-    history = read_history(tmp_path / "empty")
-    groups = read_groups(tmp_path / "empty", history, history.finished)
-    assert {v for g in groups.values() for c in g.completions for v in (c.first_version, c.last_version)} == {0}
 
 
 def test_engine_and_trainer_must_agree_on_logits(tiny_dense, tmp_path):

@@ -8,7 +8,7 @@ import re
 
 import pytest
 from aiohttp import web
-from engine_responses import StandInServer, answer
+from fakes.server import StandInServer, answer
 from waiting import passes, until
 
 from megatron_scalerl.engine.answers import EngineError, EngineLost

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from engine_recipes import recipe_for
-from engine_responses import StandInServer, answer
+from fakes.server import StandInServer, answer
 
 from megatron_scalerl.batching.rollout_bytes import rollout_of
 from megatron_scalerl.engine.answers import EngineError, EngineInfo, _Choice, arrays_of
@@ -97,15 +97,8 @@ def test_the_log_probability_of_a_forced_token_is_ignored():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"finish_reason": "abort"}, "completion ended with 'abort' after 2 tokens"),
-        ({"logprobs": (-0.5,)}, "expected a log-prob for each of 2 tokens, found 1"),
-        ({"logprobs": (), "token_ids": ()}, "expected a log-prob for each of 0 tokens"),
-        ({"weight_versions": None}, r"policy versions: expected one per token \(2\), found 0"),
         ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, r"expected one per token \(2\), found 1"),
         ({"weight_versions": [{"version": "²", "start": 0, "end": 2}]}, "expected a number .*, found '²'"),
-        ({"weight_versions": [{"version": "1" * 5000, "start": 0, "end": 2}]}, "expected a number of .* 18 digits"),
-        ({"weight_versions": [{"version": "3", "start": 0, "end": 10**12}]}, "expected a span from token 0 within 2"),
-        ({"weight_versions": [{"version": "3", "start": 1, "end": 2}]}, "expected a span from token 0 within 2"),
         (
             {"weight_versions": [{"version": v, "start": i, "end": i + 1} for i, v in enumerate("43")]},
             "expected none below 4 from token 1, found 3",

@@ -3,44 +3,12 @@
 import asyncio
 
 import pytest
-from stand_in_run import in_virtual_time
+from fakes.engine import StandInEngine
+from fakes.run import in_virtual_time
 from waiting import passes, until
 
-from megatron_scalerl.engine.answers import CoreProgress, EngineError, EngineProgress
 from megatron_scalerl.engine.membership import EngineState, Membership
 from megatron_scalerl.engine.rounds import Rounds
-
-
-class StandInEngine:
-    """Records its calls; holds what the test says."""
-
-    def __init__(self, name, fails_in=None):
-        self.name = name
-        self.fails_in = fails_in
-        self.held = 0
-        self.calls = []
-        self.produced_tokens = self.received_tokens = 0
-        self.aborted = None
-
-    def abort(self, reason):
-        self.aborted = reason
-
-    def _note(self, call):
-        self.calls.append(call)
-        if call == self.fails_in:
-            raise EngineError(f"{self.name}: {call}: 500")
-
-    async def pause(self, *, clear_cache):
-        self._note("pause")
-
-    async def resume(self):
-        self._note("resume")
-
-    async def progress(self):
-        self._note("progress")
-        half = self.held // 2
-        core = CoreProgress(core=0, tokens=0, waiting=self.held - half, decoding=half)
-        return EngineProgress(cores=(core,), dead=False)
 
 
 def test_engines_resume_once_they_hold_their_requests():
@@ -51,12 +19,12 @@ def test_engines_resume_once_they_hold_their_requests():
         assert [e.calls for e in engines] == [["pause"], ["pause"]]
         assert [together.engine(rank) for rank in range(3)] == [engines[0], engines[1], engines[0]]
         going = asyncio.create_task(together.go([engines[0], engines[1], engines[0]]))
-        engines[1].held = 1
+        engines[1].held = ["a"]
         await until(lambda: "resume" in engines[1].calls)
-        engines[0].held, looks = 1, len(engines[0].calls)
+        engines[0].held, looks = ["a"], len(engines[0].calls)
         await until(lambda: len(engines[0].calls) > looks + 2)
         assert "resume" not in engines[0].calls, "one of its two requests has not arrived"
-        engines[0].held = 2
+        engines[0].held = ["a", "b"]
         await going
 
     in_virtual_time(run())
@@ -68,7 +36,7 @@ def test_an_engine_without_requests_is_resumed():
 
     async def run():
         together = await Rounds(Membership.of(engines), timeout_s=240).begin()
-        engines[0].held = 1
+        engines[0].held = ["a"]
         await together.go([engines[0]])
 
     in_virtual_time(run())
@@ -97,13 +65,13 @@ def test_a_round_waits_for_every_engine_that_is_not_given_up():
 
 @pytest.mark.parametrize("fails_in", ["pause", "progress"])
 def test_an_engine_that_fails_is_evicted_and_the_others_go_on(fails_in):
-    engines = [StandInEngine("engine-0"), StandInEngine("engine-1", fails_in)]
+    engines = [StandInEngine("engine-0"), StandInEngine("engine-1", fails=fails_in)]
     members = Membership.of(engines)
 
     async def run():
         together = await Rounds(members, timeout_s=240).begin()
         used = [together.engine(rank) for rank in range(2)]
-        engines[0].held = used.count(engines[0])
+        engines[0].held = [each for each in used if each is engines[0]]
         await together.go(used)
 
     in_virtual_time(run())
@@ -114,7 +82,7 @@ def test_an_engine_that_fails_is_evicted_and_the_others_go_on(fails_in):
 
 def test_an_engine_that_does_not_receive_its_requests_is_evicted():
     engine = StandInEngine("engine-0")
-    engine.held = 1
+    engine.held = ["a"]
     members = Membership.of([engine])
 
     async def run():
@@ -143,7 +111,7 @@ def test_an_engine_that_hangs_is_evicted(hangs_in):
         rounds = Rounds(members, timeout_s=0.05)
         together = await rounds.begin() if hangs_in == "resume" else None
         if together is not None:
-            hung.held = 1
+            hung.held = ["a"]
             await together.go([hung])
         else:
             members._supervised = True

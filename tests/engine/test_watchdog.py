@@ -6,13 +6,14 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from aiohttp import web
-from stand_in_run import in_virtual_time
+from fakes.engine import StandInEngine
+from fakes.run import in_virtual_time
+from fakes.server import StandInHungServer
 from waiting import passes
 
 from megatron_scalerl.engine import watchdog
 from megatron_scalerl.engine.answers import CoreProgress, EngineError, EngineProgress
-from megatron_scalerl.engine.client import EngineClient, SamplingSpec
+from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.watchdog import BudgetClock, EngineDied, StallClock, watch_progress
 from megatron_scalerl.recipe.process_sections import EngineSection
 
@@ -99,44 +100,6 @@ def test_requests_that_end_are_no_excess():
     assert excess([(5 * n, 0, 0) for n in range(100)]) is None
 
 
-class StandInServer:
-    """Its /health succeeds; the test sets the progress that it reports, and the delay."""
-
-    def __init__(self):
-        self.tokens, self.decoding, self.waiting = 0, 1, 0
-        self.dead = self.silent = False
-
-    async def __aenter__(self):
-        app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/msrl/progress", self._progress)
-        app.router.add_post("/inference/v1/generate", self._generate)
-        for path in ("/pause", "/resume"):
-            app.router.add_post(path, self._health)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        self.client = EngineClient(url=url, secret="s", name="engine-3")
-        return self
-
-    async def __aexit__(self, *_):
-        await self.client.close()
-        await self._runner.cleanup()
-
-    async def _health(self, _):
-        return web.Response()
-
-    async def _progress(self, _):
-        if self.silent:
-            await asyncio.Event().wait()
-        core = {"core": 0, "tokens": self.tokens, "waiting": self.waiting, "decoding": self.decoding}
-        return web.json_response({"cores": [core], "dead": self.dead})
-
-    async def _generate(self, _):
-        await asyncio.Event().wait()
-
-
 async def watched(server, seconds, *, stall=1.6, first=2.0, during=None):
     """Watch the stand-in with a completion in flight: (error, seconds until it was raised)."""
     settings = EngineSection(stall_timeout_s=stall, first_token_timeout_s=first)
@@ -154,7 +117,7 @@ async def watched(server, seconds, *, stall=1.6, first=2.0, during=None):
 
 def in_server(scenario):
     async def run():
-        async with StandInServer() as server:
+        async with StandInHungServer() as server:
             return await scenario(server)
 
     return asyncio.run(asyncio.wait_for(run(), 240))
@@ -162,7 +125,7 @@ def in_server(scenario):
 
 def test_a_healthy_server_whose_core_hangs_is_reported():
     died, after = in_server(lambda server: watched(server, 120))
-    assert isinstance(died, EngineDied) and re.match(r"engine-3 produced no token for (1\.\d+|2) s", str(died))
+    assert isinstance(died, EngineDied) and re.match(r"engine-4 produced no token for (1\.\d+|2) s", str(died))
     assert after >= 1.6
 
 
@@ -177,7 +140,7 @@ def test_a_server_whose_completions_never_end_is_reported():
 
     died, _ = in_server(scenario)
     assert isinstance(died, EngineDied)
-    assert str(died).startswith("engine-3 generated ") and str(died).endswith("which may have 4 tokens in all")
+    assert str(died).startswith("engine-4 generated ") and str(died).endswith("which may have 4 tokens in all")
 
 
 def test_the_client_counts_the_budgets_since_a_request_ended():
@@ -207,7 +170,7 @@ def test_a_server_that_does_not_respond_is_reported():
         return await watched(server, 120)
 
     died, _ = in_server(scenario)
-    assert isinstance(died, EngineDied) and "engine-3 gave no answer within 1.6 s" in str(died)
+    assert isinstance(died, EngineDied) and "engine-4 gave no answer within 1.6 s" in str(died)
 
 
 def test_a_server_that_has_lost_its_core_is_reported():
@@ -215,19 +178,20 @@ def test_a_server_that_has_lost_its_core_is_reported():
         server.dead = True
         return await watched(server, 120)
 
-    assert str(in_server(scenario)[0]) == "engine-3 lost a core"
+    assert str(in_server(scenario)[0]) == "engine-4 lost a core"
 
 
-def watched_in_virtual_time(monkeypatch, progress, **changes):
-    """Ten minutes of watching a client whose `progress` is called with the loop."""
-    values = {"name": "engine-3", "produced_tokens": 0, "in_flight": 1, "ended": 0, "budget_since_end": 0}
+def watched_in_virtual_time(monkeypatch, progress, *, paused=False):
+    """Ten minutes of watching an engine with a request, whose `progress` is called with the loop."""
+    engine = StandInEngine()
+    engine.in_flight, engine.paused = 1, paused
 
     async def scenario():
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=loop.time))
-        client = SimpleNamespace(**values | {"paused": False, "progress": lambda: progress(loop)} | changes)
+        engine.progress = lambda: progress(loop)
         settings = EngineSection(stall_timeout_s=2, first_token_timeout_s=1e6)
-        await asyncio.wait_for(watch_progress(client, settings), 600)
+        await asyncio.wait_for(watch_progress(engine, settings), 600)
 
     in_virtual_time(scenario())
 
@@ -259,7 +223,7 @@ def test_progress_is_parsed_and_an_invalid_response_is_refused():
         server.tokens = 7
         progress = await server.client.progress()
         server.tokens = "many"
-        with pytest.raises(EngineError, match="engine-3: /msrl/progress: expected a whole JSON answer"):
+        with pytest.raises(EngineError, match="engine-4: /msrl/progress: expected a whole JSON answer"):
             await server.client.progress()
         return progress
 
@@ -278,5 +242,5 @@ def test_a_poll_during_which_this_process_was_stopped_is_no_missing_answer(monke
         await passes()
         return EngineProgress(cores=(), dead=len(polls) > 1)
 
-    with pytest.raises(EngineDied, match="engine-3 lost a core"):
+    with pytest.raises(EngineDied, match="engine-0 lost a core"):
         watched_in_virtual_time(monkeypatch, progress)

@@ -5,7 +5,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from rollout_groups import rollout, scored
+from fakes.engine import StandInEngine
+from fakes.sampler import StandInDraw, StandInSampler
 
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.evaluation.completing import Holders, Request, complete_all
@@ -18,8 +19,7 @@ from megatron_scalerl.evaluation.results import (
     Row,
     cells,
 )
-from megatron_scalerl.rollouts.plans import Draw
-from megatron_scalerl.types import CompletionLost, Prompt, Score
+from megatron_scalerl.types import CompletionLost, Prompt
 
 HEADER = Header(policy="p", digest="d", version=0, files=(("a", "1"),), seed=1, settings={"k": 2, "dtype": "float32"})
 
@@ -116,31 +116,22 @@ class Tokenizer:
         return " ".join(map(str, token_ids))
 
 
-class Engine:
-    produced_tokens = received_tokens = 0
+def sampler_of(*lost):
+    """Completions of the engine's version; these prompts' are lost, twice each."""
+    left, running = dict.fromkeys(lost, 2), []
 
-    def __init__(self, name, version):
-        self.name, self.version = name, version
-
-    def abort(self, reason):
-        self.reason = reason
-
-
-class Sampler:
-    """Completions of the engine's version; some are lost."""
-
-    def __init__(self, lost=()):
-        self.lost, self.at_once, self.most = dict.fromkeys(lost, 2), 0, 0
-
-    async def complete(self, engine, prompt, draw, *, priority, max_tokens=None):
-        self.at_once += 1
-        self.most = max(self.most, self.at_once)
+    async def wait(engine, draw, priority):
+        running.append(draw)
+        made.most = max(made.most, len(running))
         await asyncio.sleep(0)
-        self.at_once -= 1
-        if self.lost.get(prompt.prompt_id):
-            self.lost[prompt.prompt_id] -= 1
+        running.remove(draw)
+        if left.get(draw.seed):
+            left[draw.seed] -= 1
             raise CompletionLost("no log-probabilities", reason="no_logprobs")
-        return scored(rollout(tokens=(5, 6), versions=(engine.version,) * 2), Score(correct=True, reward=1.0))
+
+    made = StandInSampler(wait, correct=lambda draw: True, tokens=lambda draw: (5, 6))
+    made.most = 0
+    return made
 
 
 def completed(sampler, engines, *, version=3, count=6):
@@ -156,7 +147,7 @@ def completed(sampler, engines, *, version=3, count=6):
                 key=key(number),
                 problem_id=str(number),
                 prompt=Prompt(prompt_id=str(number), text="t", answer="1", token_ids=(1,)),
-                draw=Draw(seed=number, thinking_cut=7),
+                draw=StandInDraw(number, 7, 0),
                 sampler=sampler,
             )
             for number in range(1, count + 1)
@@ -177,20 +168,20 @@ def completed(sampler, engines, *, version=3, count=6):
 
 
 def test_every_completion_is_recorded_with_its_version():
-    sampler = Sampler()
-    rows, _ = completed(sampler, [Engine("engine-0", 3)])
+    sampler = sampler_of()
+    rows, _ = completed(sampler, [StandInEngine(version=3)])
     assert sorted(r.key.number for r in rows) == [1, 2, 3, 4, 5, 6] and sampler.most == 2
     assert {r.versions for r in rows} == {(3, 3)} and rows[0].text == "5 6" and rows[0].cut == 7
 
 
 def test_an_engine_with_another_version_is_evicted_and_its_completion_is_generated_elsewhere():
-    wrong = Engine("engine-0", 4)
-    rows, members = completed(Sampler(), [wrong, Engine("engine-1", 3)])
+    wrong = StandInEngine(version=4)
+    rows, members = completed(sampler_of(), [wrong, StandInEngine("engine-1", 3)])
     assert len(rows) == 6 and {r.versions for r in rows} == {(3, 3)}
-    assert wrong.reason == "engine-0: policy versions: expected 3, found [4]"
+    assert wrong.aborted == "engine-0: policy versions: expected 3, found [4]"
     assert [engine.name for engine in members.serving] == ["engine-1"]
 
 
 def test_a_completion_that_is_lost_twice_is_recorded_as_lost():
-    rows, _ = completed(Sampler(lost=["2"]), [Engine("engine-0", 3)])
+    rows, _ = completed(sampler_of(2), [StandInEngine(version=3)])
     assert [(r.key.number, r.lost) for r in rows if r.lost] == [(2, "no_logprobs")] and len(rows) == 6

@@ -6,7 +6,7 @@ import benchmark
 import numpy as np
 import pytest
 from known_runs import PUBLISHED, TINY, known_runs, tasks
-from methods import OTHERS, Outcome, bootstrap, by_fit, outcome, summarize
+from methods import OTHERS, by_fit, summarize
 
 from megatron_scalerl.fit.published import published_series
 
@@ -77,53 +77,6 @@ def test_tiny_runs_that_no_prior_knows():
     assert 0.84 <= ours.coverage <= 0.96 and abs(ours.signed) <= 0.015
     assert all(ours.error <= 0.8 * others[name].error for name in ("paper", "power law", "log-linear"))
     assert all(ours.winkler < other.winkler for other in others.values())
-
-
-def test_scores_by_hand():
-    task = tasks([known for known in known_runs() if known.run == "chain_lr1e-4"], "half")[0]
-    measured = task.known.curve.pass_rate[task.unseen]
-    low, high = measured - 0.1, measured + 0.1
-    low[0], high[0] = measured[0] + 0.01, measured[0] + 0.21  # below its interval by 0.01
-    found = outcome(task, measured - 0.02, low, high)
-    assert found.errors == pytest.approx(np.full(len(measured), 0.02))
-    assert found.covered.tolist() == [0.0] + [1.0] * (len(measured) - 1)
-    assert found.winkler[0] == pytest.approx(0.2 + 2 / 0.1 * 0.01) and found.winkler[1] == pytest.approx(0.2)
-
-
-def an_outcome(run, errors, covered, winkler=0.5, half_width=0.2):
-    return Outcome(
-        run=run,
-        name=run,
-        errors=np.array(errors),
-        covered=np.array(covered),
-        winkler=np.full(len(errors), winkler),
-        half_width=half_width,
-    )
-
-
-def test_summary_by_hand():
-    first = an_outcome("a", [0.1, -0.3], [1.0, 0.0])
-    second = an_outcome("b", [0.1], [1.0], winkler=0.2, half_width=0.4)
-    pooled = summarize([first, second])
-    assert (pooled.points, pooled.error, pooled.by_run) == (3, pytest.approx(0.5 / 3), pytest.approx(0.15))
-    assert (pooled.coverage, pooled.half_width) == (pytest.approx(2 / 3), pytest.approx(0.3))
-    assert (pooled.signed, pooled.winkler) == (pytest.approx(-0.1 / 3), pytest.approx(0.4))
-
-
-def test_bootstrap_draws_whole_runs():
-    same = [an_outcome(name, [0.1, 0.1], [1.0, 1.0]) for name in "abcd"]
-    assert bootstrap(same) == {"coverage": (1.0, 1.0), "signed": (pytest.approx(0.1), pytest.approx(0.1))}
-    split = [an_outcome("a", [0.1] * 9, [1.0] * 9), an_outcome("b", [-0.1] * 9, [0.0] * 9)]
-    assert bootstrap(split)["coverage"] == (0.0, 1.0)
-
-
-def test_verdicts_are_right_where_the_second_half_did_as_they_say():
-    by_name = {known.run: known for known in benchmark.of_world(TINY)}
-    [rose], [fell] = (tasks([by_name[name]], "half") for name in ("chain_lr5e-5", "easy_lr2e-4"))
-    assert benchmark.gained(rose) and not benchmark.gained(fell)
-    found = [(rose, "go on"), (rose, "stop"), (fell, "stop"), (fell, "too early to say")]
-    assert benchmark.judged(found) == benchmark.Decisions(right=2, wrong=1, open=1)
-    assert benchmark.thumb(rose) == "go on" and benchmark.thumb(fell) == "stop"
 
 
 def test_identity_table_lists_every_series_once_and_series_of_one_run_agree():

@@ -232,28 +232,6 @@ def test_a_missing_package_is_reported_before_the_fit(option, package, tmp_path,
     assert f"package '{package}' is not installed" in captured.err
 
 
-@pytest.mark.slow
-def test_users_do_not_import_the_studies(tmp_path):
-    """Neither a command nor a library function needs them."""
-    arguments = [
-        *SCALERL,
-        "--fit-until",
-        "8000",
-        "--json",
-        str(tmp_path / "a.json"),
-        "--html",
-        str(tmp_path / "a.html"),
-    ]
-    loaded = modules_after(
-        "from megatron_scalerl import report; from megatron_scalerl.__main__ import main; "
-        f"assert main(['fit', *{arguments!r}]) == 0"
-    )
-    assert {"megatron_scalerl.fit.html", "megatron_scalerl.fit.forecast", "megatron_scalerl.page.report"} <= loaded
-    assert not [name for name in loaded if name.startswith("megatron_scalerl.fit.study")]
-    others = [path for path in (ROOT / "megatron_scalerl").rglob("*.py") if path.parent.name != "study"]
-    assert [path.name for path in others if "fit.study" in path.read_text()] == ["benchmark.py"]
-
-
 def test_figure_shows_fitted_filled_and_unseen_hollow(tmp_path):
     series = published_run("fig2_recipes/ScaleRL")
     seen = series.fitted

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 ADDRESSES = {"b": "127.0.0.2", "c": "127.0.0.3"}
-AGENT = Path(__file__).parent / "agent_with_stand_in.py"
+PROGRAM = Path(__file__).parents[1] / "fakes" / "run_with_stand_ins.py"
 
 if __name__ == "__main__":
     host, command = sys.argv[1:]
     if Path(os.environ.get("STAND_IN_DOWN", os.devnull), host).exists():
         sys.exit(f"connect to host {host}: no route to host")
     if os.environ.get("STAND_IN_SERVERS"):
-        command = command.replace("-m megatron_scalerl.launch.agent", str(AGENT))
+        command = command.replace("-m megatron_scalerl.launch.agent", f"{PROGRAM} agent")
     env = {**os.environ, "MSRL_BIND_HOST": ADDRESSES[host]}
     process = subprocess.Popen(["sh", "-c", command], env=env, start_new_session=True)
     code = process.wait()

@@ -32,7 +32,7 @@ from megatron_scalerl.tiny.policy import make_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-AGENT, JOIN = (Path(__file__).parent / f"{name}_with_stand_in.py" for name in ("agent", "join"))
+PROGRAM = Path(__file__).parents[1] / "fakes" / "run_with_stand_ins.py"
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_an_agent_of_an_earlier_start_is_refused(policy, run_folder):
     brief = {"STAND_IN_LIMIT_S": "4"}  # of the one that is not answered
 
     async def refused(*arguments, **env):
-        argv = [sys.executable, str(AGENT), str(run_folder), "--name", "engine-0", *arguments]
+        argv = [sys.executable, str(PROGRAM), "agent", str(run_folder), "--name", "engine-0", *arguments]
         process = await asyncio.create_subprocess_exec(
             *argv, stderr=asyncio.subprocess.PIPE, env={**os.environ, **env}
         )
@@ -265,7 +265,7 @@ def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_held(
 
 
 def joining(run_folder, **env):
-    argv = [sys.executable, JOIN, "engine", "--join", str(run_folder), "--devices", "2"]
+    argv = [sys.executable, str(PROGRAM), "engine", "--join", str(run_folder), "--devices", "2"]
     return subprocess.Popen(argv, env={**os.environ, "MSRL_BIND_HOST": "127.0.0.4", **env})
 
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from aiohttp import web
+from fakes.server import StandInHungServer
 from launch.stand_ins import environment, gone, pids_in, stand_in
 
 from megatron_scalerl.controller.run_folder import RunFolder
@@ -114,34 +114,6 @@ def test_the_first_rank_that_exits_ends_the_work(trainer, run, tmp_path):
         run(asyncio.wait_for(scenario(), 120))
 
 
-class StandInHungServer:
-    """Answers health and progress requests, and never generates a token."""
-
-    async def __aenter__(self):
-        app = web.Application()
-        app.router.add_get("/health", self.health)
-        app.router.add_get("/msrl/progress", self.progress)
-        app.router.add_post("/inference/v1/generate", self.generate)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(self, *_):
-        await self._runner.cleanup()
-
-    async def health(self, _):
-        return web.Response()
-
-    async def progress(self, _):
-        core = {"core": 0, "tokens": 512, "waiting": 0, "decoding": 1}
-        return web.json_response({"cores": [core], "dead": False})
-
-    async def generate(self, _):
-        await asyncio.Event().wait()
-
-
 class StandInProcess:
     """An engine process behind a stand-in server; `fail_starts` of them do not start."""
 
@@ -196,7 +168,7 @@ def engines_of(recipe, tmp_path, monkeypatch, url, fail_starts=()):
 
 def test_a_hung_engine_is_evicted_during_a_completion_and_started_again(recipe, run, tmp_path, monkeypatch):
     async def scenario():
-        async with StandInHungServer() as server:
+        async with StandInHungServer(tokens=512) as server:
             engines, made, changes = engines_of(recipe, tmp_path, monkeypatch, server.url)
             await engines.start()
             [client] = engines.members.stale
@@ -219,7 +191,7 @@ def test_a_hung_engine_is_evicted_during_a_completion_and_started_again(recipe, 
 
 def test_an_engine_that_does_not_start_again_is_given_up_and_ends_the_run(recipe, run, tmp_path, monkeypatch):
     async def scenario():
-        async with StandInHungServer() as server:
+        async with StandInHungServer(tokens=512) as server:
             engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
             await engines.start()
             made[0]._fail_starts.extend([True] * 5)
@@ -237,7 +209,7 @@ def test_an_engine_that_hangs_after_each_start_is_given_up(recipe, run, tmp_path
     """However long it takes to find out: the time until then is no sign of health."""
 
     async def scenario():
-        async with StandInHungServer() as server:
+        async with StandInHungServer(tokens=512) as server:
             engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
             monkeypatch.setattr(engines_module, "HEALTHY_S", 0.1)
             await engines.start()
@@ -253,7 +225,7 @@ def test_an_engine_that_hangs_after_each_start_is_given_up(recipe, run, tmp_path
 
 def test_an_engine_whose_processes_do_not_end_is_given_up(recipe, run, tmp_path, monkeypatch):
     async def scenario():
-        async with StandInHungServer() as server:
+        async with StandInHungServer(tokens=512) as server:
             engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
             await engines.start()
 
@@ -275,7 +247,7 @@ def test_an_engine_whose_processes_do_not_end_is_given_up(recipe, run, tmp_path,
 
 def test_an_engine_whose_supervisor_fails_ends_the_run(recipe, run, tmp_path, monkeypatch):
     async def scenario():
-        async with StandInHungServer() as server:
+        async with StandInHungServer(tokens=512) as server:
             engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
             await engines.start()
             made[0].kill = None
@@ -291,7 +263,7 @@ def test_an_engine_whose_supervisor_fails_ends_the_run(recipe, run, tmp_path, mo
 
 def test_a_first_start_that_fails_is_final(recipe, run, tmp_path, monkeypatch):
     async def scenario():
-        async with StandInHungServer() as server:
+        async with StandInHungServer(tokens=512) as server:
             engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url, fail_starts=[True])
             try:
                 await engines.start()

@@ -77,7 +77,8 @@ class LiveBytes(TorchDispatchMode):
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if not isinstance(tensor, torch.Tensor):
+            # set_ hands a storage on: so the interpreter shows a kernel its arguments
+            if not isinstance(tensor, torch.Tensor) or "set_" in str(function):
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata not in given | self._alive:

@@ -13,9 +13,7 @@ import torch
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.models.family import check_layout
 
-LLAMA3_ROPE = dict(
-    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-)
+CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 QWEN3 = dict(
     head_dim=128,
     num_key_value_heads=8,
@@ -32,52 +30,15 @@ QWEN3 = dict(
     tie_word_embeddings=False,
     hidden_act="silu",
 )
-SCOUT_TEXT = dict(
-    model_type="llama4_text",
-    hidden_size=5120,
-    intermediate_size=8192,
-    intermediate_size_mlp=16384,
-    num_hidden_layers=48,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=202048,
-    max_position_embeddings=10485760,
-    rms_norm_eps=1e-5,
-    rope_theta=500000.0,
-    num_local_experts=16,
-    num_experts_per_tok=1,
-    interleave_moe_layer_step=1,
-    no_rope_layers=[],
-    use_qk_norm=True,
-    attention_chunk_size=8192,
-    attn_temperature_tuning=True,
-    tie_word_embeddings=False,
-    torch_dtype="bfloat16",
-    rope_scaling={**LLAMA3_ROPE, "factor": 16.0, "high_freq_factor": 1.0},
-)
+
+
+def of_recipes(name: str) -> dict[str, Any]:
+    """The configuration that the recipes of full size plan with."""
+    return json.loads((CONFIGS / name / "config.json").read_text())
+
+
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
-    "Llama-3.1-8B": (
-        8_030_261_248,
-        dict(
-            model_type="llama",
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            vocab_size=128256,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            rope_theta=500000.0,
-            rope_scaling=LLAMA3_ROPE,
-            tie_word_embeddings=False,
-            attention_bias=False,
-            mlp_bias=False,
-            hidden_act="silu",
-            torch_dtype="bfloat16",
-        ),
-    ),
+    "Llama-3.1-8B": (8_030_261_248, of_recipes("Llama-3.1-8B")),
     "Qwen3-0.6B": (
         596_049_920,
         dict(
@@ -117,7 +78,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             mlp_only_layers=[],
         ),
     ),
-    "Llama-4-Scout-17B-16E": (107_769_861_120, dict(model_type="llama4", text_config=SCOUT_TEXT, vision_config={})),
+    "Llama-4-Scout-17B-16E": (107_769_861_120, of_recipes("Llama-4-Scout-17B-16E")),
 }
 """Name -> (parameters without the vision tower, config.json)."""
 
@@ -148,7 +109,10 @@ def on_meta(config: Any) -> torch.nn.Module:
 
 
 def test_scout_has_rope_in_three_of_four_layers(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-4-Scout-17B-16E"][1]))
+    written = of_recipes("Llama-4-Scout-17B-16E")
+    written["text_config"] |= {"no_rope_layers": []}
+    written["text_config"]["rope_scaling"] |= {"factor": 16.0, "high_freq_factor": 1.0}  # as its instruct version
+    (tmp_path / "config.json").write_text(json.dumps(written))
     found = family(read_hf_config(tmp_path))
     assert found.transformer["no_rope_freq"] == [0, 0, 0, 1] * 12
     assert [style.chunked for style in found.layers] == [style.rope for style in found.layers]

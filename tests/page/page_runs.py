@@ -6,8 +6,8 @@ import json
 
 import yaml
 from journals import write_journal
+from report_runs import write_run
 from rollout_groups import group_of, rollout
-from test_report import write_run
 from tokenizers import Tokenizer, decoders, models
 
 from megatron_scalerl.rollouts.history import BatchRecord

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from page_runs import evaluation_record, step_record, write_page_run
-from test_report import write_run
+from report_runs import write_run
 
 from megatron_scalerl.page import forecasts as forecasts_module
 from megatron_scalerl.page.forecasts import Forecasts

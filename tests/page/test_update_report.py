@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from report_runs import write_run
 from rich.console import Console
-from test_report import write_run
 
 from megatron_scalerl.page.predicted import predicted_update
 from megatron_scalerl.page.report import report

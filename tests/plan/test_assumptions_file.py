@@ -21,7 +21,7 @@ RECIPE = [str(ROOT / "recipes" / "scalerl_llama3_8b.yaml"), "--gpus", "80", "--n
 def file(tmp_path):
     path = tmp_path / "measured.yaml"
     values = {
-        "dense_utilization": Measured(value=0.2, source="tests/gpu [8B shape],\n4 layers"),
+        "dense_utilization": Measured(value=0.2, source="tests/gpu [8B shape], 4 layers"),
         "runtime_gib": Measured(value=2),
     }
     write_assumptions(path, values, gpu=H100, layers="plain")

@@ -11,7 +11,7 @@ from megatron_scalerl.plan.activations import layer_bytes, recompute_of, shape_o
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family
 from megatron_scalerl.plan.engine import engine_memory
-from megatron_scalerl.plan.hardware import FUSED, GIB, GPUS, PLAIN_ON_GPU, Kernels
+from megatron_scalerl.plan.hardware import GIB, GPUS, PLAIN_ON_GPU, Kernels
 from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import logit_bytes, trainer_memory
 from megatron_scalerl.plan.sharding import layout_of
@@ -20,6 +20,8 @@ from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parents[2]
 H100 = GPUS["h100-80g"]
+
+FUSED = Kernels(layers="te", device="gpu")
 
 
 def plan_of(*overrides, name="scalerl_llama3_8b", kernels=FUSED):

@@ -10,39 +10,24 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from engine_responses import StandInServer, answer
+from decoder_pools import TOKENIZER, pool_of
+from fakes.server import StandInServer, answer
 from waiting import passes, until, wait_until
 
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, read, rollout_of
 from megatron_scalerl.engine.answers import EngineError, completion
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.interruption import Plan
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts import decoder_pool
-from megatron_scalerl.rollouts.decoder_pool import SLOTS, DecoderPool
-from megatron_scalerl.rollouts.plans import Plans
-from megatron_scalerl.tiny.tokenizer import build_tokenizer
+from megatron_scalerl.rollouts.decoder_pool import SLOTS
 from megatron_scalerl.types import CompletionLost
 
 pytestmark = pytest.mark.slow
 
 WHERE = "engine-4: /generate"
 PLAN = Plan(cut=1, phrase_ids=(8, 9), think_end_ids=(9,), answer_budget=4, eos_id=2)
-TOKENIZER = build_tokenizer()
 IDS = tuple(TOKENIZER.encode("7+2=9</think>9<eos>", add_special_tokens=False))
 LONG = answer(token_ids=IDS[:-3] * 20000 + IDS, logprobs=(-0.5,) * (len(IDS[:-3]) * 20000 + len(IDS)))
-
-
-def pool_of(folder, *, workers=1, **settings):
-    recipe = Recipe(
-        name="r",
-        steps=1,
-        policy={"path": "p"},
-        prompts={"path": "q"},
-        rollouts={"decoders": workers},
-        interruption={"thinking_tokens": [44, 52], "answer_tokens": 4},
-    )
-    return DecoderPool(recipe, TOKENIZER, Plans(recipe, TOKENIZER), logs=folder, **settings)
 
 
 def encoded(body):
@@ -232,7 +217,7 @@ def test_decoders_end_with_a_controller_that_is_killed(tmp_path):
     controller = f"""
         import asyncio, sys
         from pathlib import Path
-        from test_decoder_pool import pool_of
+        from decoder_pools import pool_of
 
         async def main():
             async with pool_of(Path({str(tmp_path)!r}), workers=2) as pool:

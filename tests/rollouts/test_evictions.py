@@ -9,11 +9,12 @@ import os
 import random
 
 import pytest
+from fakes.clock import VirtualTimeLoop
+from fakes.engine import StandInEngine
+from fakes.sampler import StandInSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_groups import scored
 from scipy.stats import ks_2samp
-from stand_in_run import VirtualTimeLoop
 from waiting import passes
 
 from megatron_scalerl.engine.answers import EngineLost
@@ -23,7 +24,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.history import Admit, Finish, read_history
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import RolloutStream
-from megatron_scalerl.types import Prompt, Rollout, Score
+from megatron_scalerl.types import Prompt
 
 G, SIZE = 3, 4
 
@@ -36,52 +37,21 @@ def stand_in_disk():
         yield
 
 
-class StandInEngine:
-    """Ends its requests with EngineLost when it is aborted."""
-
-    def __init__(self, name, version):
-        self.name, self.version = name, version
-        self.aborted = asyncio.Event()
-        self.produced_tokens = self.received_tokens = 0
-        self.draws = []
-
-    def abort(self, reason):
-        self.reason = reason
-        self.aborted.set()
-
-
-class StandInSampler:
+def sampler_of(fresh):
     """One second per token; long completions are wrong. fresh: a draw gives another length each time."""
+    again, lengths = random.Random(5), {}
 
-    def __init__(self, loop, fresh=False):
-        self.loop, self.fresh = loop, fresh
-        self.again = random.Random(5)
-
-    def draw(self, seed, group_id, index):
-        return (seed, group_id, index)
-
-    async def complete(self, engine, prompt, draw, *, priority):
-        source = self.again if self.fresh else random.Random(str(draw))
-        tokens = 1 + int(source.expovariate(1 / 20))
-        version = engine.version
-        engine.draws.append(draw)
+    async def wait(engine, draw, priority):
+        source = again if fresh else random.Random(str(draw))
+        lengths[draw] = 1 + int(source.expovariate(1 / 20))
         try:
-            async with asyncio.timeout(tokens):
-                await engine.aborted.wait()
-            raise EngineLost(f"{engine.name}: {engine.reason}")
+            async with asyncio.timeout(lengths[draw]):
+                await engine.gone.wait()
+            raise EngineLost(f"{engine.name}: {engine.aborted}")
         except TimeoutError:
             pass
-        rollout = Rollout(
-            token_ids=(5,) * tokens,
-            rollout_logprobs=(-1.0,) * tokens,
-            policy_versions=(version,) * (tokens - 1) + (engine.version,),
-            loss_mask=(True,) * tokens,
-            interrupted=False,
-            truncated=False,
-            thinking_cut=0,
-            seed=0,
-        )
-        return scored(rollout, Score(correct=tokens < 20, reward=1.0 if tokens < 20 else -1.0))
+
+    return StandInSampler(wait, correct=lambda draw: lengths[draw] < 20, tokens=lambda draw: (5,) * lengths[draw])
 
 
 async def supervise(members, engines, kills, restart_s, loop):
@@ -105,19 +75,19 @@ async def supervise(members, engines, kills, restart_s, loop):
 
 async def batches_of(folder, loop, *, k, batches, kills, engines=2, restart_s=7.0, fresh=False, phases=False):
     """The groups of each batch, with the staleness bound checked; one step takes 10 s. phases: of k + 1 batches."""
-    made = [StandInEngine(f"engine-{i}", 0) for i in range(engines)]
+    made = [StandInEngine(f"engine-{i}") for i in range(engines)]
     members = Membership.of(made)
     rollouts = {"groups_per_batch": G, "group_size": SIZE, "max_in_flight": 16, "max_staleness_steps": k}
     if phases:
         rollouts |= {"schedule": "ppo_off_policy", "updates_per_phase": k + 1}
-    served = 0
+    served, sampler = 0, sampler_of(fresh)
     stream = RolloutStream(
         Recipe(name="r", steps=1, seed=1, policy={"path": "p"}, prompts={"path": "q"}, rollouts=rollouts),
         curriculum=Curriculum(
             [Prompt(prompt_id=f"p{i:03d}", text="", answer="", token_ids=(1,)) for i in range(2000)], 7, None, None
         ),
         engines=members,
-        sampler=StandInSampler(loop, fresh),
+        sampler=sampler,
         journal=Journal(folder),
     )
     supervisor = asyncio.create_task(supervise(members, made, kills, restart_s, loop))
@@ -148,7 +118,7 @@ async def batches_of(folder, loop, *, k, batches, kills, engines=2, restart_s=7.
     supervisor.cancel()
     await asyncio.gather(supervisor, return_exceptions=True)
     await stream.close()
-    return found, stream, made
+    return found, stream, [[draw for at, draw in sampler.asked if at is engine] for engine in made]
 
 
 def run(folder, **options):
@@ -239,26 +209,26 @@ def test_another_draw_in_place_of_a_killed_completion_would_favor_short_ones(tmp
 
 def test_a_group_stays_on_one_engine_and_keeps_what_had_finished(tmp_path):
     """Only missing completions are generated again, and the deadline stays that of the kept ones."""
-    batches, stream, engines = run(tmp_path, k=2, batches=6, kills=[(15.0, 0)], restart_s=10_000.0)
+    batches, stream, drawn = run(tmp_path, k=2, batches=6, kills=[(15.0, 0)], restart_s=10_000.0)
     assert stream.reissued_groups > 0
-    ended = {draw[1] for draw in engines[0].draws} & {draw[1] for draw in engines[1].draws}
+    ended = {draw.group for draw in drawn[0]} & {draw.group for draw in drawn[1]}
     assert len(ended) == stream.reissued_groups
-    again = [draw for draw in engines[1].draws if draw[1] in ended]
+    again = [draw for draw in drawn[1] if draw.group in ended]
     assert 0 < len(again) < SIZE * len(ended), "only what was missing"
     groups = {g.group_id: g for groups in batches for g in groups}
-    kept = [g for g in groups.values() if 0 < sum(draw[1] == g.group_id for draw in again) < SIZE]
+    kept = [g for g in groups.values() if 0 < sum(draw.group == g.group_id for draw in again) < SIZE]
     assert kept and all(g.first_token_version == 0 for g in kept), "the deadline is that of the kept completions"
 
 
 def test_an_evicted_engine_gets_nothing_until_it_serves_again():
     async def scenario():
-        first, second = StandInEngine("engine-0", 0), StandInEngine("engine-1", 0)
+        first, second = StandInEngine("engine-0"), StandInEngine("engine-1")
         members = Membership.of([first, second])
         epoch = members.epoch
         first.produced_tokens, first.received_tokens = 70, 30
         members.evict(first, "engine-0: no answer\nwith a second line")
         members.evict(first, "again")
-        assert members.epoch == epoch + 1 and first.aborted.is_set()
+        assert members.epoch == epoch + 1 and first.aborted
         assert members.serving == members.alive == [second]
         assert await members.evicted(first) == "engine-0: no answer"
         assert members.members[0].lost_tokens == 40
@@ -266,7 +236,7 @@ def test_an_evicted_engine_gets_nothing_until_it_serves_again():
         assert members.serving == [second], "an update that ends after the eviction does not bring it back"
         members.lose(0, "killed")
         members.start(0)
-        again = StandInEngine("engine-0", 0)
+        again = StandInEngine()
         members.join(0, again)
         assert members.stale == [again] and members.serving == [second] and members.members[0].restarts == 1
         members.serve(again, 3)

@@ -7,9 +7,9 @@ import shutil
 import pandas
 import pyarrow.parquet
 import pytest
+from fakes.run import attempt, recipe
+from journal_groups import found, found_batch, group, record
 from journals import finish, write_journal
-from stand_in_run import attempt, recipe
-from test_journal import found, found_batch, group, record
 
 from megatron_scalerl.checkpoints.commit import committed, discard, read_commit
 from megatron_scalerl.controller.run_folder import check_history, resume_point

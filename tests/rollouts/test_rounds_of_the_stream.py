@@ -8,11 +8,11 @@ import hashlib
 from collections import Counter
 
 import pytest
-from rollout_groups import scored
+from fakes.engine import StandInEngine
+from fakes.sampler import StandInSampler
 from waiting import passes, until
 
 from megatron_scalerl.controller.validation import Validator
-from megatron_scalerl.engine.answers import CoreProgress, EngineProgress
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.prompts.curriculum import Curriculum
@@ -20,76 +20,59 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.history import read_groups, read_history, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
-from megatron_scalerl.types import Prompt, Rollout, Score
+from megatron_scalerl.types import Prompt
 
 GROUPS, SIZE = 3, 4
 
 
-class StandInEngine:
-    """Answers, while it is not paused, as a function of all requests that it held when it was resumed."""
+class RoundsEngine(StandInEngine):
+    """A stand-in whose answers, while it is not paused, depend on all requests that it held when it was resumed."""
 
-    def __init__(self, name, version=0):
-        self.name, self.version = name, version
-        self.paused = False
-        self.held = {}
-        self.batches = []
-        self.produced_tokens = self.received_tokens = 0
-        self.resumed = asyncio.Event()
+    def __init__(self, name, version):
+        super().__init__(name, version)
+        self.held, self.batches, self.resumed = {}, [], asyncio.Event()
 
     def abort(self, reason):
         raise AssertionError(f"evicted: {reason}")
 
     async def pause(self, *, clear_cache):
         assert not self.held, "something else runs on the engine"
-        self.paused = True
-
-    async def progress(self):
-        return EngineProgress(cores=(CoreProgress(core=0, tokens=0, waiting=len(self.held), decoding=0),), dead=False)
+        await super().pause(clear_cache=clear_cache)
 
     async def resume(self):
-        self.paused = False
+        await super().resume()
         self.batches.append(tuple(draw for _, draw in sorted(self.held.items())))
         assert len(set(self.held)) == len(self.held)
         self.resumed.set()
         self.resumed = asyncio.Event()
 
 
-class StandInSampler:
-    """Requests arrive late and out of order, and answers take different times."""
+class RoundsSampler(StandInSampler):
+    """A stand-in: requests arrive late and out of order, and answers take different times."""
 
     def __init__(self, stop_after=None):
+        super().__init__(self.answer, tokens=lambda draw: (draw.group + 1, draw.index + 1), logprobs=self.bits)
         self.finished, self.stop_after = 0, stop_after
-        self.answered = Counter()  # draws of each group
+        self.answered, self.together = Counter(), {}
         self.stopped = asyncio.Event()
 
-    def draw(self, seed, group_id, index):
-        return (seed, group_id, index)
-
-    async def complete(self, engine, prompt, draw, *, priority):
+    async def answer(self, engine, draw, priority):
         await passes(priority * 7 % 5)
         assert engine.paused, "submitted after the round began to run"
         assert priority not in engine.held
         engine.held[priority] = draw
         await engine.resumed.wait()
-        together = hashlib.sha256(str(engine.batches[-1]).encode()).digest()
+        self.together[draw] = hashlib.sha256(str(list(map(str, engine.batches[-1]))).encode()).digest()
         await passes(priority * 3 % 7)
         if self.finished == self.stop_after:
             self.stopped.set()
             await asyncio.Event().wait()
         self.finished += 1
-        self.answered[draw[1]] += 1
+        self.answered[draw.group] += 1
         del engine.held[priority]
-        rollout = Rollout(
-            token_ids=(draw[1] + 1, draw[2] + 1),
-            rollout_logprobs=(-1.0, -together[0] / 256 - together[1] / 65536),
-            policy_versions=(engine.version,) * 2,
-            loss_mask=(True, True),
-            interrupted=False,
-            truncated=False,
-            thinking_cut=0,
-            seed=0,
-        )
-        return scored(rollout, Score(correct=draw[2] % 2 == 0, reward=1.0))
+
+    def bits(self, draw, size):
+        return (-1.0, -self.together[draw][0] / 256 - self.together[draw][1] / 65536)
 
 
 def recipe(max_in_flight, updates=None):
@@ -120,9 +103,9 @@ async def train(folder, versions, *, max_in_flight, stop_after=None, updates=Non
 
     updates: batches of a phase of ppo_off_policy; None: the pipeline.
     """
-    engines = [StandInEngine("engine-0", versions[0]), StandInEngine("engine-1", versions[0])]
+    engines = [RoundsEngine("engine-0", versions[0]), RoundsEngine("engine-1", versions[0])]
     members = Membership.of(engines, version=versions[0])
-    sampler = StandInSampler(stop_after)
+    sampler = RoundsSampler(stop_after)
     history = read_history(folder)
     curriculum = Curriculum(PROMPTS, 7, None, None)
     replay_draws(curriculum, history)
@@ -215,12 +198,12 @@ def test_a_repeated_group_that_differs_is_reported(tmp_path, caplog):
 def test_validation_in_rounds_reaches_the_engines_the_same_way_each_time():
     def validate():
         async def run():
-            engines = [StandInEngine("engine-0", 3), StandInEngine("engine-1", 3)]
+            engines = [RoundsEngine("engine-0", 3), RoundsEngine("engine-1", 3)]
             members = Membership.of(engines, version=3)
             validator = Validator(
                 recipe(4),
                 engines=members,
-                sampler=StandInSampler(),
+                sampler=RoundsSampler(),
                 prompts=PROMPTS,
                 count_tokens=lambda tokens, on: None,
                 rounds=Rounds(members, timeout_s=600),

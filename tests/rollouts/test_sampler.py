@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from fakes.engine import StandInEngine
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -57,15 +58,6 @@ def test_draws_depend_only_on_seed_group_and_index(tiny):
     assert s.draw(2, 2, 3) != s.draw(1, 2, 3)
 
 
-class StandInEngine:
-    """Fails with the budget of the request."""
-
-    name = "engine-0"
-
-    async def generate(self, prompt_token_ids, *, sampling, decoder):
-        raise EngineError(str((sampling.max_tokens, sampling.interruption.cut)))
-
-
 @pytest.mark.parametrize(("limit", "expected"), [(None, 10**6), (9, 9), (10**6, 10**6)])
 def test_a_request_may_have_a_lower_budget_than_the_run(tiny, limit, expected):
     s = plans(tiny)
@@ -73,9 +65,14 @@ def test_a_request_may_have_a_lower_budget_than_the_run(tiny, limit, expected):
     most = s.spec(draw, 1).max_tokens
     assert most > 9
     prompt = Prompt(prompt_id="p", text="1", answer="1", token_ids=(1,))
-    sampler = Sampler(s, decoders=None, verifier=None)
+    sampler, engine = Sampler(s, decoders=None, verifier=None), StandInEngine()
+
+    async def refuse(prompt_token_ids, *, sampling, decoder):
+        raise EngineError(str((sampling.max_tokens, sampling.interruption.cut)))
+
+    engine.generate = refuse
     with pytest.raises(EngineError, match=re.escape(str((min(expected, most), draw.thinking_cut)))):
-        asyncio.run(sampler.complete(StandInEngine(), prompt, draw, priority=1, max_tokens=limit))
+        asyncio.run(sampler.complete(engine, prompt, draw, priority=1, max_tokens=limit))
 
 
 def test_interruption_off_shares_one_budget(tiny):

@@ -2,10 +2,12 @@
 
 import asyncio
 import random
+from collections import Counter
 
 import pytest
-from rollout_groups import scored
-from stand_in_run import in_virtual_time
+from fakes.engine import StandInEngine
+from fakes.run import in_virtual_time
+from fakes.sampler import StandInSampler
 from waiting import passes
 
 from megatron_scalerl.engine.membership import Membership
@@ -14,54 +16,26 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.history import read_groups, read_history
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
-from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score
+from megatron_scalerl.types import CompletionLost, Prompt
 
 
-class StandInEngine:
-    """Counts completions in flight; each takes a drawn time and has the engine's version at the first token."""
+def sampler_of(*, seed=0, slowest_s=0.01, fail_at=None, lost=lambda draw: False):
+    """Each completion takes a drawn time; the first one that fails is number `fail_at`."""
+    durations, running = random.Random(seed), Counter()
 
-    def __init__(self, seed=0, slowest_s=0.01, version=0):
-        self.random = random.Random(seed)
-        self.slowest_s = slowest_s
-        self.name = "engine-0"
-        self.version = version
-        self.running = self.most = 0
-        self.produced_tokens = self.received_tokens = 0
-
-    def abort(self, reason):
-        """No request notices it."""
-
-
-class StandInSampler:
-    """The sampler's two methods, on a stand-in engine."""
-
-    def __init__(self, fail_at=None):
-        self.fail_at = fail_at
-        self.started = 0
-
-    def draw(self, seed, group_id, index):
-        return (seed, group_id, index)
-
-    async def complete(self, engine, prompt, draw, *, priority):
-        self.started += 1
-        if self.started == self.fail_at:
+    async def wait(engine, draw, priority):
+        if len(made.asked) == fail_at:
             raise RuntimeError("rewards.verifier: no process left")
-        engine.running += 1
-        engine.most = max(engine.most, engine.running)
-        version = engine.version
-        await asyncio.sleep(engine.slowest_s * engine.random.random() ** 3)
-        engine.running -= 1
-        rollout = Rollout(
-            token_ids=(draw[1], draw[2]),
-            rollout_logprobs=(-1.0, -1.0),
-            policy_versions=(version, engine.version),
-            loss_mask=(True, True),
-            interrupted=False,
-            truncated=False,
-            thinking_cut=0,
-            seed=0,
-        )
-        return scored(rollout, Score(correct=draw[2] % 2 == 0, reward=1.0))
+        if lost(draw):
+            raise CompletionLost("no log-probabilities", reason="no_logprobs")
+        running[engine] += 1
+        made.most = max(made.most, running[engine])
+        await asyncio.sleep(slowest_s * durations.random() ** 3)
+        running[engine] -= 1
+
+    made = StandInSampler(wait)
+    made.most = 0
+    return made
 
 
 async def step(seconds):
@@ -79,7 +53,7 @@ def make_stream(tmp_path, *, k=2, engines=None, **settings):
         Recipe(name="r", steps=1, seed=1, policy={"path": "p"}, prompts={"path": "q"}, rollouts=rollouts),
         curriculum=Curriculum(prompts(settings.get("prompts", 500)), 7, None, settings.get("max_epochs")),
         engines=engines if isinstance(engines, Membership) else Membership.of(engines or [StandInEngine()]),
-        sampler=settings.get("sampler") or StandInSampler(),
+        sampler=settings.get("sampler") or sampler_of(),
         journal=Journal(tmp_path),
         next_group_id=settings.get("next_group_id", 0),
     )
@@ -87,10 +61,10 @@ def make_stream(tmp_path, *, k=2, engines=None, **settings):
 
 @pytest.mark.parametrize("k", [0, 1, 8])
 def test_batches_keep_the_bound_and_lose_nothing(tmp_path, k):
-    engines = [StandInEngine(1), StandInEngine(2)]
+    engines, sampler = [StandInEngine(), StandInEngine()], sampler_of()
 
     async def run():
-        stream = make_stream(tmp_path, k=k, engines=engines)
+        stream = make_stream(tmp_path, k=k, engines=engines, sampler=sampler)
         stream.start(0)
         seen = []
         for version in range(25):
@@ -108,7 +82,7 @@ def test_batches_keep_the_bound_and_lose_nothing(tmp_path, k):
 
     seen = in_virtual_time(run())
     assert len(set(seen)) == 75
-    assert all(engine.most <= 8 for engine in engines)
+    assert sampler.most <= 8
     history = read_history(tmp_path)
     assert set(seen) <= set(history.finished)
 
@@ -116,7 +90,7 @@ def test_batches_keep_the_bound_and_lose_nothing(tmp_path, k):
 @pytest.mark.parametrize("k", [0, 1, 3, 8])
 def test_batches_taken_ahead_keep_the_bound_and_an_attempt_that_is_given_up_loses_nothing(tmp_path, k):
     """The steps end at random moments: attempts are given up while they wait, and when they could just take."""
-    engines, source = [StandInEngine(1), StandInEngine(2)], random.Random(k)
+    engines, source = [StandInEngine(), StandInEngine()], random.Random(k)
 
     async def run():
         stream = make_stream(tmp_path, k=k, engines=engines)
@@ -197,7 +171,7 @@ def test_only_engines_that_serve_are_idle(tmp_path):
 def test_a_failing_verifier_ends_the_stream_with_its_error(tmp_path):
     async def run():
         engine = StandInEngine()
-        stream = make_stream(tmp_path, sampler=StandInSampler(fail_at=9), engines=[engine])
+        stream = make_stream(tmp_path, sampler=sampler_of(fail_at=9), engines=[engine])
         stream.start(0)
         try:
             for version in range(5):
@@ -268,7 +242,7 @@ def test_an_exhausted_curriculum_ends_the_stream_with_its_reason(tmp_path):
 
 def test_unfinished_groups_are_reissued_under_their_ids(tmp_path):
     async def first_attempt():
-        stream = make_stream(tmp_path, engines=[StandInEngine(slowest_s=0.2)])
+        stream = make_stream(tmp_path, sampler=sampler_of(slowest_s=0.2))
         stream.start(0)
         await stream.next_batch()
         await stream.close()
@@ -302,18 +276,10 @@ def test_unfinished_groups_are_reissued_under_their_ids(tmp_path):
     assert {g for g, _ in lost} & set(ids)
 
 
-class StandInSamplerOfLosses(StandInSampler):
-    """Loses the draws of the first two rounds of group 1, every time that they are asked for."""
-
-    async def complete(self, engine, prompt, draw, *, priority):
-        if draw[1] == 1 and draw[2] < 8:
-            raise CompletionLost("no log-probabilities", reason="no_logprobs")
-        return await super().complete(engine, prompt, draw, priority=priority)
-
-
 def test_a_group_whose_draws_are_always_lost_gets_others(tmp_path):
     async def run():
-        stream = make_stream(tmp_path, k=0, sampler=StandInSamplerOfLosses())  # the batch has all groups
+        losses = sampler_of(lost=lambda draw: draw.group == 1 and draw.index < 8)  # of its first two rounds
+        stream = make_stream(tmp_path, k=0, sampler=losses)  # the batch has all groups
         stream.start(0)
         groups = await stream.next_batch()
         await stream.close()

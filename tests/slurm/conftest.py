@@ -8,8 +8,6 @@ from e2e.whole_runs import make_tiny
 from mini_cluster import MiniCluster, missing
 from slurm_runs import JOB, ROOT, STAND_IN_PROGRAM, write_recipe, write_site
 
-from megatron_scalerl.tiny.build import TinyArguments, build
-
 
 @pytest.fixture(scope="session")
 def new_cluster(tmp_path_factory):
@@ -37,13 +35,6 @@ def on_login_node(cluster, monkeypatch):
     """The cluster, whose client programs are on the path."""
     monkeypatch.setenv("PATH", f"{cluster.bin}:{os.environ['PATH']}")
     return cluster
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiny")
-    build(root, TinyArguments(seed=1, train_prompts=40, held_out=10, sft_examples=4))
-    return root
 
 
 @pytest.fixture(scope="session")

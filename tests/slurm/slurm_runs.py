@@ -12,7 +12,7 @@ from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.cluster import cluster
 
 ROOT = Path(__file__).parents[2]
-WITH_STAND_INS = ROOT / "tests" / "faults" / "run_with_stand_ins.py"
+WITH_STAND_INS = ROOT / "tests" / "fakes" / "run_with_stand_ins.py"
 STAND_IN_PROGRAM = Path(__file__).with_name("stand_in_program.py")
 JOB = ["--partition", "gpu", "--time", "30", "--startup-seconds", "10", "--save-seconds", "5"]
 TWO = ["--nodes", "2", "--gpus-per-node", "4", "--any-file-system"]

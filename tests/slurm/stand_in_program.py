@@ -9,7 +9,7 @@ RUN/slurm/starts.
 `engine --join`: appends the same to RUN/slurm/joined, and ends with 0 when RUN/end.json exists.
 
 `doctor`: the real one, but that packages and parameters are not read, and that the GPUs of a node are the stand-ins
-of RUN/slurm/gpus-NODE, by default the healthy ones of `faults.stand_in_nvml`. `submit`: the real one.
+of RUN/slurm/gpus-NODE, by default the healthy ones of `fakes.nvml`. `submit`: the real one.
 """
 
 import json
@@ -97,7 +97,7 @@ def join(run):
 
 
 def doctor():
-    from faults.stand_in_nvml import HOSTS
+    from fakes.nvml import HOSTS
 
     from megatron_scalerl.__main__ import main
     from megatron_scalerl.cluster import doctor_nodes, node

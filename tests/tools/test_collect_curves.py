@@ -1,17 +1,10 @@
 """The collection goes on wherever it was stopped, contains failures, and writes what `fit.tiny_runs` reads."""
 
 import json
-import signal
-import sys
-import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from waiting import wait_until
 
-from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.fit.tiny_runs import DATA, tiny_runs
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -69,18 +62,6 @@ def run_folder(folder):
     (folder / "end.json").write_text('{"reason": "all 2 steps are made"}')
 
 
-def test_a_failed_run_is_tried_again_and_the_others_go_on(collect):
-    collect.failing.add("b")
-    assert collect.run(rows("a", "b", "c")) == 1
-    assert [path.name for path in sorted(collect.data.iterdir())] == ["a.json", "c.json"]
-    assert collect.asked.count(("b", "rl")) == 3
-    assert [(row["run"], row["attempt"]) for row in read_jsonl(collect.work / "failures.jsonl")] == [
-        ("b", 1),
-        ("b", 2),
-        ("b", 3),
-    ]
-
-
 def test_the_same_call_goes_on_and_warm_starts_are_made_once(collect):
     assert collect.run(rows("a", "b")) == 0
     assert [what for _, what in collect.asked] == ["task", "warm start", "rl", "rl"]
@@ -93,41 +74,6 @@ def test_the_same_call_goes_on_and_warm_starts_are_made_once(collect):
     assert (collect.data / "a.json").read_bytes() == before
 
 
-def test_no_run_begins_while_the_pause_file_exists(collect, bench, monkeypatch, tmp_path):
-    looks = []
-    monkeypatch.setattr(bench, "time", SimpleNamespace(sleep=lambda seconds: looks.append(seconds)))
-    (tmp_path / "pause").touch()
-    working = threading.Thread(target=collect.run, args=(rows("a"),))
-    working.start()
-    wait_until(lambda: len(looks) > 2)
-    assert collect.asked == []
-    (tmp_path / "pause").unlink()
-    working.join(240)
-    assert (collect.data / "a.json").exists()
-
-
-def test_a_signal_ends_the_command_in_progress(bench, tmp_path):
-    collection = bench.Collection(tmp_path / "work", tmp_path / "data", None)
-
-    def stop():
-        while collection._child is None:
-            time.sleep(0.01)
-        collection.stop(signal.SIGTERM)
-
-    threading.Thread(target=stop, daemon=True).start()
-    with pytest.raises(bench.Stopped):
-        collection._command(rows("a")[0], "rl", ["-c", "import signal; signal.pause()"])
-    with pytest.raises(bench.Stopped):
-        collection.run(rows("a"))
-    assert read_jsonl(collection.work / "failures.jsonl") == [], "it is no failure"
-
-
-def test_the_log_of_a_failed_command_is_named_with_its_last_line(bench, tmp_path):
-    collection = bench.Collection(tmp_path / "work", tmp_path / "data", None)
-    with pytest.raises(RuntimeError, match=r"a\.log: rl: expected exit code 0, found 4: no space"):
-        collection._command(rows("a")[0], "rl", ["-c", "import sys; print('no space'); sys.exit(4)"])
-
-
 def test_the_data_are_what_the_loader_reads(collect):
     (collect.data / "table.csv").write_text("name,regime\na,x\n")
     collect.run(rows("a"))
@@ -137,13 +83,6 @@ def test_the_data_are_what_the_loader_reads(collect):
     assert run.compute.tolist() == pytest.approx([0.0, (2 * 960 + 6 * 1200) * parameters * 1e-12], rel=1e-5)
     assert run.correct(1).tolist() == [[True, False], [True, True]]
     assert run.ended == "all 2 steps are made" and run.training["step"].tolist() == [1, 1, 2]
-
-
-def test_a_run_without_a_record_of_a_validated_step_is_refused(collect, bench):
-    run_folder(collect.work / "a")
-    (collect.work / "a" / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: expected a row of step 2, which is validated, found none"):
-        sys.modules["curve_data"].run_data(collect.work / "a", 1)
 
 
 def test_every_row_of_the_shipped_table_is_a_valid_recipe(bench, tmp_path):

@@ -28,19 +28,12 @@ def test_every_full_size_recipe_is_checked():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(GPUS))
 def test_recipes_fit_their_gpus_with_room_to_spare(name, capsys):
-    assert main([recipe(name), "--gpus", str(GPUS[name]), "--no-build", "--json", "-"]) == 0
+    assert main([recipe(name), "--gpus", str(GPUS[name]), "--check", "--json", "-"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] and plan["problems"] == []
     assert plan["split"]["of_recipe"], "the recipe's own split adds up to the stated GPUs"
     assert plan["trainer_headroom_bytes"] > 0.15 * plan["gpu"]["memory_bytes"]
     assert plan["engine_memory"]["full_sequences"] >= 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(GPUS))
-def test_check_passes_with_the_build(name, capsys):
-    assert main([recipe(name), "--gpus", str(GPUS[name]), "--check"]) == 0
-    assert "fits" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -61,13 +54,7 @@ def test_phases_cost_more_than_the_pipeline_and_are_as_old_as_they_may_be(capsys
         found.append(json.loads(capsys.readouterr().out))
     pipeline, phases = found
     costs = [plan["gpu_hours_per_1000_steps"] for plan in (pipeline, phases)]
-    page = " ".join((ROOT / "docs" / "ablations.md").read_text().split())
-    idle = f"{100 * phases['timing']['engines_idle']:.0f} %"
-    assert (
-        f"predicts {costs[1]:,.0f} GPU-hours per 1,000 steps for `ppo_off_policy_8.yaml`, engines idle for {idle}"
-        in page
-    )
-    assert costs[1] > costs[0] and f"and {costs[0]:,.0f} for `scalerl.yaml`" in page
+    assert costs[1] > costs[0]
     assert (phases["timing"]["staleness_mean"], phases["timing"]["staleness_max"]) == (3.5, 7)
     assert main(args) == 0
     text = " ".join(capsys.readouterr().out.split())

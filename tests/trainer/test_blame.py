@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from test_handshake import StandInRank, conversation
-from test_prepare import join
+from fakes.rank import StandInRank, conversation, join
 
 from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError

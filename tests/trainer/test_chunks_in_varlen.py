@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_packing import attention, qkv, row_of, starts_of
+from packed_rows import attention, qkv, row_of, starts_of
 from varlen_reference import ReferenceVarlenAttention
 
 from megatron_scalerl.models.llama4 import attention_temperature

@@ -17,10 +17,11 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from fakes.rank import WHERE, StandInRank, client, conversation, ready
 from waiting import passes, until
 
 from megatron_scalerl.distributed import sockets
-from megatron_scalerl.distributed.rendezvous import FolderRendezvous, HostRendezvous
+from megatron_scalerl.distributed.rendezvous import HostRendezvous
 from megatron_scalerl.trainer import messages, worker
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 
@@ -30,13 +31,6 @@ WORKER = [sys.executable, "-m", "megatron_scalerl.trainer.worker"]
 
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_cpu.yaml"
-WHERE = FolderRendezvous(folder="/nowhere")
-
-
-def client(world_size=1, rendezvous=WHERE) -> TrainerClient:
-    return TrainerClient(
-        world_size=world_size, run_id="run", incarnation="1.0", secret="a secret", rendezvous=rendezvous
-    )
 
 
 def environment(trainer: TrainerClient, **changes) -> dict[str, str]:
@@ -130,66 +124,6 @@ def test_nobody_came():
 def test_missing_settings_are_named():
     with pytest.raises(ValueError, match="missing MSRL_SECRET"):
         worker.WorkerSettings.from_environment({name: "1" for name in worker._VARIABLES if name != "MSRL_SECRET"})
-
-
-class StandInRank:
-    """A rank's socket that sends what a test specifies; `keys` None: those of a rank of the run."""
-
-    def __init__(self, trainer: TrainerClient, *, keys: tuple[bytes, bytes] | None = None) -> None:
-        self._context = zmq.asyncio.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        sockets.secure_client(self.socket, "a secret", sockets.Purpose.TRAINER)
-        if keys is not None:
-            self.socket.curve_publickey, self.socket.curve_secretkey = keys
-        self.socket.connect(trainer.endpoint)
-
-    async def hello(self, rank: int, **changes) -> None:
-        values = {"rank": rank, "world_size": 2, "run_id": "run", "incarnation": "1.0"} | changes
-        await self.socket.send(messages.encode(messages.Hello(**values)))
-
-    async def answer(self):
-        """The next message but pings."""
-        while True:
-            message = messages.decode_for_rank(await asyncio.wait_for(self.socket.recv_multipart(), 120))
-            if not isinstance(message, messages.Ping):
-                return message
-
-    def __enter__(self) -> "StandInRank":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close(linger=0)
-        self._context.term()
-
-
-def conversation(scenario, *, world_size=2, rendezvous=WHERE):
-    """Runs `scenario(trainer, start)`, where `start` is a wait_ready under way, and closes everything."""
-
-    async def whole():
-        trainer = client(world_size, rendezvous)
-        start = asyncio.create_task(trainer.wait_ready(timeout_s=240))
-        try:
-            return await scenario(trainer, start)
-        finally:
-            start.cancel()
-            await asyncio.gather(start, return_exceptions=True)
-            trainer.close()
-
-    return asyncio.run(whole())
-
-
-def ready(rank: int, *, dp_size: int = 2, **changes) -> messages.Ready:
-    info = messages.TrainerInfo(
-        world_size=2,
-        dp_size=dp_size,
-        parameters=1,
-        vocab_size=1,
-        device="cpu",
-        backend="gloo",
-        dtype="float32",
-        logits="fp32",
-    )
-    return messages.Ready(**({"rank": rank, "dp_rank": rank, "holds_batch": True, "info": info} | changes))
 
 
 def test_the_controller_s_public_key_alone_opens_nothing():

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from packed_rows import attention, qkv, row_of, starts_of
 
 from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention
-from megatron_scalerl.trainer.layers.packing import SAME_BUCKET, layout, packed_row, split_into_chunks
+from megatron_scalerl.trainer.layers.packing import SAME_BUCKET, layout, split_into_chunks
 
 LENGTHS = [
     pytest.param([7, 1, 30, 29, 12, 3], id="mixed"),
@@ -17,26 +18,6 @@ LENGTHS = [
     pytest.param([1, 1, 1], id="single tokens"),
     pytest.param([5, 0, 9], id="an empty sequence"),
 ]
-
-
-def starts_of(lengths: list[int]) -> list[int]:
-    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
-
-
-def row_of(lengths: list[int], chunk: int | None = None):
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    return packed_row(starts_of(lengths), positions, chunk=chunk)
-
-
-def attention(**options) -> SdpaCoreAttention:
-    config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=1)
-    return SdpaCoreAttention(config, 1, None, "self", **options)
-
-
-def qkv(tokens: int, heads: int = 6, groups: int = 2, d: int = 8):
-    generator = torch.Generator().manual_seed(5)
-    shapes = ((tokens, 1, heads, d), (tokens, 1, groups, d), (tokens, 1, groups, d))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
 def alone(q, k, v, starts: list[int]) -> torch.Tensor:

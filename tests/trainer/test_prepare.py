@@ -6,8 +6,8 @@ import asyncio
 
 import msgspec
 import pytest
+from fakes.rank import StandInRank, conversation, join
 from random_policy import of_rollouts, plan_of, random_samples
-from test_handshake import StandInRank, conversation, ready
 
 from megatron_scalerl.batching.rollout_bytes import write
 from megatron_scalerl.trainer import messages
@@ -20,16 +20,6 @@ SAMPLES = random_samples(1, 9)
 REPORT = StepReport(
     step=1, policy_version=1, loss=0.5, grad_norm=1.0, learning_rate=1e-3, tokens=9, seconds=0.1, metrics={}
 )
-
-
-async def join(start, *ranks, **changes):
-    """Both ranks join and are ready; they have read everything up to here."""
-    for number, rank in enumerate(ranks):
-        await rank.hello(number)
-        assert isinstance(await rank.answer(), messages.Welcome)
-        assert isinstance(await rank.answer(), messages.Meet)
-        await rank.socket.send(messages.encode(ready(number, **{k: v[number] for k, v in changes.items()})))
-    await start
 
 
 async def frames(rank):

@@ -6,8 +6,7 @@ import random
 
 import pytest
 import torch
-from test_live_map import MANIFEST, live, loader, weights
-from test_live_weights import in_blocks
+from live_model import MANIFEST, in_blocks, live, loader, weights
 
 from megatron_scalerl.weights import live_changes
 from megatron_scalerl.weights.changes import Changes, bits_of, decode, encode, find

@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
-from test_live_map import MANIFEST, SHAPES, live, loader, weights
+from live_model import MANIFEST, SHAPES, in_blocks, live, loader, weights
 
 from megatron_scalerl.weights.digest import total, value_digest
 from megatron_scalerl.weights.live_map import needs, record
-from megatron_scalerl.weights.live_weights import BLOCK_ROWS, LiveWeights, live_parts
+from megatron_scalerl.weights.live_weights import LiveWeights, live_parts
 from megatron_scalerl.weights.plan import manifest_of
 
 
@@ -112,13 +112,6 @@ def test_models_whose_loader_changes_values_are_left_to_it(kind, line):
     assert LiveWeights(Quantized("none"), manifest).needs == ((((0, 6),),),)
     with pytest.raises(NotImplementedError, match=line):
         LiveWeights(Quantized(kind), manifest)
-
-
-def in_blocks(plain):
-    """As vLLM's CPU kernel holds experts [E, N, K]."""
-    experts, rows, width = plain.shape
-    blocks = plain.view(experts, rows // BLOCK_ROWS, BLOCK_ROWS, width).transpose(2, 3)
-    return blocks.contiguous().view(experts, rows, width)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -4,9 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from test_deltas import Held, digest_of, equal
-from test_transport import joined, plan_of, reader, spec, tensors  # noqa: F401 - a fixture
-from test_written import stepped, write
+from recorded import stepped, write
+from transfers import Held, digest_of, equal, joined, plan_of, reader, tensors
 
 from megatron_scalerl.weights.plan import buckets
 from megatron_scalerl.weights.written import Written
@@ -57,7 +56,7 @@ class Sending:
 @pytest.mark.parametrize(
     ("watched", "codec"), [("all", "absolute"), ("all", "ulp"), ("the largest", "absolute"), ("none", "ulp")]
 )
-def test_recorded_changes_are_a_whole_update_bit_for_bit(spec, watched, codec):  # noqa: F811
+def test_recorded_changes_are_a_whole_update_bit_for_bit(spec, watched, codec):
     sides = Sending(spec(deltas=codec, anchor_every=3), watched)
     sizes = []
     for version in range(1, 10):
@@ -70,7 +69,7 @@ def test_recorded_changes_are_a_whole_update_bit_for_bit(spec, watched, codec): 
     assert watched != "the largest" or 0 < kept < 0.7 * WHOLE, "copies of the others"
 
 
-def test_what_is_not_recorded_is_sent_whole(spec):  # noqa: F811
+def test_what_is_not_recorded_is_sent_whole(spec):
     sides = Sending(spec(deltas="absolute"))
     sides.check(1)
     sides.step(1)
@@ -88,7 +87,7 @@ def test_what_is_not_recorded_is_sent_whole(spec):  # noqa: F811
     assert sides.check(7) == 0, "nothing changed"
 
 
-def test_a_value_that_changed_without_a_record_is_noticed_by_the_next_whole_update(spec):  # noqa: F811
+def test_a_value_that_changed_without_a_record_is_noticed_by_the_next_whole_update(spec):
     sides = Sending(spec(deltas="absolute", anchor_every=2))
     for version in (1, 2):
         sides.check(version)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_transport import spec  # noqa: F401 - a fixture
 
 from megatron_scalerl.weights.transport import make_sender, shm
 from megatron_scalerl.weights.transport.shm import ShmGroup
@@ -29,7 +28,7 @@ def the_limit_of_a_sender_passes_once_a_member_is_there(monkeypatch):
 
 
 @pytest.mark.usefixtures("the_limit_of_a_sender_passes_once_a_member_is_there")
-def test_a_sender_that_leaves_while_the_group_is_formed_is_an_error_of_the_receiver(spec):  # noqa: F811
+def test_a_sender_that_leaves_while_the_group_is_formed_is_an_error_of_the_receiver(spec):
     connection = spec(backend="shm", world_sizes=(3,), connect_timeout_s=240)
     with ThreadPoolExecutor(2) as pool:
         ends = pool.submit(make_sender, connection), pool.submit(ShmGroup, connection, 1)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_transport import joined, plan_of, reader, spec, tensors  # noqa: F401 - a fixture
+from transfers import joined, plan_of, reader, tensors
 from waiting import wait_until
 
 from megatron_scalerl.weights.staging import StagedUpdate
@@ -30,7 +30,7 @@ def ended(update):
     return update.state()
 
 
-def test_parts_arrive_while_nobody_waits_and_are_given_out_once(spec):  # noqa: F811
+def test_parts_arrive_while_nobody_waits_and_are_given_out_once(spec):
     weights = tensors()
     senders, update = staged(spec(), weights)
     assert update.state() is None
@@ -41,7 +41,7 @@ def test_parts_arrive_while_nobody_waits_and_are_given_out_once(spec):  # noqa: 
     assert list(update.take()) == []
 
 
-def test_take_waits_for_what_is_on_its_way(spec):  # noqa: F811
+def test_take_waits_for_what_is_on_its_way(spec):
     weights = tensors()
     senders, update = staged(spec(), weights)
     join, waits = update._thread.join, threading.Event()
@@ -53,7 +53,7 @@ def test_take_waits_for_what_is_on_its_way(spec):  # noqa: F811
         assert len(taken.result()) > len(weights)
 
 
-def test_a_flipped_bit_gives_no_part_out(spec):  # noqa: F811
+def test_a_flipped_bit_gives_no_part_out(spec):
     weights = tensors()
     [sender], update = staged(spec(timeout_s=600), weights)
     ship = sender._ship
@@ -71,7 +71,7 @@ def test_a_flipped_bit_gives_no_part_out(spec):  # noqa: F811
         next(update.take())
 
 
-def test_another_version_than_was_staged_is_refused(spec):  # noqa: F811
+def test_another_version_than_was_staged_is_refused(spec):
     weights = tensors()
     senders, update = staged(spec(timeout_s=600), weights, version=7)
     with pytest.raises(RuntimeError):
@@ -79,7 +79,7 @@ def test_another_version_than_was_staged_is_refused(spec):  # noqa: F811
     assert "expected the header" in ended(update)
 
 
-def test_a_sender_that_leaves_ends_it(spec):  # noqa: F811
+def test_a_sender_that_leaves_ends_it(spec):
     [sender], update = staged(spec(timeout_s=600), tensors())
     sender.close()
     assert ended(update)
@@ -87,7 +87,7 @@ def test_a_sender_that_leaves_ends_it(spec):  # noqa: F811
         next(update.take())
 
 
-def test_one_that_nothing_arrives_for_is_discarded_without_waiting_and_ends_with_its_sender(spec):  # noqa: F811
+def test_one_that_nothing_arrives_for_is_discarded_without_waiting_and_ends_with_its_sender(spec):
     [sender], update = staged(spec(timeout_s=600), tensors())
     update.discard()
     assert update.state() is None
@@ -95,7 +95,7 @@ def test_one_that_nothing_arrives_for_is_discarded_without_waiting_and_ends_with
     assert ended(update)
 
 
-def test_what_arrives_for_a_discarded_one_is_dropped_and_its_sender_told(spec):  # noqa: F811
+def test_what_arrives_for_a_discarded_one_is_dropped_and_its_sender_told(spec):
     senders, update = staged(spec(timeout_s=600), tensors())
     update.discard()
     with pytest.raises(RuntimeError):
@@ -105,7 +105,7 @@ def test_what_arrives_for_a_discarded_one_is_dropped_and_its_sender_told(spec): 
         next(update.take())
 
 
-def test_groups_are_closed_where_an_update_that_is_complete_is_discarded(spec):  # noqa: F811
+def test_groups_are_closed_where_an_update_that_is_complete_is_discarded(spec):
     [sender], update = staged(spec(timeout_s=600), tensors())
     send([sender], tensors())
     assert ended(update) == ""
@@ -114,7 +114,7 @@ def test_groups_are_closed_where_an_update_that_is_complete_is_discarded(spec): 
         send([sender], tensors(), version=2)
 
 
-def test_a_bug_in_the_thread_is_not_an_update(spec, monkeypatch):  # noqa: F811
+def test_a_bug_in_the_thread_is_not_an_update(spec, monkeypatch):
     def broken(*_, **__):
         raise TypeError("a bug")
         yield

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -13,91 +12,14 @@ from functools import partial
 import msgspec
 import pytest
 import torch
+from transfers import KINDS, joined, manifest, or_leaves, plan_of, reader, tensors
 
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, address_of, listen_on, private_folder, serve_store
 from megatron_scalerl.weights import transport
-from megatron_scalerl.weights.plan import Connection, Part, WeightPlan, buckets, manifest_of, whole
+from megatron_scalerl.weights.plan import Connection, Part, WeightPlan, buckets
 from megatron_scalerl.weights.transport import join_sender, make_sender, resolve_transport
 from megatron_scalerl.weights.transport.frames import Told, assembled, receive
-from megatron_scalerl.weights.transport.gloo import Group, NcclGroup
-from megatron_scalerl.weights.transport.shm import ShmGroup
-
-KINDS = {"gloo": Group, "shm": ShmGroup}
-
-
-@pytest.fixture(params=list(KINDS))
-def spec(monkeypatch, request):
-    """Makes connections with a rendezvous in a private folder of the test."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")  # the group chooses for itself
-    with private_folder() as rendezvous:
-
-        def make(world_size=2, **changes):
-            base = Connection(
-                backend=request.param,
-                rendezvous=rendezvous,
-                group=uuid.uuid4().hex,
-                world_sizes=(world_size,),
-                bucket_mib=1,
-                timeout_s=240,
-                connect_timeout_s=240,
-            )
-            return replace(base, **changes)
-
-        yield make
-
-
-def tensors(seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return {
-        "a": torch.randn(3, 5, generator=g),
-        "b": torch.randn(300_000, generator=g).bfloat16(),
-        "scalar": torch.tensor(2.5),
-        "c": torch.randn(400, 1000, generator=g).t(),  # not contiguous, beyond one bucket
-    }
-
-
-def manifest(weights):
-    return manifest_of((n, str(t.dtype).removeprefix("torch."), t.shape) for n, t in weights.items())
-
-
-def plan_of(weights):
-    return whole(manifest(weights))
-
-
-def reader(weights, plan):
-    """Reads the parts of a plan from whole tensors."""
-
-    def read(number):
-        part = plan.parts[number]
-        return weights[plan.parameters[part.tensor].name][tuple(slice(a, b) for a, b in part.ranges)]
-
-    return read
-
-
-def joined(connection, receivers=1, senders=1):
-    """(senders, the groups of each receiver)"""
-
-    def join(rank):
-        return {sender: KINDS[connection.backend](connection, rank, sender) for sender in range(senders)}
-
-    with ThreadPoolExecutor(receivers + senders) as pool:
-        ends = [pool.submit(make_sender, connection, number) for number in range(senders)]
-        groups = [pool.submit(join, rank + 1) for rank in range(receivers)]
-        return [end.result() for end in ends], [g.result() for g in groups]
-
-
-def or_leaves(groups, receiving):
-    """What a receiver makes of an update; where it refuses it, it leaves, which the senders notice at once.
-
-    The error has no frames: a broadcast that is pending in one would keep its connection open.
-    """
-    try:
-        return receiving()
-    except RuntimeError as error:
-        why = str(error)
-    for group in groups.values():
-        group.close()
-    raise RuntimeError(why)
+from megatron_scalerl.weights.transport.gloo import NcclGroup
 
 
 def transfer(senders, receivers, weights, *, plan=None, sent_version=1, version=1, expected=None, flip=None):

@@ -17,8 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from engine.engine_recipes import recipe_for
-from test_deltas import Held, digest_of, equal, stepped, update
-from test_transport import joined, plan_of, reader, spec, tensors  # noqa: F401 - a fixture
+from transfers import Held, digest_of, equal, joined, plan_of, reader, stepped, tensors, update
 from waiting import wait_until
 
 from megatron_scalerl.controller import weight_store as module
@@ -131,7 +130,7 @@ def size_of(folder):
 
 
 @pytest.mark.parametrize("deltas", ["absolute", "ulp"])
-def test_a_whole_update_and_its_changes_are_read_bit_for_bit(spec, folder, deltas):  # noqa: F811
+def test_a_whole_update_and_its_changes_are_read_bit_for_bit(spec, folder, deltas):
     connection, versions = stored(spec(), folder, deltas=deltas), versions_of(4)
     sender, _, live = run(connection, versions)
     settle(sender)
@@ -144,7 +143,7 @@ def test_a_whole_update_and_its_changes_are_read_bit_for_bit(spec, folder, delta
     assert {entry.stat().st_mode & 0o777 for entry in os.scandir(folder)} == {0o600}
 
 
-def test_one_whole_update_replaces_the_one_before(spec, folder):  # noqa: F811
+def test_one_whole_update_replaces_the_one_before(spec, folder):
     connection, versions = stored(spec(), folder), versions_of(3)
     sender, _, _ = run(connection, versions)
     settle(sender)
@@ -155,7 +154,7 @@ def test_one_whole_update_replaces_the_one_before(spec, folder):  # noqa: F811
     assert digest_of(read(connection, folder, versions[2:], anchor=2).weights) == digest_of(versions[2])
 
 
-def test_an_anchor_of_another_connection_is_kept_until_the_new_one_is_complete(spec, folder):  # noqa: F811
+def test_an_anchor_of_another_connection_is_kept_until_the_new_one_is_complete(spec, folder):
     connection, versions = stored(spec(), folder), versions_of(2)
     sender, _, _ = run(connection, versions[:1])
     settle(sender)
@@ -180,7 +179,7 @@ def test_an_anchor_of_another_connection_is_kept_until_the_new_one_is_complete(s
 @pytest.mark.parametrize(
     "way", ["a bit", "the end is missing", "another version", "nothing is there", "an open folder"]
 )
-def test_what_a_receiver_refuses(spec, folder, way):  # noqa: F811
+def test_what_a_receiver_refuses(spec, folder, way):
     connection, versions = stored(spec(), folder), versions_of(1)
     sender, _, _ = run(connection, versions)
     settle(sender)
@@ -208,7 +207,7 @@ def test_what_a_receiver_refuses(spec, folder, way):  # noqa: F811
         read(connection, folder, versions, anchor=anchor)
 
 
-def test_changes_beyond_the_budget_are_dropped_until_the_next_whole_update(spec, folder):  # noqa: F811
+def test_changes_beyond_the_budget_are_dropped_until_the_next_whole_update(spec, folder):
     versions = versions_of(6)
     connection = replace(stored(spec(), folder, deltas="absolute", anchor_every=3), store_bytes=WHOLE + 60_000)
     senders, receivers = joined(connection)
@@ -223,7 +222,7 @@ def test_changes_beyond_the_budget_are_dropped_until_the_next_whole_update(spec,
     assert digest_of(read(connection, folder, versions[4:], anchor=4).weights) == digest_of(versions[-1])
 
 
-def test_without_room_for_two_the_one_before_goes_first_and_without_room_for_one_there_is_none(spec, folder, caplog):  # noqa: F811
+def test_without_room_for_two_the_one_before_goes_first_and_without_room_for_one_there_is_none(spec, folder, caplog):
     versions = versions_of(2)
     one = replace(stored(spec(), folder), store_bytes=WHOLE + 100)
     sender, _, _ = run(one, versions)
@@ -237,7 +236,7 @@ def test_without_room_for_two_the_one_before_goes_first_and_without_room_for_one
     assert f"weights.store_gib: expected at least {WHOLE} bytes for this sender, found {WHOLE - 1}" in caplog.text
 
 
-def test_an_update_that_fails_is_not_stored(spec, folder):  # noqa: F811
+def test_an_update_that_fails_is_not_stored(spec, folder):
     connection, versions = stored(spec(), folder, deltas="absolute"), versions_of(2)
     senders, receivers = joined(connection)
     held = [Held(versions[0])]
@@ -255,7 +254,7 @@ def test_an_update_that_fails_is_not_stored(spec, folder):  # noqa: F811
 
 
 @pytest.mark.parametrize("fault", ["a link", "a full disk", "no folder", "a disk that hangs"])
-def test_a_fault_of_the_disk_costs_the_store_alone(spec, folder, tmp_path, caplog, fault):  # noqa: F811
+def test_a_fault_of_the_disk_costs_the_store_alone(spec, folder, tmp_path, caplog, fault):
     versions = versions_of(2)
     connection = replace(stored(spec(), folder), timeout_s=3600)
     first = f"{folder}/0-0-0-{connection.group}"
@@ -289,7 +288,7 @@ def test_a_fault_of_the_disk_costs_the_store_alone(spec, folder, tmp_path, caplo
     os.close(pipe[0])  # the thread ends
 
 
-def test_what_hangs_is_forgotten_and_a_closed_writer_deletes_nothing(spec, folder, monkeypatch):  # noqa: F811
+def test_what_hangs_is_forgotten_and_a_closed_writer_deletes_nothing(spec, folder, monkeypatch):
     """A thread that hangs keeps no memory of an update, and the files may be those of the next connection."""
     monkeypatch.setattr(store, "_HUNG", set())
     versions, connection = versions_of(1), stored(spec(), folder)
@@ -311,7 +310,7 @@ def test_what_hangs_is_forgotten_and_a_closed_writer_deletes_nothing(spec, folde
 
 
 @pytest.mark.parametrize("free", [0, 3 * MIB, 100 * MIB])
-def test_a_reserve_of_the_file_system_is_left(spec, folder, monkeypatch, caplog, free):  # noqa: F811
+def test_a_reserve_of_the_file_system_is_left(spec, folder, monkeypatch, caplog, free):
     """In /dev/shm others' memory would be missing, which ends them with SIGBUS."""
     found = SimpleNamespace(f_blocks=1000, f_frsize=MIB, f_bavail=100 + free // MIB)
     monkeypatch.setattr(store.os, "statvfs", lambda path: found)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from recorded import stepped, write
 
 from megatron_scalerl.weights.changes import bits_of, find
 from megatron_scalerl.weights.written import Written
@@ -24,25 +25,12 @@ VIEWS = {
 }
 
 
-def write(written, shard, new, chunk=500):
-    """What a step does: every chunk compared and written."""
-    for first in range(0, shard.numel(), chunk):
-        old = shard.view(-1)[first : first + chunk]
-        found = find(bits_of(old), new.view(-1)[first : first + chunk], any_number=True)
-        written.add(shard.view(-1), first, found)
-
-
 def check(recorder, view, before, name):
     """What is recorded of a view is what a comparison with the values before finds."""
     expected = find(bits_of(before.contiguous().view(-1).clone()), view, any_number=True)
     found = recorder.of(view)
     for column in ("positions", "old", "new"):
         assert torch.equal(getattr(found, column), getattr(expected, column)), (name, column)
-
-
-def stepped(values, share, seed):
-    g = torch.Generator().manual_seed(seed)
-    return torch.where(torch.rand(values.shape, generator=g) < share, values + 1, values)
 
 
 @pytest.fixture

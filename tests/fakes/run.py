@@ -7,23 +7,22 @@ milliseconds, its timing is reproducible, and it can be killed at any moment or 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
-import selectors
-import shutil
 from collections.abc import Callable, Container, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
+from fakes.clock import VirtualTimeLoop
+from fakes.engine import StandInEngine
+from fakes.sampler import StandInSampler
+from fakes.sync import StandInProbe, StandInSync
+from fakes.trainer import INFO, StandInTrainer
 from rich.console import Console
-from rollout_groups import scored
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_scalerl.batching import rollout_bytes
-from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.checkpoints.commit import read_commit, write_commit
+from megatron_scalerl.checkpoints.commit import read_commit
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.collector import RunCollector
 from megatron_scalerl.controller.evaluations import EvaluationInputs
 from megatron_scalerl.controller.ledger import Ledger
@@ -32,7 +31,6 @@ from megatron_scalerl.controller.meter import Meter, metering
 from megatron_scalerl.controller.metrics import Sink
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import RunFolder, check_history, resume_point
-from megatron_scalerl.controller.weight_sync import WeightUpdate
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.placement import Devices, Fleet
@@ -40,53 +38,13 @@ from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.history import read_history
-from megatron_scalerl.trainer.messages import TrainerInfo
-from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score, StepReport
+from megatron_scalerl.types import CompletionLost, Prompt
 
-TRAIN_S, PUBLISH_S, VALIDATE_S, SAVE_S, START_S = 2.0, 0.25, 3.0, 0.5, 7.0
+PUBLISH_S, VALIDATE_S, START_S = 0.25, 3.0, 7.0
 
 
 class Killed(BaseException):
     """The controller was killed: no code of it runs any more, not even cleanup."""
-
-
-class StandInExecutor(ThreadPoolExecutor):
-    """Runs work at once, in the thread of the event loop: a jumping clock would not wait for another thread."""
-
-    def submit(self, work, /, *arguments, **options):
-        done = Future()
-        try:
-            done.set_result(work(*arguments, **options))
-        except BaseException as failure:
-            done.set_exception(failure)
-        return done
-
-
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer instead of waiting for it.
-
-    What the journal does in threads of the default executor takes no virtual time.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        super().__init__(_JumpingSelector(self))
-        self.set_default_executor(StandInExecutor())
-
-    def time(self) -> float:
-        """Virtual seconds since the loop was created."""
-        return self.now
-
-
-class _JumpingSelector(selectors.SelectSelector):
-    def __init__(self, loop: VirtualTimeLoop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout=None):
-        assert timeout is not None, "every task waits and no timer is set: a deadlock"
-        self._loop.now += max(0.0, timeout)
-        return super().select(0)
 
 
 def in_virtual_time(main):
@@ -98,196 +56,29 @@ def in_virtual_time(main):
         loop.close()
 
 
-class StandInDraw(NamedTuple):
-    """Seed, group and index."""
-
-    seed: int
-    group: int
-    index: int
-
-    @property
-    def thinking_cut(self):
-        """No interruption."""
-        return 0
-
-    def __str__(self):
-        return str(tuple(self))
-
-
-class StandInEngine:
-    """Serves the version that it was set to."""
-
-    secret = "none"
-
-    produced_tokens = received_tokens = in_flight = 0
-
-    def __init__(self, number: int = 0) -> None:
-        self.version, self.name = 0, f"engine-{number}"
-
-    aborted = ""
-
-    def abort(self, reason):
-        """Requests in flight end with it."""
-        self.aborted = reason
-
-
-class StandInSampler:
+def run_sampler(flat_groups: Container[int], lost: dict[tuple[int, int, int], int]) -> StandInSampler:
     """A completion takes 1 to 6 s, drawn from its group and index; every second one is correct.
 
     flat_groups: groups whose completions are all correct. lost: (seed, group, index) of lost completions, and how
     often they are lost.
     """
 
-    def __init__(self, flat_groups: Container[int], lost: dict[tuple[int, int, int], int]) -> None:
-        self._flat, self._lost = flat_groups, lost
-
-    def draw(self, seed, group_id, index):
-        return StandInDraw(seed, group_id, index)
-
-    async def complete(self, engine, prompt, draw, *, priority, max_tokens=None):
-        version = engine.version
-        seconds = VALIDATE_S if priority == 0 else 1 + 5 * random.Random(str(draw)).random() ** 2
-        await asyncio.sleep(seconds)
-        if reason := getattr(engine, "aborted", ""):
-            raise EngineError(f"{engine.name}: {reason}")
+    async def wait(engine, draw, priority):
+        await asyncio.sleep(VALIDATE_S if priority == 0 else 1 + 5 * random.Random(str(draw)).random() ** 2)
+        if engine.aborted:
+            raise EngineError(f"{engine.name}: {engine.aborted}")
         engine.received_tokens += 10
-        rollout = Rollout(
-            token_ids=(5,) * 10,
-            rollout_logprobs=(-0.5,) * 9 + (0.0,),
-            policy_versions=(version,) * 9 + (engine.version,),
-            loss_mask=(True,) * 9 + (False,),
-            interrupted=False,
-            truncated=False,
-            thinking_cut=draw[1],
-            seed=draw[2],
-        )
-        if self._lost.get(draw, 0) > 0:
-            self._lost[draw] -= 1
+        if lost.get(draw, 0) > 0:
+            lost[draw] -= 1
             raise CompletionLost(f"completion {draw}: no log-probabilities", reason="no_logprobs")
-        correct = draw[2] % 2 == 0 or draw[1] in self._flat
-        score = Score(correct=correct, reward=1.0 if correct else -1.0)
-        return scored(rollout, score)
 
-
-class StandInTrainer:
-    """Counts steps. Batches come before a step or beside it, and not beside a weight update or a checkpoint."""
-
-    def __init__(self, send_s: float = 0.0) -> None:
-        """send_s: for sending a batch."""
-        self.version = self.prepared = 0
-        self.trained: list[int] = []
-        self.sent_ahead: list[int] = []
-        """Steps whose batch was sent, or begun to be, while the trainer made the step before."""
-        self.stepping = self.sending = False
-        self.writing = None
-        self.send_s = send_s
-        self.completions: dict[int, set[tuple[int, int]]] = {}
-        """(group, index) of what each step was sent, read from its bytes."""
-
-    async def prepare(self, plan, read):
-        assert [part.policy_version for part in plan.ranks] == [plan.step - 1]
-        assert not self.sending and self.prepared == self.version + self.stepping, "one batch at a time"
-        if self.stepping:
-            self.sent_ahead.append(plan.step)
-        self.sending = True
-        sent = [rollout_bytes.read(data) for numbers in plan.numbers for data in await read(numbers)]
-        assert [len(each.token_ids) for each in sent] == [s.tokens for part in plan.ranks for s in part.samples]
-        await asyncio.sleep(self.send_s)
-        self.completions[plan.step] = {(each.thinking_cut, each.seed) for each in sent}
-        self.prepared = plan.step
-        self.sending = False
-
-    async def step(self, step):
-        assert step == self.prepared and not self.sending
-        self.stepping = True
-        await asyncio.sleep(TRAIN_S)
-        self.stepping, self.version = False, step
-        self.trained.append(self.version)
-        return StepReport(
-            step=self.version,
-            policy_version=self.version,
-            loss=0.5,
-            grad_norm=1.0,
-            learning_rate=1.0,
-            tokens=1,
-            seconds=TRAIN_S,
-            metrics={"mismatch_mean": 0.0, "entropy": 0.1},
-        )
-
-    async def load(self, path):
-        state = json.loads((Path(path) / "controller.json").read_text())
-        self.version = self.prepared = state["step"]
-        return state
-
-    async def save(self, path, extra, *, asynchronous=False):
-        assert not self.sending and self.writing is None
-        folder = Path(path)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        self.writing = (folder, extra, asyncio.get_running_loop().time() + SAVE_S)
-        if not asynchronous:
-            assert await self.finish_save(wait=True) is not None
-
-    async def finish_save(self, *, wait):
-        folder, extra, end = self.writing
-        left = end - asyncio.get_running_loop().time()
-        if left > 0 and not wait:
-            return None
-        await asyncio.sleep(max(left, 0))
-        write_durably(folder / "controller.json", json.dumps(extra).encode())
-        write_commit(folder, {"step": extra["step"]})
-        self.writing = None
-        return SAVE_S
-
-
-class StandInSync:
-    """Sets the engines' version after a delay."""
-
-    def __init__(self, engines, trainer, *, stores=False) -> None:
-        """stores: with a store of weights."""
-        self._engines, self._trainer, self._stores = engines, trainer, stores
-
-    def trained(self, report):
-        assert report.policy_version > 0
-
-    async def publish(self, version):
-        assert not self._trainer.sending
-        return await self._update(version, self._engines.alive)
-
-    async def catch_up(self, version):
-        return await self._update(version, self._engines.stale)
-
-    def stored_for(self):
-        return self._engines.stale if self._stores else []
-
-    async def catch_up_from_store(self, version):
-        assert self._trainer.stepping and version <= self._trainer.version
-        await self._update(version, self._engines.stale)
-
-    async def _update(self, version, engines):
-        await asyncio.sleep(PUBLISH_S)
-        for engine in engines:
-            engine.version = version
-            self._engines.serve(engine, version)
-        return WeightUpdate(
-            version=version,
-            seconds_paused=0.0,
-            seconds_total=PUBLISH_S,
-            seconds_sending=PUBLISH_S,
-            phases={"update": PUBLISH_S},
-            bytes=1,
-            whole_bytes=1,
-            most_sent=1,
-            most_received=1,
-            digest=f"weights-{version}",
-        )
-
-
-class StandInProbe:
-    """Finds no mismatch."""
-
-    async def check(self, version, *, new_only=False):
-        return {}
+    return StandInSampler(
+        wait,
+        correct=lambda draw: draw.index % 2 == 0 or draw.group in flat_groups,
+        tokens=lambda draw: (5,) * 10,
+        logprobs=lambda draw, size: (-0.5,) * (size - 1) + (0.0,),
+        mask=(True,) * 9 + (False,),
+    )
 
 
 @dataclass
@@ -354,7 +145,7 @@ def attempt(
     power_loss: truncate every file to its last synced length.
     """
     loop = VirtualTimeLoop()
-    trainer, sampler = StandInTrainer(send_s), StandInSampler(flat_groups, lost or {})
+    trainer, sampler = StandInTrainer(send_s=send_s), run_sampler(flat_groups, lost or {})
     killer = _Killer(loop, kill_at_s, kill_at_write)
     write, os.write = os.write, killer.guard(os.write)
     disk = _Disk(Path(settings.run_dir))
@@ -450,7 +241,7 @@ class _Killer:
 
 
 async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, collector, sinks, evaluation) -> str:
-    engines = Membership.of([StandInEngine(i) for i in range(settings.engine.count)], version=None)
+    engines = Membership.of([StandInEngine(f"engine-{i}") for i in range(settings.engine.count)], version=None)
     for at_s, change in changes:
         loop.call_at(at_s, change, engines)
     start, history = resume_point(folder.path, read_commit), read_history(folder.path)
@@ -461,27 +252,17 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, co
     if collector is not None:
         collector.members = lambda: engines.members
         collector.attempt(start.step, ledger.seconds)
-    info = TrainerInfo(
-        world_size=1,
-        dp_size=1,
-        parameters=1,
-        vocab_size=8,
-        device="cpu",
-        backend="gloo",
-        dtype="float32",
-        logits="fp32",
-    )
     async with metering(meter):
         await asyncio.sleep(START_S)
         controller = Controller(
             recipe=settings,
             prompts=prompts(),
             folder=folder,
-            fleet=Fleet(trainer=trainer, info=info, engines=engines, devices=devices),
+            fleet=Fleet(trainer=trainer, info=INFO, engines=engines, devices=devices),
             start=start,
             history=history,
             sampler=sampler,
-            sync=StandInSync(engines, trainer, stores=bool(settings.weights.store)),
+            sync=StandInSync(engines, trainer, seconds=PUBLISH_S, stores=bool(settings.weights.store)),
             probe=StandInProbe(),
             meter=meter,
             progress=Progress(Console(file=open("/dev/null", "w")), settings.steps),  # noqa: SIM115
@@ -490,3 +271,19 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, co
             sinks=[*sinks, *([] if collector is None else [collector])],
         )
         return await controller.run()
+
+
+def check_records(folder, steps):
+    """Each step, batch and validation is recorded once, no group trained twice; TensorBoard equals the records."""
+    records = read_jsonl(folder / "metrics.jsonl")
+    assert [r["step"] for r in records] == list(range(1, steps + 1))
+    assert [r["batches"] for r in records] == list(range(1, steps + 1))
+    validations = [r["step"] for r in read_jsonl(folder / "validation.jsonl")]
+    assert validations == list(range(0, steps + 1, 2))
+    assert [r["step"] for r in read_jsonl(folder / "validation_by_prompt.jsonl")] == validations
+    batches = read_history(folder).batches
+    groups = [g for b in batches for g in b.group_ids]
+    assert [b.batch for b in batches] == list(range(steps)) and len(set(groups)) == len(groups)
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss")] == [r["step"] for r in records]
+    assert [e.step for e in events.Scalars("validation/pass_rate")] == validations

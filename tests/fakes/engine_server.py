@@ -1,6 +1,6 @@
 """A stand-in for one vLLM server: its HTTP interface, its pauses and its weight transfer, and no policy.
 
-    python tests/faults/stand_in_engine.py --model FOLDER ...    (vLLM's arguments, the environment of engine.process)
+    python tests/fakes/engine_server.py --model FOLDER ...    (vLLM's arguments, the environment of engine.process)
 
 A completion is a function of its sampling seed alone, so that runs with and without faults can be compared. Tokens
 appear at a fixed rate while the engine is not paused. Weights arrive over the same group, in the same buckets and
@@ -35,7 +35,7 @@ TOKEN_S = 0.015
 """Seconds per token of every completion, however many there are."""
 
 
-class StandInEngine:
+class StandInEngineServer:
     """State and routes of the server."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -229,7 +229,7 @@ def _choice(tokens, versions):
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Serve until SIGTERM."""
-    runner = web.AppRunner(StandInEngine(arguments).app(), shutdown_timeout=0.1)
+    runner = web.AppRunner(StandInEngineServer(arguments).app(), shutdown_timeout=0.1)
     await runner.setup()
     context = None
     if arguments.ssl_certfile is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from typing import Any
 
 from aiohttp import web
 
@@ -35,11 +37,11 @@ class StandInServer:
     async def __aenter__(self):
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._give)
-        self._runner = web.AppRunner(app, shutdown_timeout=0)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        self.client = EngineClient(url=url, secret="s", name="engine-4", settings=self._settings)
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.client = EngineClient(url=self.url, secret="s", name="engine-4", settings=self._settings)
         return self.client
 
     async def __aexit__(self, *_):
@@ -51,3 +53,22 @@ class StandInServer:
         if callable(body):
             return await body(request)
         return web.Response(body=body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+class StandInHungServer(StandInServer):
+    """Its health is good and no generation ever ends; the test sets the progress that it reports."""
+
+    def __init__(self, *, tokens: Any = 0) -> None:
+        super().__init__(self._respond)
+        self.tokens, self.decoding, self.waiting = tokens, 1, 0
+        self.dead = self.silent = False
+
+    async def __aenter__(self):
+        await super().__aenter__()
+        return self
+
+    async def _respond(self, request):
+        if request.path == "/inference/v1/generate" or (self.silent and request.path == "/msrl/progress"):
+            await asyncio.Event().wait()
+        core = {"core": 0, "tokens": self.tokens, "waiting": self.waiting, "decoding": self.decoding}
+        return web.json_response({"cores": [core], "dead": self.dead})

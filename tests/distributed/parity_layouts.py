@@ -1,0 +1,43 @@
+"""Parallel layouts, and what makes two steps the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+PLAIN = dict(ddp=dict(use_distributed_optimizer=False))
+"""Gradients whole on every rank; the distributed optimizer keeps shards of them."""
+
+
+SP = dict(model=dict(sequence_parallel=True))
+
+
+TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
+
+
+RECOMPUTED = dict(model=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1))
+
+
+def same_step(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert abs(expected["loss"]) > 1.0 and float(expected["grad_norm"]) > 1.0
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert float(found["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=1e-5)
+    if "grads" not in found:
+        return
+    for name, grad in expected["grads"].items():
+        assert grad.norm() > 0, name
+        assert (found["grads"][name] - grad).norm() / grad.norm() < 2e-5, name
+
+
+def same_weights(found: dict[str, Any], path: str) -> None:
+    """Hugging Face -> Megatron -> Hugging Face, bit for bit, in the manifest's order and shapes."""
+    from safetensors.torch import load_file
+
+    saved = load_file(f"{path}/model.safetensors")
+    assert list(found["weights"]) == [name for name, _, _ in found["manifest"]]
+    assert set(found["weights"]) == set(saved)
+    for name, dtype, shape in found["manifest"]:
+        assert (dtype, shape) == ("float32", tuple(saved[name].shape))
+        assert torch.equal(found["weights"][name], saved[name]), name

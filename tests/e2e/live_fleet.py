@@ -1,0 +1,58 @@
+"""One step and generations of a real fleet."""
+
+import asyncio
+
+import numpy as np
+from random_policy import of_rollouts
+
+from megatron_scalerl.batching.advantages import samples_of
+from megatron_scalerl.batching.assignment import plan_step
+from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of
+from megatron_scalerl.engine.client import SamplingSpec
+from megatron_scalerl.types import RolloutGroup, Score
+
+TOKENS = 24
+
+
+SECRET = "secret" * 8
+
+
+async def generate(engine, prompts, **sampling):
+    spec = SamplingSpec(max_tokens=TOKENS, ignore_eos=True, **sampling)
+    return await asyncio.gather(*(engine.generate(p.token_ids, sampling=spec) for p in prompts))
+
+
+async def differences(fleet, prompts, rollouts):
+    """|trainer - engine log-prob| of every generated token."""
+    scored = await fleet.trainer.logprobs([[*p.token_ids, *r.token_ids] for p, r in zip(prompts, rollouts)])
+    pairs = zip(prompts, rollouts, scored)
+    return np.abs(np.concatenate([np.array(s[len(p.token_ids) - 1 :]) - r.rollout_logprobs for p, r, s in pairs]))
+
+
+async def one_step(fleet, recipe, prompts, rollouts, step=1):
+    """An optimiser step on made-up rewards: every second completion of a prompt is right."""
+    half = len(prompts) // 2
+    groups = [
+        RolloutGroup(
+            group_id=i,
+            prompt=prompts[i],
+            completions=tuple(facts_of(arrays_of(rollouts[n])) for n in (i, i + half)),
+            positions=(0, 1),
+            scores=(Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0)),
+            first_token_version=0,
+            epoch=0,
+        )
+        for i in range(half)
+    ]
+    plan = samples_of(
+        groups, normalize="batch", truncated="wrong", zero_variance=True, reduction=recipe.loss.reduction
+    )
+    planned = plan_step(
+        plan.samples,
+        step=step,
+        dp_size=fleet.info.dp_size,
+        micro_batch_tokens=512,
+        policy_version=step - 1,
+    )
+    await fleet.trainer.prepare(planned, of_rollouts([rollouts[i + half * n] for i in range(half) for n in (0, 1)]))
+    return await fleet.trainer.step(planned.step)

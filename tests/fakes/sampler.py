@@ -1,0 +1,73 @@
+"""The sampler of completions, without tokens of a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from rollout_groups import scored
+
+from megatron_scalerl.rollouts.sampler import ScoredCompletion
+from megatron_scalerl.types import Rollout, Score
+
+
+class StandInDraw(NamedTuple):
+    """Seed, group and index."""
+
+    seed: int
+    group: int
+    index: int
+
+    @property
+    def thinking_cut(self) -> int:
+        """The group's number; nothing is interrupted."""
+        return self.group
+
+    def __str__(self) -> str:
+        return str(tuple(self))
+
+
+class StandInSampler:
+    """Completions whose tokens, score and duration a test says; they have the engine's versions of begin and end.
+
+    wait(engine, draw, priority): until a completion has ended, or raises what it fails with. correct, tokens,
+    logprobs: of a draw.
+    """
+
+    def __init__(
+        self,
+        wait: Callable[..., Awaitable[None]] | None = None,
+        *,
+        correct: Callable[[StandInDraw], bool] = lambda draw: draw.index % 2 == 0,
+        tokens: Callable[[StandInDraw], tuple[int, ...]] = lambda draw: (draw.group + 1, draw.index + 1),
+        logprobs: Callable[[StandInDraw, int], tuple[float, ...]] = lambda draw, size: (-1.0,) * size,
+        mask: tuple[bool, ...] | None = None,
+    ) -> None:
+        self._wait, self._correct, self._tokens, self._logprobs, self._mask = wait, correct, tokens, logprobs, mask
+        self.asked: list[tuple[object, StandInDraw]] = []
+        """(engine, draw) of every completion."""
+        self.limits: set[int | None] = set()
+        """Budgets that were asked for."""
+
+    def draw(self, seed: int, group_id: int, index: int) -> StandInDraw:
+        return StandInDraw(seed, group_id, index)
+
+    async def complete(self, engine, prompt, draw, *, priority, max_tokens=None) -> ScoredCompletion:
+        self.asked.append((engine, draw))
+        self.limits.add(max_tokens)
+        version = engine.version
+        if self._wait is not None:
+            await self._wait(engine, draw, priority)
+        tokens, correct = self._tokens(draw), self._correct(draw)
+        mask = self._mask or (True,) * len(tokens)
+        rollout = Rollout(
+            token_ids=tokens,
+            rollout_logprobs=self._logprobs(draw, len(tokens)),
+            policy_versions=(version,) * (len(tokens) - 1) + (engine.version,),
+            loss_mask=mask,
+            interrupted=not all(mask),
+            truncated=False,
+            thinking_cut=draw.group,
+            seed=draw.index,
+        )
+        return scored(rollout, Score(correct=correct, reward=1.0 if correct else -1.0))

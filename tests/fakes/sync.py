@@ -1,0 +1,76 @@
+"""Weight updates and probes that move no weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_scalerl.controller.weight_sync import WeightUpdate
+from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.types import StepReport
+
+
+class StandInSync:
+    """Sets the version that the engines serve, after a delay."""
+
+    def __init__(self, engines: Membership, trainer: Any = None, *, seconds: float = 0.0, stores: bool = False):
+        """trainer: a stand-in, whose rules are checked. stores: with a store of weights."""
+        self._engines, self._trainer, self._seconds, self._stores = engines, trainer, seconds, stores
+        self.steps = -1
+        """Policy versions published after the first."""
+        self.published = asyncio.Event()
+        """Set at each of them; whoever waits for it clears it."""
+
+    def trained(self, report: StepReport) -> None:
+        """No update is compared with a step."""
+        assert report.policy_version > 0
+
+    async def publish(self, version: int) -> WeightUpdate:
+        """Every engine serves `version`."""
+        assert self._trainer is None or not self._trainer.sending
+        update = await self.update(version, self._engines.alive)
+        self.steps += 1
+        self.published.set()
+        return update
+
+    async def catch_up(self, version: int) -> WeightUpdate:
+        """Stale engines serve `version`."""
+        return await self.update(version, self._engines.stale)
+
+    def stored_for(self) -> list[Any]:
+        """Engines that would read the store."""
+        return self._engines.stale if self._stores else []
+
+    async def catch_up_from_store(self, version: int) -> None:
+        """Stale engines serve `version` while the trainer steps."""
+        assert self._trainer.stepping and version <= self._trainer.version
+        await self.update(version, self._engines.stale)
+
+    async def update(self, version: int, engines: Iterable[Any]) -> WeightUpdate:
+        """These engines serve `version`."""
+        engines = list(engines)
+        await asyncio.sleep(self._seconds)
+        await asyncio.gather(*(engine.set_version(version) for engine in engines))
+        for engine in engines:
+            self._engines.serve(engine, version)
+        return WeightUpdate(
+            version=version,
+            seconds_paused=0.0,
+            seconds_total=self._seconds,
+            seconds_sending=self._seconds,
+            phases={"update": self._seconds},
+            bytes=1,
+            whole_bytes=1,
+            most_sent=1,
+            most_received=1,
+            digest=f"weights-{version}",
+        )
+
+
+class StandInProbe:
+    """Finds no mismatch."""
+
+    async def check(self, version: int, *, new_only: bool = False) -> dict[str, float]:
+        """Nothing."""
+        return {}
