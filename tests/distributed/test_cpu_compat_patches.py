@@ -14,7 +14,7 @@ from runner import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NO_GPU = "AssertionError: Torch not compiled with CUDA enabled|RuntimeError.*NVIDIA|Found no NVIDIA"
+NO_GPU = "CUDA|NVIDIA"
 EXPECTED = {
     "current_device": (NO_GPU, "cpu"),
     "rng_state": (NO_GPU, True),
