@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from own_processes import adopt_orphans
+from sampling import SEED
 
 from megatron_scalerl.tiny.build import TinyArguments, build
 
@@ -36,6 +37,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny_task") / "tiny"
     build(folder, TinyArguments(seed=1, train_prompts=100, held_out=20, sft_examples=32))
     return folder
+
+
+def pytest_report_header() -> str:
+    return f"cases of {SEED}: MSRL_TEST_SEED"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,6 +8,7 @@ import itertools
 import pytest
 from fakes.run import PUBLISH_S, START_S, VALIDATE_S, attempt, check_records, recipe
 from fakes.trainer import SAVE_S
+from sampling import sampled
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_scalerl.checkpoints.commit import committed, read_commit
@@ -46,8 +47,9 @@ def uncrashed(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [0, 2])
-@pytest.mark.parametrize("at_s", [START_S + 1.5 * n for n in range(17)])
+@pytest.mark.parametrize(
+    ("k", "at_s"), sampled("save and exit", itertools.product([0, 2], [START_S + 1.5 * n for n in range(17)]), 8)
+)
 def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, uncrashed, k, at_s):
     """The step in progress is finished, with the validation that its weight update waits for, and saved.
 
@@ -71,8 +73,14 @@ def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, uncrashe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", range(1, 7))
-@pytest.mark.parametrize(("inside_s", "power_loss"), [(0.1, False), (1.9, False), (2.1, False), (1.9, True)])
+@pytest.mark.parametrize(
+    ("step", "inside_s", "power_loss"),
+    sampled(
+        "crash in a step",
+        [(step, *crash) for step in range(1, 7) for crash in ((0.1, False), (1.9, False), (2.1, False), (1.9, True))],
+        6,
+    ),
+)
 def test_a_crash_in_any_step_does_not_change_the_curve(tmp_path, uncrashed, step, inside_s, power_loss):
     """k = 0: nothing is generated during a step, so nothing has to be generated again.
 
@@ -94,8 +102,9 @@ def test_a_crash_in_any_step_does_not_change_the_curve(tmp_path, uncrashed, step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("at_s", [0.5 + 1.3 * i for i in range(25)])
+@pytest.mark.parametrize(
+    ("async_save", "at_s"), sampled("crash", itertools.product([False, True], [0.5 + 1.3 * i for i in range(25)]), 10)
+)
 def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrashed, at_s, async_save):
     """k = 2: completions in flight are discarded and generated again; the axis grows by no more than their time."""
     settings = recipe(tmp_path, checkpoint={"async_save": async_save})
@@ -115,7 +124,7 @@ def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrash
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", sampled("write", [False, True], 1))
 def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed, async_save):
     """Killed in its n-th write, for every n: groups, batches and records are complete."""
     killed_in, checkpoint = set(), {"async_save": async_save, "every_steps": 2 if async_save else 3}
@@ -148,8 +157,10 @@ def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed, async_save):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at_s", [3 + 1.7 * i for i in range(20)])
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize(
+    ("async_save", "at_s"),
+    sampled("power loss", itertools.product([False, True], [3 + 1.7 * i for i in range(20)]), 8),
+)
 def test_a_power_loss_costs_only_unsynced_data(tmp_path, uncrashed, at_s, async_save):
     """Every file is truncated to its last synced length."""
     settings = recipe(tmp_path, checkpoint={"async_save": async_save})
