@@ -117,8 +117,7 @@ def submit(
         checks.check_script(plan.script, plan.runs)
     warnings, fits = [], ""
     for recipe, run in zip(recipes, plan.runs, strict=True):
-        check_inputs(recipe, on_this_host=False)
-        check_recipe(recipe)
+        check_recipe(check_inputs(recipe, on_this_host=False).resolved(recipe))  # as the run itself records it
         warnings.append(checks.check_shared(run, several=plan.several, anywhere=request.any_file_system))
         others = partitions[plan.engines.partition] if plan.engines is not None else None
         fits = check_plan(recipe, recipe_file, partition, plan.gpus, others)

@@ -210,6 +210,8 @@ class _Loader:
             try:
                 text, answer = (_as_text(row.readable(), column) for column in columns)
                 extra = other_columns(row, columns)
+                if token := self._renderer.special_token_in(text):
+                    raise ValueError(f"{row.where}: {columns[0]!r} contains the special token {token}")
             except ValueError as error:
                 self._unusable.append(str(error))
                 continue

@@ -27,6 +27,8 @@ class PromptRenderer:
             raise ValueError("prompts.chat_template: expected a tokenizer with a chat template, found none")
         self._tokenizer = tokenizer
         self._prompts = prompts
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self._special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
 
     def text(self, problem: str) -> str:
         """The rendered prompt, which ends with the think prefill."""
@@ -35,10 +37,14 @@ class PromptRenderer:
         if self._prompts.chat_template:
             message = {"role": "user", "content": text}
             text = self._tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-        # Some chat templates add the opening tag themselves.
-        if text.rstrip().endswith(self._prompts.think_start):
+        # Some chat templates add the opening tag themselves, with or without a line break after it.
+        if text.rstrip().endswith(self._prompts.think_start.rstrip()):
             return text
         return text + self._prompts.think_start
+
+    def special_token_in(self, problem: str) -> str:
+        """A special token that the text of a problem spells out, or nothing: the policy would read it as one."""
+        return next((token for token in self._special if token in problem), "")
 
     def token_ids(self, problems: Sequence[str]) -> list[tuple[int, ...]]:
         """[problems][P] tokens of the rendered prompts."""

@@ -116,7 +116,13 @@ def _read_folder(path: Path, columns: Sequence[str], split: str | None) -> Itera
             files.setdefault(_split_of(file), []).append(file)
     if not files:
         raise ValueError(f"{path}: expected a dataset folder with .parquet or .jsonl files, found none")
-    for file in files[_choose_split(path, list(files), split)]:
+    chosen = files[_choose_split(path, list(files), split)]
+    folders = sorted({str(file.parent.relative_to(path)) for file in chosen})
+    if len(folders) > 1:
+        raise ValueError(
+            f"{path}: expected one dataset, found several: {', '.join(folders)}; name one of the folders"
+        )
+    for file in chosen:
         yield from _read_file(file, columns)
 
 

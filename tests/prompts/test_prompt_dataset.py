@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_scalerl.prompts.dataset import load_prompts, prompt_id, split_held_out
+from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.tiny.task import prompt_rows
@@ -245,3 +246,28 @@ def test_missing_paths_columns_and_splits_are_named(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"expected prompts\.split 'dev', found the splits test, train"):
         load_prompts(tokenizer, section(tmp_path / "two", split="dev"))
     assert load_prompts(tokenizer, section(tmp_path / "two", split="test")).training[0].answer == "7"
+
+
+def test_configurations_of_a_dataset_are_not_read_as_one(tokenizer, tmp_path):
+    """As gsm8k has main and socratic, with the same problems."""
+    for name in ("main", "socratic"):
+        (tmp_path / "gsm8k").mkdir(exist_ok=True)
+        save_file(tmp_path / "gsm8k" / name / "train-00000-of-00001.parquet", ROWS)
+    with pytest.raises(ValueError, match="expected one dataset, found several: main, socratic; name one"):
+        load_prompts(tokenizer, section(tmp_path / "gsm8k"))
+    assert len(load_prompts(tokenizer, section(tmp_path / "gsm8k" / "main")).training) == 2
+
+
+def test_a_special_token_in_a_problem_is_no_special_token(tokenizer, tmp_path):
+    rows = [*ROWS, {"prompt": "7;+2=<eos>", "answer": "9"}]
+    prompts = load_prompts(tokenizer, section(write_jsonl(tmp_path / "p.jsonl", rows)))
+    assert len(prompts.training) == 2
+    assert prompts.report.unusable[0].endswith("line 3: 'prompt' contains the special token <eos>")
+
+
+@pytest.mark.parametrize("tag", ["<think>", "<think>\n"])
+def test_a_template_that_opens_thinking_is_not_followed_by_another_tag(tokenizer, tmp_path, tag):
+    path = write_jsonl(tmp_path / "p.jsonl", ROWS[:1])
+    [one] = section(path, think_start=tag, prompt_template="{prompt}<think>")
+    renderer = PromptRenderer(tokenizer, one.prompts)
+    assert renderer.text("7;+2=").count("<think>") == 1

@@ -1,5 +1,6 @@
 """`megatron-scalerl submit` on a real Slurm: refusals, arrays, requeues, chains, a whole run."""
 
+import contextlib
 import json
 import subprocess
 
@@ -20,6 +21,9 @@ from slurm_runs import (
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.cluster import cluster as slurm
+from megatron_scalerl.controller.preflight import check_inputs
+from megatron_scalerl.controller.run_folder import RunFolder
+from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.rollouts.history import read_history
 
 pytestmark = pytest.mark.slow
@@ -78,6 +82,15 @@ def test_a_dry_run_submits_nothing(stand_in, capsys):
     assert (run / "slurm" / "job.sbatch").exists() and slurm.queued() == [] and not starts(run)
     assert main(["submit", "--status", str(run)]) == 0
     assert "not submitted" in capsys.readouterr().out
+
+
+def test_a_run_that_has_started_is_submitted_again_from_its_recipe_file(stand_in, capsys):
+    """The run records lengths and capacity that the recipe file leaves open."""
+    words, run = stand_in("0", "--dry-run")
+    recipe = load_recipe(words[1])
+    with contextlib.closing(RunFolder(check_inputs(recipe, on_this_host=False).resolved(recipe))):
+        assert main(words) == 0
+    assert f"{run}: expected the recipe of the run in it" in refusal([*words, "optimizer.lr=0.5"], capsys)
 
 
 def test_a_job_is_queued_again_until_its_bound(stand_in, capsys, monkeypatch):
