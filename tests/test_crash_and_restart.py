@@ -352,3 +352,18 @@ def test_files_with_completions_are_private(tmp_path):
     attempt(recipe(tmp_path, steps=1))
     modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "r").rglob("*")}
     assert modes["segment-00000.bin"] == modes["journal.jsonl"] == 0o600
+
+
+@pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl", "validation.jsonl"])
+@pytest.mark.parametrize("left", [None, 1])
+def test_a_record_that_is_gone_or_cut_is_not_taken_for_a_new_run(tmp_path, name, left):
+    """The axis of the curve would begin again at 0."""
+    settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
+    attempt(settings, kill_at_s=50)
+    file = tmp_path / "r" / name
+    lines = file.read_text().splitlines(keepends=True)
+    file.unlink() if left is None else file.write_text("".join(lines[:left]))
+    with pytest.raises(RuntimeError, match=rf"{name}: has \d+ bytes, and had \d+ when .* was saved; .* restore"):
+        attempt(settings)
+    file.write_text("".join(lines))
+    assert attempt(settings).reason == "all 6 steps are made"

@@ -82,6 +82,8 @@ MAY_CHANGE = frozenset(
 """Keys that may differ between attempts of one run: its length, what is kept and shown of it, limits of time and of
 restarts."""
 
+RECORDS = ("ledger.jsonl", "metrics.jsonl", "validation.jsonl")
+"""Records that the curve is made of."""
 ATTEMPTS, SAVES, END = "attempts.jsonl", "checkpoints.jsonl", "end.json"
 SLURM = "slurm"
 """Folder in RUN/ that `slurm` fills before the first attempt."""
@@ -102,6 +104,8 @@ class ResumePoint:
     """Batches of the run's lineage that the checkpoint includes, those without a step too."""
     position: Position | None = None
     """What the checkpoint names of the journal; None without a checkpoint."""
+    record_bytes: tuple[tuple[str, int], ...] = ()
+    """Of the checkpoint, see `ControllerState`."""
     damaged: tuple[str, ...] = ()
     """One line about each newer checkpoint that is damaged."""
 
@@ -116,6 +120,8 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     position: Position
     """Journal and store when the checkpoint was written."""
+    record_bytes: dict[str, int] = {}
+    """Sizes of the run's other records then: a smaller file has lost rows of the curve."""
 
 
 class RunInUse(RecipeError):
@@ -253,18 +259,27 @@ def resume_point(run_dir: str | Path, check: Callable[[Path], object] = check_ch
         step=state.step,
         batches=state.batches,
         position=state.position,
+        record_bytes=tuple(state.record_bytes.items()),
         damaged=tuple(damaged),
     )
 
 
 def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> None:
-    """Raises RuntimeError if journal or store end before the checkpoint, that is if events or groups are lost."""
+    """Raises RuntimeError if journal, store or a record end before the checkpoint, that is if anything is lost."""
     journal = Path(run_dir) / "journal.jsonl"
     if len(history.batches) < start.batches:
         raise RuntimeError(
             f"{journal}: expected at least the {start.batches} batches of {start.checkpoint}, "
             f"found {len(history.batches)}"
         )
+    for name, size in start.record_bytes:
+        record = Path(run_dir) / name
+        left = record.stat().st_size if record.exists() else 0
+        if left < size:
+            raise RuntimeError(
+                f"{record}: has {left} bytes, and had {size} when {start.checkpoint} was saved; the run's curve "
+                "would be wrong: restore the file from a copy"
+            )
     position = start.position
     if position is not None:
         found = journal.stat().st_size if journal.exists() else 0
