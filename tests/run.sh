@@ -17,7 +17,8 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 tier=ci
 case "${1:-}" in
   -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0 ;;
-  --fast | --all) tier="${1#--}"; shift ;;
+  --fast) tier=fast; shift ;;
+  --all) tier=all; shift ;;
 esac
 fast="not slow and not full" slow="slow and not full"
 [ "$tier" != all ] || slow="slow or full"

@@ -30,6 +30,7 @@ NO_COMMANDS = {
     "checkout.py",
     "curve_data.py",
     "logit_contenders.py",
+    "isolated.py",
     "logit_targets.py",
     "measured_constants.py",
     "mutation.py",

@@ -14,6 +14,7 @@ and every physical run of one world the same, however many figures show it. Lear
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -192,8 +193,14 @@ def discrepancy_evidence(known: KnownRun) -> Array:
     return hypothesis_evidence(observe(known.curve, REFERENCE), prior=REFERENCE)
 
 
+def parser() -> argparse.ArgumentParser:
+    """No options."""
+    return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def main() -> None:
     """Print the kinds of the known runs, and the learned prior."""
+    parser().parse_args()
     for run, of_run in by_run(known_runs()).items():
         shape = _shape(tuple(of_run))
         medians = {name: f"{np.median(getattr(shape, name)):.2f}" for name in Shape.__annotations__}
