@@ -6,12 +6,16 @@ and that is what checkpoints hold, whatever layout they are loaded under.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 
 from megatron_scalerl.checkpoints.assembly import RAW, TORCH_NAMES, Assembly, Part, check_covered, matrix_shape
 from megatron_scalerl.checkpoints.dist_reader import StoredParameter, chunk_name, listed
-from megatron_scalerl.checkpoints.hf_folder import HfFolder
+from megatron_scalerl.checkpoints.hf_folder import HfFolder, HfReader, family_of_folder, open_folder
 from megatron_scalerl.models.family import Family, Piece, Rule
 
 
@@ -40,6 +44,28 @@ def other_tensors(folder: HfFolder, family: Family) -> tuple[dict[str, str], tup
         if found.dtype not in TORCH_NAMES:
             raise ValueError(f"{where}: expected one of {', '.join(TORCH_NAMES)}, found {found.dtype}")
     return copies, passthrough
+
+
+def check_weights(path: str | Path) -> None:
+    """Check that a Hugging Face folder holds exactly the weights that its config.json describes.
+
+    Raises ValueError for quantized weights, for tensors that are missing or unknown or have another shape, and for a
+    head that differs from the embedding though config.json ties them: one of the two would be lost in an export.
+    """
+    config = json.loads((Path(path) / "config.json").read_text(encoding="utf8"))
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown method")
+        raise ValueError(f"{path}: the weights are quantized ({method}); convert the folder to bf16 first")
+    folder = open_folder(path)
+    reader = HfReader(folder)
+    for copy, original in other_tensors(folder, family_of_folder(path))[0].items():
+        if folder.tensors[copy].dtype != folder.tensors[original].dtype or not np.array_equal(
+            reader.raw(copy), reader.raw(original)
+        ):
+            raise ValueError(
+                f"{path}: config.json ties the head to the embedding (tie_word_embeddings), and {copy} differs from "
+                f"{original}; set tie_word_embeddings to false if the head is its own"
+            )
 
 
 def _tied_to(name: str, family: Family) -> str | None:

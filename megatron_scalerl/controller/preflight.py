@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from megatron_scalerl.checkpoints.weight_map import check_weights
 from megatron_scalerl.controller.evaluations import EvaluationInputs, evaluation_inputs
 from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.launch.local_server import bind_server
@@ -64,6 +65,7 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
         _check_host(recipe)
     hf_config = read_hf_config(recipe.policy.path)
     _check_layout(recipe, hf_config)
+    check_weights(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
     text_config = hf_config.get_text_config()
     prompts = load_prompts(tokenizer, tasks_of(recipe), _check_answers)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.checkpoints.weight_map import check_weights
 from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.evaluation.problems import Problem, ProblemFile
 from megatron_scalerl.models import read_hf_config
@@ -93,6 +94,7 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     if double := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"--data: expected files of different names, found two called {double!r}")
     hf_config = read_hf_config(recipe.policy.path)
+    check_weights(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
     longest_recipe = at_budget(recipe, max(budgets, default=None))
     phrase_ids, _ = forced_ids(longest_recipe, tokenizer)

@@ -19,6 +19,7 @@ import torch
 
 from megatron_scalerl.batching.packing import pack
 from megatron_scalerl.checkpoints.to_hf import to_hf
+from megatron_scalerl.checkpoints.weight_map import check_weights
 from megatron_scalerl.distributed.parallel import shutdown_parallel
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, masked, weighted_sum
 from megatron_scalerl.losses.reduction import token_weights
@@ -73,6 +74,7 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: expected a new or empty folder to write the policy to, found something in it")
     recipe = _of_warm_start(recipe)
+    check_weights(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, read_hf_config(recipe.policy.path))
     examples = read_examples(recipe, tokenizer)
     parallel = init_parallel(recipe)
