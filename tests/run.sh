@@ -8,15 +8,16 @@
 #                        Slurm is called done
 #   tests/run.sh --help  this text; installs and runs nothing
 #
-# Further arguments, such as a folder, go to pytest. MSRL_TEST_WORKERS (2) pytest workers share the tests, a file each at a time. The exit
-# code is not 0 where any test failed.
+# Further arguments, such as a folder, go to pytest. MSRL_TEST_WORKERS pytest workers share the tests, a file each at a
+# time: 2 by default, and 3 for the slow ones, which wait for other processes much of the time. The exit code is not 0
+# where any test failed.
 set -euo pipefail
 { # read to its end before it runs: a file may change while this takes its minutes
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 tier=ci
 case "${1:-}" in
-  -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
   --fast) tier=fast; shift ;;
   --all) tier=all; shift ;;
 esac
@@ -32,15 +33,16 @@ trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 code=0
-run_tests() { # VENV MARKS ARGUMENT...: in a process group, which `stop` can interrupt; sets code where a test fails
+run_tests() { # VENV WORKERS MARKS ARGUMENT...: in a process group, which `stop` can interrupt; sets code where one fails
   set -m
-  "$1/bin/python" -m pytest -q -n "${MSRL_TEST_WORKERS:-2}" --dist loadfile -p no:cacheprovider -m "$2" "${@:3}" </dev/null &
+  "$1/bin/python" -m pytest -q -n "${MSRL_TEST_WORKERS:-$2}" --dist loadfile -p no:cacheprovider \
+    --durations=40 -m "$3" "${@:4}" </dev/null &
   running=$!
   set +m
   local ended=0
   wait "$running" || ended=$?
   running=
-  [ "$ended" != 5 ] || [ $# = 2 ] || ended=0 # a folder may have no tests of these marks
+  [ "$ended" != 5 ] || [ $# = 3 ] || ended=0 # a folder may have no tests of these marks
   code=$((code ? code : ended))
 }
 
@@ -57,11 +59,11 @@ if [ "$tier" != fast ]; then
   .venv/bin/mypy
   NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
 fi
-run_tests .venv "$fast" "$@"
+run_tests .venv 2 "$fast" "$@"
 if [ "$tier" != fast ]; then
   [ -z "$second" ] || wait "$installing" || { cat .venv-3.12.log; exit 1; }
   echo "run.sh: the slow tests, $venv"
-  run_tests "$venv" "$slow" "$@"
+  run_tests "$venv" 3 "$slow" "$@"
 fi
 exit "$code"
 }

@@ -13,6 +13,7 @@ import pytest
 import random_policies
 import torch
 from runner import run_ranks
+from sampling import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -83,8 +84,14 @@ def test_the_elements_that_a_step_changes_are_counted_over_all_ranks(paths, layo
     assert [found for _, _, found in ranks] == [pytest.approx(share, rel=1e-12)] * 2
 
 
-@pytest.mark.parametrize("how", [(), ("asynchronous",)], ids=["", "asynchronous"])
-@pytest.mark.parametrize(("kind", "layout"), [("llama", {}), ("llama4", EP2)], ids=["dp2", "ep2"])
+@pytest.mark.parametrize(
+    ("kind", "layout", "how"),
+    sampled(
+        "resume",
+        [(kind, layout, how) for kind, layout in (("llama", {}), ("llama4", EP2)) for how in ((), ("asynchronous",))],
+        2,
+    ),
+)
 def test_two_ranks_resume_bit_for_bit(paths, tmp_path, kind, layout, how):
     path = str(tmp_path / "step_000002")
     straight = run_ranks(2, "trainer_ranks:train_and_save", paths[kind], layout, path, *how)

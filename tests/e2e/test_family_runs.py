@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import random_policies
 from safetensors.torch import load_file
+from sampling import sampled
 from torch import equal
 from whole_runs import run
 
@@ -24,8 +25,6 @@ FAMILIES = {
 }
 """Kind -> its settings, length of the prompts (tokens), layout. Llama 4 is past its second chunk, and past
 the fourth step of its attention temperature."""
-REPEATED = ("qwen3_moe_tied",)
-"""Kinds of a family that has another one; its experts are stored, and sent to the engine, in one tensor."""
 
 
 def make_run(kind, folder):
@@ -74,9 +73,7 @@ def train(kind, tmp_path, *more, **keywords):
     )
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in REPEATED else ()) for kind in FAMILIES]
-)
+@pytest.mark.parametrize("kind", sampled("family", FAMILIES, 2))
 def test_two_steps_with_a_real_engine(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     make_run(kind, tmp_path)
@@ -95,6 +92,7 @@ def test_two_steps_with_a_real_engine(kind, tmp_path, monkeypatch):
     assert not any(equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.full
 def test_an_engine_with_another_attention_temperature_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     make_run("llama4_tied", tmp_path)

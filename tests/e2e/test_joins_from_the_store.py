@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from live_fleet import SECRET, differences, generate, one_step
+from sampling import sampled
 from whole_runs import ROOT, overrides
 
 from megatron_scalerl.controller.preflight import check_inputs
@@ -67,7 +68,7 @@ async def scenario(recipe, inputs):
     return expected, found, both, different, files, update
 
 
-@pytest.mark.parametrize("deltas", ["off", "absolute"])
+@pytest.mark.parametrize("deltas", sampled("joins", ["off", "absolute"], 1))
 def test_an_engine_that_joins_while_the_trainer_steps_serves_what_the_others_serve(tiny_dense, tmp_path, deltas):
     settings = overrides(tiny_dense, tmp_path, "stored", "optimizer.lr=0.02", "optimizer.warmup_steps=0")
     settings += ["engine.count=2", f"weights.deltas={deltas}", f"weights.store={tmp_path}"]
