@@ -78,12 +78,40 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     settings["deterministic_mode"] = HAVE_GPU and recipe.trainer.deterministic
     settings |= _moe_settings() if family.transformer.get("num_moe_experts") else {}
     settings |= {k: v for k, v in given.items() if k in known}
+    _refuse(settings)
     if parallel.cp_size > 1 and parallel.pp_size > 1 and not settings["variable_seq_lengths"]:
         raise ValueError(
             "megatron.model.variable_seq_lengths: expected true in a pipeline with context parallelism (padding "
             "depends on each row's sequences), found false"
         )
     return ModelOptions(config=_transformer_config(settings | owned), gpt=gpt)
+
+
+_LOST = "the policy's Hugging Face format has no place for it, so that an export would lose it"
+_REFUSED = {
+    "moe_router_enable_expert_bias": _LOST,
+    "mtp_num_layers": _LOST,
+    "tp_comm_overlap": "its buffers are made by Megatron-LM's own training script, which is not used here",
+}
+"""Options of Megatron-Core that would fail at the first layer, or train what no export holds -> why."""
+
+
+def _refuse(settings: Mapping[str, Any]) -> None:
+    for key, why in _REFUSED.items():
+        if settings.get(key):
+            raise ValueError(f"megatron.model.{key}: is not supported: {why}")
+    kinds = settings.get("moe_router_load_balancing_type", "none")
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    if wrong := [kind for kind in kinds if kind not in ("none", "aux_loss")]:
+        raise ValueError(
+            f"megatron.model.moe_router_load_balancing_type: {wrong[0]} is not supported: Megatron-Core 0.16.1 takes "
+            "all sequences of a packed row for one; use aux_loss or none"
+        )
+    if settings.get("calculate_per_token_loss") and (kinds != ["none"] or settings.get("moe_z_loss_coeff")):
+        raise ValueError(
+            "megatron.model.calculate_per_token_loss: is not supported with an auxiliary loss, which Megatron-Core "
+            "0.16.1 would multiply by the number of tokens of the batch"
+        )
 
 
 def _transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:

@@ -27,6 +27,7 @@ def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel
     missing file or tensor and for a shape that differs from the map.
     """
     parameters = canonical_parameters(chunks, parallel)
+    check_held(chunks, family, parallel)
     reader = HfReader(open_folder(hf_path))
     for rule in family.rules:
         parameter = parameters.pop(rule.megatron, None)
@@ -35,7 +36,24 @@ def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel
         data = parameter.data.zero_()
         for piece in rule.pieces(*_shard_of(rule, parallel)):
             piece.of_shard(data).copy_(reader.read(piece.hf_name, piece.hf_index, rule.hf_shapes[piece.hf_name]))
-    assert not parameters, f"parameters without a rule: {sorted(parameters)}"
+
+
+def check_held(chunks: Sequence[Any], family: Family, parallel: Parallel) -> None:
+    """Check that the family's Hugging Face format holds everything that the model trains or keeps.
+
+    Raises ValueError for a parameter or a persistent buffer without a place in it: an export would lose it.
+    """
+    rules = {rule.megatron for rule in family.rules}
+    names = set(canonical_parameters(chunks, parallel))
+    for chunk in chunks:
+        model = unwrap(chunk)
+        kept = {name for name in model.state_dict() if "_extra_state" not in name}
+        names |= kept - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if lost := sorted(names - rules):
+        raise ValueError(
+            f"megatron.model: the policy has {lost[0]}, for which the Hugging Face format of {family.name} has no "
+            "place: an export would lose it"
+        )
 
 
 class MegatronWeightSource:

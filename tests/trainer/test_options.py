@@ -169,3 +169,24 @@ def test_a_pipeline_with_context_parallelism_requires_variable_lengths() -> None
 def test_fp8_is_refused_since_its_checkpoints_hold_pickles():
     with pytest.raises(ValueError, match=r"megatron\.model\.fp8: expected none .*found 'hybrid'"):
         model_options(family(LlamaConfig()), recipe({"model": {"fp8": "hybrid"}}), alone())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"moe_router_enable_expert_bias": True},
+            "moe_router_enable_expert_bias: is not supported: .* export would lose",
+        ),
+        ({"mtp_num_layers": 1}, "mtp_num_layers: is not supported: .* export would lose it"),
+        ({"tp_comm_overlap": True}, "tp_comm_overlap: is not supported"),
+        ({"moe_router_load_balancing_type": "seq_aux_loss"}, "seq_aux_loss is not supported: .* packed row"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "global_aux_loss is not supported"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn is not supported"),
+        ({"moe_router_load_balancing_type": "aux_loss", "calculate_per_token_loss": True}, "with an auxiliary loss"),
+        ({"moe_z_loss_coeff": 1e-3, "calculate_per_token_loss": True}, "with an auxiliary loss"),
+    ],
+)
+def test_what_would_train_or_count_wrong_in_silence_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        model_options(llama(), recipe(dict(model=settings)), alone())
