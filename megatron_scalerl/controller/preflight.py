@@ -65,8 +65,8 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
         _check_host(recipe)
     hf_config = read_hf_config(recipe.policy.path)
     _check_layout(recipe, hf_config)
-    check_weights(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
+    check_weights(recipe.policy.path)
     text_config = hf_config.get_text_config()
     prompts = load_prompts(tokenizer, tasks_of(recipe), _check_answers)
     for task in tasks_of(recipe) if recipe.validation.every_steps else ():

@@ -94,8 +94,8 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     if double := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"--data: expected files of different names, found two called {double!r}")
     hf_config = read_hf_config(recipe.policy.path)
-    check_weights(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
+    check_weights(recipe.policy.path)
     longest_recipe = at_budget(recipe, max(budgets, default=None))
     phrase_ids, _ = forced_ids(longest_recipe, tokenizer)
     longest = longest_recipe.longest_sequence(len(phrase_ids))

@@ -30,7 +30,7 @@ OUTPUT_SLACK = 1 << 16
 """A program may write this many bytes more than twice the expected output; beyond it is killed and wrong."""
 NUMBER_LENGTH = 64
 """Longer words are compared as text, not as numbers."""
-_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})\s*([^`]*)$")
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)", re.DOTALL)
 
 
 def extract_program(answer_text: str) -> str | None:
@@ -46,10 +46,12 @@ def extract_program(answer_text: str) -> str | None:
     lines: list[str] = []
     for line in answer_text.replace("\r\n", "\n").split("\n"):  # a literal may hold any other separator of lines
         mark = _FENCE.match(line)
+        if mark and "`" in mark[3]:
+            mark = None
         if fence is None:
             if mark:
                 indent, fence, lines = mark[1], mark[2], []
-        elif mark and not mark[3] and mark[2].startswith(fence) and len(mark[1]) < len(indent) + 4:
+        elif mark and not mark[3].strip() and mark[2].startswith(fence) and len(mark[1]) < len(indent) + 4:
             program, fence = "\n".join(lines) + "\n", None
         else:  # a fence in a list is indented with its lines
             lines.append(line.removeprefix(indent) if line.startswith(indent) else line.lstrip(" "))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeT
     columns = extra or {}
     try:
         parsed = json.loads(reference)
-    except ValueError:
+    except (ValueError, RecursionError):
         return _script(reference, _function_of(columns))
     if isinstance(parsed, dict):
         parsed = _rows(parsed)
@@ -97,12 +98,12 @@ def _function_of(row: Mapping[str, Any]) -> str:
     if isinstance(metadata, str):
         try:
             metadata = json.loads(metadata)
-        except ValueError:
+        except (ValueError, RecursionError):
             metadata = None
     places = (row, metadata if isinstance(metadata, dict) else {})
     names = (place.get(key) for place in places for key in ("fn_name", "func_name", "entry_point"))
     name = next((name for name in names if name), "")
-    if not isinstance(name, str) or (name and not name.isidentifier()):
+    if not isinstance(name, str) or (name and (keyword.iskeyword(name) or not name.isidentifier())):
         raise ValueError(f"expected the name of a function for the tests, found {name!r}")
     return name
 
@@ -124,7 +125,7 @@ def _calls(parsed: list[dict[str, Any]], name: str) -> CodeTests:
             try:
                 given = [json.loads(line) for line in given.split("\n") if line.strip()]
                 expected = json.loads(expected) if isinstance(expected, str) else expected
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise ValueError(
                     f"expected one JSON text a line as arguments of {name}, and one as its result, found "
                     f"{case['input'][:40]!r} and {str(case['output'])[:40]!r}"
@@ -134,7 +135,7 @@ def _calls(parsed: list[dict[str, Any]], name: str) -> CodeTests:
                 f"expected a list of arguments as input of a test of {name}, found a {type(given).__name__}"
             )
         cases.append([given, expected])
-    return CodeTests(script=_CALLS.format(name=name, cases=json.dumps(cases)))
+    return CodeTests(script=_CALLS.format(name=name, cases=json.dumps(cases)), entry_point=name)
 
 
 def _text(value: Any) -> str:
@@ -151,7 +152,7 @@ def _script(text: str, entry_point: str) -> CodeTests:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        problem = str(error).splitlines()[0]
+        problem = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"expected unit tests, JSON or Python, found neither: {problem}") from None
     nodes = list(ast.walk(tree))
     imported = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]

@@ -26,16 +26,22 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FORMULA_START = ("$", "\\(", "\\[")
 _TO_FORMULA_END = re.compile(r"[^\n$]+?(?=\$|\\\)|\\\])")
 _WORD = re.compile(r"(?:(?!\\\)|\\\])[^\s$])+")
+_THOUSANDS, _IN_THOUSANDS = re.compile(r"(?<=\d) (?=\d)"), re.compile(r"-?\d{1,3}( \d{3})+(\.\d+)?")
+_MIXED = re.compile(r"^\s*(\d+) (\d+)/(\d+)\s*$")
+_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?")
-_LATEX = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+")
+_LATEX = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mbox|hbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+"
+)
 """Texts, environments and commands of LaTeX."""
 _WORDS = re.compile(r"[^\W\d_]{3,}")
 _FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "exp")
     + ("sqrt", "abs", "min", "max", "mod", "pmod", "gcd", "lcm", "inf", "infty", "infinity", "det", "deg")
+    + ("and", "percent")
 )
-_FEW, _PARSE_S = 200, 5
-"""References that one process parses, and seconds for one of them."""
+_FEW, _PARSE_S, _LONGEST = 200, 5, 2000
+"""References that one process parses, and seconds and characters of one of them."""
 _PERCENT = re.compile(r"\s*(?:\$|\\\)|\\\])\s*(\\?%|[Pp]ercent(?:age)?|[Pp]ct)")
 
 
@@ -106,6 +112,9 @@ def parsed_reference(reference: str, timeout_s: int | None = None) -> list[Any]:
     from math_verify import parse
 
     text = reference.replace("\\$", "")  # an escaped dollar is an amount of money, no delimiter
+    text = _THOUSANDS.sub("", text) if _IN_THOUSANDS.fullmatch(text.strip()) else text
+    text = _MIXED.sub(r"\1+\\frac{\2}{\3}", text)  # which would be read as a product
+    text = _PI.sub(r"\\pi ", text)
     delimited = "$" in text or "\\boxed" in text
     expected: list[Any] = parse(text if delimited else f"\\boxed{{{text}}}", parsing_timeout=timeout_s)
     return expected
@@ -131,13 +140,15 @@ def check_references(references: Sequence[str]) -> list[str]:
 def _problem_of(reference: str) -> str:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     said = f"expected a number, an expression or LaTeX, found {reference[:60]!r}"
+    if len(reference) > _LONGEST:
+        return f"{said}, {len(reference)} characters"
     words = _WORDS.findall(_LATEX.sub(" ", reference))
     if [word for word in words if word.lower() not in _FUNCTIONS]:
         return f"{said}, which is text"
     try:
         if isinstance(json.loads(reference), (dict, bool)) or json.loads(reference) is None:
             return f"{said}, which is JSON"
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     if all(isinstance(part, str) for part in parsed_reference(reference, _PARSE_S)):
         return f"{said}, which math-verify cannot parse"

@@ -16,6 +16,7 @@ imported (`SITE_MODULES`), annotations are not evaluated, integers may have any 
 from __future__ import annotations
 import __future__
 
+import _thread
 import builtins
 import os
 import sys
@@ -146,26 +147,11 @@ def site_names(tree: ast.AST) -> dict[str, Any]:
     return names | {name: sys.modules[name] for name in missing & set(SITE_MODULES)}
 
 
-def without_sockets() -> None:
-    """Let asyncio run: its loops make a pair of sockets to be woken by other threads, and no socket is allowed."""
-    import asyncio.selector_events as events
-    import selectors
-
-    def no_pipe(loop: Any) -> None:
-        loop._ssock = loop._csock = None
-
-    loops: Any = events.BaseSelectorEventLoop
-    loops._make_self_pipe = loops._close_self_pipe = no_pipe
-    selectors.DefaultSelector = selectors.SelectSelector  # type: ignore[misc, assignment]
-
-
-def run_as_main(source: str, given: dict[str, Any], tree: ast.Module | None = None) -> dict[str, Any]:
-    """Run a text as __main__ with these names; returns the names that it binds. tree: its tree, if it was changed."""
+def run_as(name: str, source: str, given: dict[str, Any], tree: ast.Module | None = None) -> dict[str, Any]:
+    """Run a text as the module `name`; returns the names that it binds beside `given`. tree: its tree, if changed."""
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
-    if "asyncio" in source or "async " in source:
-        without_sockets()
-    module = type(sys)("__main__")
-    sys.modules["__main__"] = module
+    module = type(sys)(name)
+    sys.modules[name] = module
     module.__dict__.update(given)
     flags = __future__.annotations.compiler_flag
     try:
@@ -178,9 +164,9 @@ def run_as_main(source: str, given: dict[str, Any], tree: ast.Module | None = No
     }
 
 
-def run_program(source: str) -> dict[str, Any]:
-    """Run a program; returns the names that it binds."""
-    return run_as_main(source, site_names(compile(source, "<text>", "exec", _ONLY_AST, dont_inherit=True)))
+def run_program(source: str, name: str) -> dict[str, Any]:
+    """Run a program; returns the names that it binds. name: "__main__", or that of a module that is imported."""
+    return run_as(name, source, site_names(compile(source, "<text>", "exec", _ONLY_AST, dont_inherit=True)))
 
 
 class Solution:
@@ -189,7 +175,7 @@ class Solution:
     def __init__(self, source: str) -> None:
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
-        names = run_program(source)
+        names = run_program(source, "solution")
         self._requests, self._replies = os.fdopen(REQUESTS, "rb"), os.fdopen(REPLIES, "wb")
         send(self._replies, {name: self._named(value) for name, value in names.items()})
 
@@ -234,8 +220,8 @@ class Solution:
 class Remote:
     """An object of the program: it can be called, asked for attributes and iterated over.
 
-    It equals itself, and a dataclass one with the same fields, so that no method of the program's object decides a
-    comparison.
+    It equals itself, and a dataclass one with the same fields, so that no __eq__ of the program decides a comparison;
+    where both sides are made by the program, it decides all the same.
     """
 
     def __init__(self, tests: Tests, number: int) -> None:
@@ -298,7 +284,7 @@ class Tests:
             return value
 
         hooks = {_EVALUATED: evaluate, _AWAITABLE: _awaitable}
-        found = run_as_main(source, names | hooks, _instrumented(tree))
+        found = run_as("__main__", source, names | hooks, _instrumented(tree))
         for name, value in found.items():
             _run_test(name, value)
         if callable(check := found.get("check")) and entry_point:
@@ -338,16 +324,24 @@ class Tests:
         """Names of the program for the tests.
 
         One that is also a builtin is the builtin, so that the program cannot replace `all` or `isinstance`, unless
-        the tests use no other name of the program: then it is what they test.
+        it is the entry point, or the only name of the program that the tests use. A program without any of their
+        names fails.
         """
         import ast
 
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {entry_point, "Solution"}
-        used |= {alias.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for alias in n.names}
+        nodes = list(ast.walk(tree))
+        used = {node.id for node in nodes if isinstance(node, ast.Name)} | {entry_point}
+        used |= {alias.name for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
+        if any(alias.name == "solution" for n in nodes if isinstance(n, ast.Import) for alias in n.names):
+            used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        if entry_point and entry_point not in found:
+            used.add("Solution")
         own = {name for name in used & found.keys() if "module" not in found[name] and not name.startswith("__")}
         names = {name: decode(found[name]["value"], self._remote) for name in own}
-        if any(not hasattr(builtins, name) for name in own - {"Solution"}):
-            names = {name: value for name, value in names.items() if not hasattr(builtins, name)}
+        assert own & {entry_point, "Solution"} or (own and not entry_point), "the program has no name that is tested"
+        if len(own) > 1:
+            own = {name for name in own if name == entry_point or not hasattr(builtins, name)}
+            names = {name: names[name] for name in own}
         for name in used & found.keys() - own:
             module = found[name].get("module")
             if module in sys.stdlib_module_names:
@@ -398,7 +392,6 @@ async def _awaitable(value: Any) -> Any:
 def _awaited(value: Any) -> Any:
     import asyncio
 
-    without_sockets()
     return asyncio.run(_awaitable(value))
 
 
@@ -449,10 +442,11 @@ def main() -> None:
     """Play the role of the first argument."""
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(50_000)  # as LiveCodeBench does
+    _thread.stack_size(8 << 20)  # else as large as the main thread's
     with open(SOURCE, encoding="utf8") as file:
         source = file.read()
     if sys.argv[1] == "program":
-        run_program(source)
+        run_program(source, "__main__")
     elif sys.argv[1] == "solution":
         Solution(source).serve()
     else:

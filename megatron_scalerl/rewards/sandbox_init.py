@@ -151,8 +151,19 @@ class _Programs:
     def __init__(self, request: dict[str, Any], executable: str, guest: str, results: _Results) -> None:
         self._request, self._executable, self._guest, self._results = request, executable, guest, results
         self._cpu_left = 0.0
+        self._started = False
+        """Whether a program has run: what fails after that may be its work."""
 
     def run(self) -> None:
+        """Write a result for each run. Raises _NotStarted."""
+        try:
+            self._run()
+        except _NotStarted:
+            if not self._started:
+                raise
+            self._results.result(127, False, self._cpu_left, b"")
+
+    def _run(self) -> None:
         program = self._request["program"].encode(errors="replace")
         if self._request["tests"] is not None:
             entry_point = self._request["entry_point"]
@@ -212,6 +223,7 @@ class _Programs:
             with os.fdopen(told, errors="replace") as file:
                 if reason := file.read():
                     raise _NotStarted(reason)
+            self._started = True
             return pid
         try:
             tell = fcntl.fcntl(tell, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2)
@@ -239,6 +251,7 @@ class _Programs:
             (resource.RLIMIT_NOFILE, OPEN_FILES),
             (resource.RLIMIT_NPROC, THREADS),
             (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_STACK, self._request["memory_mb"] * MIB // 2),  # for deep recursion through C
             (resource.RLIMIT_MEMLOCK, 0),
         ):
             hard = resource.getrlimit(kind)[1]

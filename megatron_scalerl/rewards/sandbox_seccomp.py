@@ -224,6 +224,13 @@ def filter_code() -> bytes:
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _ERRNO | errno.EPERM),
     ]
+    code += [  # limits of this process alone
+        (_EQUAL, 0, 4, _ALLOWED["prlimit64"]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_EQUAL, 0, 1, 0),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+    ]
     for number in sorted(_ALLOWED.values()):
         code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     code.append((_RETURN, 0, 0, _ERRNO | errno.ENOSYS))

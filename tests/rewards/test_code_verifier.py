@@ -350,3 +350,71 @@ def test_a_name_that_sites_import_is_no_function_of_the_program():
     """operator.add must not stand in for the function that the program lacks."""
     assert verdict("pass", "assert add(2, 3) == 5") is False
     assert verdict("add", "assert add(2, 3) == 5") is False
+
+
+ABS = "def check(candidate):\n    assert abs(candidate(3.5) - 0.5) < 1e-6\n"
+CHEATS = {
+    "another abs beside a class": ("class Solution:\n    def f(self, x): return 0\ndef abs(x): return 0", ABS, "f"),
+    "another abs beside a function": ("def f(x): return 0\ndef abs(x): return 0", ABS, "f"),
+    "two builtins": ("def sum(x): return 5\ndef abs(x): return 0", "assert abs(sum([2, 3]) - 6) == 0", ""),
+    "no sum of its own": ("pass", '[{"fn_name": "sum", "input": [[2, 3]], "output": 5}]', ""),
+    "no sorted of its own": ("pass", "assert sorted([2, 1]) == [1, 2]", ""),
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_builtins_of_the_tests_are_pythons_and_the_tested_one_the_programs(cheat):
+    program, tests, entry_point = CHEATS[cheat]
+    assert verify_code(answer(program), tests, {"entry_point": entry_point}, limits=LIMITS) is False
+    own = "def sum(xs):\n    total = 0\n    for x in xs: total += x\n    return total"
+    assert verdict(own, CHEATS["no sum of its own"][1]) is True
+    assert verify_code(answer("def f(x): return x % 1"), ABS, {"entry_point": "f"}, limits=LIMITS) is True
+
+
+@pytest.mark.parametrize("tests", ["import solution\nassert solution.add(2, 3) == 5", FORMS["calls"][0]])
+def test_a_solution_is_imported_and_its_guard_does_not_run(tests):
+    assert verdict(ADD + "if __name__ == '__main__':\n    print(add(*map(int, input().split())))", tests) is True
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import functools\n@functools.lru_cache(None)\ndef f(n): return n and f(n - 1)\nf(20000)\n",
+        "import asyncio, time\nasync def m(): await asyncio.to_thread(time.sleep, 0.1)\nasyncio.run(m())\n",
+        "import threading\nts = [threading.Thread(target=int) for _ in range(20)]\nfor t in ts: t.start()\n",
+    ],
+    ids=["deep recursion through C", "asyncio with a thread", "threads"],
+)
+def test_what_needs_a_stack_or_a_thread_runs(program):
+    assert verdict(program + READ, json.dumps([{"input": "2 3\n", "output": "5\n"}])) is True
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import resource; resource.prlimit(1, resource.RLIMIT_NPROC, (0, 0)); print(5)",
+        "import os; os.chmod('/tmp', 0); print(5)",
+        "import os; os.rmdir('/tmp'); print(5)",
+    ],
+)
+def test_a_program_that_breaks_its_sandbox_is_wrong_and_not_without_a_score(program):
+    cases = json.dumps([{"input": "", "output": "5"}, {"input": "", "output": "6"}])
+    assert verdict(program, cases) is False
+
+
+METADATA = [{"testtype": "functional", "metadata": "[" * 5000, "input": "1", "output": "1"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 5000, "assert " + "-" * 200_000 + "1", json.dumps(METADATA)],
+    ids=["brackets", "signs", "metadata"],
+)
+def test_a_row_that_no_parser_can_read_is_one_line(text):
+    with pytest.raises(ValueError) as caught:
+        parse_tests(text)
+    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+def test_a_fence_is_read_in_linear_time():
+    assert extract_program("~" * 200_000 + "`\n" + "```" + " " * 200_000 + "`x\n```\na\n```") == "a\n"

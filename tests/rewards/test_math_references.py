@@ -61,3 +61,23 @@ def test_many_references_are_parsed_in_several_processes(monkeypatch):
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [
+        ("1 000 000", "1000000", "0"),
+        ("2 1/2", "2.5", "1.5"),
+        ("pi/2", "\\frac{\\pi}{2}", "ip/2"),
+        ("2pi", "2\\pi", "2"),
+    ],
+)
+def test_what_a_person_writes_is_read_as_meant(reference, right, wrong):
+    assert check_references([reference]) == [""]
+    assert verify_math(f"\\boxed{{{right}}}", reference, {}) is True
+    assert verify_math(f"\\boxed{{{wrong}}}", reference, {}) is False
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "(" * 900 + "1" + ")" * 900, "1," * 100_000, "9" * 3000])
+def test_a_reference_that_no_parser_can_read_ends_no_load(text):
+    assert len(check_references([text])) == 1
