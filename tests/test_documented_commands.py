@@ -149,15 +149,6 @@ def arguments(words):
     return [filled.get(word, word) for word in bare]
 
 
-DOORS = {
-    "plan": "plan",
-    "fit_curve": "fit",
-    "convert_checkpoint": "convert",
-    "show_rollouts": "show",
-    "submit": "submit",
-}
-
-
 def check_product(words, place):
     """A command of `megatron-scalerl` can be parsed, and its recipe exists and loads."""
     try:
@@ -226,8 +217,7 @@ def product_words(command):
         return words[1:]
     if words[:3] == ["python", "-m", "megatron_scalerl"]:
         return words[3:]
-    tool = Path(words[1]).stem if words[0] == "python" else ""
-    return [DOORS[tool], *words[2:]] if tool in DOORS else []
+    return []
 
 
 def documented(words):

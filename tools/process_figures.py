@@ -45,12 +45,6 @@ def processor_s(pids: Sequence[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def peak_mib(pid: int) -> float:
-    """Largest resident set of a process so far (MiB)."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
-
-
 def open_sockets() -> int:
     """Sockets of this process."""
     found = 0
