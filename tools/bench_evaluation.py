@@ -3,12 +3,12 @@
     python tools/bench_evaluation.py [--engines 4] [--rounds 3] [--seconds 40] [--json FILE]
 
 The controller is the real one (stream, gate, journal, held engine, decoders, verifiers, ledger, result files) with
-stand-ins for engines and trainer, as in tools/bench_controller.py: engines answer after --delay seconds in the mean,
-the trainer's rank waits for --step-seconds in a step, and a weight update labels the engines. The arms take turns:
+stand-ins for engines and trainer, as in tools/bench_controller.py: engines answer after a second in the mean, the
+trainer's rank waits for two in a step, and a weight update labels the engines. The arms take turns:
 
     none    no validation, no evaluation
-    held    an evaluation of --problems x --k completions every --every steps, on an engine held at its version
-    all     validations of as many completions every --every steps, with validation.engine all: the update waits
+    held    an evaluation of 30 x 4 completions every 8 steps, on an engine held at its version
+    all     validations of as many completions every 8 steps, with validation.engine all: the update waits
 
 Engines have capacity to spare, as --engines is chosen here: what is measured is whether a step waits for the
 measurement, not the generation that the held engine does not do for training. From the trace of each arm: the longest
@@ -31,6 +31,8 @@ import harness
 from checkout import explained
 
 ARMS = ("none", "held", "all")
+PROBLEMS, K, EVERY = 30, 4, 8
+"""Of an evaluation, completions of each, and steps between two evaluations."""
 CONTROLLER = 1
 """Its process in a trace (`tracing.chrome`)."""
 
@@ -40,20 +42,12 @@ def parser() -> argparse.ArgumentParser:
     p = harness.benchmark(
         __doc__,
         engines=4,
-        in_flight=(256, "completions, rounded up to whole groups per engine"),
-        tokens=(2600, "of a completion; at least 2,400"),
-        delay=(1.0, "mean seconds of a completion"),
-        step_seconds=(2.0, "of the stand-in trainer"),
-        groups_per_batch=4,
-        problems=30,
-        k=4,
-        every=(8, "steps between evaluations"),
         warm_up=(10.0, "seconds before the measurement of an arm"),
         seconds=(40.0, "of the measurement of an arm"),
         rounds=3,
     )()
     p.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
-    p.set_defaults(decoders=1)
+    p.set_defaults(in_flight=256, tokens=2600, delay=1.0, step_seconds=2.0, groups_per_batch=4, decoders=1)
     return p
 
 
@@ -78,18 +72,18 @@ def recipe_for(folder: Path, arm: str, o: argparse.Namespace) -> Recipe:
     """bench_controller's recipe with the measurements of an arm, and a trace of all steps."""
     data = bench.recipe_for(folder, o).model_dump()
     file = folder / "problems.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": i + 1}) + "\n" for i in range(o.problems)))
+    file.write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": i + 1}) + "\n" for i in range(PROBLEMS)))
     data["telemetry"]["trace_steps"] = [1, 10**6]
     if arm == "held":
-        data["evaluation"] |= {"every_steps": o.every, "files": [str(file)], "generations": o.k}
+        data["evaluation"] |= {"every_steps": EVERY, "files": [str(file)], "generations": K}
     if arm == "all":
-        data["validation"] |= {"every_steps": o.every, "generations": o.k, "engine": "all"}
+        data["validation"] |= {"every_steps": EVERY, "generations": K, "engine": "all"}
     return Recipe.model_validate(data)
 
 
-def prompts(o: argparse.Namespace) -> PromptSet:
+def prompts() -> PromptSet:
     """bench_controller's, with as many held-out ones as there are problems."""
-    held = tuple(Prompt(prompt_id=f"h{i}", text=str(i), answer="0", token_ids=(1,) * 20) for i in range(o.problems))
+    held = tuple(Prompt(prompt_id=f"h{i}", text=str(i), answer="0", token_ids=(1,) * 20) for i in range(PROBLEMS))
     return PromptSet(training=bench.prompts().training, held_out=held, report=None)
 
 
@@ -98,7 +92,7 @@ async def measure(folder: Path, arm: str, o: argparse.Namespace) -> dict[str, An
     recipe = recipe_for(folder, arm, o)
     evaluation = evaluation_inputs(recipe, build_tokenizer(), [])
     more = {"evaluation": lambda _: evaluation, "sinks": lambda run: trace_files(recipe, run, step=0)}
-    async with bench.controller_of(folder, recipe, prompts(o), o, **more) as running:
+    async with bench.controller_of(folder, recipe, prompts(), o, **more) as running:
         await running.elapse(o.warm_up)
         begin, steps = time.monotonic(), running.sync.steps
         await running.elapse(o.seconds)

@@ -37,16 +37,16 @@ if __name__ == "__main__":
 
 with explained():
     import numpy as np
-    from random_inputs import random_completion
+    from random_inputs import group_of, random_completion
 
-    from megatron_scalerl.batching.rollout_bytes import facts_of, write
+    from megatron_scalerl.batching.rollout_bytes import write
     from megatron_scalerl.controller.ledger import Ledger
     from megatron_scalerl.controller.metrics import Metrics
     from megatron_scalerl.page.static_page import write_page
     from megatron_scalerl.rollouts.history import BatchRecord
     from megatron_scalerl.rollouts.journal import Journal
     from megatron_scalerl.tiny.tokenizer import TOKENS, save_tokenizer
-    from megatron_scalerl.types import PassRate, Prompt, RolloutGroup, Score
+    from megatron_scalerl.types import PassRate, Prompt, RolloutGroup
 
 COLUMNS = (
     *("reward", "train_pass_rate", "entropy", "mismatch_mean", "truncated_share", "interrupted_share"),
@@ -61,16 +61,8 @@ def group(number: int, version: int, options: argparse.Namespace, rng: Any) -> t
     """A group of random completions, and their bytes."""
     size, ids = options.group_size, (6, len(TOKENS))
     arrays = [random_completion(rng, options.tokens, ids=ids, version=version, seed=seed) for seed in range(size)]
-    right = rng.random(size) < 0.5
-    made = RolloutGroup(
-        group_id=number,
-        prompt=Prompt(prompt_id=f"p{number}", text="", answer="4", token_ids=(1, 6, 16, 9, 3)),
-        completions=tuple(map(facts_of, arrays)),
-        positions=tuple(range(size)),
-        scores=tuple(Score(correct=bool(each), reward=1.0 if each else -1.0) for each in right),
-        first_token_version=version,
-        epoch=0,
-    )
+    prompt = Prompt(prompt_id=f"p{number}", text="", answer="4", token_ids=(1, 6, 16, 9, 3))
+    made = group_of(number, prompt, arrays, (rng.random(size) < 0.5).tolist())
     return made, [write(each) for each in arrays]
 
 

@@ -16,10 +16,10 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import harness
 from checkout import explained
+from process_figures import Lag
 
 parser = harness.benchmark(
     __doc__,
@@ -37,46 +37,37 @@ if __name__ == "__main__":
 
 with explained():
     import numpy as np
-    from random_inputs import random_completion
+    from random_inputs import group_of, random_completion
 
-    from megatron_scalerl.batching.rollout_bytes import facts_of, write
+    from megatron_scalerl.batching.rollout_bytes import RolloutArrays, write
     from megatron_scalerl.rollouts.completions import completions_of
     from megatron_scalerl.rollouts.history import BatchRecord, check_groups, read_batch, read_groups, read_history
     from megatron_scalerl.rollouts.journal import Journal
-    from megatron_scalerl.types import Prompt, RolloutGroup, Score
+    from megatron_scalerl.types import Prompt, RolloutGroup
 
 LAG_S = 0.001
 """Period of the timer whose lateness is the event loop's lag."""
 
 
-def make_group(number: int, data: tuple[Any, ...]) -> RolloutGroup:
-    """A group whose completions all have these facts."""
+def make_group(number: int, completions: list[RolloutArrays]) -> RolloutGroup:
+    """A group of these completions."""
     prompt = Prompt(prompt_id=f"{number:064x}", text="x" * 400, answer="1", token_ids=tuple(range(1000, 1250)))
-    scores = tuple(Score(correct=i % 2 == 0, reward=1.0) for i in range(len(data)))
-    return RolloutGroup(
-        group_id=number,
-        prompt=prompt,
-        completions=data,
-        positions=tuple(range(len(data))),
-        scores=scores,
-        first_token_version=0,
-        epoch=0,
-    )
+    return group_of(number, prompt, completions, [i % 2 == 0 for i in range(len(completions))])
 
 
 async def fill(run: Path, options: argparse.Namespace) -> dict[str, float]:
     """Write all batches and the groups of --ready more."""
-    arrays = random_completion(np.random.default_rng(0), options.tokens)
-    facts, data = (facts_of(arrays),) * options.group_size, [write(arrays)] * options.group_size
+    arrays = [random_completion(np.random.default_rng(0), options.tokens)] * options.group_size
+    data = [write(arrays[0])] * options.group_size
     journal = Journal(run)
-    lags: list[float] = []
-    timer = asyncio.create_task(_lags(lags))
+    lag = Lag(tick_s=LAG_S)
+    timer = asyncio.create_task(lag.watch())
     begin = time.perf_counter()
     for batch in range(options.batches + options.ready):
         numbers = range(batch * options.groups, (batch + 1) * options.groups)
         for number in numbers:
             journal.admit(number, f"{number:064x}", 0)
-        await asyncio.gather(*(journal.finish(make_group(number, facts), data) for number in numbers))
+        await asyncio.gather(*(journal.finish(make_group(number, arrays), data) for number in numbers))
         if batch < options.batches:
             record = BatchRecord(batch=batch, step=batch + 1, policy_version=batch, group_ids=tuple(numbers))
             await journal.batch(record)
@@ -88,16 +79,9 @@ async def fill(run: Path, options: argparse.Namespace) -> dict[str, float]:
     return {
         "tokens_per_second": tokens / seconds,
         "bytes_per_token": size / tokens,
-        "lag_p99_seconds": float(np.quantile(lags, 0.99)),
-        "lag_max_seconds": max(lags),
+        "lag_p99_seconds": lag.within(0.99) / 1000,
+        "lag_max_seconds": lag.within(1.0) / 1000,
     }
-
-
-async def _lags(found: list[float]) -> None:
-    while True:
-        begin = time.perf_counter()
-        await asyncio.sleep(LAG_S)
-        found.append(time.perf_counter() - begin - LAG_S)
 
 
 async def replay(run: Path) -> dict[str, float]:

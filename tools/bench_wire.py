@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -32,71 +32,25 @@ parser = harness.benchmark(
     completion=(8_000, "tokens of a completion"),
     prompt=(200, "tokens of a prompt"),
     rounds=5,
-    stand_in_rank=(int, argparse.SUPPRESS),
 )
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
-    import msgspec
     import numpy as np
     import zmq
-    from random_inputs import random_completion
+    from random_inputs import random_completion, recipe_of
 
     from megatron_scalerl.batching.assignment import SampleFacts, StepPlan, plan_step
     from megatron_scalerl.batching.rollout_bytes import write
     from megatron_scalerl.distributed.rendezvous import FolderRendezvous
     from megatron_scalerl.trainer import messages
     from megatron_scalerl.trainer.client import TrainerClient
-    from megatron_scalerl.trainer.worker import ControllerLink, WorkerSettings
-    from megatron_scalerl.types import StepReport
 
 VOCAB, MICRO_BATCH_TOKENS, SECRET = 128_000, 32_768, "bench"
 LAYOUTS = {"one rank": (1, 1), "two data-parallel ranks": (2, 2), "two tensor-parallel ranks": (2, 1)}
 """World size and data-parallel size."""
-
-
-def stand_in_rank(dp_size: int) -> None:
-    """One rank that builds its batches and answers each step with the seconds that this took."""
-    from megatron_scalerl.trainer.batch_frames import BatchFrames
-
-    settings = WorkerSettings.from_environment({**os.environ, "MSRL_RECIPE": "none"})
-    holds, alone = settings.rank < dp_size, SimpleNamespace(size=lambda: 1)
-    place: Any = SimpleNamespace(holds_batch=holds, groups=SimpleNamespace(mp=alone, cp=alone))
-    trainer = SimpleNamespace(micro_batch_tokens=MICRO_BATCH_TOKENS, experts=None, pad_multiple=1)
-    batches = BatchFrames(trainer, place)
-    link = ControllerLink(settings)
-    link.greet()
-    link.receive()  # Meet
-    facts = dict(parameters=1, vocab_size=VOCAB, device="cpu", backend="gloo", dtype="none", logits="none")
-    info = messages.TrainerInfo(world_size=settings.world_size, dp_size=dp_size, **facts)
-    ready = messages.Ready(rank=settings.rank, dp_rank=settings.rank % dp_size, holds_batch=holds, info=info)
-    link.send(ready)
-    while True:
-        message, frames = link.receive()
-        if isinstance(message, messages.Prepare):
-            link.send(messages.Held(rank=settings.rank, step=batches.hold(frames)))
-            continue
-        value = None
-        if isinstance(message, messages.Step):
-            begin = time.perf_counter()
-            if holds:
-                batches.take(message.step)
-            value = report(message.step, time.perf_counter() - begin)
-        else:
-            link.leave()
-        assert not isinstance(message, messages.Welcome | messages.Meet | messages.Ping | messages.Refused)
-        done = messages.Done(call=message.call, rank=settings.rank, value=msgspec.Raw(messages.encode(value)))
-        link.send(done)
-        if isinstance(message, messages.Stop):
-            return
-
-
-def report(step: int, seconds: float) -> StepReport:
-    """The answer to a step."""
-    none = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "tokens": 0, "metrics": {}}
-    return StepReport(step=step, policy_version=step, seconds=seconds, **none)
 
 
 def plan_of(options: argparse.Namespace, dp_size: int, count: int, step: int) -> StepPlan:
@@ -126,8 +80,11 @@ async def measure(options: argparse.Namespace, completions: list[bytes], world_s
             rendezvous=FolderRendezvous(folder=folder),
             command_timeout_s=600,
         )
-        command = [sys.executable, __file__, "--stand-in-rank", str(dp_size)]
-        ranks = [subprocess.Popen(command, env={**os.environ, **client.worker_env(r)}) for r in range(world_size)]
+        recipe = Path(folder, "recipe.yaml")
+        recipe.write_text(recipe_of("none", trainer={"micro_batch_tokens": MICRO_BATCH_TOKENS}).model_dump_json())
+        env = os.environ | {"MSRL_RECIPE": str(recipe)}
+        command = [sys.executable, str(Path(__file__).with_name("stand_in_trainer.py")), "0", str(dp_size)]
+        ranks = [subprocess.Popen(command, env=env | client.worker_env(r)) for r in range(world_size)]
         try:
             await client.wait_ready(120)
             for step in range(1, options.rounds + 2):
@@ -202,7 +159,4 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    if OPTIONS.stand_in_rank:
-        stand_in_rank(OPTIONS.stand_in_rank)
-    else:
-        main(OPTIONS)
+    main(OPTIONS)

@@ -9,25 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TICK_S = 0.005
-
 
 @dataclass
 class Lag:
     """Delays of a timer (s)."""
 
+    tick_s: float = 0.005
     samples: list[float] = field(default_factory=list)
 
     async def watch(self) -> None:
         """Tick until cancelled."""
         loop = asyncio.get_running_loop()
-        due = loop.time() + TICK_S
+        due = loop.time() + self.tick_s
         while True:
             await asyncio.sleep(due - loop.time())
             now = loop.time()
             while due <= now:  # a tick that the loop stood still for is late, too
                 self.samples.append(now - due)
-                due += TICK_S
+                due += self.tick_s
 
     def within(self, share: float) -> float:
         """Milliseconds that this share of all ticks did not exceed."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_scalerl.batching.rollout_bytes import RolloutArrays
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.types import Rollout, Sample
+from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Sample, Score
 
 LLAMA_134M = dict(vocab=32_000, hidden=768, inner=2048, layers=12, heads=12, groups=12)
 """Of `random_llama`."""
@@ -89,4 +90,19 @@ def random_completion(
         truncated=False,
         thinking_cut=0,
         seed=seed,
+    )
+
+
+def group_of(
+    number: int, prompt: Prompt, completions: Sequence[RolloutArrays], right: Sequence[bool]
+) -> RolloutGroup:
+    """A finished group of completions of one version. right: whether each has the answer."""
+    return RolloutGroup(
+        group_id=number,
+        prompt=prompt,
+        completions=tuple(map(facts_of, completions)),
+        positions=tuple(range(len(completions))),
+        scores=tuple(Score(correct=each, reward=1.0 if each else -1.0) for each in right),
+        first_token_version=int(completions[0].policy_versions[0]),
+        epoch=0,
     )

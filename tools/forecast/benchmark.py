@@ -97,11 +97,16 @@ def judged(found: Sequence[tuple[Task, str]]) -> Decisions:
     return Decisions(right=right, wrong=len(sure) - right, open=len(found) - len(sure))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--held-back", action="store_true", help="the tiny runs that nothing is learned from, alone")
+    return made
+
+
+def main() -> None:
     """Print the scores of every method on both worlds, the decisions, and the coverage on synthetic runs."""
-    parser = argparse.ArgumentParser(prog="benchmark.py", description=__doc__)
-    parser.add_argument("--held-back", action="store_true", help="the tiny runs that nothing is learned from, alone")
-    if parser.parse_args(arguments).held_back:
+    if parser().parse_args().held_back:
         _print("tiny, held back, from half", tasks(known_runs(held_back=True), "half"), {ROBUST: by_fit(), **OTHERS})
         return
     methods = {ROBUST: left_out, SETTING: setting_left_out, **OTHERS}
