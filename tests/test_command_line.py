@@ -30,7 +30,6 @@ NO_COMMANDS = {
     "checkout.py",
     "curve_data.py",
     "harness.py",
-    "isolated.py",
     "logit_contenders.py",
     "logit_targets.py",
     "measured_constants.py",

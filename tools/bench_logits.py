@@ -27,8 +27,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
+import signal
 import statistics
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,6 +46,8 @@ from checkout import explained
 SIZES = ("tokens", "hidden", "vocab")
 SHAPES = {"cpu": (4096, 1024, 32768), "gpu": (16384, 4096, 128256)}
 """Tokens, hidden size and vocabulary of the targets."""
+FAILED, USER_ERROR = "failed", "user_error"
+"""Keys of the last event after a failure: a one-line reason, and whether it is the user's error."""
 SILENCE_S = 180.0
 """After which a contender failed."""
 parser = harness.benchmark(
@@ -49,6 +57,7 @@ parser = harness.benchmark(
     rounds=5,
     threads=os.cpu_count(),
     peers=["all", "none"],
+    apart=(str, argparse.SUPPRESS),
 )
 
 if __name__ == "__main__":
@@ -56,7 +65,6 @@ if __name__ == "__main__":
 
 with explained():
     import torch
-    from isolated import FAILED, USER_ERROR, SendEvent, events
     from logit_contenders import Contender, contenders_on
     from logit_targets import rounded, targets
     from torch import Tensor
@@ -193,7 +201,7 @@ class Bench:
         return torch.accelerator.max_memory_allocated() if self.on_gpu else harness.memory_of("VmHWM")
 
 
-def group(options: argparse.Namespace, names: list[str], send: SendEvent) -> None:
+def group(options: argparse.Namespace, *names: str) -> None:
     """Measure these contenders in this process, in turns within each round: events at each start, then lines."""
     chosen = [contender for contender in contenders(options) if contender.name in names]
     bench = Bench(options)
@@ -232,7 +240,7 @@ def group(options: argparse.Namespace, names: list[str], send: SendEvent) -> Non
         send({"line": line | (bench.peak_extra(contender) if bench.on_gpu else {})})
 
 
-def memory(options: argparse.Namespace, name: str, send: SendEvent) -> None:
+def memory(options: argparse.Namespace, name: str) -> None:
     """`Bench.peak_extra` of one contender in this process, which has done nothing else."""
     [contender] = [c for c in contenders(options) if c.name == name]
     send(Bench(options).peak_extra(contender))
@@ -248,10 +256,35 @@ def line_of(name: str, status: str) -> dict[str, Any]:
     return {"bench": "logits", "contender": name, "status": status}
 
 
-def apart(options: argparse.Namespace, work: Callable[..., None], what: Any) -> Iterator[dict[str, Any]]:
-    """The events of `work` in a separate process, which is not forked where a GPU driver is loaded."""
-    start: Any = "spawn" if options.device == "gpu" else "fork"
-    return events(work, options, what, start=start, silence_timeout_s=SILENCE_S)
+def send(event: dict[str, Any]) -> None:
+    """Tell the parent process."""
+    print(json.dumps(event), flush=True)
+
+
+def apart(options: argparse.Namespace, work: Callable[..., None], names: list[str]) -> Iterator[dict[str, Any]]:
+    """The events of `group` or `memory` in a process of its own, and {FAILED: why} if it ends in any other way.
+
+    It is killed, by SIGKILL, where it sends nothing for SILENCE_S.
+    """
+    asked = {**harness.asked(options), "apart": json.dumps([work.__name__, *names])}
+    words = [f"--{name}={value}" for name, value in asked.items()]
+    with tempfile.TemporaryFile("w+") as errors:
+        command = [sys.executable, __file__, *words]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        assert child.stdout is not None
+        line = "begin"
+        while line:
+            limit = threading.Timer(SILENCE_S, os.killpg, (child.pid, signal.SIGKILL))
+            limit.start()
+            line = child.stdout.readline()
+            limit.cancel()
+            if line.startswith("{"):
+                yield json.loads(line)
+        if code := child.wait():
+            errors.seek(0)
+            said = [text.strip() for text in errors if text.strip()] or ["no message"]
+            how = f"its process was ended by {signal.Signals(-code).name}" if code < 0 else said[-1][:200]
+            yield {FAILED: how, USER_ERROR: code == 2}
 
 
 def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -278,7 +311,7 @@ def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, A
         lines |= {name: line_of(name, f"failed: {why}") for name in blamed}
     for line in lines.values():
         if options.device == "cpu" and line["status"] == "measured":
-            for event in apart(options, memory, line["contender"]):
+            for event in apart(options, memory, [line["contender"]]):
                 line |= {"status": f"failed: {event[FAILED]}"} if FAILED in event else event
     return head, [rounded(lines[name]) for name in names]
 
@@ -293,6 +326,14 @@ def main(options: argparse.Namespace) -> None:
     """Measure all contenders and print."""
     for name, default in zip(SIZES, SHAPES[options.device]):
         setattr(options, name, getattr(options, name) or default)
+    if options.apart:
+        work, *names = json.loads(options.apart)
+        try:
+            {"group": group, "memory": memory}[work](options, *names)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)
+        return
     everybody = contenders(options)
     try:
         head, lines = measured(options, [c.name for c in everybody if not c.peer])
