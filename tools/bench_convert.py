@@ -37,33 +37,37 @@ parser = harness.benchmark(
     processes=2,
     rounds=3,
     folder=(str, "where to work (default: a temporary folder)"),
+    write=(str, argparse.SUPPRESS),
+    bytes=(int, argparse.SUPPRESS),
 )
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
-    import numpy as np
     from rich.console import Console
 
     from megatron_scalerl.checkpoints.conversion import Options
-    from megatron_scalerl.checkpoints.hf_folder import INDEX
 
 # The rest of the package comes where it is used: workers import this file again, and need no torch.
 
 TARGET = 0.40
 """Conversion throughput over that of cp."""
 SLACK_BYTES = 1 << 30
-_SHARD_BYTES = 1 << 30
 _SAMPLE_SECONDS = 0.01
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure and print; 0 where both targets are met, 1 otherwise."""
     console = Console(soft_wrap=True)
+    if arguments.write:  # in a process of its own, as this one's memory is measured
+        print(json.dumps(write_checkpoint(arguments.write, arguments.kind, arguments.bytes)))
+        return 0
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="bench_convert_") as folder:
         source = Path(folder) / "hugging_face"
-        nbytes, largest = make_checkpoint(source, arguments.kind, round(arguments.gib * 2**30))
+        size = str(round(arguments.gib * 2**30))
+        written = harness.child(__file__, "--kind", arguments.kind, "--write", str(source), "--bytes", size)
+        nbytes, largest = written["nbytes"], written["largest"]
         console.print(
             f"{arguments.kind}: {nbytes / 2**30:.2f} GiB of bf16, largest tensor {largest / 2**20:.0f} MiB, "
             f"{arguments.processes} processes, {os.cpu_count()} cores",
@@ -175,75 +179,26 @@ def check_same(source: Path, back: Path) -> None:
         assert same, f"{path.name} came back different"
 
 
-def make_checkpoint(path: Path, kind: str, nbytes: int) -> tuple[int, int]:
-    """Write random bf16 weights of a policy of about `nbytes`; returns its bytes and those of its largest tensor."""
-    path.mkdir(parents=True)
-    config = _config(kind)
-    per_layer, rest = _bytes_of(path, config)
-    config["num_hidden_layers"] = max(1, -(-(nbytes - rest) // per_layer))
-    shapes = _shapes(path, config)
-    sizes = {name: 2 * int(np.prod(shape)) for name, shape in shapes.items()}
-    files: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if filled and filled + size > _SHARD_BYTES:
-            files.append([])
-            filled = 0
-        files[-1].append(name)
-        filled += size
-    index = {}
-    for number, names in enumerate(files):
-        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        _write_random(path / file, {name: shapes[name] for name in names}, seed=number)
-        index |= dict.fromkeys(names, file)
-    total = sum(sizes.values())
-    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
-    return total, max(sizes.values())
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": dict(vocab=32000, hidden=2048, inner=8192, heads=16, groups=4, head_dim=128),
+    "moe": dict(vocab=32000, hidden=2048, inner=2048, heads=16, groups=4, head_dim=128)
+    | dict(intermediate_size_mlp=4096, num_local_experts=16, num_experts_per_tok=1, interleave_moe_layer_step=1),
+}
 
 
-def _config(kind: str) -> dict[str, Any]:
-    shared = dict(vocab_size=32000, hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, head_dim=128)
-    shared |= dict(max_position_embeddings=4096, tie_word_embeddings=False, dtype="bfloat16")
-    if kind == "dense":
-        return shared | dict(model_type="llama", architectures=["LlamaForCausalLM"], intermediate_size=8192)
-    shared |= dict(model_type="llama4_text", architectures=["Llama4ForCausalLM"], intermediate_size=2048)
-    experts = dict(num_local_experts=16, num_experts_per_tok=1, interleave_moe_layer_step=1)
-    return shared | experts | dict(intermediate_size_mlp=4096)
+def write_checkpoint(path: str, kind: str, nbytes: int) -> dict[str, int]:
+    """Random bf16 weights of a policy of about `nbytes`; its bytes and those of its largest tensor."""
+    import torch
+    from random_inputs import random_model
 
-
-def _shapes(path: Path, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    from megatron_scalerl.models import family, read_hf_config
-
-    (path / "config.json").write_text(json.dumps(config))
-    rules = family(read_hf_config(path)).rules
-    return {name: tuple(shape) for rule in rules for name, shape in rule.hf_shapes.items()}
-
-
-def _bytes_of(path: Path, config: dict[str, Any]) -> tuple[int, int]:
-    """(bytes of one layer, bytes of the rest)"""
-    one, two = (
-        sum(2 * int(np.prod(shape)) for shape in _shapes(path, {**config, "num_hidden_layers": count}).values())
-        for count in (1, 2)
-    )
-    return two - one, 2 * one - two
-
-
-def _write_random(path: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
-    """In pieces: no tensor is in this process's memory, which is measured."""
-    generator = np.random.default_rng(seed)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape in shapes.items():
-        end = offset + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for begin in range(0, offset // 2, 1 << 24):  # random signs and mantissas, exponents that are finite
-            bits = generator.integers(0, 1 << 16, min(offset // 2 - begin, 1 << 24), dtype=np.uint16)
-            file.write(((bits & 0x83FF) | 0x3C00).tobytes())
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("meta"):
+        models = (random_model(kind, layers=layers, **SHAPES[kind]) for layers in (1, 2))
+        one, two = (sum(p.nbytes for p in model.parameters()) for model in models)
+    model = random_model(kind, layers=max(1, 1 - (one - nbytes) // (two - one)), **SHAPES[kind])
+    model.save_pretrained(path, max_shard_size="1GB")
+    sizes = [p.nbytes for p in model.parameters()]
+    return {"nbytes": sum(sizes), "largest": max(sizes)}
 
 
 if __name__ == "__main__":

@@ -107,23 +107,11 @@ def compare_memory(name: str) -> dict[str, Any]:
 
 def write_policy(kind: str, folder: str) -> None:
     """A random policy: dense Llama of 22 million parameters, or Llama 4 with 4 experts of 35 million."""
-    import torch
-    from random_inputs import llama_settings, random_llama
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
+    from random_inputs import random_model
 
-    common: dict[str, Any] = dict(vocab=VOCABULARY, hidden=384, heads=6, groups=2)
-    common |= dict(head_dim=64, max_position_embeddings=4096)
-    if kind == "dense":
-        random_llama(folder, dtype="float32", inner=1024, layers=10, **common)
-        return
-    torch.manual_seed(0)
-    config = Llama4TextConfig(**llama_settings(inner=768, layers=6, **common), num_local_experts=4)
-    model = Llama4ForCausalLM(config)
-    with torch.no_grad():  # transformers leaves the fused experts as they come
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.normal_(0.0, 0.02)
-    model.save_pretrained(folder)
+    own = {"dense": dict(inner=1024, layers=10), "moe": dict(inner=768, layers=6, num_local_experts=4)}[kind]
+    common = dict(vocab=VOCABULARY, hidden=384, heads=6, groups=2, head_dim=64, max_position_embeddings=4096)
+    random_model(kind, **common, **own).save_pretrained(folder)
 
 
 def case_recipe(case: dict[str, Any]) -> Any:

@@ -26,13 +26,28 @@ def llama_settings(
     return found | others
 
 
-def random_llama(folder: Path | str, *, dtype: str = "bfloat16", **shape: Any) -> str:
-    """Write a Llama as Hugging Face initializes it, without a tokenizer. shape: of `llama_settings`."""
+def random_model(kind: str = "dense", **shape: Any) -> Any:
+    """A Llama, or for "moe" a Llama 4, as transformers initializes it. shape: of `llama_settings`."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import Llama4ForCausalLM, Llama4TextConfig, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**llama_settings(**shape))).to(getattr(torch, dtype)).save_pretrained(folder)
+    settings = llama_settings(**shape)
+    if kind == "dense":
+        return LlamaForCausalLM(LlamaConfig(**settings))
+    model = Llama4ForCausalLM(Llama4TextConfig(**settings))
+    with torch.no_grad():  # transformers leaves the fused experts as they come
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0.0, 0.02)
+    return model
+
+
+def random_llama(folder: Path | str, *, dtype: str = "bfloat16", **shape: Any) -> str:
+    """Write a Llama without a tokenizer."""
+    import torch
+
+    random_model(**shape).to(getattr(torch, dtype)).save_pretrained(folder)
     return str(folder)
 
 
