@@ -51,7 +51,8 @@ def benchmark(text: str | None, **wanted: Any) -> Callable[[], argparse.Argument
 
 def asked(o: argparse.Namespace, *names: str) -> Figures:
     """These options, or all that have a value but --json."""
-    return {name: value for name, value in vars(o).items() if name in (names or vars(o).keys() - {"json"})}
+    wanted = names or {name for name, value in vars(o).items() if name != "json" and value is not None}
+    return {name: value for name, value in vars(o).items() if name in wanted}
 
 
 def turns(arms: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
