@@ -250,10 +250,13 @@ def per_completion(setting: Any, waited: float) -> float:
 
 def train(tiny: Path, k: int, steps: int) -> tuple[list[dict[str, Any]], list[int]]:
     """(metrics by step, completion lengths) of one real run without validations."""
+    from megatron_scalerl.rollouts.history import read_batch, read_history
+
     with tiny_run(tiny, steps, f"rollouts.max_staleness_steps={k}") as run:
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        groups = [json.loads(line) for f in (run / "rollouts").glob("*.jsonl") for line in f.read_text().splitlines()]
-    return rows, [len(rollout["token_ids"]) for group in groups for rollout in group["rollouts"]]
+        history = read_history(run)
+        groups = [group for record in history.batches for group in read_batch(run, history, record)]
+    return rows, [facts.tokens for group in groups for facts in group.completions]
 
 
 if __name__ == "__main__":
