@@ -29,12 +29,14 @@ SFT = ["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"]
 NO_COMMANDS = {
     "checkout.py",
     "curve_data.py",
+    "harness.py",
     "logit_contenders.py",
     "isolated.py",
     "logit_targets.py",
     "measured_constants.py",
     "mutation.py",
     "process_figures.py",
+    "random_inputs.py",
     "small_disk.py",
     "stand_in_engines.py",
     "stand_in_trainer.py",
@@ -79,7 +81,8 @@ def watched(argv):
 
 
 PLAN = ["-m", "megatron_scalerl", "plan"]
-CONVERT = "tools/convert_checkpoint.py"
+DOCTOR = ["-m", "megatron_scalerl", "doctor"]
+CONVERT = ["-m", "megatron_scalerl", "convert"]
 MISTAKES = {
     "unknown key": ([*TRAIN, "optimzer.lr=1"], "expected a recipe key, found optimzer"),
     "bad value": ([*TRAIN, "steps=many"], "steps: input should be"),
@@ -94,17 +97,17 @@ MISTAKES = {
     "export": (["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"], "runs/none/checkpoints: expected"),
     "plan key": ([*PLAN, RECIPE, "--gpus", "2", "optimzer.lr=1"], "expected a recipe key, found optimzer"),
     "plan file": ([*PLAN, "none.yaml", "--gpus", "2"], "none.yaml: expected a recipe file"),
-    "plan policy": (["tools/plan.py", RECIPE, "--gpus", "2"], "policy.path: expected config.json in"),
-    "doctor key": (["tools/doctor.py", RECIPE, "optimzer.lr=1"], "expected a recipe key, found optimzer"),
-    "doctor file": (["tools/doctor.py", "none.yaml"], "none.yaml: expected a recipe file"),
-    "doctor report": (
-        ["tools/doctor.py", "--compare", "a.json"],
-        "--compare: expected at least two reports, found 1",
+    "plan policy": ([*PLAN, RECIPE, "--gpus", "2"], "policy.path: expected config.json in"),
+    "doctor key": (
+        [*DOCTOR, RECIPE, "optimzer.lr=1"],
+        "expected a recipe key, found optimzer",
     ),
-    "fit": (["tools/fit_curve.py", "runs/none"], "runs/none: expected a run folder or"),
-    "show": (["tools/show_rollouts.py", "runs/none"], "runs/none: expected a run folder"),
-    "convert": ([CONVERT, "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),
-    "convert back": ([CONVERT, "to-hf", "none", "out"], "none: expected a folder with a checkpoint"),
+    "doctor file": ([*DOCTOR, "none.yaml"], "none.yaml: expected a recipe file"),
+    "doctor report": ([*DOCTOR, "--compare", "a.json"], "--compare: expected at least two reports, found 1"),
+    "fit": (["-m", "megatron_scalerl", "fit", "runs/none"], "runs/none: expected a run folder or"),
+    "show": (["-m", "megatron_scalerl", "show", "runs/none"], "runs/none: expected a run folder"),
+    "convert": ([*CONVERT, "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),
+    "convert back": ([*CONVERT, "to-hf", "none", "out"], "none: expected a folder with a checkpoint"),
 }
 
 
@@ -131,8 +134,8 @@ def test_help_imports_nothing_heavy(argv):
 BARE = {
     "train": TRAIN,
     "report": ["-m", "megatron_scalerl", "report", "runs/none"],
-    "plan": ["tools/plan.py", RECIPE, "--gpus", "2"],
-    "convert": [CONVERT, "verify", ".", "."],
+    "plan": [*PLAN, RECIPE, "--gpus", "2"],
+    "convert": [*CONVERT, "verify", ".", "."],
     "bench_step": ["tools/bench_step.py"],
     "bench_shapes": ["tools/bench_shapes.py"],
     "bench_decode": ["tools/bench_decode.py"],
@@ -190,7 +193,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_fit(tmp_path):
     argv = [points, "--series", "figure=fig1a_scalerl_100k", "--series", "series=ScaleRL-bs2048-8B", "--r0", "0.4018"]
     for flag in ("--plot", "--html"):
         found = subprocess.run(
-            [sys.executable, "tools/fit_curve.py", *map(str, argv), flag, str(tmp_path / "x.png")],
+            [sys.executable, "-m", "megatron_scalerl", "fit", *map(str, argv), flag, str(tmp_path / "x.png")],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(tmp_path)},
             capture_output=True,
@@ -330,23 +333,6 @@ def test_the_console_script_is_this_command():
     [line] = scripts["options.entry_points"]["console_scripts"].split("\n")[1:]
     name, _, target = line.partition(" = ")
     assert name == PROGRAM and resolve_name(target) is program
-
-
-DOORS = {
-    "doctor.py": "doctor",
-    "plan.py": "plan",
-    "fit_curve.py": "fit",
-    "convert_checkpoint.py": "convert",
-    "show_rollouts.py": "show",
-}
-
-
-@pytest.mark.parametrize("tool", DOORS)
-def test_a_tool_is_the_command_of_the_same_function(tool):
-    def output(*argv):
-        return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-    assert output(f"tools/{tool}", "--help") == output("-m", "megatron_scalerl", DOORS[tool], "--help")
 
 
 EXTRAS = ("torch", "megatron", "transformers", "vllm", "aiohttp", "zmq", "safetensors", "pyarrow", "tokenizers")

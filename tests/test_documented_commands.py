@@ -1,5 +1,6 @@
 """Every YAML, every program and every command of README and docs works as it stands there, paths apart."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -149,15 +150,6 @@ def arguments(words):
     return [filled.get(word, word) for word in bare]
 
 
-DOORS = {
-    "plan": "plan",
-    "fit_curve": "fit",
-    "convert_checkpoint": "convert",
-    "show_rollouts": "show",
-    "submit": "submit",
-}
-
-
 def check_product(words, place):
     """A command of `megatron-scalerl` can be parsed, and its recipe exists and loads."""
     try:
@@ -174,7 +166,7 @@ def parser_of(tool):
     spec = importlib.util.spec_from_file_location(tool.stem, ROOT / tool)
     module = sys.modules[tool.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.parser()
+    return getattr(module, "parser", argparse.ArgumentParser)()
 
 
 def check_command(argv, place):
@@ -184,7 +176,8 @@ def check_command(argv, place):
     elif argv[0].endswith(".sh") or argv[0] == "bash":
         script, *words = argv[argv[0] == "bash" :]
         text = (ROOT / script).read_text()
-        assert all(re.search(rf"^\s*{re.escape(word)}\)", text, re.MULTILINE) for word in words if word[:2] == "--")
+        options = [word for word in words if word[:2] == "--"]
+        assert all(re.search(rf"^\s*(--\w+ \| )*{re.escape(word)}( \| --\w+)*\)", text, re.M) for word in options)
     elif argv[0] == "srun":
         check_command(argv[next(i for i, word in enumerate(argv[1:], 1) if word[:2] != "--") :], place)
     elif argv[0] in ("source", "docker", "apptainer") or argv == ["python", "-m", "megatron_scalerl"]:
@@ -226,8 +219,7 @@ def product_words(command):
         return words[1:]
     if words[:3] == ["python", "-m", "megatron_scalerl"]:
         return words[3:]
-    tool = Path(words[1]).stem if words[0] == "python" else ""
-    return [DOORS[tool], *words[2:]] if tool in DOORS else []
+    return []
 
 
 def documented(words):

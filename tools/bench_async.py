@@ -15,17 +15,15 @@ JSON line with medians, quartiles and extremes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
-from tiny_run import tiny_run
+from tiny_run import tiny_run, warm_policy
 
 TARGET = 1.6
 ARMS: dict[str, dict[str, int]] = {
@@ -35,49 +33,33 @@ ARMS: dict[str, dict[str, int]] = {
     "k0, threads: trainer 2, engine 1": {"k": 0, "trainer": 2, "engine": 1},
 }
 ASYNCHRONOUS, *SYNCHRONOUS = ARMS
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--tiny", default="runs/tiny_1")
-    p.add_argument("--steps", type=int, default=16)
-    p.add_argument("--skip", type=int, default=6, help="steps left out: the pipeline fills")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--out", default="runs/bench_async.jsonl", help="the runs, one JSON line each")
-    return p
+parser = harness.benchmark(
+    __doc__,
+    tiny="runs/tiny_1",
+    steps=16,
+    skip=(6, "steps left out: the pipeline fills"),
+    rounds=5,
+    out=(Path("runs/bench_async.jsonl"), "the runs, one JSON line each"),
+)
 
 
 def main() -> None:
     """Measure what is missing and print."""
-    a = parser().parse_args()
-    if not Path(a.tiny, "policy", "config.json").is_file():
-        message = f"--tiny: expected a folder with a warm policy, found {a.tiny}; run examples/quickstart.sh"
-        parser().exit(2, f"{message}\n")
-    settings = {"tiny": str(Path(a.tiny).resolve()), "steps": a.steps, "skip": a.skip, "machine": machine()}
-    out = Path(a.out)
-    rows = read(out, settings)
-    for number, arm in order(a.rounds):
+    o = parser().parse_args()
+    tiny = warm_policy(o.tiny)
+    settings = {"tiny": str(tiny.resolve()), "steps": o.steps, "skip": o.skip}
+    settings["machine"] = f"{harness.processor()}, {os.cpu_count()} cores"
+    rows = read(o.out, settings)
+    for number, arm in harness.turns(list(ARMS), o.rounds):
         if (number, arm) not in rows:
             load = os.getloadavg()[0]
-            seconds = step_seconds(Path(a.tiny), ARMS[arm], a.steps, a.skip)
+            seconds = step_seconds(tiny, ARMS[arm], o.steps, o.skip)
             row = {"round": number, "arm": arm, "seconds": seconds, "load_average": load, **settings}
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with open(out, "a", encoding="utf8") as file:
+            o.out.parent.mkdir(parents=True, exist_ok=True)
+            with o.out.open("a", encoding="utf8") as file:
                 file.write(json.dumps(row) + "\n")
             rows[number, arm] = row
-    print(json.dumps(summary(rows, a.rounds) | settings))
-
-
-def machine() -> str:
-    """Processor and cores."""
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def order(rounds: int) -> list[tuple[int, str]]:
-    """(round, arm) of all runs: each round begins with the next arm."""
-    arms = list(ARMS)
-    return [(n, arm) for n in range(rounds) for arm in (*arms[n % len(arms) :], *arms[: n % len(arms)])]
+    harness.report(o, summary(rows, o.rounds) | settings)
 
 
 def read(out: Path, settings: dict[str, Any]) -> dict[tuple[int, str], dict[str, Any]]:
@@ -110,25 +92,20 @@ def read(out: Path, settings: dict[str, Any]) -> dict[tuple[int, str], dict[str,
 def summary(rows: dict[tuple[int, str], dict[str, Any]], rounds: int) -> dict[str, Any]:
     """Ratio, its spread over rounds, and the spread of every arm."""
     seconds = {arm: [rows[n, arm]["seconds"] for n in range(rounds)] for arm in ARMS}
-    best = min(SYNCHRONOUS, key=lambda arm: statistics.median(seconds[arm]))
-    ratios = [slow / fast for slow, fast in zip(seconds[best], seconds[ASYNCHRONOUS])]
+    best = min(SYNCHRONOUS, key=harness.medians(seconds).__getitem__)
+    ratios = harness.paired(seconds[best], seconds[ASYNCHRONOUS])
     return {
         "bench": "async",
-        "ratio": spread(ratios),
+        "ratio": harness.spread(ratios),
         "target": TARGET,
         "k0_best": best,
         "rounds": rounds,
         "ratio_of_each_round": [round(ratio, 3) for ratio in ratios],
-        "steps_per_hour": {arm: spread([3600 / value for value in values]) for arm, values in seconds.items()},
-        "load_average": spread([row["load_average"] for row in rows.values()]),
+        "steps_per_hour": {
+            arm: harness.spread([3600 / value for value in values]) for arm, values in seconds.items()
+        },
+        "load_average": harness.spread([row["load_average"] for row in rows.values()]),
     }
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, quartiles and extremes."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    found = {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values)}
-    return {name: round(value, 3) for name, value in found.items()}
 
 
 def step_seconds(tiny: Path, setting: dict[str, int], steps: int, skip: int) -> float:

@@ -1,17 +1,16 @@
 """For how long a checkpoint stops the trainer: written at once, and from a copy during the next steps.
 
-    python tools/bench_checkpoint.py [--rounds 5] [--samples 8] [--threads 1] [--policy FOLDER] [--folder FOLDER]
+    python tools/bench_checkpoint.py [--rounds 5] [--samples 8] [--threads 1] [--folder FOLDER]
 
 One rank trains in bf16 with fp32 main weights. A round saves at once, saves asynchronously and makes steps until that
 checkpoint can be committed, and makes as many steps beside nothing. `copy` is one copy of as many bytes as the
-checkpoint has, into memory that is there: the bound. Without --policy a Llama of 134M parameters with random
-weights; --folder is on the disk to write to. Prints one JSON line with medians of the rounds.
+checkpoint has, into memory that is there: the bound. The policy is a Llama of 134M parameters with random weights;
+--folder is on the disk to write to. Prints one JSON line with medians of the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import tempfile
@@ -21,32 +20,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
+from harness import seconds_of
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--samples", type=int, default=8)
-    p.add_argument("--threads", type=int, default=1)
-    p.add_argument("--policy", help="Hugging Face folder")
-    p.add_argument("--folder", help="where checkpoints are written; without it a temporary folder")
-    return p
-
+parser = harness.benchmark(
+    __doc__,
+    rounds=5,
+    samples=8,
+    threads=1,
+    folder=(str, "where checkpoints are written; without it a temporary folder"),
+)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
     import torch
-    from bench_step import draw_samples, machine
-    from weight_density import random_llama
+    from random_inputs import LLAMA_134M, random_llama, random_samples, recipe_of
 
     from megatron_scalerl.batching.packing import pack
-    from megatron_scalerl.models import family, read_hf_config
     from megatron_scalerl.processes.child_process import end_with
-    from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.trainer.checkpoint import AsyncSave, save
     from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import Trainer, make_trainer
@@ -55,8 +49,8 @@ with explained():
 class Steps:
     """Optimizer steps on batches of random tokens."""
 
-    def __init__(self, trainer: Trainer, vocab_size: int, samples: int) -> None:
-        self._trainer, self._samples = trainer, draw_samples(samples, vocab_size)
+    def __init__(self, trainer: Trainer, samples: int) -> None:
+        self._trainer, self._samples = trainer, random_samples(samples, (24, 88), LLAMA_134M["vocab"])
 
     def one(self) -> None:
         """Make the next step."""
@@ -65,13 +59,6 @@ class Steps:
             self._samples, step=step, dp_size=1, micro_batch_tokens=1024, pad_multiple=1, policy_version=step - 1
         )
         self._trainer.step(batch)
-
-
-def seconds_of(work: Callable[[], Any]) -> float:
-    """Wall seconds of a call."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 def size_of(trainer: Trainer, folder: Path) -> int:
@@ -106,43 +93,38 @@ def one_round(trainer: Trainer, steps: Steps, folder: Path, copy: Callable[[], A
 
 def measure(options: argparse.Namespace, policy: str, folder: Path) -> dict[str, Any]:
     """Medians over the rounds."""
-    recipe = Recipe.model_validate(
-        {
-            "name": "bench_checkpoint",
-            "steps": 1,
-            "policy": {"path": policy, "dtype": "bfloat16"},
-            "prompts": {"path": "none.jsonl"},
-            "optimizer": {"lr": 1e-5, "warmup_steps": 0},
-            "trainer": {"threads": options.threads, "micro_batch_tokens": 1024},
-        }
+    recipe = recipe_of(
+        policy,
+        dtype="bfloat16",
+        optimizer={"lr": 1e-5, "warmup_steps": 0},
+        trainer={"threads": options.threads, "micro_batch_tokens": 1024},
     )
     trainer = make_trainer(recipe, init_parallel(recipe))
-    steps = Steps(trainer, family(read_hf_config(policy)).vocab_size, options.samples)
+    steps = Steps(trainer, options.samples)
     steps.one()  # makes the optimizer's state
     size = size_of(trainer, folder)
     here, there = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    rounds = [one_round(trainer, steps, folder, lambda: there.copy_(here)) for _ in range(options.rounds + 1)]
-    del rounds[0]  # allocates
-    found = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    arm = partial(one_round, trainer, steps, folder, lambda: there.copy_(here))
+    rounds = harness.columns(harness.in_rounds({"checkpoint": arm}, options.rounds)["checkpoint"])
+    found = harness.medians(rounds)
     return {
         "bench": "checkpoint",
         "stopped_over_at_once": round(found["stopped"] / found["at_once"], 4),
         "stopped_over_copy": round(found["stopped"] / found["copy"], 3),
         "step_beside_over_alone": round(found["step_beside"] / found["step_alone"], 3),
         "bytes": size,
-        **{name: round(value, 4) for name, value in found.items()},
-        "spread": {name: [round(f(each[name] for each in rounds), 4) for f in (min, max)] for name in rounds[0]},
-        "rounds": options.rounds,
-        "threads": options.threads,
-        "machine": machine(),
+        **harness.rounded(found),
+        "spread": harness.extremes(rounds),
+        **harness.asked(options, "rounds", "threads"),
+        "machine": harness.machine(),
     }
 
 
 def main(options: argparse.Namespace) -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        policy = options.policy or random_llama(str(Path(folder) / "policy"))
-        print(json.dumps(measure(options, policy, Path(folder))))
+        policy = random_llama(Path(folder) / "policy", **LLAMA_134M)
+        harness.report(options, measure(options, policy, Path(folder)))
 
 
 if __name__ == "__main__":

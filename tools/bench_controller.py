@@ -10,7 +10,7 @@ limit.
 
 Lag of the event loop: a timer every 5 ms; where the loop stands still, each tick that it missed counts with its own
 delay. Figures are taken after --warm-up, over at least --seconds seconds from the end of a step to that of another: a
-token counts when it was trained on. Prints a table; --json writes it to a file.
+token counts when it was trained on. Prints a table.
 """
 
 from __future__ import annotations
@@ -20,38 +20,35 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
-from process_figures import Lag, open_sockets, peak_mib, processor_s
+from process_figures import Lag, open_sockets, processor_s
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--engines", type=int, default=20)
-    p.add_argument("--in-flight", type=int, default=2048, help="completions, rounded up to whole groups per engine")
-    p.add_argument("--tokens", type=int, default=14336, help="of a completion; at least 2,400")
-    p.add_argument("--delay", type=float, default=30.0, help="mean seconds of a completion")
-    p.add_argument("--warm-up", type=float, default=60.0, help="seconds before the measurement")
-    p.add_argument("--seconds", type=float, default=60.0, help="of the measurement")
-    p.add_argument("--decoders", type=int, default=None, help="rollouts.decoders")
-    p.add_argument("--groups-per-batch", type=int, default=16)
-    p.add_argument("--step-seconds", type=float, default=0.0, help="of the stand-in trainer, for every step")
-    p.add_argument("--tokens-per-gpu", type=float, default=1242.0, help="tokens/s per GPU of a run, for the last row")
-    p.add_argument("--profile", metavar="FILE", help="write a profile of the controller's main thread (cProfile)")
-    p.add_argument("--json", metavar="FILE")
-    return p
-
+parser = harness.benchmark(
+    __doc__,
+    engines=20,
+    in_flight=(2048, "completions, rounded up to whole groups per engine"),
+    tokens=(14336, "of a completion; at least 2,400"),
+    delay=(30.0, "mean seconds of a completion"),
+    warm_up=(60.0, "seconds before the measurement"),
+    seconds=(60.0, "of the measurement"),
+    decoders=(int, "rollouts.decoders"),
+    groups_per_batch=16,
+    step_seconds=(0.0, "of the stand-in trainer, for every step"),
+)
+TOKENS_PER_GPU = 1242
+"""Tokens/s of a run (docs/measurements.md), for the last row."""
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
@@ -60,10 +57,8 @@ TOOLS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TOOLS.parent / "tests"))
 
 with explained():
-    import msgspec
     from fakes.sync import StandInProbe, StandInSync
     from rich.console import Console
-    from rich.table import Table
     from stand_in_trainer import INFO
 
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -167,85 +162,110 @@ async def trainer_of(folder: Path, step_seconds: float) -> AsyncIterator[tuple[T
 def prompts() -> PromptSet:
     """More prompts than a run draws."""
     made = (Prompt(prompt_id=f"p{i}", text=str(i), answer="0", token_ids=(1,) * 100) for i in range(10**5))
-    return PromptSet(training=tuple(made), held_out=(), report=None)  # type: ignore[arg-type]
+    return PromptSet(training=tuple(made), held_out=(), report=None)
 
 
-async def measure(folder: Path, o: argparse.Namespace) -> dict[str, Any]:
-    """Run the controller and observe it."""
-    recipe = recipe_for(folder, o)
+@dataclass
+class Running:
+    """A controller at work on stand-ins."""
+
+    task: asyncio.Task[str]
+    folder: Path
+    """Of its run."""
+    clients: list[EngineClient]
+    sync: StandInSync
+    ledger: Ledger
+    pids: dict[str, list[int]]
+
+    async def step(self, limit_s: float) -> None:
+        """Wait for the end of the next optimizer step."""
+        self.sync.published.clear()
+        published = asyncio.create_task(self.sync.published.wait())
+        done, _ = await asyncio.wait({self.task, published}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if self.task in done:
+            raise RuntimeError(f"the controller ended: {self.task.result()}")
+        if not done:
+            published.cancel()
+            raise RuntimeError(f"expected a step within {limit_s:g} s, found none")
+
+    async def elapse(self, seconds: float) -> None:
+        """Wait, unless the controller ends; then for the end of a step."""
+        done, _ = await asyncio.wait({self.task}, timeout=seconds)
+        if done:
+            raise RuntimeError(f"the controller ended: {self.task.result()}")
+        await self.step(max(10 * seconds, 60))
+
+
+@contextlib.asynccontextmanager
+async def controller_of(folder: Path, recipe: Recipe, prompts: PromptSet, o: argparse.Namespace, **more: Any) -> Any:
+    """A `Running` controller until the block is left. more: of its arguments, as functions of the run's folder."""
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder / "policy")
     allow_open_files(recipe)
     async with contextlib.AsyncExitStack() as stack:
         run = stack.enter_context(contextlib.closing(RunFolder(recipe)))
         urls, engine_pids = stack.enter_context(stand_in_engines(o))
-        clients = []
-        for index, url in enumerate(urls):
-            client = EngineClient(url=url, secret="bench", name=f"engine-{index}")
-            clients.append(await stack.enter_async_context(client))
+        made = [EngineClient(url=url, secret="bench", name=f"engine-{index}") for index, url in enumerate(urls)]
+        clients = [await stack.enter_async_context(client) for client in made]
         verifier = await stack.enter_async_context(VerifierPool(recipe.rewards))
         plans = Plans(recipe, tokenizer)
-        decoders = DecoderPool(recipe, tokenizer, plans, logs=folder)
-        await stack.enter_async_context(decoders)
+        decoders = await stack.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=folder))
         trainer, trainer_pid = await stack.enter_async_context(trainer_of(folder, o.step_seconds))
-        start = resume_point(run.path)
-        ledger = stack.enter_context(
-            contextlib.closing(Ledger(run.path / "ledger.jsonl", "device_hours", incarnation="local.0"))
-        )
-        meter = Meter(ledger, Devices(unit="device_hours", trainer=1, engine=o.engines), start)
+        start, devices = resume_point(run.path), Devices(unit="device_hours", trainer=1, engine=o.engines)
+        ledger = Ledger(run.path / "ledger.jsonl", "device_hours", incarnation="local.0")
+        stack.enter_context(contextlib.closing(ledger))
+        meter = Meter(ledger, devices, start)
         await stack.enter_async_context(metering(meter))
         engines = Membership.of(clients, version=None)
         sync = StandInSync(engines)
-        devices = Devices(unit="device_hours", trainer=1, engine=o.engines)
         controller = Controller(
             recipe=recipe,
-            prompts=prompts(),
+            prompts=prompts,
             folder=run,
             fleet=Fleet(trainer=trainer, info=INFO, engines=engines, devices=devices),
             start=start,
             history=read_history(run.path),
             sampler=Sampler(plans, decoders=decoders, verifier=verifier),
-            sync=sync,  # type: ignore[arg-type]
-            probe=StandInProbe(),  # type: ignore[arg-type]
+            sync=sync,
+            probe=StandInProbe(),
             meter=meter,
             progress=Progress(Console(file=open(os.devnull, "w")), recipe.steps),  # noqa: SIM115
             saving=SaveAndExit(),
+            **{name: make(run.path) for name, make in more.items()},
         )
-        running = asyncio.create_task(controller.run())
+        task = asyncio.create_task(controller.run())
         pids = {"engines": engine_pids, "trainer": [trainer_pid], "decoders": decoders.pids}
         try:
-            found = await observe(running, pids, clients, sync, o)
+            yield Running(task=task, folder=run.path, clients=clients, sync=sync, ledger=ledger, pids=pids)
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-        rows = read_jsonl(run.path / "metrics.jsonl")[-found["steps"] :]
-        waits = ("wait_for_batch_seconds", "send_seconds", "step_seconds")
-        return found | {name: round(statistics.fmean(row[name] for row in rows), 4) for name in waits}
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
-async def observe(
-    running: asyncio.Task[str],
-    pids: dict[str, list[int]],
-    clients: Sequence[EngineClient],
-    sync: StandInSync,
-    o: argparse.Namespace,
-) -> dict[str, Any]:
+async def measure(folder: Path, o: argparse.Namespace) -> dict[str, Any]:
+    """Run the controller and observe it."""
+    async with controller_of(folder, recipe_for(folder, o), prompts(), o) as running:
+        found = await observe(running, o)
+        rows = read_jsonl(running.folder / "metrics.jsonl")[-found["steps"] :]
+    waits = ("wait_for_batch_seconds", "send_seconds", "step_seconds")
+    return found | {name: round(statistics.fmean(row[name] for row in rows), 4) for name in waits}
+
+
+async def observe(running: Running, o: argparse.Namespace) -> dict[str, Any]:
     """The figures between two steps that are at least --seconds apart, after --warm-up."""
-    await elapse(running, o.warm_up)
-    await step(running, sync, 10 * o.seconds)
+    await running.elapse(o.warm_up)
     lag = Lag()
     watch = asyncio.create_task(lag.watch())
-    pids = {"controller": [os.getpid()], **pids}
-    begin, steps, received = time.monotonic(), sync.steps, sum(c.received_tokens for c in clients)
+    pids, clients = {"controller": [os.getpid()], **running.pids}, running.clients
+    begin, steps, received = time.monotonic(), running.sync.steps, sum(c.received_tokens for c in clients)
     used = {name: processor_s(group) for name, group in pids.items()}
-    with profiled(o.profile):
-        await elapse(running, o.seconds)
-        await step(running, sync, 10 * o.seconds)
-    seconds, steps = time.monotonic() - begin, sync.steps - steps
+    await running.elapse(o.seconds)
+    seconds, steps = time.monotonic() - begin, running.sync.steps - steps
     used = {name: processor_s(group) - used[name] for name, group in pids.items()}
     received = sum(c.received_tokens for c in clients) - received
     watch.cancel()
     tokens = steps * o.groups_per_batch * GROUP * o.tokens
+    peaks = {name: [harness.memory_of("VmHWM", pid) >> 20 for pid in group] for name, group in pids.items()}
     return {
         "tokens_per_s": round(tokens / seconds),
         "received_tokens_per_s": round(received / seconds),
@@ -253,73 +273,36 @@ async def observe(
         "steps": steps,
         "processors": {name: round(value / seconds, 2) for name, value in used.items()},
         "processor_us_per_token": {name: round(1e6 * value / tokens, 2) for name, value in used.items()},
-        "peak_mib": {
-            "controller": round(peak_mib(os.getpid())),
-            "a decoder": round(max(map(peak_mib, pids["decoders"]), default=0)),
-        },
+        "peak_mib": {"controller": peaks["controller"][0], "a decoder": max(peaks["decoders"], default=0)},
         "sockets": open_sockets(),
         "requests": sum(c.in_flight for c in clients),
-        "gpus": round(tokens / seconds / o.tokens_per_gpu),
+        "gpus": round(tokens / seconds / TOKENS_PER_GPU),
         "seconds": round(seconds, 1),
-        "load_average": os.getloadavg()[0],
     }
 
 
-async def step(running: asyncio.Task[str], sync: StandInSync, limit_s: float) -> None:
-    """Wait for the end of the next optimizer step."""
-    sync.published.clear()
-    published = asyncio.create_task(sync.published.wait())
-    done, _ = await asyncio.wait({running, published}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-    if running in done:
-        raise RuntimeError(f"the controller ended: {running.result()}")
-    if not done:
-        published.cancel()
-        raise RuntimeError(f"expected a step within {limit_s:g} s, found none")
-
-
-async def elapse(running: asyncio.Task[str], seconds: float) -> None:
-    """Wait, unless the controller ends."""
-    done, _ = await asyncio.wait({running}, timeout=seconds)
-    if done:
-        raise RuntimeError(f"the controller ended: {running.result()}")
-
-
-@contextlib.contextmanager
-def profiled(file: str | None) -> Iterator[None]:
-    """Write a profile of this thread."""
-    if file is None:
-        yield
-        return
-    import cProfile
-
-    profile = cProfile.Profile()
-    profile.enable()
-    yield
-    profile.disable()
-    profile.dump_stats(file)
-
-
-def table(found: dict[str, Any], o: argparse.Namespace) -> Table:
+def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
     """The figures for people."""
-    shown = Table(title=f"{o.in_flight} completions of {o.tokens} tokens in flight over {o.engines} stand-in engines")
-    shown.add_column("what")
-    shown.add_column("figure", justify="right")
-    shown.add_row("tokens/s through one controller (target 400,000)", f"{found['tokens_per_s']:,}")
-    shown.add_row("lag of the event loop, p50 (ms)", f"{found['lag_ms']['p50']:.1f}")
-    shown.add_row("  p99 (target 50)", f"{found['lag_ms']['p99']:.1f}")
-    shown.add_row("  max", f"{found['lag_ms']['max']:.1f}")
-    for name, share in found["processors"].items():
-        per_token = found["processor_us_per_token"][name]
-        shown.add_row(f"processors used by {name}", f"{share:.2f} ({per_token:.2f} us a token)")
-    shown.add_row("peak resident set, controller (MiB)", f"{found['peak_mib']['controller']:,}")
-    shown.add_row("  a decoder", f"{found['peak_mib']['a decoder']:,}")
-    shown.add_row("open sockets", f"{found['sockets']:,}")
-    shown.add_row("optimizer steps", f"{found['steps']:,}")
-    shown.add_row("  seconds of each", f"{found['step_seconds']:.3f}")
-    shown.add_row("  trainer waits for a batch", f"{found['wait_for_batch_seconds']:.3f}")
-    shown.add_row("  trainer waits while it is planned and sent", f"{found['send_seconds']:.3f}")
-    shown.add_row(f"GPUs that this feeds, at {o.tokens_per_gpu:,.0f} tokens/s per GPU", f"{found['gpus']:,}")
-    return shown
+    lag, peaks = found["lag_ms"], found["peak_mib"]
+    processors = [
+        (f"processors used by {name}", f"{share:.2f} ({found['processor_us_per_token'][name]:.2f} us a token)")
+        for name, share in found["processors"].items()
+    ]
+    return [
+        ("tokens/s through one controller (target 400,000)", f"{found['tokens_per_s']:,}"),
+        ("lag of the event loop, p50 (ms)", f"{lag['p50']:.1f}"),
+        ("  p99 (target 50)", f"{lag['p99']:.1f}"),
+        ("  max", f"{lag['max']:.1f}"),
+        *processors,
+        ("peak resident set, controller (MiB)", f"{peaks['controller']:,}"),
+        ("  a decoder", f"{peaks['a decoder']:,}"),
+        ("open sockets", f"{found['sockets']:,}"),
+        ("optimizer steps", f"{found['steps']:,}"),
+        ("  seconds of each", f"{found['step_seconds']:.3f}"),
+        ("  trainer waits for a batch", f"{found['wait_for_batch_seconds']:.3f}"),
+        ("  trainer waits while it is planned and sent", f"{found['send_seconds']:.3f}"),
+        (f"GPUs that this feeds, at {TOKENS_PER_GPU:,} tokens/s per GPU", f"{found['gpus']:,}"),
+    ]
 
 
 def main(o: argparse.Namespace) -> None:
@@ -327,15 +310,10 @@ def main(o: argparse.Namespace) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(Path(folder), o))
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    found |= {
-        "bench": "controller",
-        "options": {k: v for k, v in vars(o).items() if v is not None},
-        "machine": machine,
-    }
-    Console().print(table(found, o))
-    if o.json:
-        Path(o.json).write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+    title = f"{o.in_flight} completions of {o.tokens} tokens in flight over {o.engines} stand-in engines"
+    harness.table(("what", "figure"), rows_of(found), title)
+    more = {"bench": "controller", "options": harness.asked(o), "machine": harness.machine()}
+    harness.report(o, found | more, shown=False)
 
 
 if __name__ == "__main__":

@@ -15,74 +15,68 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--kind", choices=("dense", "moe"), default="dense")
-    p.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint")
-    p.add_argument("--processes", type=int, default=2)
-    p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
-    p.add_argument("--json", type=Path, help="write the figures here")
-    return p
-
+parser = harness.benchmark(
+    __doc__,
+    kind=["dense", "moe"],
+    gib=(2.0, "size of the checkpoint"),
+    processes=2,
+    rounds=3,
+    folder=(str, "where to work (default: a temporary folder)"),
+    write=(str, argparse.SUPPRESS),
+    bytes=(int, argparse.SUPPRESS),
+)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
-    import numpy as np
     from rich.console import Console
 
     from megatron_scalerl.checkpoints.conversion import Options
-    from megatron_scalerl.checkpoints.hf_folder import INDEX
 
 # The rest of the package comes where it is used: workers import this file again, and need no torch.
 
 TARGET = 0.40
 """Conversion throughput over that of cp."""
 SLACK_BYTES = 1 << 30
-_SHARD_BYTES = 1 << 30
 _SAMPLE_SECONDS = 0.01
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure and print; 0 where both targets are met, 1 otherwise."""
     console = Console(soft_wrap=True)
+    if arguments.write:  # in a process of its own, as this one's memory is measured
+        print(json.dumps(write_checkpoint(arguments.write, arguments.kind, arguments.bytes)))
+        return 0
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="bench_convert_") as folder:
         source = Path(folder) / "hugging_face"
-        nbytes, largest = make_checkpoint(source, arguments.kind, round(arguments.gib * 2**30))
+        size = str(round(arguments.gib * 2**30))
+        written = harness.child(__file__, "--kind", arguments.kind, "--write", str(source), "--bytes", size)
+        nbytes, largest = written["nbytes"], written["largest"]
         console.print(
             f"{arguments.kind}: {nbytes / 2**30:.2f} GiB of bf16, largest tensor {largest / 2**20:.0f} MiB, "
             f"{arguments.processes} processes, {os.cpu_count()} cores",
             highlight=False,
         )
         figures = measure(source, nbytes, largest, arguments.rounds, arguments.processes, console)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**vars_of(arguments), **figures}, indent=1) + "\n")
+    asked = harness.asked(arguments, "kind", "gib", "processes", "rounds")
+    harness.report(arguments, {"bench": "convert", **asked, **figures}, shown=False)
     return 0 if show(figures, console) else 1
-
-
-def vars_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was asked for, as JSON."""
-    asked = {name: getattr(arguments, name) for name in ("kind", "gib", "processes", "rounds")}
-    return dict(bench="convert", **asked)
 
 
 def measure(source: Path, nbytes: int, largest: int, rounds: int, processes: int, console: Console) -> dict[str, Any]:
@@ -102,13 +96,11 @@ def measure(source: Path, nbytes: int, largest: int, rounds: int, processes: int
     seconds: dict[str, list[float]] = {name: [] for name, *_ in steps}
     peaks: dict[str, list[int]] = {}
     for _ in range(rounds):
-        for name, origin, target, step in steps:
+        for name, origin, target, step in steps:  # in this order: each needs what the one before it wrote
             settle(origin)
             with sampled_memory() as peak:
-                started = time.perf_counter()
-                step()
-                settle(target)
-                seconds[name].append(time.perf_counter() - started)
+                took = harness.seconds_of(step) + harness.seconds_of(partial(settle, target))
+            seconds[name].append(took)
             peaks[name] = [max(pair) for pair in zip(peaks.get(name, [0, 0]), peak)]
             if name.startswith("cp"):
                 shutil.rmtree(target)
@@ -116,10 +108,8 @@ def measure(source: Path, nbytes: int, largest: int, rounds: int, processes: int
         shutil.rmtree(megatron)
         shutil.rmtree(back)
         console.print("  ".join(f"{name} {found[-1]:.2f} s" for name, found in seconds.items()), highlight=False)
-    ratios = {
-        name: statistics.median(c / s for c, s in zip(seconds[cp], seconds[name]))
-        for name, cp in (("to-megatron", "cp"), ("to-hf", "cp back"))
-    }
+    pairs = (("to-megatron", "cp"), ("to-hf", "cp back"))
+    ratios = {name: statistics.median(harness.paired(seconds[cp], seconds[name])) for name, cp in pairs}
     return dict(
         nbytes=nbytes,
         largest_tensor=largest,
@@ -129,7 +119,7 @@ def measure(source: Path, nbytes: int, largest: int, rounds: int, processes: int
         peak_anonymous={name: peaks[name][0] for name in ratios},
         promised_anonymous=2 * largest + SLACK_BYTES,
         peak_workers={name: peaks[name][1] for name in ratios},
-        machine=machine(),
+        machine=harness.machine(),
     )
 
 
@@ -150,14 +140,6 @@ def show(figures: dict[str, Any], console: Console) -> bool:
     return bool(met)
 
 
-def machine() -> dict[str, Any]:
-    """What this ran on, and how busy it was."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    load = round(os.getloadavg()[0], 2)
-    return {"cpu": models[0] if models else platform.machine(), "cores": os.cpu_count(), "load_average": load}
-
-
 def settle(folder: Path) -> None:
     """Everything in the folder is on the disk and out of the page cache."""
     for path in [folder, *folder.rglob("*")]:
@@ -175,8 +157,10 @@ def sampled_memory() -> Iterator[list[int]]:
 
     def watch() -> None:
         while not stop.wait(_SAMPLE_SECONDS):
-            workers = [anonymous_bytes(child.pid) for child in multiprocessing.active_children() if child.pid]
-            peak[0] = max(peak[0], anonymous_bytes(os.getpid()), *workers)
+            workers = [
+                harness.memory_of("RssAnon", child.pid) for child in multiprocessing.active_children() if child.pid
+            ]
+            peak[0] = max(peak[0], harness.memory_of("RssAnon"), *workers)
             peak[1] = max(peak[1], *workers, 0)
 
     thread = threading.Thread(target=watch)
@@ -188,15 +172,6 @@ def sampled_memory() -> Iterator[list[int]]:
         thread.join()
 
 
-def anonymous_bytes(pid: int) -> int:
-    """RssAnon of a process, 0 for one that has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon")), 0)
-
-
 def check_same(source: Path, back: Path) -> None:
     """The round trip gave every weight file back byte for byte."""
     for path in sorted(source.glob("*.safetensors")):
@@ -204,93 +179,26 @@ def check_same(source: Path, back: Path) -> None:
         assert same, f"{path.name} came back different"
 
 
-def make_checkpoint(path: Path, kind: str, nbytes: int) -> tuple[int, int]:
-    """Write random bf16 weights of a policy of about `nbytes`; returns its bytes and those of its largest tensor."""
-    path.mkdir(parents=True)
-    config = _config(kind)
-    per_layer, rest = _bytes_of(path, config, 1)
-    config["num_hidden_layers"] = max(1, -(-(nbytes - rest) // per_layer))
-    shapes = _shapes(path, config)
-    sizes = {name: 2 * int(np.prod(shape)) for name, shape in shapes.items()}
-    files: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if filled and filled + size > _SHARD_BYTES:
-            files.append([])
-            filled = 0
-        files[-1].append(name)
-        filled += size
-    index = {}
-    for number, names in enumerate(files):
-        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        _write_random(path / file, {name: shapes[name] for name in names}, seed=number)
-        index |= dict.fromkeys(names, file)
-    total = sum(sizes.values())
-    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
-    return total, max(sizes.values())
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": dict(vocab=32000, hidden=2048, inner=8192, heads=16, groups=4, head_dim=128),
+    "moe": dict(vocab=32000, hidden=2048, inner=2048, heads=16, groups=4, head_dim=128)
+    | dict(intermediate_size_mlp=4096, num_local_experts=16, num_experts_per_tok=1, interleave_moe_layer_step=1),
+}
 
 
-def _config(kind: str) -> dict[str, Any]:
-    shared = dict(
-        vocab_size=32000,
-        hidden_size=2048,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=128,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-    if kind == "dense":
-        return dict(**shared, model_type="llama", architectures=["LlamaForCausalLM"], intermediate_size=8192)
-    return dict(
-        **shared,
-        model_type="llama4_text",
-        architectures=["Llama4ForCausalLM"],
-        intermediate_size=2048,
-        intermediate_size_mlp=4096,
-        num_local_experts=16,
-        num_experts_per_tok=1,
-        interleave_moe_layer_step=1,
-    )
+def write_checkpoint(path: str, kind: str, nbytes: int) -> dict[str, int]:
+    """Random bf16 weights of a policy of about `nbytes`; its bytes and those of its largest tensor."""
+    import torch
+    from random_inputs import random_model
 
-
-def _shapes(path: Path, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    from megatron_scalerl.models import family, read_hf_config
-
-    (path / "config.json").write_text(json.dumps(config))
-    rules = family(read_hf_config(path)).rules
-    return {name: tuple(shape) for rule in rules for name, shape in rule.hf_shapes.items()}
-
-
-def _bytes_of(path: Path, config: dict[str, Any], layers: int) -> tuple[int, int]:
-    """(bytes of one more layer, bytes of the rest)"""
-    totals = [
-        sum(2 * int(np.prod(shape)) for shape in _shapes(path, {**config, "num_hidden_layers": count}).values())
-        for count in (layers, layers + 1)
-    ]
-    return totals[1] - totals[0], 2 * totals[0] - totals[1]
-
-
-def _write_random(path: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape in shapes.items():
-        end = offset + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for shape in shapes.values():
-            left = int(np.prod(shape))
-            while left:  # random signs and mantissas, exponents that are finite
-                count = min(left, 1 << 24)
-                bits = generator.integers(0, 1 << 16, count, dtype=np.uint16)
-                file.write(((bits & 0x83FF) | 0x3C00).tobytes())
-                left -= count
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("meta"):
+        models = (random_model(kind, layers=layers, **SHAPES[kind]) for layers in (1, 2))
+        one, two = (sum(p.nbytes for p in model.parameters()) for model in models)
+    model = random_model(kind, layers=max(1, 1 - (one - nbytes) // (two - one)), **SHAPES[kind])
+    model.save_pretrained(path, max_shard_size="1GB")
+    sizes = [p.nbytes for p in model.parameters()]
+    return {"nbytes": sum(sizes), "largest": max(sizes)}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import secrets
 import tempfile
 import time
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
 
 BATCHES = (1, 64)
@@ -27,19 +27,11 @@ SHORT, LONG = 16, 144
 _KV_BYTES = 4 * 2**30
 _RELEASE_S = 5.0
 """For the driver to release the memory of an engine that has exited."""
-_SHAPES: dict[str, dict[str, int]] = {
-    "tiny": dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, head_dim=64, vocab_size=512),
-    "1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64, vocab_size=128_256),
+_SHAPES = {
+    "tiny": dict(vocab=512, hidden=512, inner=1024, layers=4, heads=8, groups=2, head_dim=64),
+    "1b": dict(vocab=128_256, hidden=2048, inner=8192, layers=16, heads=32, groups=8, head_dim=64),
 }
-_HEADS = {"tiny": (8, 2), "1b": (32, 8)}
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--assumptions", metavar="FILE", type=Path, help="write the constants for plan --assumptions FILE")
-    return p
-
+parser = harness.benchmark(__doc__, assumptions=(Path, "write the constants for plan --assumptions FILE"))
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
@@ -70,16 +62,14 @@ async def step_seconds(client: EngineClient, batch: int) -> float:
 
 def write_config(name: str, folder: Path) -> Path:
     """Config and tokenizer of a policy; vLLM makes the weights (`load_format: dummy`)."""
+    from random_inputs import llama_settings
     from transformers import LlamaConfig
 
     from megatron_scalerl.tiny.tokenizer import BOS_ID, EOS_ID, PAD_ID, save_tokenizer
 
-    heads, groups = _HEADS[name]
-    settings: dict[str, Any] = dict(num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=False)
-    settings |= dict(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, max_position_embeddings=4096)
-    LlamaConfig(**_SHAPES[name], **settings, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(
-        folder
-    )
+    settings = llama_settings(**_SHAPES[name], bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+    settings |= dict(max_position_embeddings=4096, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    LlamaConfig(**settings).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
@@ -91,29 +81,27 @@ async def measure(folder: Path) -> dict[str, Any]:
     seconds: dict[str, dict[int, float]] = {}
     freed = None
     for name in _SHAPES:
-        seconds[name], freed = await _served(name, write_config(name, folder / name))
+        seconds[name], freed = await _served(write_config(name, folder / name))
     parameters = count(load_family(folder / "1b")[0])
     figures = rates(seconds["tiny"], seconds["1b"], parameters, gpu=nvidia_smi("name") or "", freed=freed)
     return {"step_ms": {n: {b: s * 1e3 for b, s in each.items()} for n, each in seconds.items()}, **figures}
 
 
-async def _served(name: str, policy: Path) -> tuple[dict[int, float], int | None]:
+async def _served(policy: Path) -> tuple[dict[int, float], int | None]:
     """(seconds per step by batch, bytes that the GPU released when the engine had ended)."""
+    from random_inputs import recipe_of
+
     from megatron_scalerl.launch.process import EngineProcess
-    from megatron_scalerl.recipe import Recipe
 
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(BATCHES)}
     vllm = dict(max_model_len=4096, max_num_seqs=64, kv_cache_memory_bytes=_KV_BYTES, load_format="dummy")
     vllm |= dict(compilation_config=graphs, max_num_batched_tokens=4096)
-    recipe = Recipe.model_validate(
-        dict(
-            name=name,
-            steps=1,
-            policy=dict(path=str(policy), dtype="bfloat16"),
-            prompts=dict(path="none.jsonl", max_prompt_tokens=32),
-            interruption=dict(thinking_tokens=[1, 200], answer_tokens=8),
-            engine=dict(vllm=vllm, start_timeout_s=300),
-        )
+    recipe = recipe_of(
+        policy,
+        dtype="bfloat16",
+        prompts=dict(path="none.jsonl", max_prompt_tokens=32),
+        interruption=dict(thinking_tokens=[1, 200], answer_tokens=8),
+        engine=dict(vllm=vllm, start_timeout_s=300),
     )
     engine = EngineProcess.local(recipe, secret=secrets.token_hex(16), log_path=policy / "engine.log")
     try:
@@ -150,7 +138,7 @@ def main(options: argparse.Namespace) -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(Path(folder)))
-    print(json.dumps(found))
+    harness.report(options, found)
     if options.assumptions:
         measured = [Measurement(layers=None, figures=found)]
         write_constants(options.assumptions, measured, gpu=found["gpu"], source="tools/bench_decode.py")

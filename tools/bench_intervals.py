@@ -11,26 +11,18 @@ from __future__ import annotations
 
 import argparse
 
+import harness
 from checkout import explained
 
 CASES = ((30, 16, 0.3, 0.7), (30, 16, 0.1, 1.9), (60, 4, 0.5, 0.5), (500, 4, 2.0, 1.0))
 """(problems, completions of each, both parameters of the Beta distribution)"""
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--draws", type=int, default=1000)
-    return p
-
+parser = harness.benchmark(__doc__, draws=1000)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
     import numpy as np
-    from rich.console import Console
-    from rich.table import Table
     from scipy import stats
 
     from megatron_scalerl.evaluation.estimators import Counts, bootstrap_means, mean_at_k
@@ -49,20 +41,22 @@ def intervals(correct: np.ndarray, k: int, seed: int) -> dict[str, tuple[float, 
     }
 
 
-def main(draws: int) -> None:
+def main(o: argparse.Namespace) -> None:
     """The coverage and the mean width of each method in each case."""
-    random, table = np.random.default_rng(0), Table("problems, k, mean", "method", "coverage", "mean width")
+    random, rows = np.random.default_rng(0), []
     for problems, k, a, b in CASES:
         mean, covered, widths = a / (a + b), dict[str, int](), dict[str, float]()
-        for draw in range(draws):
+        for draw in range(o.draws):
             correct = random.binomial(k, random.beta(a, b, problems))
             for method, (low, high) in intervals(correct, k, draw).items():
-                covered[method] = covered.get(method, 0) + (low <= mean <= high)
-                widths[method] = widths.get(method, 0.0) + (high - low) / draws
+                covered[method] = covered.get(method, 0) + int(low <= mean <= high)
+                widths[method] = widths.get(method, 0.0) + (high - low) / o.draws
         for method, count in covered.items():
-            table.add_row(f"{problems}, {k}, {mean:.2f}", method, f"{count / draws:.3f}", f"{widths[method]:.3f}")
-    Console().print(table)
+            case = {"case": f"{problems}, {k}, {mean:.2f}", "method": method}
+            harness.report(o, case | {"coverage": count / o.draws, "width": widths[method]}, shown=False)
+            rows.append((*case.values(), f"{count / o.draws:.3f}", f"{widths[method]:.3f}"))
+    harness.table(("problems, k, mean", "method", "coverage", "mean width"), rows)
 
 
 if __name__ == "__main__":
-    main(OPTIONS.draws)
+    main(OPTIONS)

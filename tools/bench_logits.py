@@ -1,7 +1,7 @@
 """Time, memory and error of the logit projection compared with other implementations, in one run.
 
     python tools/bench_logits.py [--device cpu|gpu] [--tokens T] [--hidden H] [--vocab V] [--rounds N] [--threads N]
-                                 [--backend NAME] [--peers none] [--patience S]
+                                 [--peers none]
 
 Every contender computes the log-probs [T] of given tokens from bf16 hidden states [T, H] and a bf16 head [V, H], and
 the gradients of their sum. Prints one JSON line for the run (shape, machine, GEMM rate), one per contender, and one
@@ -29,40 +29,42 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
-import re
+import signal
 import statistics
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import harness
 from checkout import explained
 
+SIZES = ("tokens", "hidden", "vocab")
 SHAPES = {"cpu": (4096, 1024, 32768), "gpu": (16384, 4096, 128256)}
 """Tokens, hidden size and vocabulary of the targets."""
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options; without sizes those of SHAPES."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    for name, cpu, gpu in zip(("tokens", "hidden", "vocab"), *SHAPES.values()):
-        p.add_argument(f"--{name}", type=int, help=f"default {cpu}, on a GPU {gpu}")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--threads", type=int, default=os.cpu_count())
-    p.add_argument("--backend", help="of ours, only those of this backend")
-    p.add_argument("--peers", choices=("all", "none"), default="all")
-    p.add_argument("--patience", type=float, default=180.0, help="seconds of silence after which a contender failed")
-    return p
-
+FAILED, USER_ERROR = "failed", "user_error"
+"""Keys of the last event after a failure: a one-line reason, and whether it is the user's error."""
+SILENCE_S = 180.0
+"""After which a contender failed."""
+parser = harness.benchmark(
+    __doc__,
+    device=["cpu", "gpu"],
+    **{name: (int, f"default {cpu}, on a GPU {gpu}") for name, cpu, gpu in zip(SIZES, *SHAPES.values())},
+    rounds=5,
+    threads=os.cpu_count(),
+    peers=["all", "none"],
+    apart=(str, argparse.SUPPRESS),
+)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
     import torch
-    from isolated import FAILED, USER_ERROR, SendEvent, events
     from logit_contenders import Contender, contenders_on
     from logit_targets import rounded, targets
     from torch import Tensor
@@ -192,20 +194,14 @@ class Bench:
         if self.on_gpu:
             torch.accelerator.reset_peak_memory_stats()
             return torch.accelerator.memory_allocated()
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, proc_pid_clear_refs(5)
-        return _resident("VmRSS")
+        harness.reset_peak()
+        return harness.memory_of("VmRSS")
 
     def _peak(self) -> int:
-        return torch.accelerator.max_memory_allocated() if self.on_gpu else _resident("VmHWM")
+        return torch.accelerator.max_memory_allocated() if self.on_gpu else harness.memory_of("VmHWM")
 
 
-def _resident(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found[1])
-
-
-def group(options: argparse.Namespace, names: list[str], send: SendEvent) -> None:
+def group(options: argparse.Namespace, *names: str) -> None:
     """Measure these contenders in this process, in turns within each round: events at each start, then lines."""
     chosen = [contender for contender in contenders(options) if contender.name in names]
     bench = Bench(options)
@@ -214,25 +210,25 @@ def group(options: argparse.Namespace, names: list[str], send: SendEvent) -> Non
         send({"begin": contender.name})
         error = bench.error(bench.step(contender, backward=True)[2])  # and warms up
         lines[contender.name] = line_of(contender.name, "measured") | {"error": error}
-    seconds: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     bare = BareGemms(bench)
     bare.measure()
-    for _ in range(options.rounds):
-        for contender in chosen:
-            send({"begin": contender.name})
-            bare.measure()
-            for backward in (False, True):
-                taken = bench.step(contender, backward=backward)[:2]
-                seconds.setdefault((contender.name, backward), []).append(taken)
+
+    def turn(contender: Contender) -> list[tuple[float, float]]:
+        send({"begin": contender.name})
+        bare.measure()
+        return [bench.step(contender, backward=backward)[:2] for backward in (False, True)]
+
+    arms = {contender.name: partial(turn, contender) for contender in chosen}
+    taken = harness.in_rounds(arms, options.rounds, warm_up=0)
     ways = bare.tflops()
     rate = max(ways.values())
-    send({"gemm_tflops": rate, "gemm_ways_tflops": ways, "machine": machine(options.device)})
+    send({"gemm_tflops": rate, "gemm_ways_tflops": ways, "machine": machine(bench)})
     gemm = 2.0 * options.tokens * options.hidden * options.vocab / rate / 1e12
     for contender in chosen:
         send({"begin": contender.name})
         line = lines[contender.name]
-        for name, backward in (("forward", False), ("total", True)):
-            walls, busy = zip(*seconds[contender.name, backward])
+        for name, passes in zip(("forward", "total"), zip(*taken[contender.name])):
+            walls, busy = zip(*passes)
             line[f"{name}_seconds"] = statistics.median(walls)
             line[f"{name}_cpu_seconds"] = statistics.median(busy)
             line[f"{name}_spread"] = [min(walls), max(walls)]
@@ -244,7 +240,7 @@ def group(options: argparse.Namespace, names: list[str], send: SendEvent) -> Non
         send({"line": line | (bench.peak_extra(contender) if bench.on_gpu else {})})
 
 
-def memory(options: argparse.Namespace, name: str, send: SendEvent) -> None:
+def memory(options: argparse.Namespace, name: str) -> None:
     """`Bench.peak_extra` of one contender in this process, which has done nothing else."""
     [contender] = [c for c in contenders(options) if c.name == name]
     send(Bench(options).peak_extra(contender))
@@ -252,7 +248,7 @@ def memory(options: argparse.Namespace, name: str, send: SendEvent) -> None:
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
     """Who takes part: ours, the naive paths, peers."""
-    found = contenders_on(options.device, backend=options.backend)
+    found = contenders_on(options.device)
     return [contender for contender in found if options.peers == "all" or not contender.peer]
 
 
@@ -260,10 +256,35 @@ def line_of(name: str, status: str) -> dict[str, Any]:
     return {"bench": "logits", "contender": name, "status": status}
 
 
-def apart(options: argparse.Namespace, work: Callable[..., None], what: Any) -> Iterator[dict[str, Any]]:
-    """The events of `work` in a separate process, which is not forked where a GPU driver is loaded."""
-    start: Any = "spawn" if options.device == "gpu" else "fork"
-    return events(work, options, what, start=start, silence_timeout_s=options.patience)
+def send(event: dict[str, Any]) -> None:
+    """Tell the parent process."""
+    print(json.dumps(event), flush=True)
+
+
+def apart(options: argparse.Namespace, work: Callable[..., None], names: list[str]) -> Iterator[dict[str, Any]]:
+    """The events of `group` or `memory` in a process of its own, and {FAILED: why} if it ends in any other way.
+
+    It is killed, by SIGKILL, where it sends nothing for SILENCE_S.
+    """
+    asked = {**harness.asked(options), "apart": json.dumps([work.__name__, *names])}
+    words = [f"--{name}={value}" for name, value in asked.items()]
+    with tempfile.TemporaryFile("w+") as errors:
+        command = [sys.executable, __file__, *words]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        assert child.stdout is not None
+        line = "begin"
+        while line:
+            limit = threading.Timer(SILENCE_S, os.killpg, (child.pid, signal.SIGKILL))
+            limit.start()
+            line = child.stdout.readline()
+            limit.cancel()
+            if line.startswith("{"):
+                yield json.loads(line)
+        if code := child.wait():
+            errors.seek(0)
+            said = [text.strip() for text in errors if text.strip()] or ["no message"]
+            how = f"its process was ended by {signal.Signals(-code).name}" if code < 0 else said[-1][:200]
+            yield {FAILED: how, USER_ERROR: code == 2}
 
 
 def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -290,37 +311,42 @@ def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, A
         lines |= {name: line_of(name, f"failed: {why}") for name in blamed}
     for line in lines.values():
         if options.device == "cpu" and line["status"] == "measured":
-            for event in apart(options, memory, line["contender"]):
+            for event in apart(options, memory, [line["contender"]]):
                 line |= {"status": f"failed: {event[FAILED]}"} if FAILED in event else event
     return head, [rounded(lines[name]) for name in names]
 
 
-def machine(device: str) -> dict[str, Any]:
+def machine(bench: Bench) -> dict[str, Any]:
     """What this ran on, and how busy it was."""
-    info = Path("/proc/cpuinfo")
-    model = re.search(r"^model name\s*: (.*)$", info.read_text() if info.is_file() else "", re.MULTILINE)
-    found: dict[str, Any] = {"cpu": model[1] if model else platform.machine(), "cores": os.cpu_count()}
-    if device == "gpu":
-        found["gpu"] = torch.get_device_module(torch.accelerator.current_accelerator()).get_device_name()
-    return {**found, "load_average": round(os.getloadavg()[0], 2), "torch": torch.__version__}
+    gpu = {"gpu": torch.get_device_module(bench.device).get_device_name()} if bench.on_gpu else {}
+    return harness.machine() | gpu
 
 
 def main(options: argparse.Namespace) -> None:
-    for name, default in zip(("tokens", "hidden", "vocab"), SHAPES[options.device]):
+    """Measure all contenders and print."""
+    for name, default in zip(SIZES, SHAPES[options.device]):
         setattr(options, name, getattr(options, name) or default)
+    if options.apart:
+        work, *names = json.loads(options.apart)
+        try:
+            {"group": group, "memory": memory}[work](options, *names)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)
+        return
     everybody = contenders(options)
     try:
         head, lines = measured(options, [c.name for c in everybody if not c.peer])
     except (ValueError, RuntimeError) as error:
         parser().exit(2 if isinstance(error, ValueError) else 1, f"bench_logits: {error}\n")
-    shape = {name: getattr(options, name) for name in ("device", "rounds", "tokens", "hidden", "vocab", "threads")}
+    shape = harness.asked(options, "device", "rounds", *SIZES, "threads")
     for line in ({"bench": "logits", "dtype": "bfloat16", **shape, **rounded(head)}, *lines):
-        print(json.dumps(line), flush=True)
+        harness.report(options, line)
     for contender in everybody:
         if contender.peer:
             lines.append(peer_line(options, contender))
-            print(json.dumps(lines[-1]), flush=True)
-    print(json.dumps({"bench": "logits", "targets": targets(lines, options.device)}))
+            harness.report(options, lines[-1])
+    harness.report(options, {"bench": "logits", "targets": targets(lines, options.device)})
 
 
 def peer_line(options: argparse.Namespace, contender: Contender) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """Seconds and memory of `megatron-scalerl watch` on a large run, and the size of the page as one file.
 
-    python tools/bench_page.py [--steps 1000] [--groups 10] [--group-size 10] [--tokens 400] [--keep FOLDER]
+    python tools/bench_page.py [--steps 1000] [--groups 10] [--group-size 10] [--tokens 400]
 
 Writes a synthetic run with the journal, store, metrics and ledger of a real one, starts `watch` on it, and asks as a
-browser does: the page, the groups of a step, a group, a completion. Prints one JSON line. --keep leaves the run in a
-new folder.
+browser does: the page, the groups of a step, a group, a completion. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -12,45 +11,42 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
-import re
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--steps", type=int, default=1000)
-    p.add_argument("--groups", type=int, default=10, help="groups of a step")
-    p.add_argument("--group-size", type=int, default=10, help="completions of a group")
-    p.add_argument("--tokens", type=int, default=400, help="tokens of a completion")
-    p.add_argument("--keep", type=Path, metavar="FOLDER", help="write the run here and keep it")
-    return p
-
+parser = harness.benchmark(
+    __doc__,
+    steps=1000,
+    groups=(10, "groups of a step"),
+    group_size=(10, "completions of a group"),
+    tokens=(400, "tokens of a completion"),
+)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take a second
 
 with explained():
     import numpy as np
+    from random_inputs import group_of, random_completion
 
-    from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of, write
+    from megatron_scalerl.batching.rollout_bytes import write
     from megatron_scalerl.controller.ledger import Ledger
     from megatron_scalerl.controller.metrics import Metrics
     from megatron_scalerl.page.static_page import write_page
     from megatron_scalerl.rollouts.history import BatchRecord
     from megatron_scalerl.rollouts.journal import Journal
     from megatron_scalerl.tiny.tokenizer import TOKENS, save_tokenizer
-    from megatron_scalerl.types import PassRate, Prompt, RolloutGroup, Score
+    from megatron_scalerl.types import PassRate, Prompt, RolloutGroup
 
 COLUMNS = (
     *("reward", "train_pass_rate", "entropy", "mismatch_mean", "truncated_share", "interrupted_share"),
@@ -63,30 +59,10 @@ COLUMNS = (
 
 def group(number: int, version: int, options: argparse.Namespace, rng: Any) -> tuple[RolloutGroup, list[bytes]]:
     """A group of random completions, and their bytes."""
-    size, length = options.group_size, options.tokens
-    arrays = [
-        RolloutArrays(
-            token_ids=rng.integers(6, len(TOKENS), length).astype("<u4"),
-            rollout_logprobs=-rng.exponential(0.3, length).astype("<f4"),
-            policy_versions=np.full(length, version),
-            loss_mask=np.ones(length, dtype=bool),
-            interrupted=False,
-            truncated=False,
-            thinking_cut=0,
-            seed=seed,
-        )
-        for seed in range(size)
-    ]
-    right = rng.random(size) < 0.5
-    made = RolloutGroup(
-        group_id=number,
-        prompt=Prompt(prompt_id=f"p{number}", text="", answer="4", token_ids=(1, 6, 16, 9, 3)),
-        completions=tuple(map(facts_of, arrays)),
-        positions=tuple(range(size)),
-        scores=tuple(Score(correct=bool(each), reward=1.0 if each else -1.0) for each in right),
-        first_token_version=version,
-        epoch=0,
-    )
+    size, ids = options.group_size, (6, len(TOKENS))
+    arrays = [random_completion(rng, options.tokens, ids=ids, version=version, seed=seed) for seed in range(size)]
+    prompt = Prompt(prompt_id=f"p{number}", text="", answer="4", token_ids=(1, 6, 16, 9, 3))
+    made = group_of(number, prompt, arrays, (rng.random(size) < 0.5).tolist())
     return made, [write(each) for each in arrays]
 
 
@@ -137,25 +113,27 @@ def validation(step: int, rate: float, hours: float) -> PassRate:
     )
 
 
-def served(run: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from the start of `watch` to its address, of each request, and its peak memory."""
+@contextmanager
+def watching(folder: Path) -> Iterator[tuple[Callable[..., tuple[bytes, float]], dict[str, Any]]]:
+    """`watch` on a folder: (path and query -> a response and its seconds, its figures).
+
+    The figures are the seconds until it prints its address, and at the end its peak memory.
+    """
     begin = time.perf_counter()
-    command = [sys.executable, "-m", "megatron_scalerl", "watch", str(run)]
+    command = [sys.executable, "-m", "megatron_scalerl", "watch", str(folder)]
     watch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
     try:
         assert watch.stdout is not None
         base, token = watch.stdout.readline().strip().split("?")
-        found: dict[str, Any] = {"start_seconds": time.perf_counter() - begin}
-        last = (options.steps - 1) * options.groups
-        asked = {"page": "", "groups": f"api/groups?step={options.steps}&", "group": f"api/group?id={last}&"}
-        asked |= {"completion": f"api/completion?id={last}&index=0&"}
-        for name, path in asked.items():
-            begin = time.perf_counter()
-            with urllib.request.urlopen(f"{base}{path or '?'}{token}") as answer:
-                found[f"{name}_bytes"] = len(answer.read())
-            found[f"{name}_seconds"] = time.perf_counter() - begin
-        status = Path(f"/proc/{watch.pid}/status").read_text()
-        return found | {"peak_mib": int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) / 1024}
+        found = {"start_seconds": time.perf_counter() - begin}
+
+        def asked(path: str = "", query: str = "") -> tuple[bytes, float]:
+            sent = time.perf_counter()
+            with urllib.request.urlopen(f"{base}{path}?{query}{'&' if query else ''}{token}") as answer:
+                return answer.read(), time.perf_counter() - sent
+
+        yield asked, found
+        found["peak_mib"] = harness.memory_of("VmHWM", watch.pid) / 2**20
     finally:
         watch.terminate()
         watch.wait()
@@ -165,11 +143,15 @@ def measured(run: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All figures of a run that is written to `run`."""
     asyncio.run(fill_store(run, options))
     fill_records(run, options)
-    found = served(run, options)
-    begin = time.perf_counter()
-    write_page(run, run / "page.html")
+    last = (options.steps - 1) * options.groups
+    wanted = {"page": (), "groups": ("api/groups", f"step={options.steps}"), "group": ("api/group", f"id={last}")}
+    wanted |= {"completion": ("api/completion", f"id={last}&index=0")}
+    with watching(run) as (asked, found):
+        for name, words in wanted.items():
+            text, found[f"{name}_seconds"] = asked(*words)
+            found[f"{name}_bytes"] = len(text)
     return found | {
-        "file_seconds": time.perf_counter() - begin,
+        "file_seconds": harness.seconds_of(lambda: write_page(run, run / "page.html")),
         "file_bytes": (run / "page.html").stat().st_size,
         "store_bytes": sum(path.stat().st_size for path in (run / "rollouts").iterdir()),
     }
@@ -177,14 +159,9 @@ def measured(run: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def main(options: argparse.Namespace) -> None:
     """Print one JSON line."""
-    if options.keep is not None:
-        options.keep.mkdir(parents=True)
-        found = measured(options.keep, options)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            found = measured(Path(folder), options)
-    sizes = {name: getattr(options, name) for name in ("steps", "groups", "group_size", "tokens")}
-    print(json.dumps({**sizes, **found, "machine": {"cores": os.cpu_count(), "python": platform.python_version()}}))
+    with tempfile.TemporaryDirectory() as folder:
+        found = measured(Path(folder), options)
+    harness.report(options, {**harness.asked(options), **found, "machine": harness.machine()})
 
 
 if __name__ == "__main__":

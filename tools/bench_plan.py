@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
-from tiny_run import tiny_run
+from tiny_run import tiny_run, warm_policy
 
 MIB = 2**20
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -56,31 +54,33 @@ FIXED_OVER_PER_COMPLETION = 13.0
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = harness.benchmark(
+        __doc__,
+        only=([None, *CASES], "memory: one configuration"),
+        tiny=("runs/tiny_1", "queue: folder with a warm policy"),
+        steps=24,
+        skip=(10, "queue: steps left out, the pipeline fills"),
+        case=(str, argparse.SUPPRESS),
+    )()
     p.add_argument("what", choices=("memory", "queue", "rank"))
-    p.add_argument("--only", choices=list(CASES), help="memory: one configuration")
-    p.add_argument("--tiny", default="runs/tiny_1", help="queue: folder with a warm policy")
-    p.add_argument("--steps", type=int, default=24)
-    p.add_argument("--skip", type=int, default=10, help="queue: steps left out, the pipeline fills")
-    p.add_argument("--case", help=argparse.SUPPRESS)
     return p
 
 
 def main() -> None:
     """Compare and print."""
-    a = parser().parse_args()
-    if a.what == "rank":
-        print(json.dumps(measure_rank(json.loads(a.case))))
-        return
-    if a.what == "queue":
-        if not Path(a.tiny, "policy", "config.json").is_file():
-            parser().exit(
-                2, f"--tiny: expected a folder with a warm policy, found {a.tiny}; run examples/quickstart.sh\n"
-            )
-        print(json.dumps(compare_queue(Path(a.tiny), a.steps, a.skip)))
-        return
-    for name in [a.only] if a.only else list(CASES):
-        print(json.dumps(compare_memory(name)), flush=True)
+    o = parser().parse_args()
+    if o.what == "rank":
+        print(json.dumps(measure_rank(json.loads(o.case))))
+    elif o.what == "queue":
+        harness.report(o, compare_queue(warm_policy(o.tiny), o.steps, o.skip))
+    else:
+        for name in [o.only] if o.only else list(CASES):
+            harness.report(o, compare_memory(name))
+
+
+ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+ALONE |= {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""Environment of the measured process."""
 
 
 def compare_memory(name: str) -> dict[str, Any]:
@@ -88,18 +88,7 @@ def compare_memory(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         case = CASES[name] | {"path": folder}
         write_policy(case["policy"], folder)
-        env = os.environ | {
-            "MALLOC_MMAP_THRESHOLD_": "262144",
-            "MALLOC_TRIM_THRESHOLD_": "131072",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONWARNINGS": "ignore",
-        }
-        argv = [sys.executable, __file__, "rank", "--case", json.dumps(case)]
-        found = subprocess.run(argv, env=env, capture_output=True, text=True)
-        if found.returncode:
-            raise RuntimeError(f"{name}: the measured process ended with {found.returncode}:\n{found.stderr}")
-        measured = json.loads(found.stdout.strip().splitlines()[-1])
+        measured = harness.child(__file__, "rank", "--case", json.dumps(case), **ALONE)
         terms, parameters = predicted(case)
     total = sum(terms.values())
     return {
@@ -112,52 +101,25 @@ def compare_memory(name: str) -> dict[str, Any]:
         "ratio": round(total / measured["peak_above_idle"], 3),
         "idle_mib": round(measured["idle"] / MIB),
         "terms_mib": {term: round(size / MIB, 1) for term, size in terms.items()},
-        "load_average": os.getloadavg()[0],
+        "machine": harness.machine(),
     }
 
 
 def write_policy(kind: str, folder: str) -> None:
     """A random policy: dense Llama of 22 million parameters, or Llama 4 with 4 experts of 35 million."""
-    import torch
-    from transformers import Llama4ForCausalLM, Llama4TextConfig, LlamaConfig, LlamaForCausalLM
+    from random_inputs import random_model
 
-    torch.manual_seed(0)
-    common: dict[str, Any] = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=384,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )
-    if kind == "dense":
-        model: Any = LlamaForCausalLM(LlamaConfig(**common, intermediate_size=1024, num_hidden_layers=10))
-    else:
-        model = Llama4ForCausalLM(
-            Llama4TextConfig(**common, intermediate_size=768, num_hidden_layers=6, num_local_experts=4)
-        )
-        with torch.no_grad():  # transformers leaves the fused experts as they come
-            for name, parameter in model.named_parameters():
-                if "norm" not in name:
-                    parameter.normal_(0.0, 0.02)
-    model.save_pretrained(folder)
+    own = {"dense": dict(inner=1024, layers=10), "moe": dict(inner=768, layers=6, num_local_experts=4)}[kind]
+    common = dict(vocab=VOCABULARY, hidden=384, heads=6, groups=2, head_dim=64, max_position_embeddings=4096)
+    random_model(kind, **common, **own).save_pretrained(folder)
 
 
 def case_recipe(case: dict[str, Any]) -> Any:
     """The recipe of one configuration."""
-    from megatron_scalerl.recipe import Recipe
+    from random_inputs import recipe_of
 
-    return Recipe.model_validate(
-        {
-            "name": "bench_plan",
-            "steps": 2,
-            "policy": {"path": case["path"], "dtype": case["dtype"]},
-            "prompts": {"path": "none.jsonl"},
-            "trainer": {"micro_batch_tokens": case["tokens"]},
-            "megatron": {"model": case.get("model", {})},
-        }
-    )
+    trainer, model = {"micro_batch_tokens": case["tokens"]}, {"model": case.get("model", {})}
+    return recipe_of(case["path"], dtype=case["dtype"], steps=2, trainer=trainer, megatron=model)
 
 
 def predicted(case: dict[str, Any]) -> tuple[dict[str, float], int]:
@@ -172,7 +134,7 @@ def measure_rank(case: dict[str, Any]) -> dict[str, int]:
     """Two optimizer steps on two full micro-batches; resident memory before, and its peak above that."""
     import gc
 
-    from bench_shapes import full_sequences
+    from random_inputs import random_samples
 
     from megatron_scalerl.batching.packing import pack
     from megatron_scalerl.trainer.ranks import init_parallel
@@ -180,23 +142,15 @@ def measure_rank(case: dict[str, Any]) -> dict[str, int]:
 
     recipe = case_recipe(case)
     parallel = init_parallel(recipe)
-    samples = full_sequences(2 * case["tokens"] // SEQUENCE, SEQUENCE, VOCABULARY, prompt=SEQUENCE // 4)
+    samples = random_samples(2 * case["tokens"] // SEQUENCE, (SEQUENCE, SEQUENCE), VOCABULARY, share=4, logprob=-11)
     [batch] = pack(samples, step=1, dp_size=1, micro_batch_tokens=case["tokens"], pad_multiple=1, policy_version=0)
     gc.collect()
-    idle = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    idle = harness.memory_of("VmRSS")
+    harness.reset_peak()
     trainer = make_trainer(recipe, parallel)
     for step in (1, 2):
         trainer.step(replace(batch, step=step))
-    return {"idle": idle, "peak_above_idle": resident("VmHWM") - idle}
-
-
-def resident(field: str) -> int:
-    """VmRSS or its peak VmHWM of this process, bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {field}")
+    return {"idle": idle, "peak_above_idle": harness.memory_of("VmHWM") - idle}
 
 
 def compare_queue(tiny: Path, steps: int, skip: int) -> dict[str, Any]:
@@ -239,8 +193,7 @@ def compare_queue(tiny: Path, steps: int, skip: int) -> dict[str, Any]:
         "k8": {key: round(mean_of(real, key), 3) for key in MEASURED},
         "mean_tokens": [round(statistics.fmean(t), 1) for t in (tokens, real_tokens)],
         "steps": len(real),
-        "machine": f"{os.cpu_count()} cores",
-        "load_average": os.getloadavg()[0],
+        "machine": harness.machine(),
     }
 
 
@@ -297,10 +250,13 @@ def per_completion(setting: Any, waited: float) -> float:
 
 def train(tiny: Path, k: int, steps: int) -> tuple[list[dict[str, Any]], list[int]]:
     """(metrics by step, completion lengths) of one real run without validations."""
+    from megatron_scalerl.rollouts.history import read_batch, read_history
+
     with tiny_run(tiny, steps, f"rollouts.max_staleness_steps={k}") as run:
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        groups = [json.loads(line) for f in (run / "rollouts").glob("*.jsonl") for line in f.read_text().splitlines()]
-    return rows, [len(rollout["token_ids"]) for group in groups for rollout in group["rollouts"]]
+        history = read_history(run)
+        groups = [group for record in history.batches for group in read_batch(run, history, record)]
+    return rows, [facts.tokens for group in groups for facts in group.completions]
 
 
 if __name__ == "__main__":

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import platform
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,28 +21,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--requests", type=int, default=256)
-    p.add_argument("--in-flight", type=int, default=64)
-    p.add_argument("--threads", type=int, default=1)
-    p.add_argument("--offline", metavar="FOLDER", help=argparse.SUPPRESS)
-    return p
-
+parser = harness.benchmark(__doc__, rounds=5, requests=256, in_flight=64, threads=1, offline=(str, argparse.SUPPRESS))
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
+    from random_inputs import random_llama, recipe_of
+
     from megatron_scalerl.engine.client import SamplingSpec
     from megatron_scalerl.engine.interruption import Plan
     from megatron_scalerl.launch.process import EngineProcess
-    from megatron_scalerl.recipe import Recipe
 
 VOCAB, PROMPT, SHORTEST, LONGEST = 512, 31, 64, 192
 ENGINE: dict[str, Any] = {
@@ -54,15 +43,8 @@ ENGINE: dict[str, Any] = {
     "kv_cache_memory_bytes": 640 << 20,
     "skip_tokenizer_init": True,
 }
-
-
-def make_policy(folder: str) -> None:
-    """A random Llama of 10.6M parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = {"hidden_size": 320, "num_hidden_layers": 8, "intermediate_size": 896, "num_attention_heads": 5}
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, **shape)
-    LlamaForCausalLM(config).save_pretrained(folder)
+SHAPE = dict(vocab=VOCAB, hidden=320, layers=8, inner=896, heads=5, groups=5)
+"""A random Llama of 10.6M parameters."""
 
 
 def work(requests: int) -> list[tuple[list[int], int, int]]:
@@ -140,64 +122,56 @@ def answer(child: subprocess.Popen[str], prefix: str = "") -> str:
     raise RuntimeError("the offline side ended")
 
 
-async def measure(folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Alternate the two sides and summarise."""
-    vllm = {**ENGINE, "max_num_seqs": args.in_flight}
-    recipe = Recipe(
-        name="bench",
-        steps=1,
-        policy={"path": folder, "dtype": "float32"},
+async def measure(folder: str, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Tokens per second of both sides in each round, which take turns."""
+    recipe = recipe_of(
+        folder,
         prompts={"path": "none", "max_prompt_tokens": PROMPT},
         interruption={"thinking_tokens": [1, LONGEST], "answer_tokens": 1},
-        engine={"threads": args.threads, "vllm": vllm},
+        engine={"threads": args.threads, "vllm": {**ENGINE, "max_num_seqs": args.in_flight}},
     )
     process = EngineProcess.local(recipe, secret="bench", log_path=Path(folder) / "engine.log")
     child = start_theirs(folder, args)
+    assert child.stdin is not None
+    rates: dict[str, list[float]] = {"ours": [], "offline": []}
     try:
         await process.start()
         jobs = work(args.requests)
         tokens = sum(n for _, n, _ in jobs)
-        rates: dict[str, list[float]] = {"ours": [], "offline": []}
-        await ours(process, jobs[: args.in_flight], args.in_flight)
-        for _ in range(args.rounds + 1):
-            assert child.stdin is not None
-            print("go", file=child.stdin, flush=True)
-            rates["offline"].append(tokens / float(await asyncio.to_thread(answer, child)))
-            rates["ours"].append(tokens / await ours(process, jobs, args.in_flight))
+        for number, side in harness.turns(list(rates), 1 + args.rounds):
+            if side == "ours":
+                seconds = await ours(process, jobs, args.in_flight)
+            else:
+                print("go", file=child.stdin, flush=True)
+                seconds = float(await asyncio.to_thread(answer, child))
+            if number:  # the first round warms up
+                rates[side].append(tokens / seconds)
     finally:
         await process.stop()
-        assert child.stdin is not None
         child.stdin.close()
         child.wait()
-    return summary({side: values[1:] for side, values in rates.items()}, args)
-
-
-def summary(rates: dict[str, list[float]], args: argparse.Namespace) -> dict[str, Any]:
-    """Both sides' tokens per second, their ratio, and the machine."""
-    medians = {side: statistics.median(values) for side, values in rates.items()}
-    return {
-        "bench": "rollouts",
-        "ratio": round(medians["ours"] / medians["offline"], 3),
-        "ratio_of_each_round": [round(a / b, 3) for a, b in zip(rates["ours"], rates["offline"])],
-        "ours_tokens_per_s": round(medians["ours"]),
-        "offline_tokens_per_s": round(medians["offline"]),
-        "target": 0.85,
-        "in_flight": args.in_flight,
-        "requests": args.requests,
-        "threads": args.threads,
-        "rounds": args.rounds,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}",
-    }
+    return rates
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measure and print both sides' tokens per second and their ratio."""
     if args.offline:
         theirs(args.offline, args.requests, args.in_flight)
         return
     with tempfile.TemporaryDirectory() as folder:
-        make_policy(folder)
-        print(json.dumps(asyncio.run(measure(folder, args))))
+        random_llama(folder, dtype="float32", **SHAPE, max_position_embeddings=2048)
+        rates = asyncio.run(measure(folder, args))
+    medians = harness.medians(rates)
+    line = {
+        "bench": "rollouts",
+        "ratio": round(medians["ours"] / medians["offline"], 3),
+        "ratio_of_each_round": [round(ratio, 3) for ratio in harness.paired(rates["ours"], rates["offline"])],
+        **{f"{side}_tokens_per_s": round(rate) for side, rate in medians.items()},
+        "target": 0.85,
+        **harness.asked(args, "in_flight", "requests", "threads", "rounds"),
+        "machine": harness.machine(),
+    }
+    harness.report(args, line)
 
 
 if __name__ == "__main__":

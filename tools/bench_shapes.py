@@ -13,16 +13,14 @@ import argparse
 import gc
 import json
 import os
-import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
 
 with explained():
@@ -32,7 +30,6 @@ with explained():
     from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
     from megatron_scalerl.processes.child_process import end_with
     from megatron_scalerl.recipe import Recipe
-    from megatron_scalerl.types import Rollout, Sample
 
 TOY: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
 TOY |= dict(head_dim=16, vocab_size=512)
@@ -77,15 +74,14 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--shapes", default=",".join(SHAPES), help="default: %(default)s")
-    p.add_argument("--layers", choices=("te", "plain"), default="plain")
-    p.add_argument("--toy", action="store_true", help="tiny widths in fp32 on the CPU")
-    p.add_argument("--assumptions", metavar="FILE", type=Path, help="write the constants for plan --assumptions FILE")
-    p.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # the process of one shape
-    return p
+parser = harness.benchmark(
+    __doc__,
+    shapes=(",".join(SHAPES), "default: %(default)s"),
+    layers=["plain", "te"],
+    toy=(False, "tiny widths in fp32 on the CPU"),
+    assumptions=(Path, "write the constants for plan --assumptions FILE"),
+    here=(False, argparse.SUPPRESS),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +107,8 @@ def memory() -> DeviceMemory:
     from megatron_scalerl.distributed import device
 
     if not device.HAVE_GPU:
-        now, peak = _kib("/proc/self/status", "VmRSS"), _kib("/proc/self/status", "VmHWM")
-        total = _kib("/proc/meminfo", "MemTotal")
+        now, peak = harness.memory_of("VmRSS"), harness.memory_of("VmHWM")
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         peaks = dict(peak_allocated=peak, peak_reserved=peak)
         return DeviceMemory(allocated=now, reserved=now, used=now, total=total, **peaks)
     device.synchronize()
@@ -128,11 +124,6 @@ def memory() -> DeviceMemory:
     )
 
 
-def _kib(path: str, field: str) -> int:
-    lines = Path(path).read_text(encoding="ascii", errors="replace").splitlines()
-    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
-
-
 def reset_peaks() -> None:
     """Release cached blocks and reset the peaks."""
     import torch
@@ -141,7 +132,7 @@ def reset_peaks() -> None:
 
     gc.collect()
     if not device.HAVE_GPU:
-        Path("/proc/self/clear_refs").write_text("5")
+        harness.reset_peak()
         return
     device.synchronize()
     gpu = torch.get_device_module(device.device())
@@ -170,39 +161,12 @@ def peak_since(before: int | None) -> dict[str, int | None]:
     return found | {"runtime": None if before is None else runtime, "total": end.peak_reserved + runtime}
 
 
-def full_sequences(count: int, length: int, vocab: int, *, prompt: int | None = None) -> list[Sample]:
-    """`count` sequences of `length` random tokens below `vocab`, an eighth of each its prompt; weights add up to 1.
-
-    The engine's log-probs are -11 nats, about those of random weights with a vocabulary of 100,000.
-    """
-    rng = random.Random(0)
-    prompt = length // 8 if prompt is None else prompt
-    size = length - prompt
-    rollout = dict(rollout_logprobs=(-11.0,) * size, policy_versions=(0,) * size, loss_mask=(True,) * size, seed=0)
-    rollout |= dict(interrupted=False, truncated=False, thinking_cut=0)
-    return [
-        Sample(
-            prompt_token_ids=tuple(rng.choices(range(vocab), k=prompt)),
-            rollout=Rollout(token_ids=tuple(rng.choices(range(vocab), k=size)), **rollout),
-            advantage=rng.choice((-1.0, 1.0)),
-            token_weight=1.0 / (count * size),
-        )
-        for _ in range(count)
-    ]
-
-
-def recipe_of(shape: Shape, folder: Path) -> Recipe:
+def recipe_for(shape: Shape, folder: Path) -> Recipe:
     """The recipe that trains the policy in `folder`/config.json."""
-    return Recipe.model_validate(
-        {
-            "name": "bench_shapes",
-            "steps": 1,
-            "policy": {"path": str(folder), "dtype": shape.dtype},
-            "prompts": {"path": "none.jsonl"},
-            "trainer": {"micro_batch_tokens": shape.tokens},
-            "megatron": {"model": dict(shape.recompute)},
-        }
-    )
+    from random_inputs import recipe_of
+
+    trainer, model = {"micro_batch_tokens": shape.tokens}, {"model": dict(shape.recompute)}
+    return recipe_of(folder, dtype=shape.dtype, trainer=trainer, megatron=model)
 
 
 def fitting(shape: Shape, folder: Path, free: int) -> tuple[Shape, Any]:
@@ -220,7 +184,7 @@ def fitting(shape: Shape, folder: Path, free: int) -> tuple[Shape, Any]:
         settings |= dict(max_position_embeddings=131072, architectures=["LlamaForCausalLM"])
         LlamaConfig(**shape.config, **settings).save_pretrained(folder)
         predicted = predict_trainer(
-            recipe_of(shape, folder),
+            recipe_for(shape, folder),
             folder,
             layers="te" if device.HAVE_TE else "plain",
             device="gpu" if device.HAVE_GPU else "cpu",
@@ -241,12 +205,14 @@ def train(
 
     count: sequences of `length` tokens for each data-parallel rank.
     """
+    from random_inputs import random_samples
+
     from megatron_scalerl.batching.packing import pack
     from megatron_scalerl.trainer.step import make_trainer, pad_multiple
 
     trainer = make_trainer(recipe, parallel, load_weights=False)
     vocab = json.loads(Path(recipe.policy.path, "config.json").read_text())["vocab_size"]
-    samples = full_sequences(parallel.dp_size * count, length, vocab)
+    samples = random_samples(parallel.dp_size * count, (length, length), vocab, share=8, logprob=-11)
     packing: dict[str, Any] = dict(micro_batch_tokens=recipe.micro_batch_tokens, policy_version=0)
     batches = pack(samples, step=1, dp_size=parallel.dp_size, pad_multiple=pad_multiple(parallel), **packing)
     batch = batches[parallel.dp_rank]
@@ -267,13 +233,13 @@ def measure(shape: Shape, folder: Path) -> dict[str, Any]:
     from megatron_scalerl.distributed import device
     from megatron_scalerl.trainer.ranks import init_parallel
 
-    parallel = init_parallel(recipe_of(shape, folder))
+    parallel = init_parallel(recipe_for(shape, folder))
     reset_peaks()
     start = memory()
     before = before if device.HAVE_GPU else start.used
     shape, predicted = fitting(shape, folder, start.total - start.used)
     sizes = dict(count=shape.micro_batches * (shape.tokens // shape.sequence), length=shape.sequence)
-    found = train(recipe_of(shape, folder), parallel, before, **sizes, steps=WARM_UP + MEASURED)
+    found = train(recipe_for(shape, folder), parallel, before, **sizes, steps=WARM_UP + MEASURED)
     name = torch.get_device_module(parallel.device).get_device_name(parallel.device) if device.HAVE_GPU else ""
     rate = found["tokens"] / statistics.median(found["seconds"][WARM_UP:])
     return {
@@ -319,17 +285,6 @@ def toy(shape: Shape) -> Shape:
     return replace(shape, sequence=shape.sequence // 64, **small)
 
 
-def in_process(name: str, *, layers: str, toy: bool, timeout_s: float = 300.0) -> dict[str, Any]:
-    """The figures of one shape, measured in a process of its own. Raises RuntimeError with its last error."""
-    argv = [sys.executable, __file__, "--here", "--shapes", name, *(["--toy"] if toy else [])]
-    env = os.environ | {"MSRL_LAYERS": layers} | ({"CUDA_VISIBLE_DEVICES": ""} if toy else {})
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
-    if done.returncode:
-        raise RuntimeError(f"{name}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
 def main() -> None:
     """Measure and print."""
     options = parser().parse_args()
@@ -340,9 +295,11 @@ def main() -> None:
             print(json.dumps(measure(toy(shape) if options.toy else shape, Path(folder))))
         return
     lines = []
+    words, hidden = (["--toy"], {"CUDA_VISIBLE_DEVICES": ""}) if options.toy else ([], {})
     for name in chosen:
-        lines.append(in_process(name, layers=options.layers, toy=options.toy))
-        print(json.dumps(lines[-1]), flush=True)
+        found = harness.child(__file__, "--here", "--shapes", name, *words, MSRL_LAYERS=options.layers, **hidden)
+        harness.report(options, found)
+        lines.append(found)
     if options.assumptions:
         measured = [Measurement(layers=line["layers"], figures=line) for line in lines]
         if not write_constants(options.assumptions, measured, gpu=lines[0]["gpu"], source="tools/bench_shapes.py"):

@@ -1,6 +1,6 @@
 """Time of our trainer's step relative to bare Megatron-Core steps on the same samples.
 
-    python tools/bench_step.py [--rounds 15] [--samples 128] [--threads 1] [--size base | --policy FOLDER]
+    python tools/bench_step.py [--rounds 15] [--samples 128] [--threads 1] [--size base]
 
 The sides use the same devices, layers, attention, optimizer and micro-batches, and take turns in one process. Ours
 packs sequences and trains CISPO (or --loss) with its metrics. The bare sides train GPTModel's cross-entropy: `packed`
@@ -12,18 +12,12 @@ Prints one JSON line: `ratio_packed` and `ratio` are ours over them of the media
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import random
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
 
 with explained():
@@ -31,34 +25,20 @@ with explained():
 
 SIZES: dict[str, dict[str, int]] = {
     "base": {},
-    "33m": dict(
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    ),
+    "33m": dict(vocab=8192, hidden=512, inner=1408, layers=8, heads=8, groups=4),
 }
 """Policies with random weights; `base` is the tiny task's."""
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--rounds", type=int, default=15)
-    p.add_argument("--samples", type=int, default=128)
-    p.add_argument("--loss", choices=sorted(LOSSES), default="cispo")
-    p.add_argument("--prompt-tokens", type=int, help="of every sample; without it a third of the sample")
-    p.add_argument("--threads", type=int, default=1)
-    p.add_argument("--micro-batch-tokens", type=int, default=4096)
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    p.add_argument(
-        "--size", choices=SIZES, default="base", help="random weights: the tiny task's policy, or a larger"
-    )
-    p.add_argument("--policy", help="Hugging Face folder in place of random weights")
-    return p
-
+parser = harness.benchmark(
+    __doc__,
+    rounds=15,
+    samples=128,
+    loss=["cispo", *sorted(LOSSES.keys() - {"cispo"})],
+    prompt_tokens=(int, "of every sample; without it a third of the sample"),
+    threads=1,
+    micro_batch_tokens=4096,
+    dtype=["float32", "bfloat16"],
+    size=(list(SIZES), "random weights: the tiny task's policy, or a larger"),
+)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
@@ -69,7 +49,7 @@ with explained():
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from random_inputs import random_llama, random_samples, recipe_of
 
     from megatron_scalerl.batching.packing import pack, real_tokens
     from megatron_scalerl.distributed.device import HAVE_TE
@@ -86,7 +66,7 @@ with explained():
     from megatron_scalerl.trainer.options import ddp_config, model_options
     from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
-    from megatron_scalerl.types import Batch, MicroBatch, Rollout, Sample
+    from megatron_scalerl.types import Batch, MicroBatch
 
 SHORTEST, LONGEST = 24, 88
 """Tokens of a sample with its prompt, as the quickstart's."""
@@ -189,146 +169,60 @@ def padded(micro_batch: MicroBatch) -> dict[str, Any]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def make_policy(folder: str, size: str) -> None:
-    """A Llama of this size with random weights."""
-    if size == "base":
-        make_llama(folder, seed=0)
-        return
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES[size], tie_word_embeddings=False)).save_pretrained(folder)
-
-
-def draw_samples(count: int, vocab_size: int, prompt_tokens: int | None = None) -> list[Sample]:
-    """Samples of random tokens, `prompt_tokens` or a third of each its prompt."""
-    rng = random.Random(0)
-    samples = []
-    for _ in range(count):
-        size = rng.randint(SHORTEST, LONGEST)
-        ids = tuple(rng.randrange(vocab_size) for _ in range(size))
-        split = size // 3 if prompt_tokens is None else prompt_tokens
-        prompt, completion = ids[:split], ids[split:]
-        rollout = Rollout(
-            token_ids=completion,
-            rollout_logprobs=(-4.0,) * len(completion),
-            policy_versions=(0,) * len(completion),
-            loss_mask=(True,) * len(completion),
-            interrupted=False,
-            truncated=False,
-            thinking_cut=0,
-            seed=0,
-        )
-        weight = 1.0 / (count * len(completion))
-        advantage = rng.choice((-1.0, 1.0))
-        samples.append(Sample(prompt_token_ids=prompt, rollout=rollout, advantage=advantage, token_weight=weight))
-    return samples
-
-
-def recipe_of(options: argparse.Namespace, policy: str) -> Recipe:
-    """The recipe that every side takes its settings from."""
-    return Recipe.model_validate(
-        {
-            "name": "bench_step",
-            "steps": 1,
-            "policy": {"path": policy, "dtype": options.dtype},
-            "prompts": {"path": "none.jsonl"},
-            "loss": {"name": options.loss},
-            "trainer": {"threads": options.threads, "micro_batch_tokens": options.micro_batch_tokens},
-        }
-    )
-
-
 def batch_of(options: argparse.Namespace, vocab_size: int) -> Batch:
     """The batch that every side steps on."""
-    [batch] = pack(
-        draw_samples(options.samples, vocab_size, options.prompt_tokens),
-        step=1,
-        dp_size=1,
-        micro_batch_tokens=options.micro_batch_tokens,
-        pad_multiple=1,
-        policy_version=0,
-    )
+    samples = random_samples(options.samples, (SHORTEST, LONGEST), vocab_size, prompt=options.prompt_tokens)
+    tokens = options.micro_batch_tokens
+    [batch] = pack(samples, step=1, dp_size=1, micro_batch_tokens=tokens, pad_multiple=1, policy_version=0)
     return batch
 
 
 def measure(options: argparse.Namespace, policy: str) -> dict[str, Any]:
     """Medians of all sides over rounds in which each steps once."""
-    recipe = recipe_of(options, policy)
+    recipe = recipe_of(
+        policy,
+        dtype=options.dtype,
+        loss={"name": options.loss},
+        trainer={"threads": options.threads, "micro_batch_tokens": options.micro_batch_tokens},
+    )
     parallel = init_parallel(recipe)
     batch = batch_of(options, family_of(read_hf_config(policy)).vocab_size)
-    ours, bare, packed = (
-        make_trainer(recipe, parallel),
-        BareMegatron(recipe, parallel, packed=False),
-        BareMegatron(recipe, parallel, packed=True),
-    )
-    sides: dict[str, Callable[[Batch], Any]] = {"ours": ours.step, "bare": bare.step, "packed": packed.step}
-    wall, cpu = _rounds(sides, batch, options.rounds)
-    seconds = {side: statistics.median(values) for side, values in wall.items()}
-    busy = {side: statistics.median(values) for side, values in cpu.items()}
-    cells = sum(int(padded(m)["tokens"].numel()) for m in batch.micro_batches)
+    bare, packed = (BareMegatron(recipe, parallel, packed=packed) for packed in (False, True))
+    sides = {"ours": make_trainer(recipe, parallel).step, "bare": bare.step, "packed": packed.step}
+    arms = {side: partial(harness.timed, partial(step, batch)) for side, step in sides.items()}
+    found = harness.in_rounds(arms, options.rounds, warm_up=2)
+    wall, cpu = ({side: [taken[i] for taken in of] for side, of in found.items()} for i in (0, 1))
+    seconds, busy = harness.medians(wall), harness.medians(cpu)
     return {
         "bench": "step",
         "ratio_packed": round(seconds["ours"] / seconds["packed"], 4),
         "cpu_ratio_packed": round(busy["ours"] / busy["packed"], 4),
         "ratio": round(seconds["ours"] / seconds["bare"], 4),
         "cpu_ratio": round(busy["ours"] / busy["bare"], 4),
-        **{f"{side}_seconds": round(value, 4) for side, value in seconds.items()},
-        **{f"{side}_cpu_seconds": round(value, 4) for side, value in busy.items()},
+        **harness.rounded(seconds, suffix="_seconds"),
+        **harness.rounded(busy, suffix="_cpu_seconds"),
         **{f"{side}_tokens_per_second": round(real_tokens(batch) / value) for side, value in seconds.items()},
         "tokens": real_tokens(batch),
         "loss_tokens": sum(int(m.loss_mask.sum()) for m in batch.micro_batches),
-        "padded_tokens": cells,
+        "padded_tokens": sum(int(padded(m)["tokens"].numel()) for m in batch.micro_batches),
         "micro_batches": len(batch.micro_batches),
         "parameters": sum(p.numel() for p in bare.chunk.parameters()),
-        "loss": options.loss,
-        "dtype": options.dtype,
-        "rounds": options.rounds,
-        "spread": {side: [round(min(v), 4), round(max(v), 4)] for side, v in wall.items()},
-        "cpu_spread": {side: [round(min(v), 4), round(max(v), 4)] for side, v in cpu.items()},
-        "threads": options.threads,
-        "machine": machine(),
+        **harness.asked(options, "loss", "dtype", "rounds", "threads"),
+        "spread": harness.extremes(wall),
+        "cpu_spread": harness.extremes(cpu),
+        "machine": harness.machine(),
     }
-
-
-def _rounds(
-    sides: dict[str, Callable[[Batch], Any]], batch: Batch, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Wall and processor seconds of each side's steps; the first two rounds, which allocate, are left out."""
-    wall: dict[str, list[float]] = {side: [] for side in sides}
-    cpu: dict[str, list[float]] = {side: [] for side in sides}
-    for round_number in range(rounds + 2):
-        for side, step in sides.items():
-            seconds, busy = _timed(partial(step, batch))
-            if round_number >= 2:
-                wall[side].append(seconds)
-                cpu[side].append(busy)
-    return wall, cpu
-
-
-def _timed(work: Callable[[], Any]) -> tuple[float, float]:
-    """Wall and processor seconds; the latter tell more on a machine that others load."""
-    wall, busy = time.perf_counter(), time.process_time()
-    work()
-    return time.perf_counter() - wall, time.process_time() - busy
-
-
-def machine() -> dict[str, Any]:
-    """What this ran on, and how busy it was."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    model = models[0] if models else platform.machine()
-    load = round(os.getloadavg()[0], 2)
-    return {"cpu": model, "cores": os.cpu_count(), "load_average": load, "torch": torch.__version__}
 
 
 def main(options: argparse.Namespace) -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
-        policy = options.policy
-        if policy is None:
-            policy = f"{folder}/policy"
-            make_policy(policy, options.size)
-        print(json.dumps(measure(options, policy)))
+        policy = f"{folder}/policy"
+        if options.size == "base":
+            make_llama(policy, seed=0)
+        else:
+            random_llama(policy, dtype="float32", **SIZES[options.size])
+        harness.report(options, measure(options, policy))
 
 
 if __name__ == "__main__":

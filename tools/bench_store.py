@@ -13,108 +13,75 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
+import harness
 from checkout import explained
+from process_figures import Lag
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--batches", type=int, default=10)
-    p.add_argument("--groups", type=int, default=48, help="groups of a batch")
-    p.add_argument("--group-size", type=int, default=16)
-    p.add_argument("--tokens", type=int, default=14_000, help="tokens of a completion")
-    p.add_argument("--ready", type=int, default=9, help="batches of finished groups that are in no batch yet")
-    p.add_argument("--folder", help="where the store is written, by default the temporary folder")
-    p.add_argument("--replay", type=Path, metavar="RUN", help=argparse.SUPPRESS)
-    return p
-
+parser = harness.benchmark(
+    __doc__,
+    batches=10,
+    groups=(48, "groups of a batch"),
+    group_size=16,
+    tokens=(14_000, "tokens of a completion"),
+    ready=(9, "batches of finished groups that are in no batch yet"),
+    folder=(str, "where the store is written, by default the temporary folder"),
+    replay=(Path, argparse.SUPPRESS),
+)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take a second
 
 with explained():
     import numpy as np
+    from random_inputs import group_of, random_completion
 
-    from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of, write
+    from megatron_scalerl.batching.rollout_bytes import RolloutArrays, write
     from megatron_scalerl.rollouts.completions import completions_of
     from megatron_scalerl.rollouts.history import BatchRecord, check_groups, read_batch, read_groups, read_history
     from megatron_scalerl.rollouts.journal import Journal
-    from megatron_scalerl.types import Prompt, RolloutGroup, Score
+    from megatron_scalerl.types import Prompt, RolloutGroup
 
 LAG_S = 0.001
 """Period of the timer whose lateness is the event loop's lag."""
 
 
-def make_group(number: int, data: tuple[Any, ...]) -> RolloutGroup:
-    """A group whose completions all have these facts."""
+def make_group(number: int, completions: list[RolloutArrays]) -> RolloutGroup:
+    """A group of these completions."""
     prompt = Prompt(prompt_id=f"{number:064x}", text="x" * 400, answer="1", token_ids=tuple(range(1000, 1250)))
-    scores = tuple(Score(correct=i % 2 == 0, reward=1.0) for i in range(len(data)))
-    return RolloutGroup(
-        group_id=number,
-        prompt=prompt,
-        completions=data,
-        positions=tuple(range(len(data))),
-        scores=scores,
-        first_token_version=0,
-        epoch=0,
-    )
+    return group_of(number, prompt, completions, [i % 2 == 0 for i in range(len(completions))])
 
 
 async def fill(run: Path, options: argparse.Namespace) -> dict[str, float]:
     """Write all batches and the groups of --ready more."""
-    rng = np.random.default_rng(0)
-    length = options.tokens
-    arrays = RolloutArrays(
-        token_ids=rng.integers(0, 128_000, length).astype("<u4"),
-        rollout_logprobs=-rng.random(length).astype("<f4"),
-        policy_versions=np.zeros(length, dtype=np.int64),
-        loss_mask=np.ones(length, dtype=bool),
-        interrupted=False,
-        truncated=False,
-        thinking_cut=0,
-        seed=0,
-    )
-    facts, data = (facts_of(arrays),) * options.group_size, [write(arrays)] * options.group_size
+    arrays = [random_completion(np.random.default_rng(0), options.tokens)] * options.group_size
+    data = [write(arrays[0])] * options.group_size
     journal = Journal(run)
-    lags: list[float] = []
-    timer = asyncio.create_task(_lags(lags))
+    lag = Lag(tick_s=LAG_S)
+    timer = asyncio.create_task(lag.watch())
     begin = time.perf_counter()
     for batch in range(options.batches + options.ready):
         numbers = range(batch * options.groups, (batch + 1) * options.groups)
         for number in numbers:
             journal.admit(number, f"{number:064x}", 0)
-        await asyncio.gather(*(journal.finish(make_group(number, facts), data) for number in numbers))
+        await asyncio.gather(*(journal.finish(make_group(number, arrays), data) for number in numbers))
         if batch < options.batches:
             record = BatchRecord(batch=batch, step=batch + 1, policy_version=batch, group_ids=tuple(numbers))
             await journal.batch(record)
     seconds = time.perf_counter() - begin
     timer.cancel()
     await journal.close()
-    tokens = (options.batches + options.ready) * options.groups * options.group_size * length
+    tokens = (options.batches + options.ready) * options.groups * options.group_size * options.tokens
     size = sum(path.stat().st_size for path in (run / "rollouts").iterdir())
     return {
         "tokens_per_second": tokens / seconds,
         "bytes_per_token": size / tokens,
-        "lag_p99_seconds": float(np.quantile(lags, 0.99)),
-        "lag_max_seconds": max(lags),
+        "lag_p99_seconds": lag.within(0.99) / 1000,
+        "lag_max_seconds": lag.within(1.0) / 1000,
     }
-
-
-async def _lags(found: list[float]) -> None:
-    while True:
-        begin = time.perf_counter()
-        await asyncio.sleep(LAG_S)
-        found.append(time.perf_counter() - begin - LAG_S)
 
 
 async def replay(run: Path) -> dict[str, float]:
@@ -132,7 +99,7 @@ async def replay(run: Path) -> dict[str, float]:
         "replay_ready_seconds": read - begin,
         "batch_read_seconds": time.perf_counter() - read,
         "batch_bytes": sum(map(len, sent)),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mib": harness.memory_of("VmHWM") / 2**20,
     }
 
 
@@ -143,11 +110,9 @@ def main(options: argparse.Namespace) -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found = asyncio.run(fill(Path(folder), options))
-        command = [sys.executable, __file__, "--replay", folder]
-        found |= json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    sizes = {name: getattr(options, name) for name in ("batches", "groups", "group_size", "tokens", "ready")}
-    machine = {"cores": os.cpu_count(), "python": platform.python_version()}
-    print(json.dumps({**sizes, **found, "machine": machine}))
+        found |= harness.child(__file__, "--replay", folder)
+    sizes = harness.asked(options, "batches", "groups", "group_size", "tokens", "ready")
+    harness.report(options, {**sizes, **found, "machine": harness.machine()})
 
 
 if __name__ == "__main__":

@@ -36,8 +36,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -47,6 +45,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
 
 ARMS = (
@@ -67,22 +66,16 @@ ARMS = (
 DENSITY = 0.01
 PAUSED = "staged, paused"
 WRITES = ("optimizer's write", "optimizer's write, counted", "optimizer's write, recorded")
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--rounds", type=int, default=15)
-    p.add_argument("--layers", type=int, default=8)
-    p.add_argument("--hidden", type=int, default=1024)
-    p.add_argument("--vocab", type=int, default=32_000)
-    p.add_argument("--bucket-mib", type=int, default=64, help="as in a recipe (default: %(default)s)")
-    p.add_argument("--deltas", choices=("absolute", "ulp"), default="absolute")
-    p.add_argument("--compared", action="store_true", help="changes are compared with a copy, not recorded")
-    p.add_argument("--store", metavar="FOLDER", default="/dev/shm", help="folder of the store (default: %(default)s)")
-    p.add_argument("--receive", metavar="FOLDER", help=argparse.SUPPRESS)
-    return p
-
+parser = harness.benchmark(
+    __doc__,
+    rounds=15,
+    layers=8,
+    hidden=1024,
+    vocab=32_000,
+    bucket_mib=(64, "as in a recipe (default: %(default)s)"),
+    compared=(False, "changes are compared with a copy, not recorded"),
+    receive=(str, argparse.SUPPRESS),
+)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
@@ -90,6 +83,7 @@ if __name__ == "__main__":
 with explained():
     import msgspec
     import torch
+    from random_inputs import random_llama, recipe_of
     from weights_worker import group_of, no_digests, receive
 
     from megatron_scalerl.distributed.rendezvous import private_folder
@@ -99,44 +93,17 @@ with explained():
     from megatron_scalerl.weights.transport import gloo, make_sender
 
 
-def make_policy(folder: Path, options: argparse.Namespace) -> None:
-    """A random Llama in a Hugging Face folder, without a tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=options.vocab,
-        hidden_size=options.hidden,
-        intermediate_size=4 * options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        num_key_value_heads=max(options.hidden // 256, 1),
-        head_dim=64,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-
-
 class Trainer:
     """The sending process: one rank with a Megatron policy."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        from megatron_scalerl.recipe import Recipe
         from megatron_scalerl.trainer.optimizer import parts_of
         from megatron_scalerl.trainer.ranks import init_parallel
         from megatron_scalerl.trainer.step import make_trainer
         from megatron_scalerl.weights.source import MegatronWeightSource
         from megatron_scalerl.weights.written import Written
 
-        recipe = Recipe.model_validate(
-            {
-                "name": "bench",
-                "steps": 1,
-                "policy": {"path": str(folder), "dtype": "bfloat16"},
-                "prompts": {"path": "none"},
-            }
-        )
+        recipe = recipe_of(folder, dtype="bfloat16")
         parallel = init_parallel(recipe)
         trainer = make_trainer(recipe, parallel)
         self.source = MegatronWeightSource(trainer.chunks, parallel)
@@ -259,7 +226,7 @@ def measure(
         timeout_s=300,
         connect_timeout_s=300,
     )
-    changes = replace(connection, group="changes", deltas=options.deltas, anchor_every=1 << 30)
+    changes = replace(connection, group="changes", deltas="absolute", anchor_every=1 << 30)
     stored = replace(connection, group="stored", store=files, store_bytes=1 << 40)
     for each in (connection, changes, replace(connection, group="shm", backend="shm"), stored):
         child.ask("connect", msgspec.to_builtins(each), plans.to_json(trainer.source.plan))
@@ -267,7 +234,7 @@ def measure(
         child.answer()
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for version in range(options.rounds + 1):
-        for arm in ARMS:
+        for arm in ARMS:  # in this order: some need what one before them left
             if arm == "changes":
                 changed = trainer.step(version)
             elif arm == "from the store":
@@ -289,37 +256,39 @@ def measure(
 def main(options: argparse.Namespace) -> None:
     """Measure all arms in turn and print."""
     torch.set_num_threads(1)
+    hidden = options.hidden
+    shape = dict(vocab=options.vocab, hidden=hidden, inner=4 * hidden, layers=options.layers)
+    shape |= dict(heads=hidden // 64, groups=max(hidden // 256, 1), head_dim=64, max_position_embeddings=256)
     with (
         tempfile.TemporaryDirectory() as root,
         private_folder() as rendezvous,
-        tempfile.TemporaryDirectory(dir=options.store) as files,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as files,
     ):
-        make_policy(Path(root), options)
+        random_llama(root, **shape)
         size, of_change, seconds = measure(options, Path(root), rendezvous, files)
-    median = {arm: statistics.median(of) for arm, of in seconds.items()}
+    median = harness.medians(seconds)
+    packed = median["packed copies"]
     line = {
         "bench": "weights",
         "mib": round(size / 2**20, 1),
         "dtype": "bfloat16",
         "rounds": options.rounds,
-        "seconds": {arm: round(value, 4) for arm, value in median.items()},
-        "spread": {arm: [round(min(of), 4), round(max(of), 4)] for arm, of in seconds.items()},
+        "seconds": harness.rounded(median),
+        "spread": harness.extremes(seconds),
         "over_gloo": {arm: round(value / median["gloo"], 3) for arm, value in median.items()},
         "staged_pause_share": round(median[PAUSED] / median["staged"], 3),
         "paused_of_update": round(median[PAUSED] / median["update"], 3),
         "gb_s": round(size / 1e9 / median["update"], 3),
         "bytes_of_a_change": round(of_change, 3),
         "update_over_changes": round(median["update"] / median["changes"], 3),
-        "without_packed_copies": round(
-            (median["update"] - median["packed copies"]) / (median["changes"] - median["packed copies"]), 3
-        ),
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "without_packed_copies": round((median["update"] - packed) / (median["changes"] - packed), 3),
+        "machine": harness.machine(),
     }
-    print(json.dumps(line), flush=True)
+    harness.report(options, line)
 
 
 if __name__ == "__main__":
     if OPTIONS.receive:
-        receive(OPTIONS.receive, OPTIONS)
+        receive(OPTIONS.receive)
     else:
         end_with(partial(main, OPTIONS))

@@ -5,11 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_scalerl.__main__ import explained, main
+from megatron_scalerl.__main__ import explained
 
-__all__ = ["explained", "run"]
-
-
-def run(command):
-    """Run a command of `megatron-scalerl` with the arguments of this program, and exit."""
-    sys.exit(main([command, *sys.argv[1:]]))
+__all__ = ["explained"]

@@ -1,16 +1,15 @@
 """Collect the tiny runs of megatron_scalerl/fit/data/tiny/table.csv, one after another, whatever stops it in between.
 
-    nice -n 19 python tools/collect_curves.py --work runs/collect [--data DIR] [--only NAME ...]
+    nice -n 19 python tools/collect_curves.py --work runs/collect [--data DIR] [--only NAME,NAME,...]
 
 The same command goes on: a run whose data file exists is finished, an interrupted one resumes, warm starts are kept
 in WORK/warm. A run that fails is tried again, then left out with a line in WORK/failures.jsonl. SIGTERM and SIGINT
-stop the run in progress and end the collection. While the file of --pause exists, no new run begins. WORK/pid holds
-the process id. DATA/NAME.json is written when a run has ended (`curve_data`). Times stay in WORK/times.jsonl.
+stop the run in progress and end the collection. WORK/pid holds the process id. DATA/NAME.json is written when a run
+has ended (`curve_data`). Times stay in WORK/times.jsonl.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import fcntl
 import json
@@ -24,22 +23,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "megatron_scalerl" / "fit" / "data" / "tiny" / "table.csv"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--work", type=Path, default=Path("runs/collect"), help="folder of runs and warm starts")
-    made.add_argument("--data", type=Path, default=TABLE.parent, help="folder for the data files")
-    made.add_argument("--table", type=Path, default=TABLE)
-    made.add_argument("--pause", type=Path, help="no new run begins while this file exists")
-    made.add_argument("--only", nargs="+", metavar="NAME", help="rows of the table to run")
-    return made
-
+parser = harness.options(
+    __doc__,
+    work=(Path("runs/collect"), "folder of runs and warm starts"),
+    data=(TABLE.parent, "folder for the data files"),
+    only=("", "rows of the table to run, NAME,NAME,..."),
+)
 
 with explained():
     from curve_data import matmul_parameters, run_data
@@ -50,7 +46,6 @@ with explained():
 TRIES = 3
 RUN_LIMIT_S = 3600.0
 """A command that takes longer is ended, and counts as failed."""
-PAUSE_S = 5.0
 STRIDE = 10
 """Rows run in the order 0, 10, 20, 1, 11, 21, ..., so that an early end leaves runs of every regime."""
 BASE = "recipes/tiny_cpu.yaml"
@@ -106,8 +101,8 @@ def overrides(row: Row) -> dict[str, str]:
 class Collection:
     """One pass over the table."""
 
-    def __init__(self, work: Path, data: Path, pause: Path | None) -> None:
-        self.work, self.data, self._pause = work.resolve(), data.resolve(), pause
+    def __init__(self, work: Path, data: Path) -> None:
+        self.work, self.data = work.resolve(), data.resolve()
         for folder in (self.work, self.data, self.work / "warm"):
             folder.mkdir(parents=True, exist_ok=True)
         self._child: subprocess.Popen[bytes] | None = None
@@ -126,8 +121,6 @@ class Collection:
         for row in rows:
             if self._file(row).exists():
                 continue
-            while not self._stopping and self._pause is not None and self._pause.exists():
-                time.sleep(PAUSE_S)
             if self._stopping:
                 raise Stopped
             self._one(row)
@@ -224,12 +217,13 @@ def _json(found: dict[str, Any]) -> str:
 def main() -> int:
     """Exit code 0 if every row has data, 1 if some have none, 3 after a signal."""
     options = parser().parse_args()
-    rows = in_order(read_table(options.table))
+    rows = in_order(read_table(TABLE))
     if options.only:
-        rows = [row for row in rows if row["name"] in options.only]
-        if unknown := set(options.only) - {row["name"] for row in rows}:
-            raise SystemExit(f"--only: expected names of {options.table}, found {', '.join(sorted(unknown))}")
-    collection = Collection(options.work, options.data, options.pause)
+        only = set(options.only.split(","))
+        rows = [row for row in rows if row["name"] in only]
+        if unknown := only - {row["name"] for row in rows}:
+            raise SystemExit(f"--only: expected names of {TABLE}, found {', '.join(sorted(unknown))}")
+    collection = Collection(options.work, options.data)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, collection.stop)
     with (collection.work / "pid").open("a+") as lock:

@@ -29,20 +29,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, default=Path("runs/kills"))
-    made.add_argument("--tries", type=int, default=20)
-    made.add_argument("--real", type=int, default=5)
-    made.add_argument("--only", default="", help="only tries whose name starts so")
-    made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--table", action="store_true")
-    return made
-
+parser = harness.options(
+    __doc__,
+    out=Path("runs/kills"),
+    tries=20,
+    real=5,
+    only=("", "only tries whose name starts so"),
+    seed=1,
+    table=False,
+)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
@@ -336,6 +334,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def ready(out: Path) -> tuple[Path, str]:
+    """(folder of the tiny policy and prompts in `out`, which are made once; commit of this checkout)."""
+    out.mkdir(parents=True, exist_ok=True)
+    tiny = out / "tiny"
+    if not (tiny / "tiny.json").exists():
+        command = [sys.executable, "-m", "megatron_scalerl.tiny", str(tiny), "--seed", "1"]
+        subprocess.run(command, cwd=ROOT, check=True)
+    describe = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return tiny, commit
+
+
 def reference_of(out: Path, tiny: Path, commit: str, *, real: bool) -> tuple[dict[str, Any], dict[str, float]]:
     """The run without faults, made once for a commit: (what it leaves, seconds in which a moment is drawn)."""
     folder = out / f"reference{'_real' if real else ''}_{commit}"
@@ -360,15 +370,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.table:
         print(table(rows))
         return 0
-    out.mkdir(parents=True, exist_ok=True)
-    tiny = out / "tiny"
-    if not (tiny / "tiny.json").exists():
-        subprocess.run(
-            [sys.executable, "-m", "megatron_scalerl.tiny", str(tiny), "--seed", "1"], cwd=ROOT, check=True
-        )
+    tiny, commit = ready(out)
     done = {row["case"] for row in rows}
-    describe = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     references: dict[bool, tuple[dict[str, Any], dict[str, float]]] = {}
     for case in cases(arguments.tries, arguments.real):
         if case.key in done or not case.key.startswith(arguments.only):

@@ -21,24 +21,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, default=Path("runs/kills"))
-    made.add_argument("--tries", type=int, default=20)
-    made.add_argument("--kills", type=int, default=24)
-    made.add_argument("--seed", type=int, default=1)
-    return made
-
+parser = harness.options(__doc__, out=Path("runs/kills"), tries=20, kills=24, seed=1)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
-    from kill_matrix import ROOT, VICTIMS, Case, Try, faults_of, outcome_of
+    from kill_matrix import VICTIMS, Case, Try, faults_of, outcome_of, ready
 
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
@@ -80,12 +72,9 @@ def series(tried: Try, victims: list[str], source: random.Random, number: int) -
 def main(arguments: argparse.Namespace) -> int:
     """Make runs until every kind of process has had its kills."""
     out: Path = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    rows_file, tiny = out / "rows.jsonl", out / "tiny"
+    tiny, commit = ready(out)
+    rows_file = out / "rows.jsonl"
     steps = 4 * (STEPS_PER_KILL * arguments.kills // 4)
-    if not (tiny / "tiny.json").exists():
-        command = [sys.executable, "-m", "megatron_scalerl.tiny", str(tiny), "--seed", "1"]
-        subprocess.run(command, cwd=ROOT, check=True)
     reference = out / f"reference_{steps}"
     if not (reference / "r" / "end.json").exists():
         unharmed = Try(reference, tiny, real=False, steps=steps)
@@ -93,8 +82,6 @@ def main(arguments: argparse.Namespace) -> int:
         assert unharmed.process is not None and unharmed.process.wait() == 0, f"see {reference / 'output'}"
     expected = outcome_of(reference / "r")
     assert faults_of(reference / "r", None, steps) == [], faults_of(reference / "r", None, steps)
-    describe = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     bad = False
     while True:
         done = [row for row in read_jsonl(rows_file) if row["at"] == "series"]

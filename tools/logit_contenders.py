@@ -110,8 +110,8 @@ def _verl(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return loss.sum(), -loss.abs()
 
 
-def contenders_on(device: Literal["cpu", "gpu"], *, backend: str | None = None) -> list[Contender]:
-    """The contenders on a device: ours (only those of `backend`, if given), the naive paths, then peers."""
+def contenders_on(device: Literal["cpu", "gpu"]) -> list[Contender]:
+    """The contenders on a device: ours, the naive paths, then peers."""
     naive = [Contender(name=NAIVE, run=_naive_fp32)]
     if device == "cpu":
         mine = [_ours(f"torch, {room} MiB", "torch", room) for room in (THIRD, SIXTH)]
@@ -134,6 +134,4 @@ def contenders_on(device: Literal["cpu", "gpu"], *, backend: str | None = None) 
             Contender(name="QuACK", run=_quack, all_forward=True, peer=True, package="quack"),
             Contender(name="verl", run=_verl, gemms=4, peer=True, package="verl"),
         ]
-    if backend is not None:
-        mine = [contender for contender in mine if contender.name.split(",")[0] == backend]
     return [*mine, *naive, *peers]

@@ -1,6 +1,6 @@
 """Mutation testing of the modules that decide what is trained, what is charged and what is forecast.
 
-    make mutation        # or: python tools/mutation.py [--module gate.py] [--survivors runs/mutation.jsonl]
+    make mutation        # or: python tools/mutation.py [--module gate.py]
 
 Applies one mutation of cosmic-ray at a time to a copy of the tree and runs the fast tests of the module, listed in
 tools/mutation.toml. A mutant is killed if a test fails, and survives if all pass: then a test is missing, or the
@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "runs" / "mutation.jsonl"
+"""One line per mutant."""
 sys.dont_write_bytecode = True  # a mutated file may have the size and the second of the one before it
 sys.path.append(str(ROOT / ".venv-mutation"))
 
@@ -55,8 +57,6 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--module", default="", help="only modules whose path ends with this")
-    p.add_argument("--survivors", type=Path, help="only the survivors of the run that wrote this file")
-    p.add_argument("--json", type=Path, default=ROOT / "runs" / "mutation.jsonl", help="one line per mutant")
     return p
 
 
@@ -176,8 +176,6 @@ def run_part(part: dict[str, list[str]], config: dict[str, int], options: argpar
     for module in modules:
         for mutant in sample(module, seed=config["seed"], per_site=config["mutants_per_site"]):
             change = difference(mutant)
-            if options.survivors is not None and (str(module), mutant.line, change) not in options.survivors:
-                continue
             began = time.monotonic()
             module.write_text(mutant.source, encoding="utf8")
             found = outcome(part["tests"], seconds=config["cpu_seconds"], log=log)
@@ -186,7 +184,7 @@ def run_part(part: dict[str, list[str]], config: dict[str, int], options: argpar
                 "outcome": found, "killer": killer(log) if found == "killed" else "",
                 "seconds": round(time.monotonic() - began, 2), "diff": change,
             }  # fmt: skip
-            with options.json.open("a") as file:
+            with RECORDS.open("a") as file:
                 file.write(json.dumps(record) + "\n")
             records.append(record)
             if found == "survived":
@@ -198,17 +196,11 @@ def run_part(part: dict[str, list[str]], config: dict[str, int], options: argpar
 def main(options: argparse.Namespace) -> None:
     """Run all parts in a copy of the tree and print the table."""
     began = time.monotonic()
-    if options.survivors:
-        rows = [json.loads(line) for line in options.survivors.read_text().splitlines()]
-        options.survivors = [
-            (row["module"], row["line"], row["diff"]) for row in rows if row["outcome"] == "survived"
-        ]
     config = tomllib.loads((ROOT / "tools" / "mutation.toml").read_text(encoding="utf8"))
     for name in ["pytest", *config["preload"]]:  # once, before the forks
         importlib.import_module(name)
-    options.json = options.json.resolve()
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.unlink(missing_ok=True)
+    RECORDS.parent.mkdir(parents=True, exist_ok=True)
+    RECORDS.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(Path(folder))
         os.chdir(folder)

@@ -9,25 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TICK_S = 0.005
-
 
 @dataclass
 class Lag:
     """Delays of a timer (s)."""
 
+    tick_s: float = 0.005
     samples: list[float] = field(default_factory=list)
 
     async def watch(self) -> None:
         """Tick until cancelled."""
         loop = asyncio.get_running_loop()
-        due = loop.time() + TICK_S
+        due = loop.time() + self.tick_s
         while True:
             await asyncio.sleep(due - loop.time())
             now = loop.time()
             while due <= now:  # a tick that the loop stood still for is late, too
                 self.samples.append(now - due)
-                due += TICK_S
+                due += self.tick_s
 
     def within(self, share: float) -> float:
         """Milliseconds that this share of all ticks did not exceed."""
@@ -43,12 +42,6 @@ def processor_s(pids: Sequence[int]) -> float:
             stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ticks += int(stat[11]) + int(stat[12])
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def peak_mib(pid: int) -> float:
-    """Largest resident set of a process so far (MiB)."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
 def open_sockets() -> int:

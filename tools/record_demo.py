@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import harness
 from checkout import explained
 
 OUT = Path(__file__).parent.parent / "megatron_scalerl" / "page" / "demo" / "run.zip"
@@ -21,14 +22,9 @@ OUT = Path(__file__).parent.parent / "megatron_scalerl" / "page" / "demo" / "run
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    steps = ("1,10,20,30,40,50,60,70,80,90,100", "steps whose batches are kept, N,N,...")
+    p = harness.options(__doc__, steps=steps, out=OUT)()
     p.add_argument("run", type=Path, metavar="RUN", nargs="?", default=Path("runs/quickstart_1"))
-    p.add_argument(
-        "--steps", default="1,10,20,30,40,50,60,70,80,90,100", help="steps whose batches are kept, N,N,..."
-    )
-    p.add_argument(
-        "--out", type=Path, default=Path(__file__).parent.parent / "megatron_scalerl" / "page" / "demo" / "run.zip"
-    )
     return p
 
 

@@ -20,29 +20,24 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, default=Path("runs/soak"))
-    made.add_argument("--minutes", type=float, default=60.0)
-    made.add_argument("--mean-minutes", type=float, default=4.0)
-    made.add_argument("--real", action="store_true")
-    made.add_argument(
-        "--rollouts", choices=("keep", "resume", "parquet"), default="resume", help="what stays on disk"
-    )
-    made.add_argument("--seed", type=int, default=1)
-    return made
-
+parser = harness.options(
+    __doc__,
+    out=Path("runs/soak"),
+    minutes=60.0,
+    mean_minutes=4.0,
+    real=False,
+    rollouts=(["resume", "keep", "parquet"], "what stays on disk"),
+    seed=1,
+)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
@@ -50,7 +45,7 @@ if __name__ == "__main__":
 with explained():
     import numpy as np
     import psutil
-    from kill_matrix import ROOT, Try, outcome_of
+    from kill_matrix import Try, outcome_of, ready
 
     from megatron_scalerl.checkpoints.atomic_io import write_durably
     from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
@@ -210,11 +205,8 @@ def soak(tried: Try, file: Path, arguments: argparse.Namespace) -> int | None:
 def main(arguments: argparse.Namespace) -> int:
     """Run or continue the soak, then report."""
     out: Path = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    tiny, file = out / "tiny", out / "samples.jsonl"
-    if not (tiny / "tiny.json").exists():
-        command = [sys.executable, "-m", "megatron_scalerl.tiny", str(tiny), "--seed", "1"]
-        subprocess.run(command, cwd=ROOT, check=True)
+    tiny, _ = ready(out)
+    file = out / "samples.jsonl"
     tried = Try(out, tiny, real=arguments.real, steps=1_000_000)
     tried.command += ["rollouts.max_staleness_steps=8", "checkpoint.every_steps=10", "trainer.world_size=1"]
     tried.command += [f"checkpoint.rollouts={arguments.rollouts}"]

@@ -20,6 +20,8 @@ from typing import Any
 
 VARIANTS = 16
 """Different responses of one process."""
+THINK_END, ANSWER = (4,), range(6, 16)
+"""Tokens of the closing tag, and those that answers consist of (`tiny.tokenizer`)."""
 
 
 def accept(answer_text: str, reference: str, extra: dict[str, Any]) -> bool:
@@ -105,8 +107,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
         body = response(
             arguments.tokens,
             arguments.thinking,
-            json.loads(arguments.think_end),
-            range(*json.loads(arguments.answer)),
+            list(THINK_END),
+            ANSWER,
             source,
         )
         file = os.memfd_create(f"response-{number}")
@@ -128,8 +130,6 @@ def main() -> None:
     p.add_argument("--engines", type=int, default=5)
     p.add_argument("--tokens", type=int, default=14336, help="of a completion")
     p.add_argument("--thinking", type=int, default=12000, help="tokens before the closing tag")
-    p.add_argument("--think-end", default="[4]", help="JSON list with the tokens of the closing tag")
-    p.add_argument("--answer", default="[6, 16]", help="JSON list: first and last token of the answers + 1")
     p.add_argument("--delay", type=float, default=40.0, help="seconds, in the mean")
     p.add_argument("--seed", type=int, default=0)
     asyncio.run(_serve(p.parse_args()))

@@ -37,3 +37,14 @@ def tiny_run(tiny: Path, steps: int, *overrides: str) -> Iterator[Path]:
         ]
         subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
         yield Path(out, "bench")
+
+
+def warm_policy(folder: str) -> Path:
+    """The folder of --tiny. Ends the program where there is no policy in it."""
+    if not Path(folder, "policy", "config.json").is_file():
+        print(
+            f"--tiny: expected a folder with a warm policy, found {folder}; run examples/quickstart.sh",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    return Path(folder)

@@ -11,11 +11,11 @@ validations (200 x 2) of the second half. Runs that collapse are left out.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import harness
 from checkout import explained
 
 with explained():
@@ -106,9 +106,7 @@ def errors(run: TinyRun, tie: tuple[float, float] | None) -> tuple[Array, Array]
     return run.pass_rate[unseen] - center, (rates[unseen] >= low) & (rates[unseen] <= high)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options: none but --help."""
-    return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = harness.options(__doc__)
 
 
 def main() -> None:

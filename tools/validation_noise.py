@@ -1,9 +1,9 @@
 """What the cadence of validations and their sampling seeds do to a forecast: simulated runs, the best possible fit.
 
-    python tools/validation_noise.py [--runs 400] [--length 28] [RUN ...]
+    python tools/validation_noise.py [--runs 400] [RUN ...]
 
 Each simulated run is a sigmoid with random parameters over 100 steps. Its validations have binomial noise,
-independent with fresh seeds, correlated as exp(-lag / length) with common ones. The forecast of the second half is
+independent with fresh seeds, correlated as exp(-lag / LENGTH) with common ones. The forecast of the second half is
 the posterior mean under the parameters' own distribution and the noise's own covariance, so that neither kind of
 seeds is disadvantaged by a fit that does not know it. RUN: folders of runs with validation.fresh_seeds=false and
 two generations or more; the correlation of their noise by lag is printed: how much more the same completion of two
@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+import harness
 from checkout import explained
 
 with explained():
@@ -29,7 +30,8 @@ AT_START = 600
 """Completions of the validation at step 0."""
 WITHIN = 0.7
 """Variance of one completion given its prompt, as a share of p (1 - p)."""
-PRIOR_DRAWS = 20_000
+PRIOR_DRAWS, LENGTH = 20_000, 28.0
+"""Draws from the distribution of parameters; steps of the noise's correlation."""
 DESIGNS = ((10, 400), (5, 200), (4, 160), (2, 80))
 """(steps between validations, completions of one): the same completions per step."""
 
@@ -108,9 +110,7 @@ def correlations(run: Path) -> Iterator[tuple[int, float]]:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--runs", type=int, default=400, help="simulated runs (default: %(default)s)")
-    made.add_argument("--length", type=float, default=28.0, help="correlation length in steps (default: %(default)s)")
+    made = harness.options(__doc__, runs=(400, "simulated runs (default: %(default)s)"))()
     made.add_argument("run", nargs="*", type=Path, metavar="RUN")
     return made
 
@@ -120,7 +120,7 @@ def main() -> None:
     options = parser().parse_args()
     print("every  completions  seeds   true curve  measured  difference")
     for every, completions in DESIGNS:
-        for seeds, length in (("common", options.length), ("fresh", 0.0)):
+        for seeds, length in (("common", LENGTH), ("fresh", 0.0)):
             curve, measured, difference = errors(every, completions, length, runs=options.runs)
             print(f"{every:5d}  {completions:11d}  {seeds:6s}{curve:12.4f}{measured:10.4f}{difference:12.4f}")
     for run in options.run:

@@ -1,11 +1,11 @@
 """Predicted seconds of a weight update on many GPUs, whole and of changes, by simulating the trainer's plan.
 
-    python tools/weight_scaling.py [--gb-s 50] [--bucket-mib 256] [--most-senders 16] [--png FILE]
+    python tools/weight_scaling.py [--bucket-mib 256] [--png FILE]
     python tools/weight_scaling.py --count
 
 Nothing is sent: the plan and its buckets are those of `megatron_scalerl.weights`, for a trainer on half of the GPUs
-and engines on the other half; `megatron_scalerl.plan.update` states the link model. --gb-s: of every GPU in each
-direction; 50 is one 400 Gb/s port. Bound: the most bytes that any rank sends or any worker receives, at this rate.
+and engines on the other half; `megatron_scalerl.plan.update` states the link model. Every GPU has 50 GB/s in each
+direction, one 400 Gb/s port. Bound: the most bytes that any rank sends or any worker receives, at this rate.
 Changes: of one element in a hundred, in the bytes that `weights.deltas: absolute` takes for each. Finding and writing
 them takes no time here, nor does packing.
 --count: instead, the bytes of every bucket are added up for each sender and for each worker, on layouts of growing
@@ -23,24 +23,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import harness
 from checkout import explained
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--gb-s", type=float, default=50.0, help="of every GPU's link, in each direction")
-    p.add_argument("--bucket-mib", type=int, default=256)
-    p.add_argument("--most-senders", type=int, default=16, help="weights.max_senders")
-    p.add_argument("--png", type=Path, help="draw the table's seconds as well")
-    p.add_argument("--count", action="store_true", help="count the bytes of every sender and worker")
-    return p
-
+parser = harness.options(
+    __doc__,
+    bucket_mib=256,
+    png=(Path, "draw the table's seconds as well"),
+    count=(False, "count the bytes of every sender and worker"),
+)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
+    from random_inputs import llama_settings
     from transformers import Llama4TextConfig, LlamaConfig, Qwen3MoeConfig
 
     from megatron_scalerl.fit.plot import COLORS, MARKERS, new_figure, save
@@ -53,6 +50,8 @@ with explained():
 
 CHANGES = 0.01 * 3.1 / 2
 """Bytes of changes over those of all values in bf16 (`weights.changes`)."""
+GB_S, MOST_SENDERS = 50.0, 16
+"""Of every GPU's link in each direction; weights.max_senders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,88 +66,31 @@ class Model:
     gpus: tuple[int, ...]
 
 
+_8B = llama_settings(vocab=128_256, hidden=4096, inner=14_336, layers=32, heads=32, groups=8)
+_SCOUT = llama_settings(vocab=202_048, hidden=5120, inner=8192, layers=48, heads=40, groups=8, head_dim=128)
+_SCOUT |= dict(intermediate_size_mlp=16_384, num_local_experts=16, interleave_moe_layer_step=1)
+_EXPERTS = dict(head_dim=128, num_experts_per_tok=8, mlp_only_layers=[])
+_1T = llama_settings(vocab=163_840, hidden=7168, inner=18_432, layers=64, heads=64, groups=8, **_EXPERTS)
+_1T |= dict(moe_intermediate_size=2048, num_experts=384)
+_30B = llama_settings(vocab=151_936, hidden=2048, inner=6144, layers=48, heads=32, groups=4, **_EXPERTS)
+_30B |= dict(moe_intermediate_size=768, num_experts=128)
+DENSE, SCOUT = LlamaConfig(**_8B), Llama4TextConfig(**_SCOUT)
 MODELS = {
-    "8B, dense": Model(
-        config=LlamaConfig(
-            vocab_size=128_256,
-            hidden_size=4096,
-            intermediate_size=14_336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            tie_word_embeddings=False,
-        ),
-        tp=2,
-        engine_tp=1,
-        gpus=(16, 64, 256, 1024, 4096),
-    ),
-    "17B x 16 (Scout), 108B": Model(
-        config=Llama4TextConfig(
-            vocab_size=202_048,
-            hidden_size=5120,
-            intermediate_size=8192,
-            intermediate_size_mlp=16_384,
-            num_hidden_layers=48,
-            num_attention_heads=40,
-            num_key_value_heads=8,
-            head_dim=128,
-            num_local_experts=16,
-            interleave_moe_layer_step=1,
-            tie_word_embeddings=False,
-        ),
-        tp=4,
-        ep=8,
-        engine_tp=8,
-        gpus=(64, 256, 1024, 4096),
-    ),
-    "1T, 384 experts": Model(
-        config=Qwen3MoeConfig(
-            vocab_size=163_840,
-            hidden_size=7168,
-            intermediate_size=18_432,
-            moe_intermediate_size=2048,
-            num_hidden_layers=64,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=128,
-            num_experts=384,
-            num_experts_per_tok=8,
-            mlp_only_layers=[],
-            tie_word_embeddings=False,
-        ),
-        tp=8,
-        pp=8,
-        ep=32,
-        engine_tp=32,
-        gpus=(1024, 4096),
-    ),
+    "8B, dense": Model(config=DENSE, tp=2, engine_tp=1, gpus=(16, 64, 256, 1024, 4096)),
+    "17B x 16 (Scout), 108B": Model(config=SCOUT, tp=4, ep=8, engine_tp=8, gpus=(64, 256, 1024, 4096)),
+    "1T, 384 experts": Model(config=Qwen3MoeConfig(**_1T), tp=8, pp=8, ep=32, engine_tp=32, gpus=(1024, 4096)),
 }
 """Shapes: Llama 3 8B and Llama 4 Scout as published; the third is made up, near Kimi K2's."""
-
-
 COUNTED = {
-    "8B, dense": MODELS["8B, dense"].config,
-    "30B, 128 experts (Qwen3)": Qwen3MoeConfig(
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        mlp_only_layers=[],
-        tie_word_embeddings=False,
-    ),
-    "17B x 16 (Scout), 108B": MODELS["17B x 16 (Scout), 108B"].config,
+    "8B, dense": DENSE,
+    "30B, 128 experts (Qwen3)": Qwen3MoeConfig(**_30B),
+    "17B x 16 (Scout), 108B": SCOUT,
 }
 LAYOUTS = ((4, 2, 1, 2, 1), (8, 2, 2, 2, 2), (16, 4, 2, 4, 4), (32, 4, 2, 8, 8), (64, 4, 4, 16, 8))
 """(Ranks of the trainer, TP, PP, EP of experts, TP of an engine); the rest of the ranks is data parallel."""
 
 
-def simulate(model: Model, ranks: int, options: argparse.Namespace) -> UpdateWork:
+def simulate(model: Model, ranks: int, bucket_mib: int, most_senders: int = MOST_SENDERS) -> UpdateWork:
     """What one update moves, with so many ranks of the trainer."""
     found = family(model.config)
     layers = len(found.layers)
@@ -170,22 +112,14 @@ def simulate(model: Model, ranks: int, options: argparse.Namespace) -> UpdateWor
         places_of(layout),
         {layer: stage for stage, of_stage in enumerate(layout.stages) for layer in of_stage},
         EngineShape(tensor=model.engine_tp, whole_experts=True),
-        bucket_mib=options.bucket_mib,
-        most_senders=options.most_senders,
+        bucket_mib=bucket_mib,
+        most_senders=most_senders,
     )
 
 
 HEADER = (
-    "policy, bf16",
-    "GPUs, half of them engines",
-    "GB",
-    "senders",
-    "groups of a worker",
-    "most sent by a rank",
-    "most received by a worker",
-    "bound",
-    "predicted",
-    "1 % changed, predicted",
+    *("policy, bf16", "GPUs, half of them engines", "GB", "senders", "groups of a worker", "most sent by a rank"),
+    *("most received by a worker", "bound", "predicted", "1 % changed, predicted"),
 )
 
 
@@ -222,7 +156,7 @@ def count(config: Any, layout: tuple[int, int, int, int, int], bucket_mib: int) 
     ranks, tp, pp, ep, engine_tp = layout
     found = family(config)
     model = Model(config=config, tp=tp, pp=pp, ep=ep if _experts(config) else 1, engine_tp=engine_tp, gpus=())
-    work = simulate(model, ranks, argparse.Namespace(bucket_mib=bucket_mib, most_senders=ranks))
+    work = simulate(model, ranks, bucket_mib, most_senders=ranks)
     needs = worker_needs(found, EngineShape(tensor=engine_tp, whole_experts=True))
     replicated = 0
     for number, meta in enumerate(manifest(found, "bfloat16")):
@@ -261,20 +195,20 @@ def main(options: argparse.Namespace) -> None:
     points: dict[str, list[tuple[int, float, float, float]]] = {}
     for name, model in MODELS.items():
         for gpus in model.gpus:
-            work = simulate(model, gpus // 2, options)
+            work = simulate(model, gpus // 2, options.bucket_mib)
             sizes = [f"{each / 1e9:.3g} GB" for each in (work.most_sent, work.most_received)]
             cells = [name, f"{gpus:,}", f"{work.bytes / 1e9:,.0f}", f"{work.senders:,}", f"{work.groups:,}", *sizes]
-            rate, copies = options.gb_s * 1e9, max(gpus // 2 // model.engine_tp, 1)
+            rate, copies = GB_S * 1e9, max(gpus // 2 // model.engine_tp, 1)
             changes = replace(work, buckets=tuple((*pair, round(size * CHANGES)) for *pair, size in work.buckets))
             predicted = (work.bound_seconds(rate), work.seconds(rate, copies), changes.seconds(rate, copies))
             points.setdefault(name, []).append((gpus, *predicted))
             seconds = [f"{each:.3f} s" for each in predicted]
             print(f"| {' | '.join([*cells, *seconds])} |", flush=True)
     if options.png is not None:
-        draw(options.png, points, options.gb_s)
+        draw(options.png, points)
 
 
-def draw(path: Path, points: dict[str, list[tuple[int, float, float, float]]], gb_s: float) -> None:
+def draw(path: Path, points: dict[str, list[tuple[int, float, float, float]]]) -> None:
     """Seconds over GPUs. points: policy -> (GPUs, bound, whole, changes), seconds."""
     figure, axes = new_figure()
     for (name, rows), color, marker in zip(points.items(), COLORS, MARKERS):
@@ -289,7 +223,7 @@ def draw(path: Path, points: dict[str, list[tuple[int, float, float, float]]], g
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("GPUs, half of them engines")
     axes.set_ylabel("seconds of a weight update")
-    axes.set_title(f"Predicted, not measured: {gb_s:g} GB/s of every GPU in each direction", loc="left")
+    axes.set_title(f"Predicted, not measured: {GB_S:g} GB/s of every GPU in each direction", loc="left")
     axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
     save(figure, path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -41,7 +40,7 @@ def no_digests(arm: str) -> None:
 class Worker:
     """The receiving process: a vLLM model and its receiver."""
 
-    def __init__(self, folder: str, options: argparse.Namespace) -> None:
+    def __init__(self, folder: str) -> None:
         from vllm import LLM
 
         from megatron_scalerl.engine import vllm_plugin
@@ -140,12 +139,12 @@ class Worker:
             yield meta.name, tensor
 
 
-def receive(folder: str, options: argparse.Namespace) -> None:
+def receive(folder: str) -> None:
     """Answer commands from the input, a JSON line each."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
     torch.set_num_threads(1)
-    worker = Worker(folder, options)
+    worker = Worker(folder)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         command, *arguments = json.loads(line)

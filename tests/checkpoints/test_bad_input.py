@@ -189,7 +189,7 @@ def test_a_disk_that_is_full_in_the_middle(processes, source, tmp_path):
     """The kernel's own limit on the size of files replaces a full disk: writing fails in the same call."""
     limit = 300_000
     done = subprocess.run(
-        [sys.executable, "tools/convert_checkpoint.py", "to-megatron", source, tmp_path / "out"]
+        [sys.executable, "-m", "megatron_scalerl", "convert", "to-megatron", source, tmp_path / "out"]
         + ["--processes", str(processes)],
         cwd=ROOT,
         capture_output=True,

@@ -284,7 +284,16 @@ def test_a_folder_that_may_not_be_read_fails_and_ends_nothing(monkeypatch):
 @pytest.mark.slow
 def test_a_real_node_is_examined_in_processes(tmp_path):
     """This machine with a recipe, by the command itself; the policy and the prompts do not exist."""
-    argv = [sys.executable, "tools/doctor.py", RECIPE, f"output_dir={tmp_path / 'runs'}", "--json", "-"]
+    argv = [
+        sys.executable,
+        "-m",
+        "megatron_scalerl",
+        "doctor",
+        RECIPE,
+        f"output_dir={tmp_path / 'runs'}",
+        "--json",
+        "-",
+    ]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     report = msgspec.json.decode(done.stdout, type=NodeReport)

@@ -24,8 +24,8 @@ SCALERL = [*RECIPES, "--series", "series=ScaleRL"]
 
 
 def tool(*arguments):
-    command = [sys.executable, str(ROOT / "tools" / "fit_curve.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "megatron_scalerl", "fit", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_json_to_standard_output_and_nothing_else(capsys):

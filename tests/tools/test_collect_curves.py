@@ -29,7 +29,7 @@ def collect(bench, tmp_path, monkeypatch):
             if what == "rl":
                 run_folder(self.work / row["name"])
 
-    return Collection(tmp_path / "work", tmp_path / "data", tmp_path / "pause")
+    return Collection(tmp_path / "work", tmp_path / "data")
 
 
 def rows(*names, **changes):
@@ -89,7 +89,7 @@ def test_every_row_of_the_shipped_table_is_a_valid_recipe(bench, tmp_path):
     from megatron_scalerl.recipe.file import load_recipe
 
     table = bench.read_table(DATA / "table.csv")
-    collection = bench.Collection(tmp_path / "work", tmp_path / "data", None)
+    collection = bench.Collection(tmp_path / "work", tmp_path / "data")
     for row in table:
         recipe = load_recipe(TOOLS.parent / bench.BASE, [*collection._settings(row), f"name={row['name']}"])
         assert recipe.steps == int(row["steps"]) and recipe.optimizer.lr == float(row["lr"])

@@ -1,10 +1,7 @@
 """The viewer prints one completion with forced tokens and policy versions marked, with and without colour."""
 
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from command_line import command
@@ -18,7 +15,6 @@ from megatron_scalerl.tiny.tokenizer import save_tokenizer
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 main = command("show")
-TOOL = Path(__file__).parents[2] / "tools" / "show_rollouts.py"
 PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
 
 
@@ -131,10 +127,11 @@ def test_what_is_not_there_is_one_line(run_dir, capsys, arguments, message):
     assert error.count("\n") == 1
 
 
-def test_a_folder_that_is_no_run_is_one_line_and_exit_code_2(tmp_path):
-    done = subprocess.run([sys.executable, TOOL, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == f"megatron-scalerl: {tmp_path}: expected a run folder with rollouts, found none\n"
+def test_a_folder_that_is_no_run_is_one_line_and_exit_code_2(tmp_path, capsys):
+    assert main([tmp_path]) == 2
+    assert (
+        capsys.readouterr().err == f"megatron-scalerl: {tmp_path}: expected a run folder with rollouts, found none\n"
+    )
 
 
 def test_an_interrupted_completion_can_be_asked_for(run_dir, capsys):

@@ -1,7 +1,0 @@
-#!/usr/bin/env python3
-"""The same as `megatron-scalerl convert`."""
-
-from checkout import run
-
-if __name__ == "__main__":
-    run("convert")

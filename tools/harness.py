@@ -1,0 +1,176 @@
+"""What the benchmarks share: options, arms that take turns, statistics, the machine, child processes, output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from checkout import explained
+
+T = TypeVar("T")
+Figures = dict[str, Any]
+
+
+def options(text: str | None, **wanted: Any) -> Callable[[], argparse.ArgumentParser]:
+    """The parser of a program, as a function. text: its description.
+
+    Each keyword is an option: its default, its type if it has none, or a list of choices, the first the default; with
+    a help text a pair.
+    """
+
+    def parser() -> argparse.ArgumentParser:
+        made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        for name, given in wanted.items():
+            kind, said = given if isinstance(given, tuple) else (given, None)
+            how: dict[str, Any] = {"type": type(kind), "default": kind}
+            if kind is False:
+                how = {"action": "store_true"}
+            elif isinstance(kind, type):
+                how = {"type": kind}
+            elif isinstance(kind, list):
+                how = {"choices": kind, "default": kind[0]}
+            made.add_argument(f"--{name.replace('_', '-')}", help=said, **how)
+        return made
+
+    return parser
+
+
+def benchmark(text: str | None, **wanted: Any) -> Callable[[], argparse.ArgumentParser]:
+    """The same with --json FILE, which `report` needs."""
+    return options(text, **wanted, json=(Path, "append the figures to this file, too"))
+
+
+def asked(o: argparse.Namespace, *names: str) -> Figures:
+    """These options, or all that have a value but --json."""
+    wanted = names or {name for name, value in vars(o).items() if name != "json" and value is not None}
+    return {name: value for name, value in vars(o).items() if name in wanted}
+
+
+def turns(arms: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """(round, arm) of all measurements: each round begins with the next arm."""
+    for number in range(rounds):
+        turn = number % len(arms)
+        yield from ((number, arm) for arm in (*arms[turn:], *arms[:turn]))
+
+
+def in_rounds(arms: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 1) -> dict[str, list[T]]:
+    """What each arm gives in each round, without the first `warm_up` ones, which allocate."""
+    found: dict[str, list[T]] = {arm: [] for arm in arms}
+    for number, arm in turns(list(arms), warm_up + rounds):
+        value = arms[arm]()
+        if number >= warm_up:
+            found[arm].append(value)
+    return found
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of wall and of this process's processor; the latter tell more on a machine that others load."""
+    wall, busy = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - busy
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Wall seconds of a call."""
+    return timed(work)[0]
+
+
+def columns(rows: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
+    """Rows with the same names -> the values of each name."""
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def medians(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of each arm's values."""
+    return {arm: statistics.median(values) for arm, values in found.items()}
+
+
+def extremes(found: Mapping[str, Sequence[float]], digits: int = 4) -> dict[str, list[float]]:
+    """Smallest and largest of each arm's values."""
+    return {arm: [round(min(values), digits), round(max(values), digits)] for arm, values in found.items()}
+
+
+def paired(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """The ratio of two arms in each round."""
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
+    """Median, quartiles and extremes."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return rounded({"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values)}, digits)
+
+
+def rounded(found: Mapping[str, float], digits: int = 4, *, suffix: str = "") -> dict[str, float]:
+    """The figures with so many decimals, and `suffix` behind their names."""
+    return {f"{name}{suffix}": round(value, digits) for name, value in found.items()}
+
+
+def processor() -> str:
+    """Its name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line[:10] == "model name"), platform.machine())
+
+
+def machine() -> Figures:
+    """What this runs on, and how busy it is."""
+    found = {"cpu": processor(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
+    found["python"] = platform.python_version()
+    return found | ({"torch": sys.modules["torch"].__version__} if "torch" in sys.modules else {})
+
+
+def memory_of(field: str, pid: int | str = "self") -> int:
+    """VmRSS, its peak VmHWM, or RssAnon of a process (bytes); 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def reset_peak() -> None:
+    """Let VmHWM of this process begin anew: proc_pid_clear_refs(5)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def child(script: str, *words: str, **variables: str) -> Figures:
+    """The JSON object that another process prints last. Raises RuntimeError with its last error."""
+    done = subprocess.run(
+        [sys.executable, script, *words], env=os.environ | variables, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+    found: Figures = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def report(o: argparse.Namespace, line: Figures, *, shown: bool = True) -> None:
+    """Print one line of figures as JSON, where they are `shown` otherwise not; --json gets it in any case."""
+    if shown:
+        print(json.dumps(line), flush=True)
+    if o.json:
+        with o.json.open("a", encoding="utf8") as file:
+            file.write(json.dumps(line, default=str) + "\n")
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
+    """Print figures for people: all columns but the first to the right."""
+    with explained():
+        from rich.console import Console
+        from rich.table import Table
+    made = Table(title=title)
+    for number, head in enumerate(heads):
+        made.add_column(head, justify="right" if number else "left")
+    for row in rows:
+        made.add_row(*row)
+    Console().print(made)
