@@ -31,7 +31,6 @@ NO_COMMANDS = {
     "curve_data.py",
     "harness.py",
     "logit_contenders.py",
-    "isolated.py",
     "logit_targets.py",
     "measured_constants.py",
     "mutation.py",
