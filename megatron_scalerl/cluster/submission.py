@@ -115,9 +115,11 @@ def submit(
     plan = _plan(recipes, name, request, site, partitions)
     if request.throttle is not None:
         checks.check_script(plan.script, plan.runs)
+    resolved: list[Recipe] = []
     warnings, fits = [], ""
     for recipe, run in zip(recipes, plan.runs, strict=True):
-        check_recipe(check_inputs(recipe, on_this_host=False).resolved(recipe))  # as the run itself records it
+        resolved.append(check_inputs(recipe, on_this_host=False).resolved(recipe))  # as the run itself records it
+        check_recipe(resolved[-1])
         warnings.append(checks.check_shared(run, several=plan.several, anywhere=request.any_file_system))
         others = partitions[plan.engines.partition] if plan.engines is not None else None
         fits = check_plan(recipe, recipe_file, partition, plan.gpus, others)
@@ -128,7 +130,7 @@ def submit(
         queued = cluster.queued()
         for run in plan.runs:
             checks.check_free(run, queued)
-        for recipe, run in zip(recipes, plan.runs, strict=True):
+        for recipe, run in zip(resolved, plan.runs, strict=True):
             write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
         # last: end.json of a finished run is compared with it
         write_durably(plan.script, render(plan).encode())
