@@ -215,7 +215,7 @@ def prompts(folder: Path) -> Iterator[Case]:
     ):
         path = folder / f"prompts{number}.jsonl"
         path.write_bytes(data)
-        yield "prompts", what, lambda path=path: list(read_rows(path, ["prompt", "answer"]))
+        yield "prompts", what, lambda path=path: [row.readable() for row in read_rows(path, ["prompt", "answer"])]
     parquet = folder / "prompts.parquet"
     parquet.write_bytes(b"PAR1 and no more")
     yield "prompts", "a torn Parquet file", lambda: list(read_rows(parquet, ["prompt", "answer"]))

@@ -363,7 +363,7 @@ def test_a_record_that_is_gone_or_cut_is_not_taken_for_a_new_run(tmp_path, name,
     file = tmp_path / "r" / name
     lines = file.read_text().splitlines(keepends=True)
     file.unlink() if left is None else file.write_text("".join(lines[:left]))
-    with pytest.raises(RuntimeError, match=rf"{name}: has \d+ bytes, and had \d+ when .* was saved; .* restore"):
+    with pytest.raises(RuntimeError, match=rf"{name}: has \d+ rows, and had \d+ when .* was saved; .* restore"):
         attempt(settings)
     file.write_text("".join(lines))
     assert attempt(settings).reason == "all 6 steps are made"

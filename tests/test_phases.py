@@ -7,7 +7,7 @@ import pytest
 from fakes.engine import StandInEngine
 from fakes.run import PUBLISH_S, START_S, VALIDATE_S, attempt, recipe
 from fakes.trainer import SAVE_S, TRAIN_S
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -154,6 +154,7 @@ def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, at_s):
     kills=st.lists(st.floats(0.1, 60.0), min_size=1, max_size=3),
     power_loss=st.booleans(),
 )
+@example(updates=1, seed=0, send_s=0.0, flat=set(), kills=[27.0, 1.0], power_loss=False)
 def test_a_kill_at_any_moment_changes_no_batch(tmp_path_factory, updates, seed, send_s, flat, kills, power_loss):
     """In generation, in any step of a phase, in an update: the rest of the phase is trained on, nothing twice."""
     folder = tmp_path_factory.mktemp("run")

@@ -104,7 +104,7 @@ class ResumePoint:
     """Batches of the run's lineage that the checkpoint includes, those without a step too."""
     position: Position | None = None
     """What the checkpoint names of the journal; None without a checkpoint."""
-    record_bytes: tuple[tuple[str, int], ...] = ()
+    record_rows: tuple[tuple[str, int], ...] = ()
     """Of the checkpoint, see `ControllerState`."""
     damaged: tuple[str, ...] = ()
     """One line about each newer checkpoint that is damaged."""
@@ -120,8 +120,8 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     position: Position
     """Journal and store when the checkpoint was written."""
-    record_bytes: dict[str, int] = {}
-    """Sizes of the run's other records then: a smaller file has lost rows of the curve."""
+    record_rows: dict[str, int] = {}
+    """Rows of the run's other records then, see `rows_of`: a file with fewer has lost a part of the curve."""
 
 
 class RunInUse(RecipeError):
@@ -259,7 +259,7 @@ def resume_point(run_dir: str | Path, check: Callable[[Path], object] = check_ch
         step=state.step,
         batches=state.batches,
         position=state.position,
-        record_bytes=tuple(state.record_bytes.items()),
+        record_rows=tuple(state.record_rows.items()),
         damaged=tuple(damaged),
     )
 
@@ -272,12 +272,12 @@ def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> 
             f"{journal}: expected at least the {start.batches} batches of {start.checkpoint}, "
             f"found {len(history.batches)}"
         )
-    for name, size in start.record_bytes:
+    for name, rows in start.record_rows:
         record = Path(run_dir) / name
-        left = record.stat().st_size if record.exists() else 0
-        if left < size:
+        left = rows_of(record)
+        if left < rows:
             raise RuntimeError(
-                f"{record}: has {left} bytes, and had {size} when {start.checkpoint} was saved; the run's curve "
+                f"{record}: has {left} rows, and had {rows} when {start.checkpoint} was saved; the run's curve "
                 "would be wrong: restore the file from a copy"
             )
     position = start.position
@@ -294,6 +294,14 @@ def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> 
         check_groups(run_dir, history, start.batches)
     except ValueError as error:
         raise RuntimeError(str(error)) from None
+
+
+def rows_of(record: Path) -> int:
+    """Complete rows of a record. No restart makes them fewer: it rewrites the ledger without its heartbeats."""
+    if not record.exists():
+        return 0
+    with record.open("rb") as file:
+        return sum(line.endswith(b"\n") and not line.startswith(b'{"heartbeat"') for line in file)
 
 
 def finished(recipe: Recipe, point: ResumePoint) -> str | None:

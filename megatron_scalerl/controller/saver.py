@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
-from megatron_scalerl.controller.run_folder import RECORDS, ControllerState, RunFolder
+from megatron_scalerl.controller.run_folder import RECORDS, ControllerState, RunFolder, rows_of
 from megatron_scalerl.processes.garbage import release_memory
 from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.recipe import Recipe
@@ -65,13 +65,12 @@ class Saver:
         self._meter.ledger.sync()
         self._metrics.sync()
         run_id, position = self._folder.attempt.run_id, await self._journal.position()
-        files = [file for name in RECORDS if (file := self._folder.path / name).exists()]
         state = ControllerState(
             step=step,
             batches=batches,
             run_id=run_id,
             position=position,
-            record_bytes={file.name: file.stat().st_size for file in files},
+            record_rows={name: rows_of(self._folder.path / name) for name in RECORDS},
         )
         path, extra = str(self._folder.checkpoint(step)), msgspec.to_builtins(state)
         asynchronous = self._recipe.async_save and not last

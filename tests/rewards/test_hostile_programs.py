@@ -283,7 +283,10 @@ def test_a_killed_verifier_takes_its_programs_along():
 
 @pytest.mark.slow
 def test_nothing_is_left_of_200_scores():
-    """No process, mount, file or descriptor; a namespace ends with the last of them."""
+    """No process, mount, file or descriptor; a namespace ends with the last of them.
+
+    Descriptors of earlier tests may still be closed meanwhile by their threads.
+    """
     verdict(ADD, ASSERTS)
     written = f"/tmp/msrl-test-{os.getpid()}"
 
@@ -292,7 +295,7 @@ def test_nothing_is_left_of_200_scores():
         gc.collect()  # what earlier tests left open is closed
         mounts = {line for line in Path("/proc/self/mounts").read_text().splitlines() if "nr_inodes=1024" in line}
         files = [path for path in ("/tmp/host", written) if os.path.lexists(path)]
-        return mounts, files, sorted(os.listdir("/proc/self/fd"))
+        return mounts, files, set(os.listdir("/proc/self/fd"))
 
     before = state()
     hostile = "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
@@ -300,7 +303,8 @@ def test_nothing_is_left_of_200_scores():
     for n in range(200):
         assert verdict(hostile if n % 2 else "print(4)", CASE) is bool(n % 2)
     assert not sandboxes()
-    assert state() == before
+    after = state()
+    assert after[:2] == before[:2] and after[2] <= before[2]
 
 
 def _unprivileged_python():
