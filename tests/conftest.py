@@ -19,6 +19,8 @@ from sampling import SEED
 
 from megatron_scalerl.tiny.build import TinyArguments, build
 
+LONG = ("e2e", "engine")
+"""Folders whose files take minutes: pytest's workers take them first, so that none ends long after the others."""
 ON_GPU: set[str] = set()
 """Tests marked `gpu` that can run here; a report's keywords have the names of folders too."""
 REPORTS: list[pytest.TestReport] = []
@@ -48,7 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect `gpu` without a GPU; skip what lacks GPUs or packages, with the reason."""
+    """Deselect `gpu` without a GPU; skip what lacks GPUs or packages, with the reason. Long tests come first."""
+    items.sort(key=lambda item: item.path.parent.name not in LONG)  # stable: a file's tests stay together
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     found = 0
     if on_gpu:

@@ -35,7 +35,7 @@ trap 'exit 143' TERM
 code=0
 run_tests() { # VENV WORKERS MARKS ARGUMENT...: in a process group, which `stop` can interrupt; sets code where one fails
   set -m
-  "$1/bin/python" -m pytest -q -n "${MSRL_TEST_WORKERS:-$2}" --dist loadfile -p no:cacheprovider \
+  "$1/bin/python" -m pytest -q -n "${MSRL_TEST_WORKERS:-$2}" --dist loadfile --no-loadscope-reorder -p no:cacheprovider \
     --durations=40 -m "$3" "${@:4}" </dev/null &
   running=$!
   set +m
