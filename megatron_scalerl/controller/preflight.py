@@ -19,7 +19,7 @@ from megatron_scalerl.controller.evaluations import EvaluationInputs, evaluation
 from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.launch.local_server import bind_server
 from megatron_scalerl.models import family, read_hf_config
-from megatron_scalerl.prompts.dataset import PromptSet, load_prompts
+from megatron_scalerl.prompts.dataset import PROMPTS_CHANGED, PromptSet, load_prompts
 from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy, check_prompts, read_run_recipe
@@ -46,11 +46,12 @@ class Inputs:
     """Capacity of one packed micro-batch (tokens)."""
 
     def resolved(self, recipe: Recipe) -> Recipe:
-        """The recipe with the engine's context length and the trainer's capacity filled in if unset."""
+        """The recipe with the prompts' digest, the engine's context length and the trainer's capacity filled in."""
         options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
         trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})
         engine = recipe.engine.model_copy(update={"vllm": options})
-        return recipe.model_copy(update={"engine": engine, "trainer": trainer})
+        prompts = recipe.prompts.model_copy(update={"digest": self.prompts.digest()})
+        return recipe.model_copy(update={"engine": engine, "trainer": trainer, "prompts": prompts})
 
 
 def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
@@ -69,6 +70,9 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     check_weights(recipe.policy.path)
     text_config = hf_config.get_text_config()
     prompts = load_prompts(tokenizer, tasks_of(recipe), _check_answers)
+    digest = prompts.digest()
+    if recipe.prompts.digest not in (None, digest):
+        raise ValueError(f"prompts.digest: {PROMPTS_CHANGED}: expected {recipe.prompts.digest}, found {digest}")
     for task in tasks_of(recipe) if recipe.validation.every_steps else ():
         if all(prompt.task != task.name for prompt in prompts.held_out):
             raise ValueError(f"validation.every_steps: expected held-out prompts ({task.key}.held_out), found none")

@@ -35,6 +35,7 @@ from megatron_scalerl.checkpoints.safe_check import check_checkpoint
 from megatron_scalerl.fit.inputs import flattened
 from megatron_scalerl.launch.placement import Attempt
 from megatron_scalerl.processes.signals import IN_USE_CODE
+from megatron_scalerl.prompts.dataset import PROMPTS_CHANGED
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_run_recipe
 from megatron_scalerl.rollouts.history import History, check_groups
@@ -234,6 +235,10 @@ def check_recipe(recipe: Recipe) -> None:
     now = flattened(recipe.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and not _may_change(key):
+            if key == "prompts.digest":
+                raise RecipeError(
+                    f"{folder}: {PROMPTS_CHANGED} since the run began: restore it, or choose another name"
+                )
             raise RecipeError(
                 f"{folder}: expected the recipe of the run in it, {key}: {before.get(key)!r}, "
                 f"found {now.get(key)!r}; choose another name or output_dir"

@@ -152,7 +152,7 @@ def settings(recipe: Recipe, *, k: int, budgets: Sequence[int | None]) -> dict[s
     Of vLLM's options all but those of its capacity and of its processes, which decide how fast it is.
     """
     prompts = recipe.prompts.model_dump(mode="json")
-    rendering = ("prompt_template", "chat_template", "add_bos", "think_start", "think_end")
+    rendering = ("prompt_template", "chat_template", "template_date", "add_bos", "think_start", "think_end")
     return {
         "k": k,
         "budgets": list(budgets),

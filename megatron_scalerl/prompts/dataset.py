@@ -18,6 +18,8 @@ from megatron_scalerl.prompts.sources import Row, listing, other_columns, read_r
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.types import Prompt
 
+PROMPTS_CHANGED = "a prompt file, the tokenizer or its template has changed"
+
 CheckAnswers = Callable[[Task, Sequence[tuple[str, Mapping[str, Any]]]], Sequence[str]]
 """(task, reference answers with their rows' columns) -> for each why its verifier cannot use it, or nothing."""
 
@@ -69,6 +71,13 @@ class PromptSet:
     held_out: tuple[Prompt, ...]
     """Task after task, each in the order of hashes, so that its first n do not depend on the order of the file."""
     report: PromptReport
+
+    def digest(self) -> str:
+        """16 hexadecimal digits of the SHA-256 of all ids and tokens, in order."""
+        whole = hashlib.sha256()
+        for prompt in (*self.training, *self.held_out):
+            whole.update(json.dumps([prompt.prompt_id, prompt.token_ids]).encode())
+        return whole.hexdigest()[:16]
 
 
 def prompt_id(text: str, answer: str, task: str = "") -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from megatron_scalerl.recipe.sections import PromptsSection
 
 CHUNK = 1024
@@ -36,7 +38,13 @@ class PromptRenderer:
         text = self._prompts.prompt_template.replace("{prompt}", problem)
         if self._prompts.chat_template:
             message = {"role": "user", "content": text}
-            text = self._tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+            day = self._prompts.template_date
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    [message], tokenize=False, add_generation_prompt=True, strftime_now=day.strftime
+                )
+            except TemplateError as error:
+                raise ValueError(f"prompts.chat_template: the tokenizer's template fails: {error}") from None
         # Some chat templates add the opening tag themselves, with or without a line break after it.
         if text.rstrip().endswith(self._prompts.think_start.rstrip()):
             return text

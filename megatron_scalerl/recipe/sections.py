@@ -12,6 +12,7 @@ A key that is not set, or null, has the value of `prompts` or `rewards`: no defa
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -106,6 +107,12 @@ class PromptsSection(Section):
     """Format string of the prompt; `{prompt}` is replaced by the problem's text."""
     chat_template: bool = False
     """Apply the tokenizer's chat template to the rendered prompt as a single user message."""
+    template_date: date = date(2024, 7, 26)
+    """The day that a chat template gets for today's (Llama 3.2, gpt-oss), so that a prompt has the same tokens every
+    day. The default is the one in Llama 3.2's template."""
+    digest: str | None = None
+    """Digest of every prompt's id and tokens. null: filled in when a run starts. A run whose prompts have another is
+    refused, at a resume too: a file, the tokenizer, its template or the code that renders it has changed."""
     add_bos: bool = True
     """Prepend the tokenizer's beginning-of-sequence token, if it has one and the prompt does not start with it."""
     think_start: str = "<think>"

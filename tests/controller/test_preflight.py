@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from megatron_scalerl.controller.preflight import check_inputs
+from megatron_scalerl.controller.run_folder import RunFolder, check_recipe
 from megatron_scalerl.controller.train import train
 from megatron_scalerl.recipe.file import load_recipe
 
@@ -44,6 +45,23 @@ def test_a_valid_recipe_passes_and_gets_its_context_length(tiny):
     assert inputs.longest_sequence == 91
     assert inputs.resolved(recipe(tiny)).engine.vllm["max_model_len"] == 91
     assert (len(inputs.prompts.training), len(inputs.prompts.held_out)) == (100, 20)
+
+
+def test_prompts_that_render_otherwise_than_before_are_refused(tiny, tmp_path):
+    """The tokenizer's template, a prompt file, the date: whatever changes one token."""
+    folder = shutil.copytree(tiny, tmp_path / "tiny")
+    more = ("prompts.chat_template=true", f"output_dir={tmp_path / 'runs'}")
+    begun = check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more))
+    RunFolder(begun).close()
+    check_recipe(check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more)))
+    assert check_inputs(begun).prompts.digest() == begun.prompts.digest
+    template = folder / "base_policy" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{% for", "1{% for", 1))
+    changed = check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more))
+    with pytest.raises(ValueError, match=r"a prompt file, the tokenizer or its template has changed since the run"):
+        check_recipe(changed)
+    with pytest.raises(ValueError, match=rf"prompts.digest: a prompt file.*expected {begun.prompts.digest}, found"):
+        check_inputs(begun)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,31 @@ def test_first_token_prefill_and_chat_template(tokenizer, tmp_path):
     assert ids(prompt_template="{prompt}<think>") == ids(), "nor is a tag that opens thinking already"
 
 
+@pytest.mark.parametrize(
+    "day",
+    [
+        "{{ strftime_now('%d %b %Y') }}",
+        "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}{{ day }}",
+    ],
+)
+def test_a_template_with_the_date_renders_the_same_tokens_every_day(tmp_path, day):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = f"Today: {day}|{{{{ messages[0].content }}}}"
+    of_default, of_day = (
+        PromptRenderer(tokenizer, PromptsSection(chat_template=True, think_start="", **changes)).text("1;+2=")
+        for changes in ({}, {"template_date": "2025-01-31"})
+    )
+    assert (of_default, of_day) == ("Today: 26 Jul 2024|1;+2=", "Today: 31 Jan 2025|1;+2=")
+
+
+def test_a_template_that_refuses_the_message_is_one_line(tmp_path):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('the first message must be of the system') }}"
+    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"prompts.chat_template: the tokenizer's template fails: the first message"):
+        load_prompts(tokenizer, section(path, chat_template=True))
+
+
 def test_a_tokenizer_without_chat_template_and_a_template_without_prompt_are_refused(tmp_path):
     bare = build_tokenizer()
     bare.chat_template = None
