@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.plain_files import PlainFile
 from megatron_scalerl.checkpoints.safe_index import ByteRange, read_index
-from megatron_scalerl.checkpoints.safe_values import COMMON, describe, read_object, read_value
+from megatron_scalerl.checkpoints.safe_values import COMMON, COMMON_OBJECT, describe, read_object, read_value
 
 
 def check_checkpoint(path: str | Path) -> None:
@@ -23,8 +23,9 @@ def check_checkpoint(path: str | Path) -> None:
         read_commit(path)
     index = read_index(path)
     index.check_files([*index.objects.values(), *(c for t in index.tensors.values() for c in t.chunks)])
-    with PlainFile(path, COMMON) as file:
-        read_value(file, 0, file.size, describe)
+    if COMMON_OBJECT not in index.objects:
+        with PlainFile(path, COMMON) as file:
+            read_value(file, 0, file.size, describe)
     by_file: dict[str, list[tuple[str, ByteRange]]] = defaultdict(list)
     for key, item in index.objects.items():
         by_file[item.file].append((key, item))

@@ -1,8 +1,8 @@
 """Megatron's own load of a checkpoint, with readers that decode pickles: the same planning and resharding.
 
-`dist_checkpointing.load` takes strategies. Ours reads common.pt as plain values, or not at all. For everything else
-it runs Megatron's strategy with our reader instead of torch's FileSystemReader. Every byte is read once, so the bytes
-that are checked are the bytes that are used.
+`load` takes the steps of `dist_checkpointing.load`. The common state is read as plain values, or not at all. For
+everything else Megatron's strategy runs with our reader instead of torch's FileSystemReader. Every byte is read once,
+so the bytes that are checked are the bytes that are used.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import CheckpointingException, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -37,7 +39,7 @@ from megatron_scalerl.checkpoints.plain_files import PlainFile
 from megatron_scalerl.checkpoints.safe_archive import Archive, open_archive
 from megatron_scalerl.checkpoints.safe_index import ByteRange, CheckpointIndex, Chunk, StoredTensor, read_index
 from megatron_scalerl.checkpoints.safe_pickles import printable
-from megatron_scalerl.checkpoints.safe_values import COMMON, TensorBits, read_object, read_tensor, read_value
+from megatron_scalerl.checkpoints.safe_values import COMMON, COMMON_OBJECT, TensorBits, read_object, read_tensor, read_value
 
 
 def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str, Any]:
@@ -48,13 +50,18 @@ def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str,
     a part of `wanted`, and for a part with content that is not allowed.
     """
     index = read_index(path)
+    state = _common(index) if common else {}
+    sharded, own, factories = load_preprocess(wanted)
+    merge(state, own)
+    sharded, _ = extract_sharded_base(sharded)
+    validate_sharding_integrity(determine_global_metadata(sharded)[1])
     try:
-        found: dict[str, Any] = dist_checkpointing.load(
-            wanted, str(path), sharded_strategy=_Sharded(index), common_strategy=_Common(read=common)
-        )
+        with _read_with(_Reader(index)):
+            merge(state, torch_strategies.TorchDistLoadShardedStrategy().load(sharded, Path(path)))
     except CheckpointException as failed:  # torch's planner raises it for the first failure of any rank
         raise _first_failure(index, failed) from None
-    return found
+    loaded: dict[str, Any] = apply_factory_merges(state, factories)
+    return loaded
 
 
 def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseException:
@@ -64,46 +71,26 @@ def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseE
     return failure if isinstance(failure, ValueError | OSError) else failed
 
 
-class _Common(LoadCommonStrategy):
-    """Reads common.pt as plain values, or does not open it."""
+def _common(index: CheckpointIndex) -> dict[str, Any]:
+    """The state that Megatron saves once for all ranks, as plain values.
 
-    def __init__(self, *, read: bool):
-        self._read = read
-
-    def load_common(self, checkpoint_dir: str | Path) -> Any:
-        if not self._read:
-            return {}
-        with PlainFile(Path(checkpoint_dir), COMMON) as file:
-            found = read_value(file, 0, file.size, _Tensors())
-            if type(found) is not dict:
-                raise ValueError(f"{file.path}: expected a dictionary, found a {type(found).__name__}")
-            return found
-
-    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        raise NotImplementedError("the sharded strategy loads objects")
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Accepts any: everything but plain values is refused."""
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Accepts any."""
-
-
-class _Sharded(torch_strategies.TorchDistLoadShardedStrategy):
-    """Megatron's strategy for torch_dist, reading with `_Reader`."""
-
-    def __init__(self, index: CheckpointIndex):
-        super().__init__()
-        self._index = index
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        with _read_with(_Reader(self._index)):
-            return super().load(sharded_state_dict, checkpoint_dir)
+    Up to Megatron-Core 0.16 it is a file, common.pt, later one object among the others.
+    """
+    if (item := index.objects.get(COMMON_OBJECT)) is not None:
+        with PlainFile(index.path, item.file) as file:
+            [found] = read_object(file, COMMON_OBJECT, item, _Tensors())
+            where = f"{file.path}: {COMMON_OBJECT}"
+    else:
+        with PlainFile(index.path, COMMON) as file:
+            found, where = read_value(file, 0, file.size, _Tensors()), str(file.path)
+    if type(found) is not dict:
+        raise ValueError(f"{where}: expected a dictionary, found a {type(found).__name__}")
+    return found
 
 
 @contextlib.contextmanager
 def _read_with(reader: StorageReader) -> Iterator[None]:
-    """Inside the block Megatron's strategy (strategies/torch.py:787) uses `reader`, not its FileSystemReader."""
+    """Inside the block Megatron's strategy (strategies/torch.py, `load`) uses `reader`, not its FileSystemReader."""
     kept = torch_strategies._get_filesystem_reader
     torch_strategies._get_filesystem_reader = lambda *_, **__: reader
     try:

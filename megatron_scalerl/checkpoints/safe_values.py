@@ -18,7 +18,8 @@ from megatron_scalerl.checkpoints.safe_index import ByteRange
 from megatron_scalerl.checkpoints.safe_pickles import EMPTY, Built, Maker, Names, Refused
 
 COMMON = "common.pt"
-"""State that Megatron saves once for all ranks."""
+COMMON_OBJECT = "common_state/shard_0_1"
+"""State that Megatron saves once for all ranks: a file up to Megatron-Core 0.16, an object of the index since."""
 _DEPTH = 32
 _ITEMS = 1 << 20
 """Items that a value may have, parts that occur several times counted each time."""

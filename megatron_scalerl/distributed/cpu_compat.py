@@ -1,4 +1,4 @@
-"""Patches with which Megatron-Core 0.16.1 trains on CPUs over gloo.
+"""Patches with which Megatron-Core 0.16.1 (the floor) and 0.19.2 train on CPUs over gloo.
 
 Opt-in: nothing happens at import, and `install()` raises if a GPU is visible or Megatron-Core has another version.
 Each patch is a function that names the upstream lines (megatron/core/...) that need it.
@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 
-MEGATRON_CORE_VERSION = "0.16.1"
-"""The Megatron-Core that these patches were written for."""
+MEGATRON_CORE_VERSIONS = ("0.16.1", "0.19.2")
+"""The versions of Megatron-Core that these patches were written for."""
+
+FLOOR = version("megatron-core") == MEGATRON_CORE_VERSIONS[0]
+"""Upstream lines are those of the floor; a patch that only the floor needs says so."""
 
 CPU = torch.device("cpu")
 
@@ -45,10 +48,12 @@ def install(*, without: Collection[str] = ()) -> None:
     if _undo:
         return
     for name, patch in PATCHES.items():
-        if name not in without:
+        if name not in without and (FLOOR or name not in FLOOR_ALONE):
             patch()
 
 
+FLOOR_ALONE = ("router_gemm",)
+"""Patches that no Megatron-Core after the floor needs."""
 WITHOUT_TE = (
     "router_gemm",
     "adamw_state_before_first_step",
@@ -68,7 +73,7 @@ def install_without_te() -> None:
         return
     torch_adamw = _core("optimizer").USING_PYTORCH_OPTIMIZER
     for name in WITHOUT_TE:
-        if torch_adamw or not name.startswith("adamw"):
+        if (torch_adamw or not name.startswith("adamw")) and (FLOOR or name not in FLOOR_ALONE):
             PATCHES[name]()
 
 
@@ -85,10 +90,10 @@ def uninstall() -> None:
 def check_version() -> None:
     """Raise ValueError, naming both versions, unless the installed Megatron-Core is the expected one."""
     found = version("megatron-core")
-    if found != MEGATRON_CORE_VERSION:
+    if found not in MEGATRON_CORE_VERSIONS:
+        expected = " or ".join(MEGATRON_CORE_VERSIONS)
         raise ValueError(
-            f"megatron-core: expected version {MEGATRON_CORE_VERSION}, which the CPU patches were written for, "
-            f"found {found}"
+            f"megatron-core: expected version {expected}, which the CPU patches were written for, found {found}"
         )
 
 
@@ -165,10 +170,10 @@ LITERAL_FILES = (
     "optimizer.optimizer",  # 473, 481, 485, 907
     "optimizer.clip_grads",  # 90, 103, 115, 174, 207
     "utils",  # 1207
-    "transformer.moe.moe_utils",  # 998
     "transformer.utils",  # 35, 40
     "dist_checkpointing.strategies.state_dict_saver",  # 204
     "dist_checkpointing.exchange_utils",  # 104, 110, 326
+    *(("transformer.moe.moe_utils",) if FLOOR else ()),  # 998
 )
 """Upstream files with device="cuda" literals; their `torch` maps those to the CPU."""
 
@@ -235,13 +240,26 @@ def _on_stream(stream: _Stream) -> Iterator[None]:
     yield
 
 
+STREAM_FILES = (
+    "transformer.moe.token_dispatcher",  # 445, 871-895: the all-to-all's side stream
+    "distributed.param_and_grad_buffer",  # 632 of 0.19: gradients of CUDA graphs are waited for, there are none
+)
+"""Upstream files that use CUDA streams without a condition."""
+
+
 @_patch
-def dispatcher_stream() -> None:
-    """The all-to-all token dispatcher's side stream is idle: transformer/moe/token_dispatcher.py:445,871-895."""
+def streams() -> None:
+    """Streams are idle in STREAM_FILES."""
     idle = _Stream()
-    streams = dict(Stream=lambda: idle, current_stream=lambda: idle, stream=_on_stream)
-    cuda = _Overriding(torch.cuda, **streams, current_device=lambda: CPU)
-    _set(_core("transformer.moe.token_dispatcher"), "torch", _Overriding(torch, cuda=cuda))
+    cuda = _Overriding(
+        torch.cuda,
+        Stream=lambda: idle,
+        current_stream=lambda: idle,
+        stream=_on_stream,
+        current_device=lambda: CPU,
+    )
+    for name in STREAM_FILES:
+        _set(_core(name), "torch", _Overriding(torch, cuda=cuda))
 
 
 @_patch

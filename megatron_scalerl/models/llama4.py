@@ -80,6 +80,7 @@ def _transformer(text: Any, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
         # (megatron/core/models/common/embeddings/rope_utils.py:290).
         apply_rope_fusion=False,
         no_rope_freq=[int(not style.rope) for style in styles],
+        qk_l2_norm=any(style.qk_norm == "weightless" for style in styles),
     )
     if not any(style.moe for style in styles):
         return options

@@ -29,7 +29,7 @@ from megatron_scalerl.checkpoints.commit import discard, read_commit, write_comm
 from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.trainer.model import keyed, sharded_models
 from megatron_scalerl.trainer.optimizer_state import gathered_with_few_copies, live_storages
-from megatron_scalerl.trainer.shard_writer import ShardWriting, writing_in_process
+from megatron_scalerl.trainer.shard_writer import ASYNC, ShardWriting, writing_in_process
 from megatron_scalerl.trainer.step import Trainer
 
 EXTRA = "controller.json"
@@ -55,7 +55,7 @@ class AsyncSave:
         state = _sharded_state(trainer, loading=False, generators=True)
         _make_folder(self._path, self._parallel)
         with writing_in_process():
-            request = dist_checkpointing.save(state, str(self._path), async_sharded_save=True)
+            request = dist_checkpointing.save(state, str(self._path), async_sharded_save=True, **ASYNC)
             self._writing = ShardWriting(request, live_storages(_inside_ddp(trainer.chunks), trainer.optimizer))
 
     def finish(self, *, wait: bool) -> float | None:

@@ -17,21 +17,29 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+
+_WRITER = next(name for name in vars(FileSystemWriterAsync) if name.startswith("write_preloaded_data_multi"))
+"""Megatron's writer of all files of a rank, in processes up to Megatron-Core 0.16, in threads since."""
+ASYNC = {} if _WRITER.endswith("proc") else {"async_strategy": "mcore"}
+"""Arguments with which `dist_checkpointing.save` uses this writer for asynchronous saves as well."""
 
 
 @contextlib.contextmanager
 def writing_in_process() -> Iterator[None]:
     """Context in which `dist_checkpointing.save` starts no process, nor does what it returns later."""
-    kept_writer = FileSystemWriterAsync.write_preloaded_data_multiproc
+    kept_writer = getattr(FileSystemWriterAsync, _WRITER)
     kept_queue = filesystem_async._results_queue
-    FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write)
+    setattr(FileSystemWriterAsync, _WRITER, staticmethod(_write))
     filesystem_async._results_queue = queue.Queue()
+    torch_strategies._logged_mcore_async_deprecation = True  # it recommends processes for every save
     try:
         yield
     finally:
-        FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(kept_writer)
+        setattr(FileSystemWriterAsync, _WRITER, staticmethod(kept_writer))
         filesystem_async._results_queue = kept_queue
 
 
@@ -40,7 +48,7 @@ write_bucket_of_one_file: Any = inspect.unwrap(FileSystemWriterAsync.write_prelo
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results: Any) -> None:
-    """Replaces write_preloaded_data_multiproc: the same files and the same report, one file after another."""
+    """Replaces Megatron's: the same files and the same report, one file after another."""
     written: dict[int, Any] = {}
     for index, bucket in enumerate(write_buckets):
         report: queue.Queue[Any] = queue.Queue()

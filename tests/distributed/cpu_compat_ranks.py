@@ -136,7 +136,7 @@ def synchronize(path: str) -> Any:
 
 
 @_probe
-def dispatcher_stream(path: str) -> Any:
+def streams(path: str) -> Any:
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
