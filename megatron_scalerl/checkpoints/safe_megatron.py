@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import CheckpointingException, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
@@ -39,7 +40,14 @@ from megatron_scalerl.checkpoints.plain_files import PlainFile
 from megatron_scalerl.checkpoints.safe_archive import Archive, open_archive
 from megatron_scalerl.checkpoints.safe_index import ByteRange, CheckpointIndex, Chunk, StoredTensor, read_index
 from megatron_scalerl.checkpoints.safe_pickles import printable
-from megatron_scalerl.checkpoints.safe_values import COMMON, COMMON_OBJECT, TensorBits, read_object, read_tensor, read_value
+from megatron_scalerl.checkpoints.safe_values import (
+    COMMON,
+    COMMON_OBJECT,
+    TensorBits,
+    read_object,
+    read_tensor,
+    read_value,
+)
 
 
 def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str, Any]:
@@ -55,11 +63,18 @@ def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str,
     merge(state, own)
     sharded, _ = extract_sharded_base(sharded)
     validate_sharding_integrity(determine_global_metadata(sharded)[1])
+    failure: BaseException | None = None
     try:
         with _read_with(_Reader(index)):
             merge(state, torch_strategies.TorchDistLoadShardedStrategy().load(sharded, Path(path)))
-    except CheckpointException as failed:  # torch's planner raises it for the first failure of any rank
-        raise _first_failure(index, failed) from None
+    except CheckpointException as failed:  # torch's planner raises it for the first failure of any rank that it asks
+        failure = _first_failure(index, failed)
+    of_ranks: list[str | None] = [None] * dist.get_world_size()  # since Megatron-Core 0.17 it asks none but its own
+    dist.all_gather_object(of_ranks, None if failure is None else str(failure))
+    if failure is None and any(of_ranks):
+        failure = ValueError(next(filter(None, of_ranks)))
+    if failure is not None:
+        raise failure from None
     loaded: dict[str, Any] = apply_factory_merges(state, factories)
     return loaded
 

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_scalerl.checkpoints.safe_check import check_checkpoint
+from megatron_scalerl.checkpoints.safe_index import read_index
+from megatron_scalerl.checkpoints.safe_values import COMMON_OBJECT
 from megatron_scalerl.trainer.checkpoint import load, save
 
 
@@ -92,12 +94,17 @@ def test_a_good_metadata_with_a_call_beside(folder, marker, refused):
     ids=["whole", "within", "namespace"],
 )
 def test_a_common_file_that_calls(content, name, folder, marker, refused):
-    """A start takes nothing from it, and does not open it."""
-    (folder / "common.pt").write_bytes(saved(content(marker)))
-    recommit(folder)
-    refusal = f"{folder}/common.pt: expected plain values at byte 0, found the name {name}"
+    """A start takes nothing from it, and does not open it. Since Megatron-Core 0.17 it is an object of the index."""
+    if COMMON_OBJECT in read_index(folder).objects:
+        place(folder, first_key(folder, objects=True, containing=COMMON_OBJECT), saved([content(marker)]))
+        file = folder / "__99_0.distcp"
+    else:
+        file = folder / "common.pt"
+        file.write_bytes(saved(content(marker)))
+        recommit(folder)
+    refusal = f"{file}: expected plain values at byte 0, found the name {name}"
     assert refused() == (refusal, None)
-    with pytest.raises(ValueError, match=f"common.pt: expected plain values at byte 0, found the name {name}"):
+    with pytest.raises(ValueError, match=f"{file.name}: expected plain values at byte 0, found the name {name}"):
         check_checkpoint(folder)
 
 
