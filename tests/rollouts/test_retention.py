@@ -65,21 +65,18 @@ def test_a_restart_keeps_nothing_of_segments_that_are_gone(tmp_path):
     assert sorted(kept._unbatched) == [3, 5] and sorted(kept._trained) == [4]
 
 
-def test_a_group_that_is_written_and_not_recorded_yet_holds_its_segment(tmp_path):
+async def test_a_group_that_is_written_and_not_recorded_yet_holds_its_segment(tmp_path):
     """The thread has synced its block; the event loop has not heard of it when the checkpoint is committed."""
 
-    async def run():
-        journal = Journal(tmp_path, policy="resume", segment_bytes=1)
-        await finish(journal, *group(0))
-        await journal.batch(record(0, 0))
-        rest = [asyncio.create_task(finish(journal, *group(n))) for n in (1, 2, 3)]
-        while len(names(tmp_path)) < 4:
-            await asyncio.sleep(0)
-            await journal.retain(1)
-        await asyncio.gather(*rest)
-        await journal.close()
-
-    asyncio.run(run())
+    journal = Journal(tmp_path, policy="resume", segment_bytes=1)
+    await finish(journal, *group(0))
+    await journal.batch(record(0, 0))
+    rest = [asyncio.create_task(finish(journal, *group(n))) for n in (1, 2, 3)]
+    while len(names(tmp_path)) < 4:
+        await asyncio.sleep(0)
+        await journal.retain(1)
+    await asyncio.gather(*rest)
+    await journal.close()
     history = read_history(tmp_path)
     assert set(read_groups(tmp_path, history, history.unbatched())) == {1, 2, 3}
 

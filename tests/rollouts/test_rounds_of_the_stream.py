@@ -10,13 +10,13 @@ from collections import Counter
 import pytest
 from fakes.engine import StandInEngine
 from fakes.sampler import StandInSampler
+from recipe_files import small_recipe
 from waiting import passes, until
 
 from megatron_scalerl.controller.validation import Validator
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.prompts.curriculum import Curriculum
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.history import read_groups, read_history, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
@@ -83,16 +83,8 @@ def recipe(max_in_flight, updates=None):
 
 
 def recipe_of(rollouts):
-    return Recipe(
-        name="r",
-        steps=1,
-        seed=1,
-        policy={"path": "p"},
-        prompts={"path": "q"},
-        rollouts=rollouts | {"deterministic": True},
-        engine={"count": 2},
-        validation={"prompts": 5},
-    )
+    rollouts = rollouts | {"deterministic": True}
+    return small_recipe(seed=1, rollouts=rollouts, engine={"count": 2}, validation={"prompts": 5})
 
 
 PROMPTS = [Prompt(prompt_id=f"p{i:03d}", text=str(i), answer="0", token_ids=(1,)) for i in range(50)]
@@ -150,8 +142,7 @@ async def on_disk(folder, groups):
     await until(lambda: groups <= set(read_history(folder).finished))
 
 
-@pytest.mark.parametrize("max_in_flight", [4, 8, 64])
-@pytest.mark.parametrize("stop_after", [0, 5, 11])
+@pytest.mark.parametrize(("max_in_flight", "stop_after"), [(4, 5), (8, 11), (64, 0), (64, 11)])
 def test_an_interrupted_batch_is_generated_as_without_the_interruption(tmp_path, caplog, max_in_flight, stop_after):
     whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
     whole.mkdir()
@@ -169,8 +160,7 @@ def test_an_interrupted_batch_is_generated_as_without_the_interruption(tmp_path,
     assert "not deterministic" not in caplog.text
 
 
-@pytest.mark.parametrize("max_in_flight", [4, 8, 64])
-@pytest.mark.parametrize("stop_after", [5, 17, 23])
+@pytest.mark.parametrize(("max_in_flight", "stop_after"), [(4, 23), (8, 5), (8, 17), (64, 17)])
 def test_an_interrupted_phase_is_generated_as_without_the_interruption(tmp_path, caplog, max_in_flight, stop_after):
     """Two batches of three groups of four: a round may hold groups of both, so the phase is repeated as a whole."""
     whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
@@ -226,10 +216,4 @@ def test_deterministic_excludes_what_overlaps(setting):
     """Phases of ppo_off_policy overlap with nothing, however many batches they have."""
     assert recipe(4, updates=8).rollouts.staleness_bound == 7
     with pytest.raises(ValueError, match="deterministic: expected max_staleness_steps 0 and routing_replay false"):
-        Recipe(
-            name="r",
-            steps=1,
-            policy={"path": "p"},
-            prompts={"path": "q"},
-            rollouts={"deterministic": True, **setting},
-        )
+        small_recipe(rollouts={"deterministic": True, **setting})
