@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command_line import command
 
@@ -94,32 +93,6 @@ def test_names_with_rich_markup_are_printed_literally(tmp_path, capsys):
     assert "│ [red]x │" in capsys.readouterr().out
 
 
-def test_quickstart_run_folder(tmp_path, capsys):
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    hours = np.linspace(0, 0.3, 21)
-    rates = 0.41 + 0.44 / (1 + (0.09 / np.maximum(hours, 1e-9)) ** 1.7)
-    noisy = np.random.default_rng(0).binomial(800, rates) / 800
-    rows = [
-        {
-            "step": 5 * n,
-            "compute": h,
-            "unit": "device_hours",
-            "pass_rate": y,
-            "prompts": 200,
-            "generations": 4,
-            "truncated_share": 0.12,
-        }
-        for n, (h, y) in enumerate(zip(hours, noisy))
-    ]
-    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main([str(folder), "--fit-until", "0.15", "--predict", "0.3", "--json", "-"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["fits"]
-    assert found["unit"] == "device_hours" and found["n_points"] == 10 and found["initial"] == noisy[0]
-    assert found["predictions"][0]["lo"] < rates[-1] < found["predictions"][0]["hi"]
-    assert any("truncations" in warning for warning in found["warnings"])
-
-
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
     table = tmp_path / "bad.csv"
     table.write_text("gpu_hours,pass_rate\n1,0.4\n2,1.5\n")
@@ -137,19 +110,6 @@ def test_bad_options_are_exit_code_2(extra, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*SCALERL, *extra]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def modules_after(code):
-    code += "; import sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    return set(done.stdout.split())
-
-
-def test_import_and_help_import_nothing_that_takes_time():
-    loaded = modules_after("from megatron_scalerl.fit import command, forecast, plot")
-    assert "megatron_scalerl.fit.forecast" in loaded
-    assert not loaded & {"torch", "megatron", "scipy", "matplotlib", "pydantic", "rich", "jinja2"}
-    assert tool("--help").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 from logit_problems import as_megatron_parameter, problem
 
 from megatron_scalerl.logits import choice, token_logprobs, token_loss
-from megatron_scalerl.logits.projection import Projection
 
 
 class Quantized(torch.Tensor):
@@ -116,26 +115,6 @@ def test_a_loss_in_the_chunk_needs_room_for_a_whole_row() -> None:
     token_logprobs(h, w, y, workspace_mb=0.01)
     with pytest.raises(ValueError, match=r"room for one token's 5000 logits .*, found 0.01"):
         token_loss(h, w, y, lambda lp, e, i: lp.sum(), workspace_mb=0.01)
-
-
-class NeedsTheMoon:
-    """A backend that lacks something everywhere."""
-
-    name = "moon"
-
-    def needs(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return "a rocket"
-
-    def workspace(self, projection: Projection) -> int:
-        return 0
-
-
-def test_a_backend_that_cannot_run_here_names_what_it_requires(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "BACKENDS", {"moon": NeedsTheMoon, **choice.BACKENDS})
-    with pytest.raises(ValueError, match=r"backend moon: expected a rocket, found .*torch.float32 on cpu"):
-        token_logprobs(H, W, Y, backend="moon")
-    # On another device auto tries one after the other.
-    assert choice.choose_backend("auto", torch.device("meta"), torch.float64).name == "torch"
 
 
 def test_a_backend_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

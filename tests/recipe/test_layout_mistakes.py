@@ -48,11 +48,6 @@ MISTAKES = {
     ),
     "both ends": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{FIRST}=1", f"{LAST}=1"], "found 4 of 6 layers left"),
     "no number": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{FIRST}=some"], f"{FIRST}: expected a whole number .*'some'"),
-    "embedding": (
-        "dense",
-        [f"{PP}=2", f"{WORLD}=2", f"{EMBEDDING}=true"],
-        f"{PP}: expected a divisor of 7 layers with embedding or loss .*found 2",
-    ),
     "two ways": (
         "dense",
         [f"{PP}=2", f"{WORLD}=2", f"{FIRST}=2", f"{LOSS}=true"],
@@ -67,11 +62,6 @@ MISTAKES = {
         "dense",
         [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}=Et|tt|tt|tL"],
         f"{CHUNKS}: expected 2 as .*found 1",
-    ),
-    "layout, embedding": (
-        "dense",
-        [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}='|EttttttL'"],
-        f"{LAYOUT}: expected the embedding .E. in",
     ),
     "chunks": (
         "dense",
@@ -96,11 +86,6 @@ MISTAKES = {
         f"{P}hierarchical_context_parallel_sizes: expected sizes whose product is context_parallel_size 4",
     ),
     "zero": ("dense", [f"{TP}=0"], f"{TP}: expected a whole number of at least 1, found 0"),
-    "unknown size": (
-        "dense",
-        [f"{P}tensor_parallel=2"],
-        f"megatron.parallel: expected .*, found tensor_parallel; it is set by {TP}$",
-    ),
     "unknown field": (
         "dense",
         [f"{M}layernorm_epsilom=1"],

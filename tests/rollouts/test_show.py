@@ -5,33 +5,23 @@ import shutil
 import pytest
 from command_line import command
 from journals import write_journal
-from rollout_groups import group_of
+from rollout_groups import group_of, rollout
 
 from megatron_scalerl.commands import show as tool
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.tiny.tokenizer import save_tokenizer
-from megatron_scalerl.types import Prompt, Rollout, Score
+from megatron_scalerl.types import Prompt, Score
 
 main = command("show")
 PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
 
 
-def rollout(ids, versions, mask, **flags):
-    return Rollout(
-        token_ids=ids,
-        rollout_logprobs=(0.0,) * len(ids),
-        policy_versions=versions,
-        loss_mask=mask,
-        seed=11,
-        **{"interrupted": False, "truncated": False, "thinking_cut": 5, **flags},
-    )
-
-
 def group(group_id):
     """Completion 0 is 7+2=9 and ends by itself; completion 1 is cut after `7+`, and the version changes there."""
-    natural = rollout((13, 16, 8, 19, 15, 4, 15, 2), (3,) * 8, (True,) * 8)
+    natural = rollout(tokens=(13, 16, 8, 19, 15, 4, 15, 2), versions=(3,) * 8, thinking_cut=5, seed=11)
     mask = (True, True, False, False, True, True)
-    forced = rollout((13, 16, 5, 4, 6, 2), (3, 3, 4, 4, 4, 4), mask, interrupted=True, thinking_cut=2)
+    cut = {"interrupted": True, "thinking_cut": 2, "seed": 11}
+    forced = rollout(tokens=(13, 16, 5, 4, 6, 2), versions=(3, 3, 4, 4, 4, 4), mask=mask, **cut)
     prompt = Prompt(prompt_id="p", text="7;+2=", answer="9", token_ids=(1, 13, 20, 16, 8, 19, 3))
     scores = (Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0))
     return group_of((natural, forced), scores, prompt=prompt, group_id=group_id), (natural, forced)
