@@ -88,12 +88,6 @@ def test_without_fp32_logits_a_float32_policy_is_compared_with_one_in_bfloat16()
     assert differences(reference, ablation) == {"policy.logits": "model", "name": "tiny_cpu_no_fp32_logits"}
 
 
-def test_the_length_penalty_bites_at_every_size():
-    for base, limits in ((TINY, (56, 8)), (FULL, (14336, 2048))):
-        penalty = load_recipe(base, [f"overlay={overlay('ablations', 'length_penalty')}"]).length_penalty
-        assert (penalty.max_tokens, penalty.cache_tokens) == limits
-
-
 BASE = """name: b
 steps: 3
 policy: {path: x}

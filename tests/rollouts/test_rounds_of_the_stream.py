@@ -142,39 +142,28 @@ async def on_disk(folder, groups):
     await until(lambda: groups <= set(read_history(folder).finished))
 
 
-@pytest.mark.parametrize(("max_in_flight", "stop_after"), [(4, 5), (8, 11), (64, 0), (64, 11)])
-def test_an_interrupted_batch_is_generated_as_without_the_interruption(tmp_path, caplog, max_in_flight, stop_after):
+@pytest.mark.parametrize(
+    ("updates", "max_in_flight", "stop_after"),
+    [(None, 4, 5), (None, 8, 11), (None, 64, 0), (None, 64, 11), (2, 4, 23), (2, 8, 5), (2, 8, 17), (2, 64, 17)],
+)
+def test_what_is_interrupted_is_generated_as_without_the_interruption(
+    tmp_path, caplog, updates, max_in_flight, stop_after
+):
+    """A round may hold groups of several batches of a phase, so the phase is repeated as a whole."""
     whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
     whole.mkdir()
     interrupted.mkdir()
-    expected, _, engines = asyncio.run(train(whole, [0, 1], max_in_flight=max_in_flight))
+    batches, options = updates or 1, {"max_in_flight": max_in_flight, "updates": updates}
+    expected, _, engines = asyncio.run(train(whole, range(batches + 1), **options))
     assert {len(batch) for engine in engines for batch in engine.batches} <= set(range(0, max_in_flight + 1, 4))
-
-    nothing, _, _ = asyncio.run(train(interrupted, [0], max_in_flight=max_in_flight, stop_after=stop_after))
+    versions = [{c.first_version for _, _, completions in batch for c in completions} for batch in expected]
+    assert versions == [{0}] * batches + [{batches}]
+    nothing, _, _ = asyncio.run(train(interrupted, [0], stop_after=stop_after, **options))
     assert nothing == []
-    found, ready, _ = asyncio.run(train(interrupted, [0], max_in_flight=max_in_flight))
-    assert found == expected[:1]
-    assert ready < GROUPS
+    found, ready, _ = asyncio.run(train(interrupted, range(batches), **options))
+    assert found == expected[:batches] and ready < batches * GROUPS
     if stop_after == 11:
         assert ready, "something had finished, and is generated once more for the others"
-    assert "not deterministic" not in caplog.text
-
-
-@pytest.mark.parametrize(("max_in_flight", "stop_after"), [(4, 23), (8, 5), (8, 17), (64, 17)])
-def test_an_interrupted_phase_is_generated_as_without_the_interruption(tmp_path, caplog, max_in_flight, stop_after):
-    """Two batches of three groups of four: a round may hold groups of both, so the phase is repeated as a whole."""
-    whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
-    whole.mkdir()
-    interrupted.mkdir()
-    expected, _, _ = asyncio.run(train(whole, [0, 1, 2], max_in_flight=max_in_flight, updates=2))
-    versions = [{c.first_version for _, _, completions in batch for c in completions} for batch in expected]
-    assert versions == [{0}, {0}, {2}]
-    nothing, _, _ = asyncio.run(
-        train(interrupted, [0], max_in_flight=max_in_flight, stop_after=stop_after, updates=2)
-    )
-    assert nothing == []
-    found, ready, _ = asyncio.run(train(interrupted, [0, 1], max_in_flight=max_in_flight, updates=2))
-    assert found == expected[:2] and ready < 2 * GROUPS
     assert "not deterministic" not in caplog.text
 
 
