@@ -58,16 +58,3 @@ def test_each_of_many_validations_counts():
 )
 def test_what_is_too_little(given, options):
     assert outlook(given, **options) is None
-
-
-@pytest.mark.parametrize(
-    ("row", "found"),
-    [
-        ({}, "no step"),
-        ({"step": 7, "compute": 0.5, "pass_rate": float("nan")}, "pass_rate 'nan'"),
-    ],
-)
-def test_a_row_without_its_keys_is_one_line(row, found):
-    said = rf"validation\.jsonl: row 4: expected a validation \(step, compute, pass_rate\), found {found}$"
-    with pytest.raises(ValueError, match=said):
-        outlooks([*rows()[:3], row, *rows()[4:]], steps=100)
