@@ -46,8 +46,14 @@ MISTAKES = {
         [f"{PP}=3", f"{WORLD}=3", f"{FIRST}=1"],
         f"{FIRST}: expected to leave a multiple of 2 layers for the other 2 of 3 stages, found 5 of 6",
     ),
+    "last stage": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{LAST}=6"], f"{LAST}: expected to leave .*found 0 of 6"),
     "both ends": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{FIRST}=1", f"{LAST}=1"], "found 4 of 6 layers left"),
     "no number": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{FIRST}=some"], f"{FIRST}: expected a whole number .*'some'"),
+    "embedding": (
+        "dense",
+        [f"{PP}=2", f"{WORLD}=2", f"{EMBEDDING}=true"],
+        f"{PP}: expected a divisor of 7 layers with embedding or loss .*found 2",
+    ),
     "two ways": (
         "dense",
         [f"{PP}=2", f"{WORLD}=2", f"{FIRST}=2", f"{LOSS}=true"],
@@ -58,10 +64,18 @@ MISTAKES = {
         [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}=Ett|ttL"],
         f"{LAYOUT}: expected a layout of 6 layers in 2 pipeline stages, found 'Ett|ttL' .Number of decoder layers 4",
     ),
+    "layout, stages": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}=Ett|tt|ttL"], f"{LAYOUT}: .*divisible"),
+    "layout, letters": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}=Etx|ttL"], f"{LAYOUT}: .*Invalid layer char"),
+    "layout, kind": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}=7"], f"{LAYOUT}: expected a layout of 6 layers"),
     "layout, chunks": (
         "dense",
         [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}=Et|tt|tt|tL"],
         f"{CHUNKS}: expected 2 as .*found 1",
+    ),
+    "layout, embedding": (
+        "dense",
+        [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}='|EttttttL'"],
+        f"{LAYOUT}: expected the embedding .E. in",
     ),
     "chunks": (
         "dense",
@@ -70,9 +84,12 @@ MISTAKES = {
     ),
     "chunks alone": ("dense", [f"{CHUNKS}=2"], f"{CHUNKS}: expected none without a pipeline, found 2"),
     "heads": ("dense", [f"{TP}=3", f"{WORLD}=3"], f"{TP}: expected a divisor of 4 attention heads, found 3"),
+    "kv heads": ("dense", [f"{TP}=4", f"{WORLD}=4"], f"{TP}: expected a divisor of 2 key-value heads, found 4"),
     "experts": ("experts", [f"{EP}=4", f"{WORLD}=4"], f"{EP}: expected a divisor of 6 experts, found 4"),
+    "no experts": ("dense", [f"{EP}=2", f"{WORLD}=2"], f"{EP}: expected 1 for a policy without experts, found 2"),
     "expert MLPs": ("experts", [f"{ETP}=5", f"{WORLD}=5"], f"{ETP}: expected a divisor of 48 expert MLP columns"),
     "world": ("dense", [f"{TP}=2", f"{CP}=2", f"{WORLD}=6"], f"{WORLD}: expected a multiple of tensor .* 4, found 6"),
+    "expert world": ("experts", [f"{EP}=3", f"{WORLD}=4"], f"{WORLD}: expected a multiple of expert .* 3, found 4"),
     "instances": (
         "dense",
         [f"{P}num_distributed_optimizer_instances=2", f"{WORLD}=3"],
@@ -86,16 +103,38 @@ MISTAKES = {
         f"{P}hierarchical_context_parallel_sizes: expected sizes whose product is context_parallel_size 4",
     ),
     "zero": ("dense", [f"{TP}=0"], f"{TP}: expected a whole number of at least 1, found 0"),
+    "null": ("dense", [f"{PP}=null"], f"{PP}: expected a whole number of at least 1, found None"),
+    "text": ("dense", [f"{CP}=two"], f"{CP}: expected a whole number of at least 1, found 'two'"),
+    "unknown size": (
+        "dense",
+        [f"{P}tensor_parallel=2"],
+        f"megatron.parallel: expected .*, found tensor_parallel; it is set by {TP}$",
+    ),
     "unknown field": (
         "dense",
         [f"{M}layernorm_epsilom=1"],
         "found layernorm_epsilom; the nearest is layernorm_epsilon",
+    ),
+    "unknown in ddp": (
+        "dense",
+        ["megatron.ddp.overlap_grad_reduced=true"],
+        "megatron.ddp: expected .*, found overlap_grad_reduced; the nearest is overlap_grad_reduce$",
+    ),
+    "unknown in optimizer": (
+        "dense",
+        ["megatron.optimizer.use_precise=true"],
+        "megatron.optimizer: expected a field of OptimizerConfig, found use_precise$",
     ),
     "num_layers": ("dense", [f"{M}num_layers=5"], f"{M}num_layers: expected 6 as in config.json, found 5"),
     "Megatron's own": (
         "dense",
         [f"{M}recompute_granularity=full"],
         "megatron.model: Megatron-Core refuses it: .*recompute_method",
+    ),
+    "an assertion": (
+        "dense",
+        [f"{CP}=2", f"{WORLD}=2", f"{M}cp_comm_type=[p2p]"],
+        "megatron.model: Megatron-Core refuses it: .*cp_comm_type",
     ),
 }
 
