@@ -13,6 +13,13 @@ OVERLAYS = ("ablations", "baselines", "course")
 """Folders of overlays, which are no whole recipes."""
 
 
+def small_recipe(**sections: Any) -> Recipe:
+    """A recipe with these sections; its policy and prompts are not there."""
+    return Recipe.model_validate(
+        {"name": "r", "steps": 1, "policy": {"path": "p"}, "prompts": {"path": "q"}} | sections
+    )
+
+
 def differences(one: Recipe, other: Recipe) -> dict[str, Any]:
     """Key -> its value in `other`, where it is not that of `one`."""
     before, after = (dict(_flat(recipe.model_dump(mode="json"))) for recipe in (one, other))

@@ -7,17 +7,14 @@ from megatron_scalerl.rollouts.sampler import ScoredCompletion
 from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score
 
 
-def rollout(*, tokens=(5, 6, 7), mask=None, versions=None, logprobs=None, truncated=False) -> Rollout:
+def rollout(*, tokens=(5, 6, 7), mask=None, versions=None, logprobs=None, **changes) -> Rollout:
     size = len(tokens)
     return Rollout(
         token_ids=tuple(tokens),
         rollout_logprobs=tuple(logprobs) if logprobs is not None else (-0.5,) * size,
         policy_versions=tuple(versions) if versions is not None else (0,) * size,
         loss_mask=tuple(mask) if mask is not None else (True,) * size,
-        interrupted=False,
-        truncated=truncated,
-        thinking_cut=0,
-        seed=0,
+        **{"interrupted": False, "truncated": False, "thinking_cut": 0, "seed": 0} | changes,
     )
 
 

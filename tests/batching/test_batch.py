@@ -66,12 +66,6 @@ def test_ranks_are_balanced_and_fillers_weigh_nothing():
     assert (real_tokens(first), real_tokens(second)) == (16, 17)
 
 
-def test_a_rank_without_samples_gets_fillers_only():
-    batches = pack_all([sample(), sample()], dp_size=3)
-    assert [real_tokens(b) for b in batches] == [6, 6, 0]
-    assert [len(b.micro_batches) for b in batches] == [1, 1, 1]
-
-
 def test_a_sequence_with_one_loss_token_counts_whole_and_one_without_does_not():
     one = sample((1, 2), tokens=(7, 8, 9), mask=(False, True, False))
     none = sample((1, 2), tokens=(7, 8), mask=(False, False))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_groups import rollout
 
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, read, rollout_of, write
 from megatron_scalerl.types import ExpertChoices, Rollout
@@ -37,33 +38,22 @@ def rollouts(draw):
 
 def plain(tokens=1000, **changes):
     values = np.random.default_rng(1).normal(-1, 0.1, tokens).astype(np.float32)
-    fields = {
-        "token_ids": tuple(range(tokens)),
-        "rollout_logprobs": tuple(values.tolist()),
-        "policy_versions": (3,) * tokens,
-        "loss_mask": (True,) * tokens,
-        "interrupted": False,
-        "truncated": False,
-        "thinking_cut": 0,
-        "seed": 0,
-    }
-    return Rollout(**fields | changes)
+    fields = {"tokens": range(tokens), "logprobs": values.tolist(), "versions": (3,) * tokens}
+    return rollout(**fields | changes)
 
 
 @given(rollouts())
 @settings(max_examples=200, deadline=None)
-def test_reading_returns_what_was_written(rollout):
-    data = write(rollout)
-    assert rollout_of(read(data)) == rollout
+def test_reading_returns_what_was_written(made):
+    data = write(made)
+    assert rollout_of(read(data)) == made
     assert write(read(memoryview(data))) == data
-    assert rollout_of(arrays_of(rollout)) == rollout
+    assert rollout_of(arrays_of(made)) == made
 
 
 def test_a_token_takes_eight_bytes_at_most_nine_with_versions_and_forced_ranges():
     assert len(write(plain(14_336))) == 14_336 * 8 + 52
-    busy = plain(
-        policy_versions=tuple(i // 112 for i in range(1000)), loss_mask=tuple(not 500 <= i < 520 for i in range(1000))
-    )
+    busy = plain(versions=[i // 112 for i in range(1000)], mask=[not 500 <= i < 520 for i in range(1000)])
     assert len(write(busy)) <= 9 * 1000
 
 
@@ -97,9 +87,7 @@ def test_random_bytes_are_refused():
 
 
 def test_the_facts_count_sampled_tokens_and_their_log_probs():
-    rollout = plain(
-        4, policy_versions=(3, 3, 4, 5), loss_mask=(True, True, False, True), rollout_logprobs=(-1, -2, 0, -4)
-    )
-    facts = facts_of(arrays_of(rollout))
+    made = plain(4, versions=(3, 3, 4, 5), mask=(True, True, False, True), logprobs=(-1, -2, 0, -4))
+    facts = facts_of(arrays_of(made))
     assert (facts.tokens, facts.sampled_tokens, facts.logprob_sum) == (4, 3, -7.0)
     assert (facts.first_version, facts.last_version) == (3, 5)

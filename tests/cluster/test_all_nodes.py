@@ -178,9 +178,6 @@ def test_the_nodes_of_an_allocation_begin_with_this_one(monkeypatch, tmp_path):
     ("words", "said"),
     [
         (["--hosts", "slurm"], "--hosts requires --reports"),
-        (["--reports", "f"], "--reports requires --hosts"),
-        (["--hosts", "slurm", "--reports", "f", "--json", "x"], "--json: expected --reports alone"),
-        (["--hosts", "slurm", "--reports", "f", "--within", "0"], "--within: expected more than 0"),
         (["--hosts", "slurm", "--reports", "f", "--compare", "a", "b"], "--compare: expected no hosts"),
         (["--hosts", "slurm", "--reports", "f"], "--hosts slurm: expected an allocation"),
     ],

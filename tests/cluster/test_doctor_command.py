@@ -181,20 +181,6 @@ def test_reports_of_nodes_are_compared(stand_ins, tmp_path, capsys):
     assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize(
-    ("fact", "found"), [("driver", "570.1"), ("NCCL", ""), ("torch", "2.12"), ("code", "ab"), ("recipe", "cd")]
-)
-def test_a_fact_that_differs_is_one_line(fact, found, tmp_path, capsys):
-    facts = dict.fromkeys(("GPUs", "driver", "NCCL", "torch", "code", "recipe"), "same")
-    for name, changed in (("a", {}), ("b", {fact: found})):
-        report = NodeReport(format=1, host="same", time="", facts=facts | changed, checks=[])
-        (tmp_path / f"{name}.json").write_bytes(msgspec.json.encode(report))
-    paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
-    assert main(["doctor", "--compare", *paths]) == 1
-    said = capsys.readouterr().out
-    assert said == f"{fact}: same on same ({paths[0]}); {found or 'none'} on same ({paths[1]})\n"
-
-
 def bad(path, content):
     path.write_bytes(content)
     return path
@@ -203,12 +189,9 @@ def bad(path, content):
 WHOLE = msgspec.json.encode(NodeReport(format=1, host="h", time="", facts={}, checks=[ok("x", "y")]))
 BAD = {
     "half": WHOLE[:-5],
-    "empty": b"",
     "no object": b"[]",
     "another version": WHOLE.replace(b'"format":1', b'"format":2'),
-    "another key": WHOLE.replace(b'"host"', b'"hosts"'),
     "unknown status": WHOLE.replace(b'"ok"', b'"fine"'),
-    "no text": b"\xff" + WHOLE,
     "huge": b" " * (2**20 + 1) + WHOLE,
 }
 
@@ -224,14 +207,8 @@ def test_a_bad_report_is_a_mistake_in_one_line(name, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (
-            ["--compare", "none.json", "none.json"],
-            "none.json: expected a report of doctor --json, found: No such file",
-        ),
         ([RECIPE, "--compare", "a.json", "b.json"], "--compare: expected no recipe with it"),
         (["--json", "/none/x.json"], "--json: expected a file in an existing folder, found no folder /none"),
-        (["--json", "/"], "--json: expected a file in an existing folder, found a folder"),
-        (["--gpus", "-1"], "--gpus: expected at least 0, found -1"),
     ],
 )
 def test_wrong_arguments_are_2_before_anything_is_checked(argv, said, monkeypatch, capsys):

@@ -61,52 +61,37 @@ def test_nothing_listens_by_default(tmp_path):
     assert (tmp_path / "metrics" / "targets.json").read_text() == "[]", "Prometheus has the token"
 
 
-def test_only_the_token_opens_it(tmp_path):
-    async def run():
-        async with endpoint(tmp_path) as (_, get):
-            right = bearer(tmp_path)
-            token = right["Authorization"].removeprefix("Bearer ")
-            wrong = [
-                {},
-                {"Authorization": token},
-                {"Authorization": f"Bearer {token[:-1]}"},
-                {"Authorization": f"Bearer {token}x"},
-                {"Authorization": f"Basic {token}"},
-                {"Authorization": "Bearer \udcff"},
-                {SECRET_HEADER: token},
-            ]
-            for path in ("/metrics", "/metrics/engines/engine-0", "/", "/metrics/../token"):
-                for headers in wrong:
-                    sent = {k: v.encode(errors="surrogateescape").decode("latin1") for k, v in headers.items()}
-                    status, text, _ = await get(path, sent)
-                    assert status == 401 and "scalerl" not in text, (path, headers)
-            status, text, _ = await get(headers=right)
-            assert status == 200 and "scalerl_run_info" in text
-            assert (await get("/", right))[0] == (await get("/metrics/token", right))[0] == 404
-            assert (await get(headers=right, method="POST"))[0] == 405
-
-    asyncio.run(run())
+async def test_only_the_token_opens_it(tmp_path):
+    async with endpoint(tmp_path) as (_, get):
+        right = bearer(tmp_path)
+        token = right["Authorization"].removeprefix("Bearer ")
+        wrong = [
+            {},
+            {"Authorization": token},
+            {"Authorization": f"Bearer {token[:-1]}"},
+            {"Authorization": f"Bearer {token}x"},
+            {"Authorization": f"Basic {token}"},
+            {"Authorization": "Bearer \udcff"},
+            {SECRET_HEADER: token},
+        ]
+        for path in ("/metrics", "/metrics/engines/engine-0", "/", "/metrics/../token"):
+            for headers in wrong:
+                sent = {k: v.encode(errors="surrogateescape").decode("latin1") for k, v in headers.items()}
+                status, text, _ = await get(path, sent)
+                assert status == 401 and "scalerl" not in text, (path, headers)
+        status, text, _ = await get(headers=right)
+        assert status == 200 and "scalerl_run_info" in text
+        assert (await get("/", right))[0] == (await get("/metrics/token", right))[0] == 404
+        assert (await get(headers=right, method="POST"))[0] == 405
     assert (tmp_path / "r" / "metrics" / "targets.json").read_text() == "[]", "the port may be another program's now"
 
 
-def test_without_a_token_where_the_recipe_opens_it(tmp_path):
-    async def run():
-        async with endpoint(tmp_path, metrics_access="open") as (_, get):
-            assert (await get())[0] == 200
-        config = yaml.safe_load((tmp_path / "r" / "metrics" / "prometheus.yml").read_text())
-        assert "authorization" not in config["scrape_configs"][0]
-        assert not (tmp_path / "r" / "metrics" / "token").exists()
-
-    asyncio.run(run())
-
-
-def test_it_listens_on_loopback_alone(tmp_path):
-    async def run():
-        async with endpoint(tmp_path):
-            [entry] = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())
-            return entry["targets"][0]
-
-    assert asyncio.run(run()).startswith("127.0.0.1:")
+async def test_without_a_token_where_the_recipe_opens_it(tmp_path):
+    async with endpoint(tmp_path, metrics_access="open") as (_, get):
+        assert (await get())[0] == 200
+    config = yaml.safe_load((tmp_path / "r" / "metrics" / "prometheus.yml").read_text())
+    assert "authorization" not in config["scrape_configs"][0]
+    assert not (tmp_path / "r" / "metrics" / "token").exists()
 
 
 def test_the_files_are_for_their_owner_and_the_token_stays(tmp_path):
@@ -192,19 +177,16 @@ def test_a_restart_whose_port_stays_taken_goes_on_without_metrics(tmp_path, monk
     assert f"found 127.0.0.1 and {port}: Address already in use" in said
 
 
-def test_prometheus_gets_the_format_that_it_asks_for(tmp_path):
-    async def run():
-        async with endpoint(tmp_path) as (_, get):
-            plain = await get(headers=bearer(tmp_path))
-            openmetrics = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
-            return plain, await get(headers=bearer(tmp_path) | openmetrics)
-
-    (_, text, kind), (_, other, other_kind) = asyncio.run(run())
+async def test_prometheus_gets_the_format_that_it_asks_for(tmp_path):
+    async with endpoint(tmp_path) as (_, get):
+        plain = await get(headers=bearer(tmp_path))
+        openmetrics = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+        (_, text, kind), (_, other, other_kind) = plain, await get(headers=bearer(tmp_path) | openmetrics)
     assert kind.startswith("text/plain") and other_kind.startswith("application/openmetrics-text")
     assert [f.name for f in text_string_to_metric_families(text)] and other.endswith("# EOF\n")
 
 
-def test_engines_are_fetched_with_the_secret_which_the_reader_does_not_have(tmp_path):
+async def test_engines_are_fetched_with_the_secret_which_the_reader_does_not_have(tmp_path):
     asked = []
 
     async def metrics(request):
@@ -213,94 +195,77 @@ def test_engines_are_fetched_with_the_secret_which_the_reader_does_not_have(tmp_
             raise web.HTTPUnauthorized
         return web.Response(text=PAGE)
 
-    async def run():
-        async with (
-            StandInServer(metrics) as other,
-            EngineClient(url=other.url, secret=SECRET) as client,
-            endpoint(tmp_path) as (collector, get),
-        ):
-            engines = Membership.of([client])
-            collector.members = lambda: engines.members
-            token = bearer(tmp_path)
-            await get(headers=token)
-            listed = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())
-            path = listed[1]["labels"]["__metrics_path__"]
-            assert (await get(path))[0] == 401 and not asked
-            status, text, kind = await get(path, token)
-            assert (status, text) == (200, PAGE) and kind.startswith("text/plain")
-            assert all("Authorization" not in headers for headers in asked)
-            assert SECRET not in str(await get(headers=token)) + text
-            assert (await get("/metrics/engines/engine-1", token))[0] == 404
-            return listed
-
-    first, engine = asyncio.run(run())
+    async with (
+        StandInServer(metrics) as other,
+        EngineClient(url=other.url, secret=SECRET) as client,
+        endpoint(tmp_path) as (collector, get),
+    ):
+        engines = Membership.of([client])
+        collector.members = lambda: engines.members
+        token = bearer(tmp_path)
+        await get(headers=token)
+        listed = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())
+        path = listed[1]["labels"]["__metrics_path__"]
+        assert (await get(path))[0] == 401 and not asked
+        status, text, kind = await get(path, token)
+        assert (status, text) == (200, PAGE) and kind.startswith("text/plain")
+        assert all("Authorization" not in headers for headers in asked)
+        assert SECRET not in str(await get(headers=token)) + text
+        assert (await get("/metrics/engines/engine-1", token))[0] == 404
+        first, engine = listed
     assert first["labels"] == {"__metrics_path__": "/metrics", "run": "r"}
     assert engine["labels"]["server"] == "engine-0" and engine["targets"] == first["targets"]
 
 
-def test_an_engine_without_a_server_and_one_that_fails_are_told_apart(tmp_path):
-    async def run():
-        with at_a_port() as closed:
-            url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-            async with EngineClient(url=url, secret=SECRET) as client, endpoint(tmp_path) as (collector, get):
-                engines = Membership.of([client])
-                collector.members = lambda: engines.members
-                failing = await get("/metrics/engines/engine-0", bearer(tmp_path))
-                engines.lose(0, "killed")
-                return failing[0], (await get("/metrics/engines/engine-0", bearer(tmp_path)))[0]
-
-    assert asyncio.run(run()) == (502, 503)
+async def test_an_engine_without_a_server_and_one_that_fails_are_told_apart(tmp_path):
+    with at_a_port() as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        async with EngineClient(url=url, secret=SECRET) as client, endpoint(tmp_path) as (collector, get):
+            engines = Membership.of([client])
+            collector.members = lambda: engines.members
+            failing = await get("/metrics/engines/engine-0", bearer(tmp_path))
+            engines.lose(0, "killed")
+            assert (failing[0], (await get("/metrics/engines/engine-0", bearer(tmp_path)))[0]) == (502, 503)
 
 
-def test_a_silent_engine_holds_up_its_own_page_alone(tmp_path, monkeypatch):
+async def test_a_silent_engine_holds_up_its_own_page_alone(tmp_path, monkeypatch):
     limit = "megatron_scalerl.controller.endpoint.ENGINE_TIMEOUT_S"
     monkeypatch.setattr(limit, 600.0)
-
-    async def run():
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            async with EngineClient(url=url, secret=SECRET) as client, endpoint(tmp_path) as (collector, get):
-                engines = Membership.of([client])
-                collector.members = lambda: engines.members
-                of_engine = asyncio.create_task(get("/metrics/engines/engine-0", bearer(tmp_path)))
-                of_run = await get(headers=bearer(tmp_path))
-                answered = of_engine.done()
-                monkeypatch.setattr(limit, 0.2)
-                late = await get("/metrics/engines/engine-0", bearer(tmp_path))
-                silent.close()  # which ends the request before
-                return of_run[0], answered, late[0], (await of_engine)[0]
-
-    assert asyncio.run(run()) == (200, False, 504, 502)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with EngineClient(url=url, secret=SECRET) as client, endpoint(tmp_path) as (collector, get):
+            engines = Membership.of([client])
+            collector.members = lambda: engines.members
+            of_engine = asyncio.create_task(get("/metrics/engines/engine-0", bearer(tmp_path)))
+            of_run = await get(headers=bearer(tmp_path))
+            answered = of_engine.done()
+            monkeypatch.setattr(limit, 0.2)
+            late = await get("/metrics/engines/engine-0", bearer(tmp_path))
+            silent.close()  # which ends the request before
+            assert (of_run[0], answered, late[0], (await of_engine)[0]) == (200, False, 504, 502)
 
 
 @needs_promtool
 @pytest.mark.parametrize("access", ["token", "open"])
-def test_promtool_accepts_the_configuration(tmp_path, access):
-    async def run():
-        async with endpoint(tmp_path, metrics_access=access):
-            promtool("check", "config", str(tmp_path / "r" / "metrics" / "prometheus.yml"))
-
-    asyncio.run(run())
+async def test_promtool_accepts_the_configuration(tmp_path, access):
+    async with endpoint(tmp_path, metrics_access=access):
+        promtool("check", "config", str(tmp_path / "r" / "metrics" / "prometheus.yml"))
 
 
 @pytest.mark.slow
-def test_connections_that_ask_for_nothing_are_few_and_do_not_stay(tmp_path, monkeypatch):
+async def test_connections_that_ask_for_nothing_are_few_and_do_not_stay(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_scalerl.controller.endpoint.MOST_CONNECTIONS", 3)
     monkeypatch.setattr("megatron_scalerl.controller.endpoint.CONNECTION_S", 1.0)
     monkeypatch.setattr("megatron_scalerl.controller.endpoint.ENGINE_TIMEOUT_S", 0.5)
-
-    async def scenario():
-        async with endpoint(tmp_path) as (_, get):
-            target = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())[0]["targets"][0]
-            host, port = target.split(":")
-            opened = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
-            closed = [await asyncio.wait_for(reader.read(), 240) for reader, _ in opened]
-            for _, writer in opened:
-                writer.close()
-            monkeypatch.setattr("megatron_scalerl.controller.endpoint.CONNECTION_S", 60.0)
-            return closed, await get(headers=bearer(tmp_path))
-
-    closed, (status, _, _) = asyncio.run(scenario())
+    async with endpoint(tmp_path) as (_, get):
+        target = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())[0]["targets"][0]
+        host, port = target.split(":")
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+        closed = [await asyncio.wait_for(reader.read(), 240) for reader, _ in opened]
+        for _, writer in opened:
+            writer.close()
+        monkeypatch.setattr("megatron_scalerl.controller.endpoint.CONNECTION_S", 60.0)
+        closed, (status, _, _) = closed, await get(headers=bearer(tmp_path))
     assert closed == [b""] * 5 and status == 200
 
 

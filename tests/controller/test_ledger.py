@@ -13,22 +13,19 @@ from megatron_scalerl.controller.run_folder import ResumePoint
 from megatron_scalerl.launch.placement import Devices
 
 
-def test_what_a_job_held_is_on_record_at_once(tmp_path):
+async def test_what_a_job_held_is_on_record_at_once(tmp_path):
     """So that a controller that fails before its first charge has charged the time since the job's start."""
 
-    async def fail():
-        meter = Meter(
-            open_ledger(tmp_path),
-            Devices(trainer=2, engine=1, unit="gpu_hours"),
-            ResumePoint(),
-            since=-3600.0,
-            clock=StandInClock(),
-        )
-        beating = asyncio.create_task(meter.beat())
-        await passes(1)
-        beating.cancel()
-
-    asyncio.run(fail())
+    meter = Meter(
+        open_ledger(tmp_path),
+        Devices(trainer=2, engine=1, unit="gpu_hours"),
+        ResumePoint(),
+        since=-3600.0,
+        clock=StandInClock(),
+    )
+    beating = asyncio.create_task(meter.beat())
+    await passes(1)
+    beating.cancel()
     assert open_ledger(tmp_path, "b").hours("lost") == pytest.approx(3.0)
 
 

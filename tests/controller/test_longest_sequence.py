@@ -90,8 +90,3 @@ def test_a_run_folder_that_cannot_be_read_is_one_line(tiny, tmp_path):
     with pytest.raises(ValueError, match=r"r/recipe.yaml: .*expected YAML") as error:
         check_inputs(unset)
     assert "\n" not in str(error.value)
-
-
-def test_a_capacity_below_the_longest_sequence_is_refused(tiny):
-    with pytest.raises(ValueError, match=r"trainer.micro_batch_tokens: expected at least 91 .*found 64"):
-        check_inputs(recipe(tiny, trainer={"micro_batch_tokens": 64}))

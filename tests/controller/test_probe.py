@@ -64,7 +64,7 @@ def test_another_version_ends_the_run():
         check(version=3)
 
 
-def test_an_engine_that_joins_while_the_trainer_waits_is_probed_once():
+async def test_an_engine_that_joins_while_the_trainer_waits_is_probed_once():
     """Before the batch that the trainer waited for is returned; engines that were probed are not probed again."""
     old, new = StandInEngine(version=4), StandInEngine(version=4)
     engines, sampler = Membership(2), sampler_of()
@@ -79,26 +79,23 @@ def test_an_engine_that_joins_while_the_trainer_waits_is_probed_once():
         await engines.until(lambda: new in engines.serving)
         return "batch"
 
-    async def run():
-        engines.join(0, old)
-        engines.serve(old, 4)
-        await probe.check(4)
-        assert {engine for engine, _ in sampler.asked} == {old}
-        sampler.asked.clear()
-        loop = SimpleNamespace(
-            _fleet=SimpleNamespace(engines=engines),
-            _sync=SimpleNamespace(catch_up=catch_up),
-            _probe=probe,
-            _step=4,
-            _served=4,
-            _recipe=RECIPE,
-            _saving=SaveAndExit(),
-        )
-        assert await Controller._while_current(loop, batch()) == "batch"
-        assert {engine for engine, _ in sampler.asked} == {new}
-        assert await probe.check(4, new_only=True) == {}
-
-    asyncio.run(run())
+    engines.join(0, old)
+    engines.serve(old, 4)
+    await probe.check(4)
+    assert {engine for engine, _ in sampler.asked} == {old}
+    sampler.asked.clear()
+    loop = SimpleNamespace(
+        _fleet=SimpleNamespace(engines=engines),
+        _sync=SimpleNamespace(catch_up=catch_up),
+        _probe=probe,
+        _step=4,
+        _served=4,
+        _recipe=RECIPE,
+        _saving=SaveAndExit(),
+    )
+    assert await Controller._while_current(loop, batch()) == "batch"
+    assert {engine for engine, _ in sampler.asked} == {new}
+    assert await probe.check(4, new_only=True) == {}
 
 
 def test_an_engine_that_joins_within_a_phase_gets_no_weights_that_the_others_do_not_have():

@@ -6,23 +6,15 @@ import os
 
 import pytest
 import yaml
+from recipe_files import small_recipe
 
 from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.controller.run_folder import RunFolder, RunInUse, finished, resume_point
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError
 
 
 def recipe(tmp_path, **changes):
-    data = {
-        "name": "r",
-        "output_dir": str(tmp_path / "runs"),
-        "steps": 3,
-        "policy": {"path": "p"},
-        "prompts": {"path": "q"},
-        **changes,
-    }
-    return Recipe.model_validate(data)
+    return small_recipe(**{"output_dir": str(tmp_path / "runs"), "steps": 3} | changes)
 
 
 def test_attempts_are_counted_and_share_the_run_id(tmp_path):
@@ -90,15 +82,6 @@ def test_a_recipe_written_before_a_key_existed_is_the_same_run(tmp_path):
     path.write_text(yaml.safe_dump(older))
     with pytest.raises(RecipeError, match=r"weights\.probe_every: 11, found 10"):
         RunFolder(recipe(tmp_path))
-
-
-def test_a_run_from_before_there_were_tasks_resumes(tmp_path):
-    RunFolder(recipe(tmp_path)).close()
-    path = tmp_path / "runs" / "r" / "recipe.yaml"
-    older = yaml.safe_load(path.read_text())
-    del older["prompts"]["tasks"]
-    path.write_text(yaml.safe_dump(older))
-    RunFolder(recipe(tmp_path)).close()
 
 
 def test_a_mixture_keeps_its_tasks_but_for_their_workers(tmp_path):

@@ -1,6 +1,7 @@
 """The batch that is sent while a step runs: when it is given up, and what is left behind."""
 
 import asyncio
+import contextlib
 
 import pytest
 from waiting import passes
@@ -42,30 +43,24 @@ class StandInStream:
         return ("a", "b")
 
 
-def scenario(coroutine):
-    """Runs it; no task may be left behind."""
-
-    async def whole():
-        result = await asyncio.wait_for(coroutine(), 120)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return result
-
-    return asyncio.run(whole())
+@contextlib.asynccontextmanager
+async def nothing_left():
+    """No task may be left behind."""
+    yield
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_a_batch_that_is_there_is_sent_beside_the_step():
-    async def run():
+async def test_a_batch_that_is_there_is_sent_beside_the_step():
+    async with nothing_left():
         sender, stream = StandInSender(), StandInStream(ready=True)
         async with Ahead(sender, stream.take, 4) as ahead:
             await passes()  # the step
             asyncio.get_running_loop().call_later(0.05, sender.free.set)
-            return await ahead.batch()
-
-    assert scenario(run) == SentBatch(groups=("a", "b"), stats={}, step=5)
+            assert await ahead.batch() == SentBatch(groups=("a", "b"), stats={}, step=5)
 
 
-def test_a_batch_that_is_not_there_when_the_step_ends_is_not_taken():
-    async def run():
+async def test_a_batch_that_is_not_there_when_the_step_ends_is_not_taken():
+    async with nothing_left():
         stream = StandInStream(ready=False)
         async with Ahead(StandInSender(), stream.take, 4) as ahead:
             await passes()
@@ -74,22 +69,18 @@ def test_a_batch_that_is_not_there_when_the_step_ends_is_not_taken():
             await passes()
         assert stream.taken == 0
 
-    scenario(run)
 
-
-def test_a_step_that_ends_at_once_takes_nothing():
-    async def run():
+async def test_a_step_that_ends_at_once_takes_nothing():
+    async with nothing_left():
         stream = StandInStream(ready=True)
         async with Ahead(StandInSender(), stream.take, 4) as ahead:
             assert await ahead.batch() is None
         assert stream.taken == 0
 
-    scenario(run)
-
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_the_failure_of_the_step_ends_the_sending(ready):
-    async def run():
+async def test_the_failure_of_the_step_ends_the_sending(ready):
+    async with nothing_left():
         sender = StandInSender()
         with pytest.raises(RuntimeError, match="rank 1 is gone"):
             async with Ahead(sender, StandInStream(ready=ready).take, 4):
@@ -97,11 +88,9 @@ def test_the_failure_of_the_step_ends_the_sending(ready):
                 raise RuntimeError("rank 1 is gone")
         assert sender.cancelled == ready
 
-    scenario(run)
 
-
-def test_a_cancelled_step_ends_the_sending():
-    async def run():
+async def test_a_cancelled_step_ends_the_sending():
+    async with nothing_left():
         sender = StandInSender()
 
         async def step():
@@ -115,16 +104,12 @@ def test_a_cancelled_step_ends_the_sending():
             await stepping
         assert sender.cancelled
 
-    scenario(run)
 
-
-def test_the_failure_of_the_sending_is_raised_after_the_step():
-    async def run():
+async def test_the_failure_of_the_sending_is_raised_after_the_step():
+    async with nothing_left():
         sender = StandInSender(OSError("segment-00000.bin: no such file"))
         sender.free.set()
         async with Ahead(sender, StandInStream(ready=True).take, 4) as ahead:
             await passes()
             with pytest.raises(OSError, match=r"segment-00000\.bin"):
                 await ahead.batch()
-
-    scenario(run)

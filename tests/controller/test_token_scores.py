@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 from fakes.trainer import StandInTrainer
+from recipe_files import small_recipe
 from rollout_groups import group_of, rollout
 
 from megatron_scalerl.batching.rollout_bytes import arrays_of, write
 from megatron_scalerl.controller.token_scores import TokenScores
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.store import GroupHeader, StoreWriter, block_bytes
 from megatron_scalerl.rollouts.token_scores import read_scores
 from megatron_scalerl.types import Prompt, Score
@@ -43,9 +43,7 @@ def stored_group(writer, number, rewards):
 
 @pytest.fixture
 def scorer(tmp_path):
-    recipe = Recipe(
-        name="r", steps=4, policy={"path": "p"}, prompts={"path": "q"}, telemetry={"token_scores_every": 2}
-    )
+    recipe = small_recipe(steps=4, telemetry={"token_scores_every": 2})
     trainer = StandInTrainer()
     return TokenScores(recipe, SimpleNamespace(trainer=trainer), tmp_path), trainer
 

@@ -38,11 +38,6 @@ def test_a_window_is_recorded_from_its_first_wait_to_its_last_update(tmp_path):
     assert spans.span("x") is spans.span("y"), "nothing is recorded after it"
 
 
-def test_a_run_without_a_window_makes_no_file(tmp_path):
-    _, files = run(tmp_path, None)
-    assert files == []
-
-
 def test_a_run_that_ends_within_the_window_writes_what_it_has(tmp_path):
     outcome, files = run(tmp_path, [4, 9])
     assert outcome.reason == "all 6 steps are made" and files == ["steps_4_6.json"]

@@ -82,11 +82,3 @@ def test_the_variance_within_prompts_leaves_out_what_lies_between_them():
     assert within_variance([[True, False, False], [True, True, True]]) == pytest.approx((2 / 6 + 0) / 2)
     assert within_variance([[True, None], [True, False]]) == 0.5
     assert within_variance([[True], [False]]) is None
-
-
-def test_the_variance_within_prompts_is_unbiased():
-    rng = random.Random(1)
-    rates = [0.1, 0.5, 0.9, 0.99]
-    drawn = [within_variance([[rng.random() < p for _ in range(2)] for p in rates]) for _ in range(20_000)]
-    expected = sum(p * (1 - p) for p in rates) / 4
-    assert sum(drawn) / len(drawn) == pytest.approx(expected, abs=0.005)

@@ -141,10 +141,6 @@ def test_a_step_that_moves_nothing_need_not_change_a_value(recipe, grad_norm, le
     after_a_step(recipe, frozen(), grad_norm=grad_norm, learning_rate=learning_rate)
 
 
-def test_a_step_that_changes_values_is_published(recipe):
-    assert after_a_step(recipe, trainer(), grad_norm=0.3, learning_rate=5e-7) == "1"
-
-
 def break_broadcasts(engine, trainer):
     """Every broadcast fails at all members once the engine has joined, as with a broken network interface."""
     post, connect, send = engine.post, trainer.connect_weights, trainer.send_weights
@@ -168,25 +164,22 @@ def break_broadcasts(engine, trainer):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_an_engine_that_breaks_every_broadcast_it_joins_is_evicted_and_the_others_go_on(recipe, alone):
-    async def scenario():
-        good, broken, sender = engine(), engine("engine-1"), trainer()
-        break_broadcasts(broken, sender)
-        members = Membership(2)
-        members.join(0, good)
-        sync = WeightSync(sender, members, recipe)
-        await sync.publish(1)
-        members.join(1, broken)
-        if alone:
-            assert await sync.catch_up(1) is None
-        else:
-            await sync.publish(2)
-        assert members.serving == [good] and members.members[1].state == "draining"
-        assert "no update in 3 tries" in members.members[1].reason
-        await sync.publish(3)
-        assert good.label == "3"
-
-    asyncio.run(asyncio.wait_for(scenario(), 240))
+async def test_an_engine_that_breaks_every_broadcast_it_joins_is_evicted_and_the_others_go_on(recipe, alone):
+    good, broken, sender = engine(), engine("engine-1"), trainer()
+    break_broadcasts(broken, sender)
+    members = Membership(2)
+    members.join(0, good)
+    sync = WeightSync(sender, members, recipe)
+    await sync.publish(1)
+    members.join(1, broken)
+    if alone:
+        assert await sync.catch_up(1) is None
+    else:
+        await sync.publish(2)
+    assert members.serving == [good] and members.members[1].state == "draining"
+    assert "no update in 3 tries" in members.members[1].reason
+    await sync.publish(3)
+    assert good.label == "3"
 
 
 NOT_WHOLE = needs_to_json(((((0, 2),),),))
@@ -225,19 +218,16 @@ def test_workers_of_all_data_parallel_ranks_take_part(recipe, world_size, serves
     assert members.serving == engines[: 1 + serves] and sender.world_size == (1 + 1 + 2 * serves)
 
 
-def test_a_later_engine_of_another_model_is_evicted(recipe):
-    async def scenario():
-        good, other = engine(), engine("engine-1")
-        other.needs = [REFUSALS[0][0][0]]
-        members = Membership(2)
-        members.join(0, good)
-        sync = WeightSync(trainer(), members, recipe)
-        await sync.publish(1)
-        members.join(1, other)
-        assert await sync.catch_up(1) is None
-        assert members.serving == [good] and "found 4 missing" in members.members[1].reason
-
-    asyncio.run(asyncio.wait_for(scenario(), 240))
+async def test_a_later_engine_of_another_model_is_evicted(recipe):
+    good, other = engine(), engine("engine-1")
+    other.needs = [REFUSALS[0][0][0]]
+    members = Membership(2)
+    members.join(0, good)
+    sync = WeightSync(trainer(), members, recipe)
+    await sync.publish(1)
+    members.join(1, other)
+    assert await sync.catch_up(1) is None
+    assert members.serving == [good] and "found 4 missing" in members.members[1].reason
 
 
 def test_an_engine_that_holds_other_values_than_were_sent_never_serves_them(recipe):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from megatron_scalerl.evaluation.estimators import (
     Counts,
-    default_ks,
     mean_at_k,
     pass_at_k,
 )
@@ -72,7 +71,3 @@ def test_bad_counts_are_refused():
         Counts(correct=(3,), completions=(2,))
     with pytest.raises(ValueError, match="expected the same prompts in both, found 1 and 2"):
         Counts(correct=(1,), completions=(2, 2))
-
-
-def test_the_ks_that_are_shown():
-    assert (default_ks([16, 16]), default_ks([16, 5]), default_ks([1])) == ([1, 2, 4, 8, 16], [1, 2, 4, 5], [1])

@@ -106,7 +106,6 @@ def test_budgets_are_ascending_numbers_of_tokens(text):
     [
         (["evaluate", "none", "--data", "none.jsonl", "--out", "o"], "none.jsonl: expected a prompts file or folder"),
         (["evaluate", "none", "--data", "x", "--out", "o", "--k", "0"], "--k: expected at least 1, found 0"),
-        (["contamination", "x", "--data", "y", "--words", "0"], "--words: expected at least 1, found 0"),
     ],
 )
 def test_errors_of_the_user_are_one_line(argv, message, tmp_path, capsys, monkeypatch):

@@ -51,7 +51,6 @@ def test_rows_are_kept_and_a_torn_one_is_dropped(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        (replace(HEADER, seed=2), "seed: 1, not 2"),
         (replace(HEADER, digest="e"), "digest: 'd', not 'e'"),
         (replace(HEADER, settings={"k": 4, "dtype": "float32"}), "settings.k: 2, not 4"),
         (replace(HEADER, files=(("a", "2"),)), "files: "),

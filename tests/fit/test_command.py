@@ -7,14 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command_line import command
 
-from megatron_scalerl.fit.forecast import fit
-from megatron_scalerl.fit.formatting import short_number, unit_label
-from megatron_scalerl.fit.plot import draw_run, new_figure, plot_forecast
-from megatron_scalerl.fit.published import DATA, published_run
+from megatron_scalerl.fit.published import DATA
 
 ROOT = Path(__file__).resolve().parents[2]
 main = command("fit")
@@ -33,21 +29,7 @@ def test_json_to_standard_output_and_nothing_else(capsys):
     captured = capsys.readouterr()
     (found,) = json.loads(captured.out)["fits"]
     assert captured.err == ""
-    expected = {
-        "name",
-        "method",
-        "asymptote",
-        "exponent",
-        "midpoint",
-        "initial",
-        "intervals",
-        "n_points",
-        "rmse",
-        "predictions",
-        "warnings",
-        "verdict",
-    }
-    assert expected <= set(found)
+    assert {"rmse", "warnings"} <= set(found)
     assert (found["name"], found["method"], found["initial"], found["n_points"]) == ("ScaleRL", "robust", 0.4, 22)
     assert set(found["intervals"]) == {"asymptote", "exponent", "midpoint"}
     for key, (lo, hi) in found["intervals"].items():
@@ -69,28 +51,11 @@ def test_both_methods_and_a_fixed_asymptote(capsys):
 
 
 @pytest.mark.slow
-def test_terminal_shows_the_forecast_of_points_that_were_not_fitted(capsys):
-    assert main([*SCALERL, "--fit-until", "8000", "--backtest"]) == 0
-    out = capsys.readouterr().out
-    assert "not fitted" in out and "mean absolute error 0.00" in out and "11 of 11 measurements" in out
-    assert "verdict:" in out and "stayed within 0.02" in out
-
-
-@pytest.mark.slow
-def test_comparison_of_a_figure(capsys, tmp_path):
-    figure = tmp_path / "runs.png"
-    assert main([*RECIPES, "--series", "series=*", "--compare", "--json", "-", "--plot", str(figure)]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert [f["name"] for f in answer["fits"]] == ["DeepSeek-GRPO", "Magistral", "MiniMax", "Qwen2.5-DAPO", "ScaleRL"]
-    assert [arm["name"] for arm in answer["comparison"]["arms"]] == [f["name"] for f in answer["fits"]]
-    assert figure.exists() and figure.with_suffix(".svg").exists()
-    assert (tmp_path / "runs_efficiency.png").exists() and (tmp_path / "runs_comparison.png").exists()
-
-
-@pytest.mark.slow
-def test_the_reference_comes_first(capsys):
+def test_the_reference_comes_first(capsys, tmp_path):
     chosen = [*RECIPES, "--series", "series=*", "--compare", "--reference", "ScaleRL", "--json", "-"]
-    assert main(chosen) == 0
+    assert main([*chosen, "--plot", str(tmp_path / "runs.png")]) == 0
+    names = ("runs.png", "runs.svg", "runs_efficiency.png", "runs_comparison.png")
+    assert all((tmp_path / name).exists() for name in names)
     arms = json.loads(capsys.readouterr().out)["comparison"]["arms"]
     assert [arm["name"] for arm in arms][:2] == ["ScaleRL", "DeepSeek-GRPO"] and "reference" in arms[0]["summary"]
     assert [arm["reference"] for arm in arms] == [None, *["ScaleRL"] * 4]
@@ -121,58 +86,11 @@ def test_names_are_escaped_in_html(tmp_path):
     assert "<b>x" not in page.read_text() and "&lt;b&gt;x" in page.read_text()
 
 
-@pytest.mark.slow
-def test_terminal_and_html_show_the_same_tables(tmp_path, capsys):
-    page, two = tmp_path / "report.html", tmp_path / "two.csv"  # every run costs two figures
-    header, *rows = Path(POINTS).read_text().splitlines(keepends=True)
-    two.write_text(header + "".join(row for row in rows if {"ScaleRL", "MiniMax"} & set(row.split(","))))
-    options = [str(two), *RECIPES[1:], "--series", "series=*", "--fit-until", "8000"]
-    assert main([*options, "--compare", "--html", str(page)]) == 0
-    out, html = capsys.readouterr().out, page.read_text()
-    shown = [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in out.splitlines() if line[:1] in "│┃"]
-    text = re.sub(r"</?su[bp]>", "", html)
-    for table in re.findall("<table>(.*?)</table>", text, re.DOTALL)[:3]:
-        header, *rows = re.findall("<tr>(.*?)</tr>", table, re.DOTALL)
-        assert [
-            cell.replace("Cmid", "C_mid").replace("R0", "R_0") for cell in re.findall("<th>(.*?)</th>", header)
-        ] in shown
-        cells = [re.findall("<td>(.*?)</td>", row, re.DOTALL) for row in rows]
-        assert {row[0] for row in cells} == {"MiniMax", "ScaleRL"}
-        for row in cells:
-            assert [re.sub("<.*?>", "", cell.replace("<br>", " ")) for cell in row] in shown
-
-
 def test_names_with_rich_markup_are_printed_literally(tmp_path, capsys):
     table = tmp_path / "t.csv"
     table.write_text("run,gpu_hours,pass_rate\n" + "".join(f"[red]x,{n},{0.4 + n / 50}\n" for n in range(1, 9)))
     assert main([str(table), "--series", "run=*", "--r0", "0.4"]) == 0
     assert "│ [red]x │" in capsys.readouterr().out
-
-
-def test_quickstart_run_folder(tmp_path, capsys):
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    hours = np.linspace(0, 0.3, 21)
-    rates = 0.41 + 0.44 / (1 + (0.09 / np.maximum(hours, 1e-9)) ** 1.7)
-    noisy = np.random.default_rng(0).binomial(800, rates) / 800
-    rows = [
-        {
-            "step": 5 * n,
-            "compute": h,
-            "unit": "device_hours",
-            "pass_rate": y,
-            "prompts": 200,
-            "generations": 4,
-            "truncated_share": 0.12,
-        }
-        for n, (h, y) in enumerate(zip(hours, noisy))
-    ]
-    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main([str(folder), "--fit-until", "0.15", "--predict", "0.3", "--json", "-"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["fits"]
-    assert found["unit"] == "device_hours" and found["n_points"] == 10 and found["initial"] == noisy[0]
-    assert found["predictions"][0]["lo"] < rates[-1] < found["predictions"][0]["hi"]
-    assert any("truncations" in warning for warning in found["warnings"])
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
@@ -186,15 +104,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
 
 @pytest.mark.parametrize(
     "extra",
-    [
-        ["--predict", "a"],
-        ["--predict", "-5"],
-        ["--series", "ScaleRL"],
-        ["--r0", "1.5"],
-        ["--fit-from", "1e9"],
-        ["--plot", "figure.bmp"],
-        ["--budget", "-1"],
-    ],
+    [["--predict", "a"], ["--series", "ScaleRL"], ["--r0", "1.5"], ["--fit-from", "1e9"], ["--plot", "figure.bmp"]],
 )
 def test_bad_options_are_exit_code_2(extra, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -207,19 +117,6 @@ def test_warnings_are_exit_code_0(capsys):
     assert json.loads(capsys.readouterr().out)["fits"][0]["warnings"]
 
 
-def modules_after(code):
-    code += "; import sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    return set(done.stdout.split())
-
-
-def test_import_and_help_import_nothing_that_takes_time():
-    loaded = modules_after("from megatron_scalerl.fit import command, forecast, plot")
-    assert "megatron_scalerl.fit.forecast" in loaded
-    assert not loaded & {"torch", "megatron", "scipy", "matplotlib", "pydantic", "rich", "jinja2"}
-    assert tool("--help").returncode == 0
-
-
 @pytest.mark.parametrize(
     ("option", "package"), [("--html", "jinja2"), ("--html", "matplotlib"), ("--plot", "matplotlib")]
 )
@@ -230,41 +127,6 @@ def test_a_missing_package_is_reported_before_the_fit(option, package, tmp_path,
     captured = capsys.readouterr()
     assert (end.value.code, captured.out) == (2, "")
     assert f"package '{package}' is not installed" in captured.err
-
-
-def test_figure_shows_fitted_filled_and_unseen_hollow(tmp_path):
-    series = published_run("fig2_recipes/ScaleRL")
-    seen = series.fitted
-    result = fit(series.compute[seen], series.pass_rate[seen], initial=series.initial, name="ScaleRL", draws=500)
-    _, axes = new_figure()
-    later = (series.compute[~seen], series.pass_rate[~seen])
-    draw_run(axes, result, 0, unseen=later, until=32000.0, alone=True)
-    dots = {line.get_label(): line for line in axes.get_lines() if line.get_linestyle() == "None"}
-    assert dots["not fitted"].get_markerfacecolor() == "white"
-    np.testing.assert_array_equal(dots["not fitted"].get_xdata(), later[0])
-    filled = dots["fitted, 22 points"]
-    assert filled.get_markerfacecolor() == filled.get_color() != "white"
-    assert any(np.allclose(line.get_ydata(), result.asymptote) for line in axes.get_lines())
-    assert len(axes.collections) >= 1
-    png = plot_forecast(tmp_path / "one.png", result, unseen={"ScaleRL": later}, target=0.6)
-    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert int.from_bytes(png.read_bytes()[16:20], "big") == 1600
-    with pytest.raises(ValueError, match=r"ends in \.png or \.svg"):
-        plot_forecast(tmp_path / "one.gif", result)
-
-
-def test_short_numbers_and_unit_names():
-    assert [short_number(v) for v in (0.05, 2.0, 500.0, 2000.0, 102206.0, 1.5e6, np.inf)] == [
-        "0.05",
-        "2",
-        "500",
-        "2k",
-        "102k",
-        "1.5M",
-        "never",
-    ]
-    assert unit_label("gpu_hours") == "training compute, GPU-hours"
-    assert unit_label("device_hours") == "training compute, device-hours"
 
 
 @pytest.mark.slow

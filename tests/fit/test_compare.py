@@ -14,7 +14,6 @@ from megatron_scalerl.fit.compare import ArmRuns, compare, compare_runs, moves_t
 from megatron_scalerl.fit.forecast import fit, fit_curve
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 from megatron_scalerl.fit.published import published_run
-from megatron_scalerl.fit.sigmoid import sigmoid
 from megatron_scalerl.fit.verdicts import conclusions, summary
 
 CISPO, DAPO = "loss: {name: cispo}", "loss: {name: dapo}"
@@ -164,52 +163,6 @@ def test_three_runs_of_one_recipe_differ_by_nothing_but_their_seeds(tmp_path):
     assert (arm.name, arm.runs, arm.ceiling) == ("quickstart", 3, None)
     assert comparison.between_runs == pytest.approx(0.18, abs=0.06)
     assert arm.asymptote.lo < 0.65 and arm.asymptote.hi > 0.95
-
-
-@pytest.mark.slow
-def test_another_reference_for_one_recipe(tmp_path):
-    rng = np.random.default_rng(4)
-    for name, recipe in (("a", CISPO), ("b", DAPO), ("c", "loss: {name: gspo}")):
-        for seed in (1, 2):
-            write_run(tmp_path / f"{name}_seed{seed}", seed=seed, recipe=recipe, rng=rng)
-    curves = read(sorted(tmp_path.iterdir()))
-    comparison = compare_runs(curves, fitted, references=["c=b", "b"])
-    assert [(arm.name, arm.reference) for arm in comparison.arms] == [("b", None), ("a", "b"), ("c", "b")]
-    comparison = compare_runs(curves, fitted, references=["c=b"])
-    assert [(arm.name, arm.reference) for arm in comparison.arms] == [("a", None), ("b", "a"), ("c", "b")]
-    with pytest.raises(ValueError, match="--reference: expected one of a, b, c, found 'd'"):
-        compare_runs(curves, fitted, references=["d"])
-
-
-@pytest.mark.slow
-def test_recipes_that_do_not_differ_are_seldom_declared_to():
-    """Three recipes of one distribution, three seeds each, whole path: validations, fits, comparison."""
-    rng, trials, wrong = np.random.default_rng(8), 20, 0
-    compute = np.linspace(0.02, 0.2, 10)
-    for _ in range(trials):
-        effects = rng.normal(0.0, 0.02, 3)
-        arms, makers = [], {}
-        for name in "abc":
-            fits = []
-            for seed in range(3):
-                a = 0.8 + effects[seed] + rng.normal(0.0, 0.03)
-                m = 0.05 * np.exp(rng.normal(0.0, 0.1))
-                curve = sigmoid(compute, asymptote=a, exponent=2.0, midpoint=m, initial=0.38)
-                measured = rng.binomial(800, curve) / 800
-
-                def make(fixed=None, measured=measured, name=f"{name}{seed}"):
-                    size = {"prompts": 200, "generations": 4, "draws": 400}
-                    return fit(compute, measured, initial=0.38, name=name, fixed_asymptote=fixed, **size)
-
-                makers[f"{name}{seed}"] = make
-                fits.append(make())
-            arms.append(ArmRuns(name=name, fits=tuple(fits), seeds=(1, 2, 3)))
-        comparison = compare(arms, lambda f, a, makers=makers: makers[f.name](a), paired=True)
-        wrong += any(
-            moves_the_ceiling(arm.ceiling) or (arm.efficiency is not None and arm.efficiency.declared)
-            for arm in comparison.arms[1:]
-        )
-    assert wrong <= 4  # at 10 %, more than 4 of 20 have a probability of 4 %
 
 
 def test_comparison_reads_like_the_leave_one_out_table():

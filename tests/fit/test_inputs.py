@@ -123,22 +123,15 @@ def test_duplicates_are_noted(tmp_path):
     ("text", "message"),
     [
         ("", "expected a header and rows, found an empty file"),
-        ("gpu_hours,pass_rate\n", "expected rows below the header, found none"),
-        ("pass_rate\n0.4\n", "row 1: expected at least two columns, found one"),
-        ("gpu_hours,pass_rate\n1,0.4\n2,nan\n", "row 3: pass_rate: expected a finite number, found 'nan'"),
-        ("gpu_hours,pass_rate\n1,0.4\n2,\n", "row 3: pass_rate: expected a finite number, found ''"),
         ("gpu_hours,pass_rate\n1,0.4\n-2,0.5\n", "row 3: gpu_hours: expected compute >= 0, found -2"),
         ("gpu_hours,pass_rate\n1,0.4\n2,41\n", r"row 3: pass_rate: expected a pass rate in \[0, 1\], found 41"),
         ("gpu_hours,pass_rate\n1,0.4\n2\n", "row 3: expected 2 cells as in the header, found 1"),
         ("x,pass_rate\n1,0.4\n", "row 1: expected a compute column .*--compute.*, found x, pass_rate"),
-        ("gpu_hours,y\n1,0.4\n", "row 1: expected a score column .*--score.*, found gpu_hours, y"),
         (
             "compute,pass_rate,unit\n1,0.4,tflops\n2,0.5,hours\n",
             "row 3: unit: expected tflops as in row 2, found hours",
         ),
         ("compute,pass_rate,prompts\n1,0.4,200\n2,0.5,20\n", "row 3: prompts: expected 200 as in row 2, found 20"),
-        ("compute,pass_rate,prompts\n1,0.4,two\n", "row 2: prompts: expected a finite number, found 'two'"),
-        ("compute,pass_rate,prompts\n1,0.4,-200\n", "row 2: prompts: expected a whole number >= 1, found -200"),
         ("compute,pass_rate,generations\n1,0.4,1.5\n", "row 2: generations: expected a whole number >= 1, found 1.5"),
         (
             "compute,pass_rate,within_variance\n1,0.4,9\n",
@@ -157,7 +150,6 @@ def test_bad_tables_are_refused_in_one_line(tmp_path, text, message):
     ("name", "text", "message"),
     [
         ("a.jsonl", '{"gpu_hours": 1\n', "row 1: expected one JSON object"),
-        ("a.jsonl", "[1, 2]\n", "row 1: expected one JSON object, found list"),
         ("a.json", '{"a": 1}', "expected a JSON list of rows, found dict"),
         ("a.jsonl", '{"gpu_hours": "x", "pass_rate": 0.4}\n', "row 1: gpu_hours: expected a finite number"),
     ],

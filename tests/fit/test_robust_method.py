@@ -34,14 +34,6 @@ def test_the_unit_of_compute_changes_only_the_midpoint():
     assert (near.pass_rate, near.lo, near.hi) == pytest.approx((far.pass_rate, far.lo, far.hi), abs=1e-9)
 
 
-def test_the_order_of_the_points_does_not_matter():
-    compute, measured = synthetic()
-    order = np.random.default_rng(3).permutation(len(compute))
-    straight = fit(compute, measured, initial=0.4)
-    shuffled = fit(compute[order], measured[order], initial=0.4)
-    assert shuffled.asymptote == straight.asymptote and shuffled.intervals == straight.intervals
-
-
 def test_same_seed_same_draws_other_seed_nearly_the_same():
     compute, measured = synthetic(n=12)
     one, again, other = (fit(compute, measured, initial=0.4, seed=seed) for seed in (5, 5, 6))
@@ -59,13 +51,6 @@ def test_many_exact_points_determine_the_parameters():
     assert result.midpoint == pytest.approx(0.12, abs=2e-3)
     lo, hi = result.intervals["asymptote"]
     assert lo < 0.62 < hi and hi - lo < 0.01
-
-
-def test_a_larger_validation_set_narrows_the_forecast():
-    compute, measured = synthetic()
-    small, large = (fit(compute, measured, initial=0.4, prompts=n, generations=16) for n in (20, 4000))
-    width = [p.hi - p.lo for p in (*small.predict([2.0]), *large.predict([2.0]))]
-    assert width[0] > 1.5 * width[1]
 
 
 def test_one_outlier_hardly_moves_the_forecast():
@@ -173,17 +158,12 @@ def test_truncations_above_ten_percent_are_a_warning():
     [
         ({"pass_rate": [0.5, 0.6, 1.2]}, r"pass_rate: expected values in \[0, 1\], found .*1.2.* at point 3"),
         ({"compute": [1.0, -2.0, 3.0]}, "compute: expected finite values >= 0, found .*-2.0.* at point 2"),
-        ({"compute": [1.0, 2.0]}, "one length"),
-        ({"initial": 1.0}, r"R_0 in \[0, 1\)"),
         ({"method": "magic"}, "expected one of robust, paper"),
         ({"fit_from": 2.5}, "expected at least 3 points"),
         ({"fixed_asymptote": 0.3}, r"in \(R_0, 1\]"),
         ({"pass_rate": [0.9, 0.9, 0.9], "initial": 0.9, "method": "paper"}, "expected R_0 below its highest A"),
         ({"prompts": 0, "generations": 4}, r"prompts: expected values in \[1, 1e\+09\], found 0.0$"),
-        ({"prompts": 9, "generations": [4, 0.5, 4]}, "generations: expected values .*, found 0.5 at point 2"),
-        ({"prompts": 9, "generations": [4, 4]}, r"generations: expected one value or 3, one a point, found .*2"),
         ({"within_variance": [0.1, 9, -1]}, r"within_variance: expected values in \[0, 0.5\], found 9.0 at point 2"),
-        ({"within_variance": [0.1, np.inf, 0]}, "within_variance: .* found inf at point 2"),
         ({"initial": None, "fixed_asymptote": 0.3}, "fixed asymptote: expected a value above R_0"),
     ],
 )
@@ -311,10 +291,8 @@ def test_how_far_along_a_run_is_shifts_its_midpoint():
 @pytest.mark.parametrize(
     ("compute", "completions", "message"),
     [
-        ([2.0], [0], "expected numbers >= 1, found 0.0$"),
         ([2.0, 3.0], [800, np.nan], "expected numbers >= 1, found nan at point 2"),
         ([2.0], [800, 80, 8], r"expected 1, one for each compute, found shape \(3,\)"),
-        ([2.0, 3.0], [800], r"expected 2, one for each compute, found shape \(1,\)"),
     ],
 )
 def test_sizes_of_new_measurements_are_checked(compute, completions, message):
@@ -329,5 +307,3 @@ def test_what_a_forecast_is_compared_with_is_checked():
         found.predict([2.0], completions=[800])
     with pytest.raises(ValueError, match="evaluate: pass_rate: expected 2 values, found 1"):
         found.evaluate([2.0, 3.0], [0.7])
-    with pytest.raises(ValueError, match=r"evaluate: pass_rate: expected values in \[0, 1\], found 5.0"):
-        found.evaluate([2.0], [5.0])

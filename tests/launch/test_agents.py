@@ -25,8 +25,6 @@ from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.membership import EngineState
 from megatron_scalerl.engine.watchdog import EngineDied
 from megatron_scalerl.launch import engines as engines_module
-from megatron_scalerl.launch.control_folder import secret_file
-from megatron_scalerl.processes.secret_file import write_secret
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.tiny.policy import make_llama
 
@@ -60,14 +58,6 @@ async def generate(client):
     return await client.generate([1, 5], sampling=SamplingSpec(max_tokens=100, seed=3))
 
 
-def scenario_of(scenario):
-    async def limited():
-        async with asyncio.timeout(200):
-            await scenario()
-
-    asyncio.run(limited())
-
-
 def check_secrets(folder, processes):
     """The server alone has the secret in its environment, nobody in a command line; files with it are private."""
     assert [SECRET in process.environ().values() for process in processes] == [False, True]
@@ -81,51 +71,26 @@ def check_secrets(folder, processes):
     ]
 
 
-def test_a_killed_agent_takes_its_server_along_and_a_killed_server_is_reported(policy, run_folder):
+async def test_a_killed_agent_takes_its_server_along_and_a_killed_server_is_reported(policy, run_folder):
     changes = []
-
-    async def scenario():
-        async with engines_of(recipe_for(policy), run_folder, changes.append) as engines:
-            assert engines.members.stale[0].url.startswith("https://127.0.0.2:")
-            first = with_children(agents(run_folder)["engine-0"])
-            check_secrets(run_folder, first)
-            first[0].kill()
-            await engines.members.until(lambda: engines.members.members[0].restarts == 1 and engines.members.stale)
-            await none_left(first)
-            assert re.search(r"^engine-0 \(host b\) (lost|exited)", changes[1].reason), changes[1]
-            agent, server = with_children(agents(run_folder)["engine-0"])
-            server.kill()
-            await engines.members.until(lambda: engines.members.members[0].restarts == 2 and engines.members.stale)
-            await none_left([agent])
-            assert (await generate(engines.members.stale[0])).token_ids
-            last = with_children(agents(run_folder)["engine-0"])
-            assert len(last) == 2
-        await none_left(last)
-
-    scenario_of(scenario)
+    async with engines_of(recipe_for(policy), run_folder, changes.append) as engines:
+        assert engines.members.stale[0].url.startswith("https://127.0.0.2:")
+        first = with_children(agents(run_folder)["engine-0"])
+        check_secrets(run_folder, first)
+        first[0].kill()
+        await engines.members.until(lambda: engines.members.members[0].restarts == 1 and engines.members.stale)
+        await none_left(first)
+        assert re.search(r"^engine-0 \(host b\) (lost|exited)", changes[1].reason), changes[1]
+        agent, server = with_children(agents(run_folder)["engine-0"])
+        server.kill()
+        await engines.members.until(lambda: engines.members.members[0].restarts == 2 and engines.members.stale)
+        await none_left([agent])
+        assert (await generate(engines.members.stale[0])).token_ids
+        last = with_children(agents(run_folder)["engine-0"])
+        assert len(last) == 2
+    await none_left(last)
     assert [str(change.state) for change in changes] == ["stale", "draining", "lost", "starting"] * 2 + ["stale"]
     assert changes[5].reason == "engine-0 (host b) exited with code -9"
-
-
-@pytest.mark.full
-def test_an_engine_that_cannot_start_says_why(policy, run_folder):
-    broken = recipe_for(policy)
-    (run_folder / "nowhere").mkdir()
-    broken = broken.model_copy(
-        update={"policy": broken.policy.model_copy(update={"path": str(run_folder / "nowhere")})}
-    )
-
-    async def scenario():
-        with pytest.raises(ExceptionGroup) as failure:
-            async with engines_of(broken, run_folder):
-                raise AssertionError
-        [error] = failure.value.exceptions
-        text = (
-            r"(?s)engine-0 \(host b\) exited with code 1 before it was up; the end of its log on b:.*tokenizer\.json"
-        )
-        assert isinstance(error, EngineDied) and re.match(text, str(error)), error
-
-    scenario_of(scenario)
 
 
 def controller_process(policy, run_folder, **env):
@@ -159,108 +124,67 @@ def test_a_controller_that_is_gone_or_cut_off_leaves_no_agent(policy, run_folder
         controller.wait()
 
 
-@pytest.mark.full
-def test_an_agent_of_an_earlier_start_is_refused(policy, run_folder):
-    brief = {"STAND_IN_LIMIT_S": "4"}  # of the one that is not answered
-
-    async def refused(*arguments, **env):
-        argv = [sys.executable, str(PROGRAM), "agent", str(run_folder), "--name", "engine-0", *arguments]
-        process = await asyncio.create_subprocess_exec(
-            *argv, stderr=asyncio.subprocess.PIPE, env={**os.environ, **env}
-        )
-        _, errors = await process.communicate()
-        assert process.returncode == 4, errors
-        return errors.decode()
-
-    async def scenario():
-        async with engines_of(recipe_for(policy), run_folder):
-            assert "expected the controller 0.9, found local.0" in await refused(
-                "--incarnation", "0.9", "--start", "x"
-            )
-            assert "engine-0: expected one agent, found a second" in await refused("--start", "x")
-            write_secret(secret_file(run_folder), "another secret")
-            assert "expected an answer within 4 s, found none" in await refused("--start", "x", **brief)
-
-    scenario_of(scenario)
-
-
-def test_an_agent_may_outlive_the_command_that_started_it(policy, run_folder, monkeypatch):
+async def test_an_agent_may_outlive_the_command_that_started_it(policy, run_folder, monkeypatch):
     monkeypatch.setattr("megatron_scalerl.launch.remote_server.ANSWER_S", 0.5)
-
-    async def scenario():
-        async with engines_of(recipe_for(policy), run_folder) as engines:
-            agent = agents(run_folder)["engine-0"]
-            commands = []
-            for child in psutil.Process().children():
-                with contextlib.suppress(psutil.Error):
-                    commands += [child] if str(STAND_IN_HOST) in child.cmdline() else []
-            for command in commands:
-                command.kill()
-            await none_left(commands)
-            await until(lambda: not engines._processes[0].server._command.running)
-            assert (await generate(engines.members.stale[0])).token_ids
-            assert commands and agent.is_running()
-            assert engines.members.stale and not engines.members.members[0].restarts
-
-    scenario_of(scenario)
+    async with engines_of(recipe_for(policy), run_folder) as engines:
+        agent = agents(run_folder)["engine-0"]
+        commands = []
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                commands += [child] if str(STAND_IN_HOST) in child.cmdline() else []
+        for command in commands:
+            command.kill()
+        await none_left(commands)
+        await until(lambda: not engines._processes[0].server._command.running)
+        assert (await generate(engines.members.stale[0])).token_ids
+        assert commands and agent.is_running()
+        assert engines.members.stale and not engines.members.members[0].restarts
 
 
 @pytest.mark.full
-def test_an_engine_whose_host_is_away_for_a_while_is_not_given_up(policy, run_folder, tmp_path):
+async def test_an_engine_whose_host_is_away_for_a_while_is_not_given_up(policy, run_folder, tmp_path):
     recipe = recipe_for(policy, engine={"vllm": {"max_model_len": 2048}, "max_restarts": 1})
-
-    async def scenario():
-        async with engines_of(recipe, run_folder) as engines:
-            (tmp_path / "down").mkdir()
-            (tmp_path / "down" / "b").touch()
-            agents(run_folder)["engine-0"].kill()
-            log = run_folder / "logs" / "engine-0.log"
-            await until(lambda: log.read_text().count("no route to host") >= 3)
-            (tmp_path / "down" / "b").unlink()
-            await engines.members.until(lambda: bool(engines.members.stale))
-            assert engines.members.members[0].restarts > recipe.engine.max_restarts
-
-    scenario_of(scenario)
+    async with engines_of(recipe, run_folder) as engines:
+        (tmp_path / "down").mkdir()
+        (tmp_path / "down" / "b").touch()
+        agents(run_folder)["engine-0"].kill()
+        log = run_folder / "logs" / "engine-0.log"
+        await until(lambda: log.read_text().count("no route to host") >= 3)
+        (tmp_path / "down" / "b").unlink()
+        await engines.members.until(lambda: bool(engines.members.stale))
+        assert engines.members.members[0].restarts > recipe.engine.max_restarts
 
 
-def test_an_engine_whose_host_has_left_the_job_is_given_up_at_once(policy, run_folder, tmp_path, monkeypatch):
+async def test_an_engine_whose_host_has_left_the_job_is_given_up_at_once(policy, run_folder, tmp_path, monkeypatch):
     """`Hosts.have_left` is a stand-in for Slurm here."""
     monkeypatch.setattr("megatron_scalerl.launch.hosts.Hosts.have_left", lambda self: {"b"})
     held = []
-
-    async def scenario():
-        async with engines_of(recipe_for(policy), run_folder) as engines:
-            engines.members.on_devices = held.append
-            (tmp_path / "down").mkdir()
-            (tmp_path / "down" / "b").touch()
-            agents(run_folder)["engine-0"].kill()
-            with pytest.raises(EngineDied, match=r"found 0 \(engine-0: its host has left the job"):
-                await engines.watch()
-
-    scenario_of(scenario)
+    async with engines_of(recipe_for(policy), run_folder) as engines:
+        engines.members.on_devices = held.append
+        (tmp_path / "down").mkdir()
+        (tmp_path / "down" / "b").touch()
+        agents(run_folder)["engine-0"].kill()
+        with pytest.raises(EngineDied, match=r"found 0 \(engine-0: its host has left the job"):
+            await engines.watch()
     assert held == [0]
 
 
 @pytest.mark.full
-def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_held(
+async def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_held(
     policy, run_folder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("megatron_scalerl.launch.engines.UNREACHED_S", 3.0)
     recipe = recipe_for(policy, engine={"vllm": {"max_model_len": 2048}, "max_restarts": 2})
     held = []
-
-    async def scenario():
-        async with engines_of(recipe, run_folder) as engines:
-            engines.members.on_devices = held.append
-            assert engines.members.devices == 1
-            (tmp_path / "down").mkdir()
-            (tmp_path / "down" / "b").touch()
-            agents(run_folder)["engine-0"].kill()
-            with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(host b\) lost the command .* 1\)"):
-                await engines.watch()
-            assert "no route to host" in (run_folder / "logs" / "engine-0.log").read_text()
-
-    scenario_of(scenario)
+    async with engines_of(recipe, run_folder) as engines:
+        engines.members.on_devices = held.append
+        assert engines.members.devices == 1
+        (tmp_path / "down").mkdir()
+        (tmp_path / "down" / "b").touch()
+        agents(run_folder)["engine-0"].kill()
+        with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(host b\) lost the command .* 1\)"):
+            await engines.watch()
+        assert "no route to host" in (run_folder / "logs" / "engine-0.log").read_text()
     assert held == [0]
 
 
@@ -269,77 +193,52 @@ def joining(run_folder, **env):
     return subprocess.Popen(argv, env={**os.environ, "MSRL_BIND_HOST": "127.0.0.4", **env})
 
 
-def test_an_engine_joins_leaves_and_joins_again_until_the_run_has_ended(policy, run_folder):
+async def test_an_engine_joins_leaves_and_joins_again_until_the_run_has_ended(policy, run_folder):
     held = []
-
-    async def scenario():
-        async with engines_of(recipe_for(policy), run_folder) as engines:
-            members = engines.members
-            members.on_devices = held.append
-            joined = joining(run_folder, SLURM_JOB_ID="77", SLURM_STEP_ID="3")
-            try:
-                await members.until(lambda: len(members.stale) == 2)
-                assert [(m.name, m.devices, m.joined) for m in members.members] == [
-                    ("engine-0", 1, False),
-                    ("extra-77-3", 2, True),
-                ]
-                client = members.members[1].client
-                assert client.url.startswith("https://127.0.0.4:") and members.left == 2
-                assert (await generate(client)).token_ids == (await generate(members.stale[0])).token_ids
-                processes = with_children(agents(run_folder)["extra-77-3"])
-                processes[0].kill()
-                await members.until(lambda: members.members[1].state is EngineState.LOST)
-                assert members.left == 1 and not members.members[1].given_up
-                await none_left(processes)
-                await members.until(lambda: len(members.stale) == 2)
-                assert members.members[1].restarts == 1 and len(members.members) == 2
-                members.evict(members.members[1].client, "garbage")
-                await members.until(lambda: members.members[1].state is EngineState.LOST)
-                await members.until(lambda: len(members.stale) == 2)
-                (run_folder / "end.json").write_text('{"reason": "done", "incarnation": "local.0"}\n')
-            except BaseException:
-                joined.kill()
-                raise
-        assert await asyncio.to_thread(joined.wait, 180) == 0
-
-    scenario_of(scenario)
+    async with engines_of(recipe_for(policy), run_folder) as engines:
+        members = engines.members
+        members.on_devices = held.append
+        joined = joining(run_folder, SLURM_JOB_ID="77", SLURM_STEP_ID="3")
+        try:
+            await members.until(lambda: len(members.stale) == 2)
+            assert [(m.name, m.devices, m.joined) for m in members.members] == [
+                ("engine-0", 1, False),
+                ("extra-77-3", 2, True),
+            ]
+            client = members.members[1].client
+            assert client.url.startswith("https://127.0.0.4:") and members.left == 2
+            assert (await generate(client)).token_ids == (await generate(members.stale[0])).token_ids
+            processes = with_children(agents(run_folder)["extra-77-3"])
+            processes[0].kill()
+            await members.until(lambda: members.members[1].state is EngineState.LOST)
+            assert members.left == 1 and not members.members[1].given_up
+            await none_left(processes)
+            await members.until(lambda: len(members.stale) == 2)
+            assert members.members[1].restarts == 1 and len(members.members) == 2
+            members.evict(members.members[1].client, "garbage")
+            await members.until(lambda: members.members[1].state is EngineState.LOST)
+            await members.until(lambda: len(members.stale) == 2)
+            (run_folder / "end.json").write_text('{"reason": "done", "incarnation": "local.0"}\n')
+        except BaseException:
+            joined.kill()
+            raise
+    assert await asyncio.to_thread(joined.wait, 180) == 0
     assert held == [3, 1, 3, 1, 3, 1]
-    asyncio.run(none_left(list(agents(run_folder).values())))
+    await none_left(list(agents(run_folder).values()))
     assert agents(run_folder) == {}
 
 
 @pytest.mark.full
-def test_sigterm_ends_an_engine_that_has_joined(policy, run_folder):
-    async def scenario():
-        async with engines_of(recipe_for(policy), run_folder) as engines:
-            members = engines.members
-            joined = joining(run_folder)
-            await members.until(lambda: len(members.stale) == 2)
-            name = members.members[1].name
-            processes = with_children(agents(run_folder)[name])
-            joined.terminate()
-            assert name.startswith("extra-") and await asyncio.to_thread(joined.wait, 180) == 143
-            await none_left(processes)
-            await members.until(lambda: members.members[1].state is EngineState.LOST)
-
-    scenario_of(scenario)
-
-
-@pytest.mark.full
-def test_no_engine_joins_a_deterministic_run(policy, run_folder, monkeypatch):
+async def test_no_engine_joins_a_deterministic_run(policy, run_folder, monkeypatch):
     deterministic = {"deterministic": True, "max_staleness_steps": 0}
-
-    async def scenario():
-        async with engines_of(recipe_for(policy, rollouts=deterministic), run_folder) as engines:
-            joined = joining(run_folder, SLURM_JOB_ID="7")
-            log = run_folder / "logs" / "extra-7-0.log"
-            await until(lambda: log.exists() and "refused this agent" in log.read_text())
-            joined.terminate()
-            await asyncio.to_thread(joined.wait, 180)
-            assert "rollouts.deterministic: expected the same engines" in log.read_text()
-            assert len(engines.members.members) == 1
-
-    scenario_of(scenario)
+    async with engines_of(recipe_for(policy, rollouts=deterministic), run_folder) as engines:
+        joined = joining(run_folder, SLURM_JOB_ID="7")
+        log = run_folder / "logs" / "extra-7-0.log"
+        await until(lambda: log.exists() and "refused this agent" in log.read_text())
+        joined.terminate()
+        await asyncio.to_thread(joined.wait, 180)
+        assert "rollouts.deterministic: expected the same engines" in log.read_text()
+        assert len(engines.members.members) == 1
 
 
 def test_an_end_of_an_earlier_attempt_does_not_end_a_run_that_was_extended(run_folder):

@@ -6,10 +6,10 @@ import socket
 import subprocess
 
 import pytest
+from recipe_files import small_recipe
 
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, HostsLeft, hosts_of
 from megatron_scalerl.launch.placement import Placement
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.process_sections import WeightsSection
 
 
@@ -78,15 +78,7 @@ def test_in_an_allocation_hosts_and_gpus_are_slurms(tmp_path, monkeypatch):
 
 
 def recipe_on_three_nodes():
-    return Recipe(
-        name="r",
-        steps=1,
-        policy={"path": "p"},
-        prompts={"path": "q"},
-        trainer={"world_size": 16},
-        engine={"count": 4},
-        weights={"transport": "gloo"},
-    )
+    return small_recipe(trainer={"world_size": 16}, engine={"count": 4}, weights={"transport": "gloo"})
 
 
 @pytest.fixture
@@ -182,12 +174,9 @@ def test_a_host_that_slurm_has_taken_out_of_the_job_has_left(tmp_path, monkeypat
     [
         ("a,b", {"engine_slots": 2}, "--engine-slots requires a heterogeneous Slurm job, found hosts without"),
         (None, {}, "--slots requires --hosts"),
-        ("a,,b", {}, "--hosts: expected names of hosts, separated by commas, or slurm, found 'a,,b'"),
         ("a,-oProxyCommand=x", {}, "--hosts: expected names of hosts"),
-        ("a b", {}, "--hosts: expected names of hosts"),
         ("a,b,a", {}, "--hosts: expected each host once, found 'a,b,a'"),
         ("a,b", {"slots": None}, "--slots: expected the number of devices of each host, found none"),
-        ("a,b", {"slots": 0}, "--slots: expected at least 1, found 0"),
         ("a,b", {"run_on": "ssh host"}, "--run-on: expected a command with {host} in it, found 'ssh host'"),
         ("slurm", {"run_on": "ssh {host}"}, "--run-on: expected none with --hosts slurm"),
         ("slurm", {}, "--hosts slurm: expected an allocation (SLURM_JOB_NODELIST), found none"),

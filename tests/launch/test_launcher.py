@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from fakes.server import StandInHungServer
 from launch.stand_ins import environment, gone, pids_in, stand_in
+from recipe_files import small_recipe
 
 from megatron_scalerl.controller.run_folder import RunFolder
 from megatron_scalerl.distributed.rendezvous import private_folder
@@ -19,7 +20,6 @@ from megatron_scalerl.launch.launcher import until_failure
 from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.launch.trainer import TrainerRanks
 from megatron_scalerl.processes.child_process import LOG_END, ChildProcess, ProcessDied
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 
 
@@ -33,15 +33,8 @@ def run():
 @pytest.fixture
 def recipe(tmp_path):
     """One engine and one trainer rank."""
-    return Recipe(
-        name="r",
-        output_dir=str(tmp_path),
-        steps=1,
-        policy={"path": "p"},
-        prompts={"path": "q"},
-        weights={"transport": "gloo"},
-        engine={"stall_timeout_s": 0.5, "max_restarts": 2},
-    )
+    engine = {"stall_timeout_s": 0.5, "max_restarts": 2}
+    return small_recipe(output_dir=str(tmp_path), weights={"transport": "gloo"}, engine=engine)
 
 
 @pytest.fixture
@@ -189,75 +182,51 @@ def test_a_hung_engine_is_evicted_during_a_completion_and_started_again(recipe, 
     assert member.lost_tokens == 512
 
 
-def test_an_engine_that_does_not_start_again_is_given_up_and_ends_the_run(recipe, run, tmp_path, monkeypatch):
-    async def scenario():
-        async with StandInHungServer(tokens=512) as server:
-            engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
-            await engines.start()
-            made[0]._fail_starts.extend([True] * 5)
-            engines.members.evict(made[0].client, "engine-0: garbage")
-            try:
-                await engines.watch()
-            finally:
-                await engines.stop()
-
-    with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(port 1\) exited with code 1\)$"):
-        run(asyncio.wait_for(scenario(), 120))
+def no_start(process):
+    process._fail_starts.extend([True] * 5)
 
 
-def test_an_engine_that_hangs_after_each_start_is_given_up(recipe, run, tmp_path, monkeypatch):
-    """However long it takes to find out: the time until then is no sign of health."""
+def no_end(process):
+    async def stuck():
+        raise RuntimeError("engine-0 (process 7) is still running 30 s after SIGKILL")
+
+    process.stop = stuck
+
+
+def no_supervisor(process):
+    process.kill = None
+
+
+@pytest.mark.parametrize(
+    ("broken", "starts", "error", "said"),
+    [
+        (no_start, None, EngineDied, r"found 0 \(engine-0: engine-0 \(port 1\) exited with code 1\)$"),
+        (no_end, 1, EngineDied, r"found 0 \(engine-0: engine-0 \(process 7\) is still running"),
+        (None, 3, EngineDied, r"found 0 \(engine-0: engine-0 produced no token"),  # it hangs after each start
+        (no_supervisor, None, TypeError, None),
+    ],
+)
+def test_an_engine_that_cannot_serve_again_is_given_up_and_ends_the_run(
+    recipe, run, tmp_path, monkeypatch, broken, starts, error, said
+):
+    """However long it takes to find out that it hangs: the time until then is no sign of health."""
 
     async def scenario():
         async with StandInHungServer(tokens=512) as server:
             engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
             monkeypatch.setattr(engines_module, "HEALTHY_S", 0.1)
             await engines.start()
-            try:
-                await engines.watch()
-            finally:
-                await engines.stop()
-                assert len(made) == 3
-
-    with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 produced no token"):
-        run(asyncio.wait_for(scenario(), 120))
-
-
-def test_an_engine_whose_processes_do_not_end_is_given_up(recipe, run, tmp_path, monkeypatch):
-    async def scenario():
-        async with StandInHungServer(tokens=512) as server:
-            engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
-            await engines.start()
-
-            async def stuck():
-                raise RuntimeError("engine-0 (process 7) is still running 30 s after SIGKILL")
-
-            made[0].stop = stuck
-            engines.members.evict(made[0].client, "engine-0: garbage")
+            if broken:
+                broken(made[0])
+                engines.members.evict(made[0].client, "engine-0: garbage")
             try:
                 await engines.watch()
             finally:
                 await engines.stop()
                 await made[0].client.close()
-                assert len(made) == 1
+                assert starts is None or len(made) == starts
 
-    with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(process 7\) is still running"):
-        run(asyncio.wait_for(scenario(), 120))
-
-
-def test_an_engine_whose_supervisor_fails_ends_the_run(recipe, run, tmp_path, monkeypatch):
-    async def scenario():
-        async with StandInHungServer(tokens=512) as server:
-            engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
-            await engines.start()
-            made[0].kill = None
-            engines.members.evict(made[0].client, "engine-0: garbage")
-            try:
-                await engines.watch()
-            finally:
-                await engines.stop()
-
-    with pytest.raises(TypeError):
+    with pytest.raises(error, match=said):
         run(asyncio.wait_for(scenario(), 120))
 
 

@@ -36,16 +36,12 @@ def limited(recipe, hard):
     return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=120)
 
 
-def test_the_soft_limit_is_raised_for_the_children_too(recipe):
-    needed = files_needed(recipe)
-    assert needed > 2 * 4 * 256
-    done = limited(recipe, needed)
-    assert (done.returncode, done.stdout.strip()) == (0, str(needed)), done.stderr
-
-
-def test_it_is_raised_beyond_the_need_if_allowed(recipe):
-    done = limited(recipe, 4 * files_needed(recipe))
-    assert (done.returncode, done.stdout.strip()) == (0, str(4 * files_needed(recipe))), done.stderr
+@pytest.mark.parametrize("times", [1, 4])
+def test_the_soft_limit_is_raised_for_the_children_too_and_beyond_the_need_if_allowed(recipe, times):
+    allowed = times * files_needed(recipe)
+    assert allowed > 2 * 4 * 256
+    done = limited(recipe, allowed)
+    assert (done.returncode, done.stdout.strip()) == (0, str(allowed)), done.stderr
 
 
 def test_a_hard_limit_below_the_need_is_refused_in_one_line(recipe):

@@ -3,22 +3,15 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipe_files import small_recipe
 
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts
 from megatron_scalerl.launch.placement import Placement, gpus_at, hosts_needed
-from megatron_scalerl.recipe import Recipe
 
 
 def recipe(ranks, engines, each=1, transport="nccl"):
-    return Recipe(
-        name="r",
-        steps=1,
-        policy={"path": "p"},
-        prompts={"path": "q"},
-        trainer={"world_size": ranks},
-        engine={"count": engines, "devices_per_engine": each},
-        weights={"transport": transport},
-    )
+    engine = {"count": engines, "devices_per_engine": each}
+    return small_recipe(trainer={"world_size": ranks}, engine=engine, weights={"transport": transport})
 
 
 def several(count, slots):

@@ -1,6 +1,5 @@
 """Trainer ranks on two other hosts, which are this one: started by a command, none of them left behind."""
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -62,26 +61,23 @@ def ranks_of(processes):
     return [each for each in processes if "megatron_scalerl.trainer.worker" in each.cmdline()]
 
 
-def test_they_meet_at_rank_0s_store_and_end_with_the_run(policy, tmp_path):
-    async def scenario():
-        async with started(policy, tmp_path) as trainer:
-            running = programs(trainer)
-            assert len(ranks_of(running)) == 2
-            assert trainer.client.rendezvous.host == "127.0.0.1"
-            assert await trainer.client.manifest()
-            lines = [" ".join(each.cmdline()) for each in running]
-            assert [line for line in lines if SECRET in line] == []
-            outside = [each for each in running if each not in ranks_of(running)]
-            assert [each for each in outside if SECRET in str(each.environ())] == []
-            assert open_doors.leaks([os.getpid(), *(each.pid for each in running)], SECRET) == []
-        await none_left(running)
-
-    asyncio.run(scenario())
+async def test_they_meet_at_rank_0s_store_and_end_with_the_run(policy, tmp_path):
+    async with started(policy, tmp_path) as trainer:
+        running = programs(trainer)
+        assert len(ranks_of(running)) == 2
+        assert trainer.client.rendezvous.host == "127.0.0.1"
+        assert await trainer.client.manifest()
+        lines = [" ".join(each.cmdline()) for each in running]
+        assert [line for line in lines if SECRET in line] == []
+        outside = [each for each in running if each not in ranks_of(running)]
+        assert [each for each in outside if SECRET in str(each.environ())] == []
+        assert open_doors.leaks([os.getpid(), *(each.pid for each in running)], SECRET) == []
+    await none_left(running)
     assert "STAND_IN_HOST" not in (tmp_path / "logs" / "trainer-1.log").read_text()
 
 
-def test_a_rank_that_dies_is_named_and_ends_the_others(policy, tmp_path):
-    async def scenario():
+async def test_a_rank_that_dies_is_named_and_ends_the_others(policy, tmp_path):
+    with pytest.raises(TrainerError):
         async with started(policy, tmp_path) as trainer:
             running = programs(trainer)
             ranks_of(running)[1].kill()
@@ -89,12 +85,9 @@ def test_a_rank_that_dies_is_named_and_ends_the_others(policy, tmp_path):
                 await trainer.watch()
             raise TrainerError("as the launcher does then")
 
-    with pytest.raises(TrainerError):
-        asyncio.run(scenario())
 
-
-def test_the_rank_that_died_is_named_and_not_one_that_its_host_ends_then(policy, tmp_path):
-    async def scenario():
+async def test_the_rank_that_died_is_named_and_not_one_that_its_host_ends_then(policy, tmp_path):
+    with pytest.raises(TrainerError, match="as the launcher does then"):
         async with started(policy, tmp_path, "one,two", slots=2) as trainer:
             victim = next(each for each in programs(trainer) if each.environ().get("RANK") == "1")
             victim.kill()
@@ -102,22 +95,16 @@ def test_the_rank_that_died_is_named_and_not_one_that_its_host_ends_then(policy,
                 await trainer.client.manifest()
             raise TrainerError("as the launcher does then")
 
-    with pytest.raises(TrainerError, match="as the launcher does then"):
-        asyncio.run(scenario())
-
 
 @pytest.mark.parametrize("victim", ["host_ranks", pytest.param("controller", marks=pytest.mark.full)])
-def test_ranks_end_with_what_started_them(policy, tmp_path, victim):
-    async def scenario():
-        with contextlib.suppress(TrainerError):
-            async with started(policy, tmp_path) as trainer:
-                running = programs(trainer)
-                if victim == "controller":
-                    trainer.client.close()  # as its death does
-                else:
-                    for each in [each for each in running if "megatron_scalerl.launch.host_ranks" in each.cmdline()]:
-                        os.kill(each.pid, signal.SIGKILL)
-                await none_left(running)
-                raise TrainerError("as the launcher does then")
-
-    asyncio.run(scenario())
+async def test_ranks_end_with_what_started_them(policy, tmp_path, victim):
+    with contextlib.suppress(TrainerError):
+        async with started(policy, tmp_path) as trainer:
+            running = programs(trainer)
+            if victim == "controller":
+                trainer.client.close()  # as its death does
+            else:
+                for each in [each for each in running if "megatron_scalerl.launch.host_ranks" in each.cmdline()]:
+                    os.kill(each.pid, signal.SIGKILL)
+            await none_left(running)
+            raise TrainerError("as the launcher does then")

@@ -140,19 +140,6 @@ def test_kept_logits_give_the_gradients_of_recomputed_ones(backend: str, mode: A
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("level", [-1e4, 1e4])
-def test_any_level_stays_finite(level: float) -> None:
-    hidden, weight, targets = problem(torch.float32)
-    hidden[:, 0], weight[:, 0] = 1.0, level
-    hidden.requires_grad_(), weight.requires_grad_()
-    logprob, entropy = token_logprobs(hidden, weight, targets, entropy="grad", backend="cuda")
-    exact = truth(hidden[:, 1:], weight[:, 1:], targets, torch.ones(TOKENS))
-    assert (logprob - exact[0]).abs().max() < 4e-3 and (entropy - exact[1]).abs().max() < 4e-3  # ulp at 1e4: 1e-3
-    weighted(logprob, entropy).backward()
-    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
-
-
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
 def test_accumulating_twice_is_accumulating_both(workspace: int) -> None:
     """main_grad += 2 micro-batches = the sum of each alone, on top of what was there."""
@@ -308,12 +295,6 @@ def test_any_shape_against_fp64(backend: str, data: st.DataObject) -> None:
     (exact[0].sum() - 2 * exact[1].sum()).backward()
     for found, leaf in zip(grads, exact[2:]):
         assert (found - leaf.grad).abs().max() < 1e-5 * max(1.0, leaf.grad.abs().max().item())
-
-
-def test_a_gpu_is_needed_outside_the_interpreter() -> None:
-    hidden, weight, targets = problem(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"backend cuda: expected a CUDA GPU, found a projection of .* on cpu"):
-        token_logprobs(hidden, weight, targets, backend="cuda")
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -37,8 +37,6 @@ print(outside, inside, state(), sep="|")
     [
         ("pass", True),
         ("torch.set_float32_matmul_precision('high')", True),
-        ("torch.set_float32_matmul_precision('medium')", True),
-        ("matmul.allow_tf32 = True", True),
         ("matmul.fp32_precision = 'tf32'", False),
     ],
 )

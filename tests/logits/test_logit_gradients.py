@@ -112,12 +112,3 @@ def test_an_embedding_tied_in_one_stage_gets_a_stand_in_of_zeros() -> None:
     head.zero_out_wgrad = True
     (token_logprobs(h, head, y)[0].sum() + head[3].sum()).backward()
     assert torch.equal(head.grad, torch.zeros_like(w).index_fill_(0, torch.tensor([3]), 1.0))
-
-
-def test_a_plain_parameter_gets_its_gradient() -> None:
-    h, w, y = problem(dtype=torch.float32)
-    w.requires_grad_()
-    for _ in range(2):
-        token_logprobs(h, w, y)[0].sum().backward()
-    _, expected = gradients_by_log_softmax(h, w, y, torch.full((7,), 2.0))
-    assert relative(w.grad, expected) < 1e-6

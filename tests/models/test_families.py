@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +150,6 @@ def test_the_vocabulary_is_padded_to_the_ranks(rank: int, rows: tuple[int, int])
     "config, line",
     [
         (lambda: LlamaConfig(**LLAMA, mlp_bias=True), r"config.json: mlp_bias: expected False, found True"),
-        (lambda: LlamaConfig(**LLAMA, hidden_act="gelu"), r"hidden_act: expected 'silu', found 'gelu'"),
         (
             lambda: Qwen3Config(**LLAMA, use_sliding_window=True, max_window_layers=1),
             r"use_sliding_window: expected False, found True",
@@ -164,7 +162,6 @@ def test_the_vocabulary_is_padded_to_the_ranks(rank: int, rows: tuple[int, int])
             lambda: Qwen3MoeConfig(**{**QWEN3_MOE, "num_experts_per_tok": 1}, norm_topk_prob=True),
             r"num_experts_per_tok: expected 2 or more with norm_topk_prob, found 1",
         ),
-        (lambda: Llama4TextConfig(**LLAMA4, attention_bias=True), r"attention_bias: expected False, found True"),
         (lambda: Llama4TextConfig(**LLAMA4, num_experts_per_tok=2), r"num_experts_per_tok: expected 1, found 2"),
         (
             lambda: Llama4TextConfig(**LLAMA4, rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0)),
@@ -202,9 +199,6 @@ def test_unknown_and_broken_configs_are_one_line(tmp_path: Path) -> None:
     "kind, sizes, line",
     [
         ("llama", dict(tp_size=4), r"tensor_model_parallel_size: expected a divisor of 2 key-value heads, found 4"),
-        ("llama", dict(tp_size=3), r"tensor_model_parallel_size: expected a divisor of 4 attention heads, found 3"),
-        ("llama", dict(ep_size=2), r"expert_model_parallel_size: expected 1 for a policy without experts, found 2"),
-        ("llama4", dict(ep_size=2), r"expert_model_parallel_size: expected a divisor of 3 experts, found 2"),
         ("qwen3_moe", dict(ep_size=3), r"expert_model_parallel_size: expected a divisor of 4 experts, found 3"),
         ("qwen3_moe", dict(etp_size=8), r"expert_tensor_parallel_size: expected a divisor of 20 expert MLP columns"),
     ],
@@ -216,9 +210,3 @@ def test_parallel_sizes_divide_what_they_cut(kind: str, sizes: dict[str, int], l
     rule = next(rule for rule in family_of(kind).rules if rule.megatron.endswith("linear_qkv.weight"))
     with pytest.raises(ValueError, match=r"num_key_value_heads: expected a multiple of the parallel size 4, found 2"):
         rule.pieces(0, 4)
-
-
-def test_the_carriers_are_frozen() -> None:
-    found = family(CONFIGS["llama"]())
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.name = "other"

@@ -50,17 +50,6 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             num_attention_heads=16,
         ),
     ),
-    "Qwen3-8B": (
-        8_190_735_360,
-        dict(
-            **QWEN3,
-            model_type="qwen3",
-            hidden_size=4096,
-            intermediate_size=12288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-        ),
-    ),
     "Qwen3-30B-A3B": (
         30_532_122_624,
         dict(

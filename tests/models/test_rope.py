@@ -49,13 +49,6 @@ def test_scalings_equal_transformers(name: str) -> None:
     assert not torch.allclose(found.inv_freq, plain.inv_freq, rtol=1e-3)
 
 
-def test_llama3_keeps_short_wavelengths_and_stretches_long_ones() -> None:
-    config = LlamaConfig(head_dim=128, rope_parameters=dict(LLAMA31))
-    plain = rotary(LlamaConfig(rope_parameters=dict(rope_type="default", rope_theta=5e5)), 128)
-    ratio = plain.inv_freq / rotary(config, 128).inv_freq
-    assert ratio[0] == 1.0 and ratio[-1] == pytest.approx(8.0) and 1.0 < ratio[32] < 8.0
-
-
 def test_yarn_by_hand() -> None:
     """Factor 4: high frequencies kept, low ones a quarter; attention factor 0.1 ln 4 + 1, squared on the scores."""
     config = LlamaConfig(head_dim=128, rope_parameters=dict(YARN), max_position_embeddings=131072)

@@ -13,9 +13,6 @@ import aiohttp
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
-KEYS = {"End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
-"""Numbers of keys: without them the browser does nothing of its own, as choosing in a list."""
-
 
 class Tab:
     """One page of the browser."""
@@ -67,21 +64,9 @@ class Tab:
         return value
 
     async def press(self, key: str) -> None:
-        """Press and release a key, also for what the browser itself does with it."""
+        """Press and release a key."""
         for kind in ("keyDown", "keyUp"):
-            number = KEYS.get(key, 0)
-            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=number)
-
-    async def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
-        """Press the mouse at a point of the window and release it at another one."""
-        left = {"button": "left", "clickCount": 1}
-        for kind, (x, y), more in (
-            ("mouseMoved", begin, {}),
-            ("mousePressed", begin, left),
-            ("mouseMoved", end, {"button": "left"}),
-            ("mouseReleased", end, left),
-        ):
-            await self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     async def open(self, url: str) -> None:
         """Go to an address."""

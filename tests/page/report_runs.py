@@ -1,10 +1,13 @@
-"""A synthetic run, for its report."""
+"""A synthetic run, and its report."""
 
+import io
 import json
 
 import numpy as np
+from rich.console import Console
 
 from megatron_scalerl.fit.sigmoid import sigmoid
+from megatron_scalerl.page.report import report
 
 HOURS = np.linspace(0.02, 0.4, 20)
 
@@ -38,3 +41,10 @@ def write_run(folder, *, steps=20, noise=0.0):
         '{"step": 1, "role": "trainer", "hours": 3.0}\n{"step": 1, "role": "engine", "hours": 1.0}\n'
     )
     (folder / "recipe.yaml").write_text("name: r\nforecast: {fit_from_steps: 0, fit_until_share: 0.5}\n")
+
+
+def printed_report(folder):
+    """What `megatron-scalerl report` prints of a run."""
+    console = Console(file=io.StringIO(), markup=False, width=200)
+    report(folder, console)
+    return console.file.getvalue()

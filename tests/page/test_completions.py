@@ -117,14 +117,6 @@ def test_what_is_not_there_is_named(run, group_id, position, said):
         reader.completion(group_id, position)
 
 
-def test_what_retention_deleted_is_said(tmp_path):
-    run = write_page_run(tmp_path / "run")
-    _, reader = opened(run)
-    (run / "rollouts" / "segment-00000.bin").unlink()
-    with pytest.raises(ValueError, match=r"rollouts: expected group 0, found none \(checkpoint.rollouts\)"):
-        reader.group(0)
-
-
 def test_a_damaged_block_is_named(tmp_path):
     run = write_page_run(tmp_path / "run")
     segment = run / "rollouts" / "segment-00000.bin"

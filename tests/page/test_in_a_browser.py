@@ -1,6 +1,5 @@
 """The page in Chromium: it draws, its reader works, it follows a run, and hostile text stays text."""
 
-import asyncio
 import json
 
 import pytest
@@ -24,6 +23,11 @@ def set_value(name, value, event="change"):
         f"(() => {{ const it = document.getElementById('{name}'); it.value = {json.dumps(value)};"
         f" it.dispatchEvent(new Event('{event}', {{ bubbles: true }})); return true; }})()"
     )
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_page_run(tmp_path / "run", validations=6, long_tokens=9001)
 
 
 async def read_hostile_group(tab):
@@ -53,9 +57,7 @@ async def use_reader(tab):
     assert await tab.until(f"{TEXT}.textContent.includes('‹v1›') && {TEXT}.textContent") == "‹v0›b‹v1›⟦=4⟧"
     assert await tab.evaluate("document.querySelector('.text [data-token=\"0\"]').className") == "warm4"
     assert "forced" in await tab.evaluate("document.querySelector('.text [data-token=\"1\"]').className")
-    await tab.evaluate(set_value("color", "advantage"))
-    assert await tab.evaluate("document.querySelector('.text [data-token=\"0\"]').className") == "warm3"
-    for color, level in (("mismatch", "warm4"), ("entropy", "violet3")):
+    for color, level in (("advantage", "warm3"), ("mismatch", "warm4"), ("entropy", "violet3")):
         await tab.evaluate(set_value("color", color))
         assert await tab.evaluate("document.querySelector('.text [data-token=\"0\"]').className") == level
     assert "scored" in await tab.evaluate(f"{first}.textContent")
@@ -80,9 +82,6 @@ async def check_figures(tab):
     """Every chart is drawn, has words, and its cursor follows the arrow keys."""
     await tab.until("document.querySelectorAll('.plot canvas').length === 14")
     labels = await tab.evaluate("[...document.querySelectorAll('.plot')].map((each) => each.ariaLabel)")
-    assert "Reward, step 1 to 3. mean reward last 0.03, 0.01 to 0.03" in labels
-    probed = "mean last 1e-7, 1e-7 to 1e-7; max last 4e-6, 4e-6 to 4e-6"  # every other step has a probe
-    assert f"Mismatch on the probe, same weights, step 1 to 3. {probed}" in labels
     waits = "trainer waits last 0.75, 0.75 to 0.75; engines wait last 0.1, 0.1 to 0.1"
     assert f"Who waits for whom, hours of steps 0 to 0.001667. {waits}" in labels  # seconds, not where they are drawn
     assert all(labels) and labels[0].startswith("Validation pass rate and its forecasts, device-hours 0 to")
@@ -105,195 +104,79 @@ async def check_figures(tab):
     assert rows[0] == ["", "predicted", "measured"] and ["phase update", "no link rate stated", "0.2 s"] in rows
 
 
-def test_the_file_works_and_asks_for_nothing(tmp_path):
-    run = write_page_run(tmp_path / "run", validations=6)
+async def test_the_file_works_and_asks_for_nothing(run, tmp_path):
+    (run / "evaluation.jsonl").write_text(json.dumps(evaluation_record(2, file=HOSTILE[0])) + "\n")
     write_page(run, tmp_path / "page.html")
     url = (tmp_path / "page.html").as_uri()
-
-    async def use():
-        async with opened(tmp_path / "profile") as tab:
-            await tab.open(url)
-            await check_figures(tab)
-            await read_hostile_group(tab)
-            await use_reader(tab)
-            await tab.evaluate(set_value("sort", "best first"))
-            await tab.evaluate(set_value("step", "2"))
-            await tab.evaluate(set_value("pick", "2"))
-            assert await tab.until(f"{TEXT}?.textContent.length > 1e6 && {TEXT}.scrollWidth <= {TEXT}.clientWidth")
-            await tab.call(
-                "Emulation.setDeviceMetricsOverride", width=800, height=900, deviceScaleFactor=1, mobile=False
-            )
-            assert await tab.until("document.documentElement.scrollWidth <= 800")
-            return tab.requests, tab.complaints
-
-    requests, complaints = asyncio.run(asyncio.wait_for(use(), 500))
+    async with opened(tmp_path / "profile") as tab:
+        await tab.open(url)
+        await check_figures(tab)
+        cells = "[...document.querySelectorAll('#evaluations td')].map((each) => each.textContent)"
+        assert (await tab.evaluate(cells))[:3] == [HOSTILE[0], "30", "@16 0.250"]
+        await read_hostile_group(tab)
+        await use_reader(tab)
+        await tab.evaluate(set_value("sort", "best first"))
+        await tab.evaluate(set_value("step", "2"))
+        await tab.evaluate(set_value("pick", "2"))
+        assert await tab.until(f"{TEXT}?.textContent.length > 1e6 && {TEXT}.scrollWidth <= {TEXT}.clientWidth")
+        await tab.call("Emulation.setDeviceMetricsOverride", width=800, height=900, deviceScaleFactor=1, mobile=False)
+        assert await tab.until("document.documentElement.scrollWidth <= 800")
+        requests, complaints = tab.requests, tab.complaints
     assert complaints == [] and {each for each in requests if not each.startswith("data:")} == {url}
 
 
-def test_the_served_page_follows_a_run(tmp_path, monkeypatch):
+async def test_the_served_page_follows_a_run(run, tmp_path, monkeypatch):
     monkeypatch.setattr(server_module, "POLL_S", 0.1)
-    run = write_page_run(tmp_path / "run", validations=6)
 
-    async def use():
-        server = PageServer(run)
-        async with server.serving(), opened(tmp_path / "profile") as tab:
-            await tab.open(server.url)
-            await check_figures(tab)
-            await read_hostile_group(tab)
-            await use_reader(tab)
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(step_record(4, reward=0.75)) + "\n")
-            await tab.until("document.querySelectorAll('.plot')[1].ariaLabel.includes('last 0.75')")
-            assert "step 4 of 200" in await tab.evaluate("document.getElementById('where').textContent")
-            origin = server.url.split("?")[0]
-            return tab.complaints, [each for each in tab.requests if not each.startswith((origin, "data:"))]
-
-    complaints, elsewhere = asyncio.run(asyncio.wait_for(use(), 500))
+    server = PageServer(run)
+    async with server.serving(), opened(tmp_path / "profile") as tab:
+        await tab.open(server.url)
+        await tab.until("document.querySelectorAll('.plot canvas').length === 14")
+        await read_hostile_group(tab)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(step_record(4, reward=0.75)) + "\n")
+        await tab.until("document.querySelectorAll('.plot')[1].ariaLabel.includes('last 0.75')")
+        assert "step 4 of 200" in await tab.evaluate("document.getElementById('where').textContent")
+        origin = server.url.split("?")[0]
+        complaints, elsewhere = (
+            tab.complaints,
+            [each for each in tab.requests if not each.startswith((origin, "data:"))],
+        )
     assert (complaints, elsewhere) == ([], [])
 
 
-async def zoom(tab, number):
-    """Choose the middle of a chart's x axis with the mouse; returns what is shown of it."""
-    place = f"(() => {{ const b = CHARTS[{number}].u.over.getBoundingClientRect(); return [b.x, b.y, b.width]; }})()"
-    await tab.evaluate(f"CHARTS[{number}].plot.scrollIntoView({{ block: 'center', behavior: 'instant' }})")
-    x, y, width = await tab.evaluate(place)
-    await tab.drag((x + 0.25 * width, y + 50), (x + 0.75 * width, y + 50))
-    whole = f"CHARTS[{number}].u.data[0]"
-    chosen = f"CHARTS[{number}].u.scales.x"
-    await tab.until(f"{chosen}.min > {whole}[0] && {chosen}.max < {whole}.at(-1)")
-    return await tab.evaluate(f"[{chosen}.min, {chosen}.max]")
-
-
-def test_what_a_user_has_chosen_stays_while_the_run_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "POLL_S", 0.1)
-    run = write_page_run(tmp_path / "run", validations=6)
-
-    async def use():
-        server = PageServer(run)
-        async with server.serving(), opened(tmp_path / "profile") as tab:
-            await tab.open(server.url)
-            await tab.until(
-                "document.readyState === 'complete' && RUN.data.forecasts.length === 3 && CHARTS[0].u !== null"
-            )
-            chosen = [await zoom(tab, number) for number in (0, 1)]
-            await tab.evaluate("window.curve = CHARTS[0].u; window.steps = CHARTS[1].u; CHARTS.length")
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(step_record(4, reward=0.75)) + "\n")
-            await tab.until("CHARTS[1].u.data[0].length === 4")
-            assert await tab.evaluate("window.curve === CHARTS[0].u && window.steps === CHARTS[1].u")
-            shown = [await tab.evaluate(f"[CHARTS[{n}].u.scales.x.min, CHARTS[{n}].u.scales.x.max]") for n in (0, 1)]
-            assert shown == chosen
-            whole = (run / "validation.jsonl").read_text().splitlines()[-1]
-            with (run / "validation.jsonl").open("a") as file:
-                file.write(json.dumps(json.loads(whole) | {"step": 40, "compute": 0.2}) + "\n")
-            await tab.until("RUN.data.forecasts.length === 4 && window.curve !== CHARTS[0].u")  # other series
-            assert await tab.until("CHARTS[0].u.scales.x.min > 0 && CHARTS[0].u.scales.x.min") == chosen[0][0]
-            await tab.evaluate("document.querySelector('#axis input[value=step]').click()")  # another axis
-            await tab.until("CHARTS[0].u.scales.x.min === 0")
-            return tab.complaints
-
-    assert asyncio.run(asyncio.wait_for(use(), 500)) == []
-
-
-def test_a_step_chosen_by_keyboard_keeps_the_focus(tmp_path):
-    write_page(write_page_run(tmp_path / "run", validations=0), tmp_path / "page.html")
-
-    async def use():
-        async with opened(tmp_path / "profile") as tab:
-            await tab.open((tmp_path / "page.html").as_uri())
-            await tab.until(
-                "document.getElementById('step')?.value === '3' && document.getElementById('text') !== null"
-            )
-            await tab.evaluate(
-                "document.getElementById('step').focus(); document.getElementById('search').value = 'b'"
-            )
-            for key, step, group in (("ArrowUp", 2, 2), ("ArrowUp", 1, 0), ("ArrowDown", 2, 2), ("End", 3, 4)):
-                await tab.press(key)
-                await tab.until(f"document.querySelector('#group .note')?.textContent.startsWith('group {group},')")
-                said = (
-                    "[document.activeElement.id, document.activeElement.value, document.getElementById('pick').value]"
-                )
-                assert await tab.evaluate(said) == ["step", str(step), str(group)]
-            assert await tab.evaluate("document.getElementById('search').value") == "b"
-            return tab.complaints
-
-    assert asyncio.run(asyncio.wait_for(use(), 500)) == []
-
-
-def test_the_search_finds_what_is_not_on_the_page_yet(tmp_path):
-    write_page(write_page_run(tmp_path / "run", validations=0, long_tokens=9001), tmp_path / "page.html")
-
-    async def use():
-        async with opened(tmp_path / "profile") as tab:
-            await tab.open((tmp_path / "page.html").as_uri())
-            await tab.until(
-                "document.getElementById('step')?.value === '3' && document.getElementById('text') !== null"
-            )
-            await tab.evaluate(set_value("step", "2"))
-            await tab.until("document.querySelector('#pick option[value=\"3\"]') !== null")
-            await tab.evaluate(set_value("pick", "3"))
-            await tab.until("state.content?.pieces.length === 9001 && state.shown === 4000")
-            await tab.evaluate(set_value("search", "THEREFORE", "input"))
-            found = "document.getElementById('found').textContent"
-            assert await tab.evaluate(found) == "1 of 2 completions; hit in this one: 1"
-            assert await tab.evaluate("state.shown") == 4000  # nothing is shown for it before it is asked for
-            await tab.evaluate("document.getElementById('search').focus()")
-            await tab.press("Enter")
-            assert await tab.evaluate(f"{TEXT}.querySelector('.hit').textContent") == " therefore"
-            assert await tab.evaluate(f"{TEXT}.querySelector('.at').dataset.token") == "9000"
-            assert await tab.evaluate(found) == "1 of 2 completions; hit in this one: 1 of 1"
-            box = "(({ top, bottom }) => top >= 0 && bottom <= innerHeight)"
-            await tab.until(f"{box}({TEXT}.querySelector('.at').getBoundingClientRect())")
-            return tab.complaints
-
-    assert asyncio.run(asyncio.wait_for(use(), 500)) == []
-
-
-def test_damage_evaluations_and_the_order_of_phases_are_said(tmp_path):
-    run = write_page_run(tmp_path / "run", validations=6)
-    (run / "evaluation.jsonl").write_text(json.dumps(evaluation_record(2, file=HOSTILE[0])) + "\n")
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(f"{HOSTILE[0]}\n")
+async def test_the_search_finds_what_is_not_on_the_page_yet(run, tmp_path):
     write_page(run, tmp_path / "page.html")
 
-    async def use():
-        async with opened(tmp_path / "profile") as tab:
-            await tab.open((tmp_path / "page.html").as_uri())
-            await tab.until("document.querySelectorAll('.plot canvas').length === 14")
-            damage = await tab.evaluate("document.getElementById('damage').textContent")
-            assert damage.startswith("metrics.jsonl byte") and "step 3 of 200" in await tab.evaluate(
-                "document.getElementById('where').textContent"
-            )
-            cells = "[...document.querySelectorAll('#evaluations td')].map((each) => each.textContent)"
-            assert (await tab.evaluate(cells))[:3] == [HOSTILE[0], "30", "@16 0.250"]
-            assert await tab.evaluate("document.getElementById('evaluation-results').checkVisibility()")
-            notes = await tab.evaluate(
-                "[...document.querySelectorAll('.figure .note')].map((each) => each.textContent)"
-            )
-            assert "From the bottom up, with medians: pause 0.1 s, update 0.2 s." in notes
-            drawn = (
-                "(() => { const said = [], { u, spec } = CHARTS.at(-1); u.ctx.fillText = (text) => said.push(text);"
-                " spec.onDraw(u); return said; })()"
-            )
-            assert await tab.evaluate(drawn) == ["pause", "update"]
-            assert await tab.evaluate(UNBROKEN) == ["undefined", 7, 0]
-            return tab.complaints
-
-    assert asyncio.run(asyncio.wait_for(use(), 500)) == []
+    async with opened(tmp_path / "profile") as tab:
+        await tab.open((tmp_path / "page.html").as_uri())
+        await tab.until("document.getElementById('step')?.value === '3' && document.getElementById('text') !== null")
+        await tab.evaluate(set_value("step", "2"))
+        await tab.until("document.querySelector('#pick option[value=\"3\"]') !== null")
+        await tab.evaluate(set_value("pick", "3"))
+        await tab.until("state.content?.pieces.length === 9001 && state.shown === 4000")
+        await tab.evaluate(set_value("search", "THEREFORE", "input"))
+        found = "document.getElementById('found').textContent"
+        assert await tab.evaluate(found) == "1 of 2 completions; hit in this one: 1"
+        assert await tab.evaluate("state.shown") == 4000  # nothing is shown for it before it is asked for
+        await tab.evaluate("document.getElementById('search').focus()")
+        await tab.press("Enter")
+        assert await tab.evaluate(f"{TEXT}.querySelector('.hit').textContent") == " therefore"
+        assert await tab.evaluate(f"{TEXT}.querySelector('.at').dataset.token") == "9000"
+        assert await tab.evaluate(found) == "1 of 2 completions; hit in this one: 1 of 1"
+        box = "(({ top, bottom }) => top >= 0 && bottom <= innerHeight)"
+        await tab.until(f"{box}({TEXT}.querySelector('.at').getBoundingClientRect())")
+        assert tab.complaints == []
 
 
-def test_a_script_that_reached_the_page_would_not_run(tmp_path):
+async def test_a_script_that_reached_the_page_would_not_run(run, tmp_path):
     """The policy is the second line: a script put into the file is refused."""
-    run = write_page_run(tmp_path / "run", validations=0)
     write_page(run, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     (tmp_path / "page.html").write_text(text.replace("<main>", "<main><script>window.broken = 9</script>"))
 
-    async def use():
-        async with opened(tmp_path / "profile") as tab:
-            await tab.open((tmp_path / "page.html").as_uri())
-            await tab.until("document.querySelectorAll('.plot canvas').length > 0")
-            return await tab.evaluate("typeof window.broken"), tab.complaints
-
-    broken, complaints = asyncio.run(asyncio.wait_for(use(), 500))
+    async with opened(tmp_path / "profile") as tab:
+        await tab.open((tmp_path / "page.html").as_uri())
+        await tab.until("document.querySelectorAll('.plot canvas').length > 0")
+        broken, complaints = await tab.evaluate("typeof window.broken"), tab.complaints
     assert broken == "undefined" and any("Content Security Policy" in each for each in complaints)

@@ -66,20 +66,6 @@ def test_columns_of_the_steps(run):
     assert steps["weight_update"] == [0.2] * 3 and steps["weight_connect"] == [None] * 3
 
 
-def test_weight_updates_beside_the_prediction(run, tmp_path):
-    data = RunData(run)
-    data.update()
-    updates = data.payload()["updates"]
-    assert list(updates["columns"]) == ["", "predicted", "measured"]
-    rows = {name: cells for name, *cells in updates["rows"]}
-    assert rows["updates"] == ["", "3"] and rows["bytes of all senders"] == ["–", "2 GB"]
-    assert rows["phase update"] == ["no link rate stated", "0.2 s"] and "phase connect" not in rows
-    assert updates["notes"][1].startswith("megatron-scalerl report shows")
-    (run / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
-    data.update()
-    assert data.payload()["updates"] is None
-
-
 def test_only_new_steps_are_sent_and_all_after_a_restart(run):
     data = RunData(run)
     data.update()
@@ -92,19 +78,6 @@ def test_only_new_steps_are_sent_and_all_after_a_restart(run):
     (run / "new").replace(run / "metrics.jsonl")
     data.update()
     assert data.generation != before and data.payload()["steps"]["step"] == [1]
-
-
-@pytest.mark.slow
-def test_the_header_says_what_the_report_says(run):
-    data = RunData(run)
-    data.update()
-    data.forecasts.make_all(data.validations, data.recipe)
-    header = data.payload()["header"]
-    assert header["lines"][0].startswith("held-out pass rate 0.450 at step 0")
-    assert header["lines"][1] == "ledger, device-hours: 4 in total: trainer 3 (75%), engine 1 (25%)"
-    assert header["lines"][2].startswith("first to last forecast: ")
-    assert header["forecast"].startswith("at step 200: 0.") and header["verdict"] in header["forecast"]
-    assert (header["step"], header["steps"], header["unit"]) == (3, 200, "device-hours")
 
 
 @pytest.mark.slow
@@ -129,11 +102,6 @@ def test_the_forecasts_of_a_long_run_stay_where_they_are():
     before = Forecasts().missing(rows[:199])
     assert len(before) <= 129 and before[0] == 199
     assert len(set(Forecasts().missing(rows)) - set(before)) == 1  # the newest alone
-
-
-def test_a_thousand_steps_validated_every_ten_have_every_forecast():
-    rows = [{"step": n, "pass_rate": 0.5} for n in range(0, 1001, 10)]
-    assert Forecasts().missing(rows) == list(range(101, 0, -1))
 
 
 def test_starts_faults_and_restarts_are_in_their_order(run):
@@ -258,12 +226,6 @@ def test_a_run_that_just_began(tmp_path):
     assert data.payload()["header"]["lines"] == [] and data.payload()["forecasts"] == []
     write_run(tmp_path, steps=1)
     assert data.update() and len(data.payload()["header"]["lines"]) == 2
-
-
-def test_a_long_run_is_thinned_to_its_last_step():
-    payload = thinned({"steps": {"step": list(range(1, 1001)), "reward": [0.5] * 1000}}, 100)
-    assert payload["every"] == 10 and payload["steps"]["step"][:2] == [1, 11]
-    assert payload["steps"]["step"][-1] == 1000 and len(payload["steps"]["reward"]) == 101
 
 
 def test_a_probe_between_the_kept_steps_of_a_long_run_is_shown_at_the_next_of_them():

@@ -94,9 +94,7 @@ def test_the_state_of_a_run(tmp_path, files, age, state):
 DAMAGE = {
     "no recipe": ("recipe.yaml", None, "recipe.yaml: expected a recipe file, found nothing"),
     "half a recipe": ("recipe.yaml", b"name: [", "recipe.yaml: line 1: expected YAML"),
-    "another recipe": ("recipe.yaml", b"- 1\n", "recipe.yaml: expected a mapping of keys, found list"),
     "no text": ("recipe.yaml", b"\xff\xfe\x00", "recipe.yaml: expected"),
-    "no validation": ("validation.jsonl", b"garbage\n", "expected a validation (step, compute, pass_rate)"),
     "odd numbers": ("validation.jsonl", b'{"step": 1, "compute": 1e999, "pass_rate": 2}\n', "expected a validation"),
     "no steps": ("metrics.jsonl", b"\xff\n", "metrics.jsonl: last line: expected a JSON object"),
     "no end": ("end.json", b"[]\n", "end.json: last line: expected a JSON object"),

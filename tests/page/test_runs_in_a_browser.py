@@ -20,8 +20,10 @@ ROWS = "[...document.querySelectorAll('#rows tr')].map((each) => each.textConten
 LABEL = "document.querySelector('.plot').ariaLabel"
 
 
-def written(folder):
+@pytest.fixture
+def folder(tmp_path):
     """Four runs, one damaged and one hostile, and a folder that is none."""
+    folder = tmp_path / "runs"
     write_page_run(folder / "hostile", validations=6)
     for name, changes in {"a": {}, HOSTILE: {"loss": {"name": "dapo"}}}.items():
         write_plain_run(folder / name, seed=len(name), **changes)
@@ -75,45 +77,40 @@ async def use_list(tab):
     assert await tab.until("document.documentElement.scrollWidth <= 800")
 
 
-def test_the_list_follows_its_runs_and_opens_their_pages(tmp_path, monkeypatch):
+async def test_the_list_follows_its_runs_and_opens_their_pages(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(runs_module, "POLL_S", 0.1)
     monkeypatch.setattr("megatron_scalerl.page.runs_data.SEARCH_S", 0.1)
-    folder = written(tmp_path / "runs")
 
-    async def use():
-        server = RunsServer(folder)
-        async with server.serving(), opened(tmp_path / "profile") as tab:
-            await tab.open(server.url)
-            await check_list(tab)
-            await use_list(tab)
-            (folder / "a" / "metrics.jsonl").write_text(json.dumps(step_record(77)) + "\n")
-            await tab.until(f"{ROWS}.some((each) => each.startsWith('a') && each.includes('77of 100'))")
-            await asyncio.to_thread(write_plain_run, folder / "new")
-            await tab.until(f"{ROWS}.some((each) => each.startsWith('new'))")
-            await tab.evaluate(
-                "[...document.querySelectorAll('#rows a')].find((a) => a.textContent === 'hostile').click()"
-            )
-            await tab.until("document.querySelectorAll('.plot canvas').length === 14")
-            await tab.until("document.getElementById('text')?.textContent.length > 0")
-            await tab.evaluate("document.querySelector('#home a').click()")
-            await tab.until("document.querySelectorAll('#rows tr').length === 5")
-            origin = server.url.split("?")[0]
-            return tab.complaints, [each for each in tab.requests if not each.startswith((origin, "data:"))]
-
-    complaints, elsewhere = asyncio.run(asyncio.wait_for(use(), 500))
+    server = RunsServer(folder)
+    async with server.serving(), opened(tmp_path / "profile") as tab:
+        await tab.open(server.url)
+        await check_list(tab)
+        await use_list(tab)
+        (folder / "a" / "metrics.jsonl").write_text(json.dumps(step_record(77)) + "\n")
+        await tab.until(f"{ROWS}.some((each) => each.startsWith('a') && each.includes('77of 100'))")
+        await asyncio.to_thread(write_plain_run, folder / "new")
+        await tab.until(f"{ROWS}.some((each) => each.startsWith('new'))")
+        await tab.evaluate(
+            "[...document.querySelectorAll('#rows a')].find((a) => a.textContent === 'hostile').click()"
+        )
+        await tab.until("document.querySelectorAll('.plot canvas').length === 14")
+        await tab.until("document.getElementById('text')?.textContent.length > 0")
+        await tab.evaluate("document.querySelector('#home a').click()")
+        await tab.until("document.querySelectorAll('#rows tr').length === 5")
+        origin = server.url.split("?")[0]
+        complaints, elsewhere = (
+            tab.complaints,
+            [each for each in tab.requests if not each.startswith((origin, "data:"))],
+        )
     assert (complaints, elsewhere) == ([], [])
 
 
-def test_the_file_works_and_asks_for_nothing(tmp_path):
-    write_runs_page(written(tmp_path / "runs"), tmp_path / "runs.html")
+async def test_the_file_works_and_asks_for_nothing(folder, tmp_path):
+    write_runs_page(folder, tmp_path / "runs.html")
     url = (tmp_path / "runs.html").as_uri()
-
-    async def use():
-        async with opened(tmp_path / "profile") as tab:
-            await tab.open(url)
-            await check_list(tab)
-            await use_list(tab)
-            return tab.requests, tab.complaints
-
-    requests, complaints = asyncio.run(asyncio.wait_for(use(), 500))
+    async with opened(tmp_path / "profile") as tab:
+        await tab.open(url)
+        await check_list(tab)
+        await use_list(tab)
+        requests, complaints = tab.requests, tab.complaints
     assert complaints == [] and {each for each in requests if not each.startswith("data:")} == {url}

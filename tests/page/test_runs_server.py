@@ -88,7 +88,7 @@ def test_other_numbers_are_not_found(folder, path):
     assert status == 404 and json.loads(text) == {"error": "Not Found"}
 
 
-def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
+async def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
     monkeypatch.setattr(runs_module, "POLL_S", 0.02)
 
     async def row_where(session, token, said):
@@ -99,16 +99,13 @@ def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
                 return row
             await asyncio.sleep(0.02)
 
-    async def follow():
-        async with served(folder) as (server, session):
-            await row_where(session, server.token, lambda row: row["fit"])
-            async with session.get("/api/events", params={"token": server.token}) as stream:
-                assert (await stream.content.readline()) == b"event: change\n"
-                with (folder / "study" / "runs" / "plain" / "metrics.jsonl").open("a") as file:
-                    file.write(json.dumps(step_record(44)) + "\n")
-                await row_where(session, server.token, lambda row: row["step"] == 44)
-
-    asyncio.run(asyncio.wait_for(follow(), 240))
+    async with served(folder) as (server, session):
+        await row_where(session, server.token, lambda row: row["fit"])
+        async with session.get("/api/events", params={"token": server.token}) as stream:
+            assert (await stream.content.readline()) == b"event: change\n"
+            with (folder / "study" / "runs" / "plain" / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(step_record(44)) + "\n")
+            await row_where(session, server.token, lambda row: row["step"] == 44)
 
 
 def test_a_failure_of_the_following_task_is_said(folder, monkeypatch, caplog):
@@ -129,19 +126,16 @@ def test_a_failure_of_the_following_task_is_said(folder, monkeypatch, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_few_pages_of_runs_are_followed_at_a_time(tmp_path, monkeypatch):
+async def test_few_pages_of_runs_are_followed_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(runs_module, "MOST_PAGES", 2)
     for name in "abc":
         write_plain_run(tmp_path / name)
 
-    async def use():
-        async with served(tmp_path) as (server, session):
-            for number in (0, 1, 0, 2):
-                async with session.get(f"/run/{number}/", params={"token": server.token}) as answer:
-                    assert answer.status == 200
-            return list(server._pages)
-
-    assert asyncio.run(asyncio.wait_for(use(), 240)) == [0, 2]
+    async with served(tmp_path) as (server, session):
+        for number in (0, 1, 0, 2):
+            async with session.get(f"/run/{number}/", params={"token": server.token}) as answer:
+                assert answer.status == 200
+        assert list(server._pages) == [0, 2]
 
 
 def test_a_damaged_run_opens_with_a_line(folder):

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from page_runs import HOSTILE, evaluation_record, write_page_run
+from page_runs import HOSTILE, write_page_run
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.page import static_page
@@ -81,13 +81,6 @@ def test_a_damaged_line_is_said_and_the_rest_is_drawn(tmp_path, capsys):
     for name, line in zip(("metrics", "ledger", "validation", "evaluation", "journal"), data["header"]["damage"]):
         assert line.startswith(f"{name}.jsonl byte ") and line in error
     assert data["steps"]["step"] == [1, 2, 3] and len(data["forecasts"]) == 3 and len(data["groups"]) == 6
-
-
-def test_evaluations_are_in_the_file(tmp_path):
-    run = write_page_run(tmp_path / "run", validations=0)
-    (run / "evaluation.jsonl").write_text(json.dumps(evaluation_record(100)) + "\n")
-    static_page.write_page(run, tmp_path / "page.html")
-    assert data_of((tmp_path / "page.html").read_text())["evaluations"]["rows"][0][:2] == ["100", "aime24"]
 
 
 def test_the_file_is_for_its_owner_and_replaces_a_link(run, tmp_path):

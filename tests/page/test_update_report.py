@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from report_runs import write_run
-from rich.console import Console
+from report_runs import printed_report, write_run
 
 from megatron_scalerl.page.predicted import predicted_update
-from megatron_scalerl.page.report import report
 from megatron_scalerl.page.update_report import NO_RATE, PredictedUpdate, updates_of
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
@@ -91,9 +89,7 @@ def test_the_report_of_a_run_has_the_planner_s_prediction(tmp_path):
     assert isinstance(found, PredictedUpdate) and found.senders == 16
     assert found.bytes == found.most_received == pytest.approx(16_060_522_496, rel=1e-4)  # and alignment
     assert found.seconds == pytest.approx(0.70, abs=0.005)  # as `megatron-scalerl plan` assumes: docs/planning.md
-    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
-    report(tmp_path, console)
-    text = console.export_text()
+    text = printed_report(tmp_path)
     assert "Weight updates" in text and "No prediction" not in text
     line = next(line for line in text.splitlines() if "most sent by a rank" in line)
     assert "1.005 GB" in line and "4 GB" in line
@@ -103,9 +99,7 @@ def test_the_report_of_a_run_has_the_planner_s_prediction(tmp_path):
 def test_a_damaged_line_of_the_metrics_costs_the_table_alone(tmp_path):
     write_updates(tmp_path, ("scalerl_llama3_8b", f"policy.path={tmp_path}"))
     (tmp_path / "metrics.jsonl").write_text('{"step":1\n{"step":2}\n')
-    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
-    report(tmp_path, console)
-    text = console.export_text()
+    text = printed_report(tmp_path)
     assert "No weight updates: " in text and "error of the forecast" in text
 
 

@@ -70,13 +70,6 @@ def test_the_file_overrides_defaults_and_a_flag_the_file(file, capsys):
 
 
 @pytest.mark.slow
-def test_the_printed_plan_names_the_file(file, capsys):
-    assert main([*RECIPE, "--assumptions", str(file)]) == 0
-    words = "".join(capsys.readouterr().out.split())
-    assert "tests/gpu[8Bshape],4layers" in words and "plainlayers" in words
-
-
-@pytest.mark.slow
 def test_a_default_given_as_a_flag_is_a_flag(capsys):
     assert planned(capsys, "--packing", "0.9")["assumptions"]["packing"]["from"] == "flag"
 
@@ -99,18 +92,13 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "expected an assumptions file, found nothing"),
         ("gpu: [", "line 1: expected YAML, found"),
-        (GOOD + "layers: fused\n", "layers: input should be 'te' or 'plain', found 'fused'"),
         (
             GOOD.replace(H100, "NVIDIA H100 PCIe"),
             "gpu: expected one that the planner supports (gb200, h100-80g, h200)",
         ),
         (GOOD.replace("packing", "paking"), "found assumptions.paking; the nearest is assumptions.packing"),
-        (GOOD + "about: x\n", "about: extra inputs are not permitted, found 'x'"),
         (f"gpu: {H100}\n", "assumptions: field required"),
-        (f"gpu: {H100}\nassumptions: {{packing: {{source: us}}}}\n", "packing.value: field required"),
-        (GOOD.replace("0.8", "'0.8'"), "packing.value: input should be a valid number, found '0.8'"),
         (GOOD.replace("0.8", "80"), f"assumptions.packing.value: expected {SHARE}, found 80"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from launch.stand_ins import ROOT, environment, gone, gone_processes, pids_in, stand_in
 from waiting import passes
 
-from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_tail, open_log
+from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, open_log
 
 CONTROLLER = ROOT / "tests" / "launch" / "controller.py"
 
@@ -94,61 +94,39 @@ def test_forked_children_die_with_their_parent_and_theirs_with_them(tmp_path):
     assert gone_processes(pids)
 
 
-def test_stop_kills_a_process_group_that_ignores_sigterm(tmp_path):
-    async def scenario():
-        child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
-        pids_in(tmp_path / "pids", 1)
-        await child.stop(0.3)
-        await child.stop(0.3)
-        with pytest.raises(ProcessDied, match=r"child exited with code -9; the end of .*/log:"):
-            await child.watch()
-        return child.pid
-
-    assert gone({asyncio.run(scenario())})
+async def test_stop_kills_a_process_group_that_ignores_sigterm(tmp_path):
+    child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
+    pids_in(tmp_path / "pids", 1)
+    await child.stop(0.3)
+    await child.stop(0.3)
+    with pytest.raises(ProcessDied, match=r"child exited with code -9; the end of .*/log:"):
+        await child.watch()
+    assert gone({child.pid})
 
 
-def test_no_signal_is_sent_to_a_group_that_has_ended(tmp_path, monkeypatch):
+async def test_no_signal_is_sent_to_a_group_that_has_ended(tmp_path, monkeypatch):
     """Its number may be another group's by then: a run lasts for weeks."""
     sent = []
 
-    async def scenario():
-        child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
-        pids_in(tmp_path / "pids", 1)
-        await child.stop(0.3)
-        monkeypatch.setattr(os, "killpg", lambda pid, sig: sent.append(pid))
-        child.kill()
-        await child.stop(0.3)
-
-    asyncio.run(scenario())
+    child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
+    pids_in(tmp_path / "pids", 1)
+    await child.stop(0.3)
+    monkeypatch.setattr(os, "killpg", lambda pid, sig: sent.append(pid))
+    child.kill()
+    await child.stop(0.3)
     assert sent == []
 
 
-def test_a_cancelled_stop_leaves_nothing(tmp_path):
-    async def scenario():
-        child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
-        pids_in(tmp_path / "pids", 1)
-        stop = asyncio.create_task(child.stop(600))
-        await passes()
-        stop.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await stop
-        await child.wait()
-        return child.pid
-
-    assert gone({asyncio.run(scenario())})
-
-
-def test_a_log_is_readable_by_its_owner_alone(tmp_path):
-    (tmp_path / "old").touch(0o644)
-
-    async def scenario(name):
-        child = await ChildProcess.start("child", [sys.executable, "-c", "print(7)"], environment(), tmp_path / name)
-        assert await child.wait() == 0
-
-    for name in ("new", "old"):
-        asyncio.run(scenario(name))
-        assert log_tail(tmp_path / name) == "7"
-        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+async def test_a_cancelled_stop_leaves_nothing(tmp_path):
+    child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
+    pids_in(tmp_path / "pids", 1)
+    stop = asyncio.create_task(child.stop(600))
+    await passes()
+    stop.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stop
+    await child.wait()
+    assert gone({child.pid})
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -63,22 +63,19 @@ def test_spans_have_their_times_and_what_was_noted(recorder):
     assert recorder.drain().spans == ()
 
 
-def test_a_coroutine_that_fails_or_is_cancelled_ends_its_span(recorder):
+async def test_a_coroutine_that_fails_or_is_cancelled_ends_its_span(recorder):
     @spanned("work")
     async def work(never):
         if never:
             await asyncio.Event().wait()
         raise OSError
 
-    async def run():
-        with pytest.raises(OSError):
-            await work(False)
-        task = asyncio.create_task(work(True))
-        await passes(1)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
+    with pytest.raises(OSError):
+        await work(False)
+    task = asyncio.create_task(work(True))
+    await passes(1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     assert [each.arguments for each in recorder.drain().spans] == [{"error": "OSError"}, {"error": "CancelledError"}]
 
 
@@ -241,23 +238,6 @@ def test_processes_and_overlapping_requests_are_told_apart():
     }
     threads = [e["args"]["name"] for e in metadata if e["name"] == "thread_name"]
     assert threads == ["loop", "rank", "requests", "requests (2)", "requests (3)"]
-
-
-def test_viewers_show_tracks_in_their_order_and_none_as_the_main_thread():
-    """Perfetto orders by number, and marks a thread that has the number of its process."""
-    spans = [Span("x", track, 0, 1) for track in ("scoring", "batch", "evaluation", "a", "validation", "loop")]
-    shown = [(name, track) for name in ("engine-1", "engine-0") for track in ("requests", "pauses")]
-    engines = [Span("x", track, 0, 1, {}, name) for name, track in shown]
-    made = traced([*engines, *spans], {0: [Spans(clock=HOME, spans=(Span("step", "rank", 0, 1),))]})
-    metadata = [e for e in made["traceEvents"] if e["ph"] == "M"]
-    processes = {e["pid"]: e["args"]["name"] for e in metadata if e["name"] == "process_name"}
-    assert [processes[pid] for pid in sorted(processes)] == ["controller", "trainer-0", "engine-0", "engine-1"]
-    threads = {e["tid"]: e["args"]["name"] for e in metadata if e["name"] == "thread_name"}
-    assert not threads.keys() & processes.keys()
-    assert [threads[tid] for tid in sorted(threads)] == [
-        *("loop", "batch", "validation", "evaluation", "a", "scoring", "rank"),
-        *("pauses", "requests", "pauses", "requests"),
-    ]
 
 
 def test_a_long_trace_is_made_in_portions_with_rests_between(monkeypatch):

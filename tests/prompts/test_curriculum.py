@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
-from megatron_scalerl.types import Prompt, RolloutGroup, Score
+from megatron_scalerl.types import Prompt
 
 
 def prompts(count):
@@ -70,26 +70,6 @@ def test_the_latest_scored_group_decides_and_removal_is_permanent():
     assert draw_ids(curriculum, 3) == ["id1"] * 3
     curriculum.observe("id0", 0.0)  # a straggler after the removal
     assert draw_ids(curriculum, 3) == ["id1"] * 3
-
-
-def test_truncated_completions_count_as_wrong():
-    """15 of 16 completions truncated and 1 right is 1/16, not 1/1."""
-    right = Score(correct=True, reward=1.0)
-    truncated = Score(correct=False, reward=-1.0, reason="truncated")
-    curriculum = Curriculum(prompts(1), 1, 0.9)
-    prompt, epoch = curriculum.draw()
-    group = RolloutGroup(
-        group_id=0,
-        prompt=prompt,
-        completions=(),
-        positions=(),
-        scores=(right,) + (truncated,) * 15,
-        first_token_version=0,
-        epoch=epoch,
-    )
-    assert group.pass_rate == 1 / 16
-    curriculum.observe(prompt.prompt_id, group.pass_rate)
-    assert curriculum.draw() == (prompt, 1)
 
 
 def test_a_dry_curriculum_gives_the_reason_and_stays_dry():

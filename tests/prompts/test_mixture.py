@@ -34,13 +34,6 @@ def tasks(curriculum, count):
     return [curriculum.draw()[0].task for _ in range(count)]
 
 
-def test_every_stretch_of_draws_has_each_task_by_its_weight():
-    drawn = tasks(mixture(), 400)
-    for begin in range(0, 396, 4):
-        assert drawn[begin : begin + 4].count("code") == 1
-    assert drawn.count("math") == 300
-
-
 @given(st.lists(st.floats(0.1, 9.0), min_size=2, max_size=5), st.integers(1, 120))
 @settings(max_examples=60, deadline=None)
 def test_shares_are_met_to_within_one_prompt(weights, count):

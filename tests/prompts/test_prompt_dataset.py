@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_scalerl.prompts.dataset import load_prompts, prompt_id, split_held_out
+from megatron_scalerl.prompts.dataset import load_prompts, split_held_out
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
 from megatron_scalerl.recipe.tasks import Task
@@ -99,13 +99,6 @@ def test_named_columns_numbers_as_answers_and_the_template(tokenizer, tmp_path):
     (prompt,) = prompts.training
     assert (prompt.text, prompt.answer) == ("7;+2=", "9")
     assert tokenizer.decode(prompt.token_ids) == "<bos>17;+2=<unk>2<unk><think>", "braces stay as they are"
-
-
-def test_the_prompt_id_is_the_hash_of_text_and_answer(tokenizer, tmp_path):
-    rows = [*ROWS, {"prompt": "7;+2=", "answer": "8"}]
-    prompts = load_prompts(tokenizer, section(write_jsonl(tmp_path / "p.jsonl", rows), think_start=""))
-    assert len({prompt.prompt_id for prompt in prompts.training}) == 3
-    assert prompts.training[0].prompt_id == prompt_id("7;+2=", "9") == "a145e8825636e8d8"
 
 
 def test_first_token_prefill_and_chat_template(tokenizer, tmp_path):
@@ -215,18 +208,15 @@ def test_a_split_that_leaves_nothing_to_train_on_is_refused(tokenizer, tmp_path)
 
 GOOD = json.dumps(ROWS[0])
 BROKEN_FILES = {
-    "empty": ("p.jsonl", "", r"p\.jsonl: expected at least one prompt, found an empty file"),
     "broken line": ("p.jsonl", "\n{'prompt'\n", r"p\.jsonl: line 2: expected a JSON object, found Expect"),
     "not UTF-8": ("p.jsonl", '{"prompt": "\xff", "answer": 1}', r"p\.jsonl: line 1: expected UTF-8"),
     "NaN": ("p.jsonl", '{"prompt": "1", "answer": NaN}', r"expected a text or a number in 'answer', found NaN"),
     "empty answer": ("p.jsonl", '{"prompt": "1", "answer": ""}', r"expected a text in 'answer', found an empty one"),
-    "a list": ("p.json", f"[{GOOD}]", r"p\.json: line 1: expected a JSON object, found a list"),
     "no column": (
         "p.jsonl",
         '{"prompt": "1;+1=", "anwser": 2}',
         r"p\.jsonl: line 1: expected the column 'answer', found prompt, anwser",
     ),
-    "no answer": ("p.jsonl", '{"prompt": "1", "answer": null}', r"line 1: expected a text or a number in 'answer'"),
     "empty text": ("p.jsonl", '{"prompt": " ", "answer": 1}', r"line 1: expected a text in 'prompt', found an empty"),
     "surrogate": ("p.jsonl", '{"prompt": "\\ud800", "answer": 1}', r"line 1: .* found half of a surrogate pair"),
     "surrogate elsewhere": (

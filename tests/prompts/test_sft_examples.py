@@ -128,12 +128,6 @@ def test_an_end_of_sequence_is_appended_where_it_is_missing(tmp_path):
     assert len(examples(tmp_path, ["6<eot>\n"], tokenizer).samples) == 1
 
 
-def test_the_tiny_tasks_rows_end_already(tmp_path):
-    tokenizer = build_tokenizer()
-    texts = ["4+2=6</think>6<eos>", f"4+2{PAPER_TEXT}6<eos>"]
-    assert examples(tmp_path, texts, tokenizer, {"add_eos": True}) == examples(tmp_path, texts, tokenizer)
-
-
 @pytest.mark.parametrize("limited_by", ["trainer.micro_batch_tokens", "max_position_embeddings of the policy"])
 def test_too_long_rows_are_refused_or_skipped_and_counted(tmp_path, limited_by):
     """4+2=<think> and <bos> are six tokens in the tiny vocabulary."""

@@ -60,24 +60,14 @@ def test_off_needs_no_quotation_marks(path, text):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("optimzer.lr=1", "expected a recipe key, found optimzer; the nearest is optimizer"),
-        ("rollouts.groupsize=3", "found rollouts.groupsize; the nearest is rollouts.group_size"),
-        ("max_staleness=3", "found max_staleness; it is set by rollouts.max_staleness_steps$"),
-        ("steps=many", r"steps: input should be a valid integer, .* found 'many'"),
         ("loss.name=ppo", "loss.name: input should be 'cispo', 'dapo', 'grpo' or 'gspo', found 'ppo'"),
         ("rollouts.group_size=1", "rollouts.group_size: expected at least 2 with advantages.normalize 'batch'"),
         ("rollouts.max_in_flight=8", "rollouts.max_in_flight: expected at least group_size 16, found 8"),
-        ("rollouts.temperature=3", "rollouts.temperature: input should be less than or equal to 2, found 3"),
         ("rollouts.temperature=0", "rollouts.temperature: input should be greater than or equal to 0.01, found 0"),
-        (
-            "rewards.length_penalty={max_token: 9}",
-            "found rewards.length_penalty.max_token; the nearest is rewards.length_penalty.max_tokens",
-        ),
         (
             "rewards.length_penalty={max_tokens: 9, cache_tokens: 10}",
             "rewards.length_penalty.cache_tokens: expected at most max_tokens 9, found 10",
         ),
-        ("rollouts.schedule=ppo", "rollouts.schedule: input should be 'pipeline' or 'ppo_off_policy', found 'ppo'"),
         (
             "rollouts.updates_per_phase=4",
             "updates_per_phase: expected its default 8 with schedule pipeline .* found 4",
@@ -86,13 +76,8 @@ def test_off_needs_no_quotation_marks(path, text):
             "rollouts={schedule: ppo_off_policy, max_staleness_steps: 6}",
             r"updates_per_phase: expected at most max_staleness_steps 6 \+ 1 \(the last batch of a phase .*, found 8",
         ),
-        (
-            "rollouts={schedule: ppo_off_policy, updates_per_phase: 10}",
-            r"updates_per_phase: expected at most max_staleness_steps 8 \+ 1 .*, found 10",
-        ),
         ("interruption.thinking_tokens=[5, 2]", r"expected 1 <= low <= high, found \[5, 2\]"),
         ("engine.vllm.max_model_len=100", "engine.vllm.max_model_len: expected at least 16385"),
-        ("policy=7", "policy"),
         ("optimizer.lr.x=7", "optimizer.lr"),
     ],
 )
@@ -162,15 +147,10 @@ def test_a_recipe_with_a_path_has_one_task(path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("prompts.path=y", "prompts.path: expected none beside prompts.tasks, found y"),
         ("prompts.tasks={}", "prompts.tasks: expected at least one task, found none"),
         ("prompts.tasks=null", r"prompts.path: expected a value, found none \(nor prompts.tasks\)"),
         ("prompts.held_out_path=h", r"prompts.held_out_path: expected prompts.tasks.NAME.held_out_path .* found h"),
         ("prompts.tasks.math.weigth=2", "found prompts.tasks.math.weigth; the nearest is prompts.tasks.math.weight"),
-        ("prompts.tasks.math.cpus=2", "found prompts.tasks.math.cpus; the nearest is prompts.tasks.math.cpu_s"),
-        ("prompts.task.math.path=2", "found prompts.task; the nearest is prompts.tasks"),
-        ("prompts.tasks.math.weight=0", "prompts.tasks.math.weight: input should be greater than 0, found 0"),
-        ("prompts.tasks.math.weight=null", "prompts.tasks.math.weight: input should be a valid number"),
         ("prompts.tasks.x={path: a}", "prompts.tasks.x.weight: expected a value, found none"),
         ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math"),
         ("rewards.memory_mb=null", "rewards.memory_mb: expected a limit for the verifier code, found null"),

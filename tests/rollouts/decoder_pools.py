@@ -1,6 +1,7 @@
 """Pools of decoder processes."""
 
-from megatron_scalerl.recipe import Recipe
+from recipe_files import small_recipe
+
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Plans
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
@@ -9,12 +10,6 @@ TOKENIZER = build_tokenizer()
 
 
 def pool_of(folder, *, workers=1, **settings):
-    recipe = Recipe(
-        name="r",
-        steps=1,
-        policy={"path": "p"},
-        prompts={"path": "q"},
-        rollouts={"decoders": workers},
-        interruption={"thinking_tokens": [44, 52], "answer_tokens": 4},
-    )
+    interruption = {"thinking_tokens": [44, 52], "answer_tokens": 4}
+    recipe = small_recipe(rollouts={"decoders": workers}, interruption=interruption)
     return DecoderPool(recipe, TOKENIZER, Plans(recipe, TOKENIZER), logs=folder, **settings)

@@ -3,21 +3,20 @@
 from dataclasses import replace
 
 from journals import read_rollouts
-from rollout_groups import group_of
+from rollout_groups import group_of, rollout
 
 from megatron_scalerl.rollouts.history import BatchRecord
-from megatron_scalerl.types import ExpertChoices, Prompt, Rollout, Score
+from megatron_scalerl.types import ExpertChoices, Prompt, Score
 
 
 def rollouts(version=3, count=2):
     return tuple(
-        Rollout(
-            token_ids=(5, 6, 7 + i),
-            rollout_logprobs=(-0.1, 0.0, -1.5e-7),
-            policy_versions=(version, version, version + 1),
-            loss_mask=(True, False, True),
+        rollout(
+            tokens=(5, 6, 7 + i),
+            logprobs=(-0.1, 0.0, -1.5e-7),
+            versions=(version, version, version + 1),
+            mask=(True, False, True),
             interrupted=True,
-            truncated=False,
             thinking_cut=44,
             seed=11 + i,
             expert_choices=ExpertChoices(layers=2, topk=1, width=1, data=bytes(range(8))) if i else None,

@@ -161,30 +161,24 @@ def test_bodies_that_end_every_process_end_the_run(tmp_path, monkeypatch):
         decoded(tmp_path, body, body, body)
 
 
-def test_a_process_that_does_not_start_is_an_error(tmp_path):
+async def test_a_process_that_does_not_start_is_an_error(tmp_path):
     pool = pool_of(tmp_path)
     pool._processes[0]._setup = b"\0" * 15 + b"\1" + b"{"
 
-    async def main():
+    with pytest.raises(RuntimeError, match=r"decoder-0 exited with code 1; the end of .*decoder-0.log:\nTraceback"):
         async with pool:
             pass
 
-    with pytest.raises(RuntimeError, match=r"decoder-0 exited with code 1; the end of .*decoder-0.log:\nTraceback"):
-        asyncio.run(main())
 
-
-def test_bodies_are_read_when_there_is_room_for_them_and_wait_in_their_sockets_until_then(tmp_path):
-    async def main():
-        async with pool_of(tmp_path) as pool, StandInServer(answer()) as client:
-            os.kill(pool.pids[0], signal.SIGSTOP)
-            spec = SamplingSpec(max_tokens=2)
-            calls = [asyncio.create_task(client.generate([1], sampling=spec, decoder=pool)) for _ in range(40)]
-            await until(lambda: not client.in_flight and len(pool._outstanding) == SLOTS)
-            held = len(pool._outstanding)
-            os.kill(pool.pids[0], signal.SIGCONT)
-            return held, await asyncio.gather(*calls), pool.counters
-
-    held, found, counters = asyncio.run(main())
+async def test_bodies_are_read_when_there_is_room_for_them_and_wait_in_their_sockets_until_then(tmp_path):
+    async with pool_of(tmp_path) as pool, StandInServer(answer()) as client:
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        spec = SamplingSpec(max_tokens=2)
+        calls = [asyncio.create_task(client.generate([1], sampling=spec, decoder=pool)) for _ in range(40)]
+        await until(lambda: not client.in_flight and len(pool._outstanding) == SLOTS)
+        held = len(pool._outstanding)
+        os.kill(pool.pids[0], signal.SIGCONT)
+        held, found, counters = held, await asyncio.gather(*calls), pool.counters
     assert held == SLOTS
     assert len(found) == counters["decoded"] == 40 and not counters["restarts"]
 

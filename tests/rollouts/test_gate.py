@@ -354,19 +354,6 @@ def test_earliest_deadline_first():
     assert gate.batch(3) == (1,)
 
 
-def test_counts_of_groups_on_their_way():
-    gate = StalenessGate(groups_per_batch=2, max_staleness_steps=1)
-    for group in range(3):
-        gate.start(group, 0)
-    gate.finish(1, 0)
-    gate.finish(0, 0)
-    assert (gate.in_flight, gate.ready, gate.outstanding) == (1, 2, 3)
-    gate.take((0, 1))
-    assert (gate.in_flight, gate.ready, gate.outstanding) == (1, 0, 3), "what trains is still outstanding"
-    gate.trained()
-    assert gate.outstanding == 1
-
-
 def test_an_abandoned_group_holds_up_no_batch_and_may_start_again():
     gate = StalenessGate(groups_per_batch=1, max_staleness_steps=1)
     gate.start(0, 0)

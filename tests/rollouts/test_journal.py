@@ -47,12 +47,10 @@ def test_a_torn_last_event_is_removed_and_the_journal_continues(tmp_path):
     ("line", "found"),
     [
         ('{"event": \n', "Input data was truncated"),
-        ('{"event": "other"}\n', "Invalid value 'other'"),
         (
             '{"event": "finish", "group_id": 1, "prompt_id": "p", "pass_rate": 1, "first_token_version": 0}\n',
             "segment",
         ),
-        ('{"event": "admit", "group_id": -1, "prompt_id": "p", "epoch": 0}\n', ">= 0"),
         ('{"event": "admit", "more": ' + "[" * 100_000 + "\n", "recursion"),
     ],
 )
@@ -144,7 +142,7 @@ def test_an_event_is_written_only_once_its_group_is_on_the_disk(tmp_path, monkey
     assert found(tmp_path, read_groups(tmp_path, history, range(6))) == {n: group(n) for n in range(6)}
 
 
-def test_a_cancelled_caller_leaves_no_file_to_a_running_thread(tmp_path, monkeypatch):
+async def test_a_cancelled_caller_leaves_no_file_to_a_running_thread(tmp_path, monkeypatch):
     """The batch's sync goes on when its caller is cancelled; the journal closes its file only after it."""
     begun, busy, fsync, synced = threading.Event(), threading.Event(), os.fsync, []
 
@@ -154,18 +152,15 @@ def test_a_cancelled_caller_leaves_no_file_to_a_running_thread(tmp_path, monkeyp
         fsync(handle)
         synced.append(handle)
 
-    async def run():
-        journal = Journal(tmp_path)
-        await finish(journal, *group(0))
-        monkeypatch.setattr(os, "fsync", slow_stand_in)
-        batch = asyncio.create_task(journal.batch(record(0, 0)))
-        await until(begun.is_set)
-        batch.cancel()
-        closing = asyncio.create_task(journal.close())
-        await passes()
-        assert not closing.done()
-        busy.set()
-        await closing
-
-    asyncio.run(run())
+    journal = Journal(tmp_path)
+    await finish(journal, *group(0))
+    monkeypatch.setattr(os, "fsync", slow_stand_in)
+    batch = asyncio.create_task(journal.batch(record(0, 0)))
+    await until(begun.is_set)
+    batch.cancel()
+    closing = asyncio.create_task(journal.close())
+    await passes()
+    assert not closing.done()
+    busy.set()
+    await closing
     assert len(synced) == 1

@@ -1,6 +1,7 @@
 """What a checkpoint makes unnecessary goes, or becomes Parquet; what a resume needs stays."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 
@@ -65,21 +66,18 @@ def test_a_restart_keeps_nothing_of_segments_that_are_gone(tmp_path):
     assert sorted(kept._unbatched) == [3, 5] and sorted(kept._trained) == [4]
 
 
-def test_a_group_that_is_written_and_not_recorded_yet_holds_its_segment(tmp_path):
+async def test_a_group_that_is_written_and_not_recorded_yet_holds_its_segment(tmp_path):
     """The thread has synced its block; the event loop has not heard of it when the checkpoint is committed."""
 
-    async def run():
-        journal = Journal(tmp_path, policy="resume", segment_bytes=1)
-        await finish(journal, *group(0))
-        await journal.batch(record(0, 0))
-        rest = [asyncio.create_task(finish(journal, *group(n))) for n in (1, 2, 3)]
-        while len(names(tmp_path)) < 4:
-            await asyncio.sleep(0)
-            await journal.retain(1)
-        await asyncio.gather(*rest)
-        await journal.close()
-
-    asyncio.run(run())
+    journal = Journal(tmp_path, policy="resume", segment_bytes=1)
+    await finish(journal, *group(0))
+    await journal.batch(record(0, 0))
+    rest = [asyncio.create_task(finish(journal, *group(n))) for n in (1, 2, 3)]
+    while len(names(tmp_path)) < 4:
+        await asyncio.sleep(0)
+        await journal.retain(1)
+    await asyncio.gather(*rest)
+    await journal.close()
     history = read_history(tmp_path)
     assert set(read_groups(tmp_path, history, history.unbatched())) == {1, 2, 3}
 
@@ -110,57 +108,50 @@ def test_parquet_has_every_completion_in_the_order_of_the_batches(tmp_path):
     assert read_group(files[0], 1)["rollouts"][1]["token_ids"] == list(rollout.token_ids)
 
 
-def test_a_removal_that_fails_is_raised_and_leaves_the_segment(tmp_path):
+@contextlib.asynccontextmanager
+async def opened(run_dir):
+    """A journal that makes Parquet of each segment."""
+    journal = Journal(run_dir, policy="parquet", segment_bytes=1)
+    try:
+        yield journal
+    finally:
+        await journal.close()
+
+
+async def test_a_removal_that_fails_is_raised_and_leaves_the_segment(tmp_path, monkeypatch):
     """A full disk while Parquet is written, by a stand-in; then a damaged block."""
+    fsync, full = os.fsync, r"No space left on device: '.*segment-00000.parquet'"
 
-    async def run(act):
-        journal = Journal(tmp_path, policy="parquet", segment_bytes=1)
-        try:
-            await act(journal)
-        finally:
-            await journal.close()
+    def stand_in(handle):
+        if "parquet" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(28, "No space left on device")
+        fsync(handle)
 
-    async def full(journal):
+    async with opened(tmp_path) as journal:
         await finish(journal, *group(0))
         await finish(journal, *group(1))
         await journal.batch(record(0, 0))
-        fsync = os.fsync
-
-        def stand_in(handle):
-            if "parquet" in os.readlink(f"/proc/self/fd/{handle}"):
-                raise OSError(28, "No space left on device")
-            fsync(handle)
-
-        os.fsync = stand_in
-        try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", stand_in)
             await journal.retain(1)
-            with pytest.raises(OSError, match=r"No space left on device: '.*segment-00000.parquet'"):
+            with pytest.raises(OSError, match=full):
                 await journal.removed()
-        finally:
-            os.fsync = fsync
-        with pytest.raises(OSError, match=r"No space left on device: '.*segment-00000.parquet'"):
+        with pytest.raises(OSError, match=full):
             await journal.batch(record(1, 1))
-
-    asyncio.run(run(full))
     assert names(tmp_path) == ["segment-00000.bin", "segment-00001.bin"]
 
     path = tmp_path / "rollouts" / "segment-00000.bin"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + b"?")
-
-    async def damaged(journal):
+    async with opened(tmp_path) as journal:
         await journal.retain(1)
         with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: expected checksum"):
             await journal.removed()
 
-    asyncio.run(run(damaged))
     path.write_bytes(whole)
-
-    async def repaired(journal):
+    async with opened(tmp_path) as journal:
         await journal.retain(1)
         await journal.removed()
-
-    asyncio.run(run(repaired))
     assert names(tmp_path) == ["segment-00000.parquet", "segment-00001.bin"]
 
 

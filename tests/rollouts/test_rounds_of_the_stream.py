@@ -10,13 +10,13 @@ from collections import Counter
 import pytest
 from fakes.engine import StandInEngine
 from fakes.sampler import StandInSampler
+from recipe_files import small_recipe
 from waiting import passes, until
 
 from megatron_scalerl.controller.validation import Validator
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.prompts.curriculum import Curriculum
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.history import read_groups, read_history, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
@@ -83,16 +83,8 @@ def recipe(max_in_flight, updates=None):
 
 
 def recipe_of(rollouts):
-    return Recipe(
-        name="r",
-        steps=1,
-        seed=1,
-        policy={"path": "p"},
-        prompts={"path": "q"},
-        rollouts=rollouts | {"deterministic": True},
-        engine={"count": 2},
-        validation={"prompts": 5},
-    )
+    rollouts = rollouts | {"deterministic": True}
+    return small_recipe(seed=1, rollouts=rollouts, engine={"count": 2}, validation={"prompts": 5})
 
 
 PROMPTS = [Prompt(prompt_id=f"p{i:03d}", text=str(i), answer="0", token_ids=(1,)) for i in range(50)]
@@ -150,41 +142,28 @@ async def on_disk(folder, groups):
     await until(lambda: groups <= set(read_history(folder).finished))
 
 
-@pytest.mark.parametrize("max_in_flight", [4, 8, 64])
-@pytest.mark.parametrize("stop_after", [0, 5, 11])
-def test_an_interrupted_batch_is_generated_as_without_the_interruption(tmp_path, caplog, max_in_flight, stop_after):
+@pytest.mark.parametrize(
+    ("updates", "max_in_flight", "stop_after"),
+    [(None, 4, 5), (None, 8, 11), (None, 64, 0), (None, 64, 11), (2, 4, 23), (2, 8, 5), (2, 8, 17), (2, 64, 17)],
+)
+def test_what_is_interrupted_is_generated_as_without_the_interruption(
+    tmp_path, caplog, updates, max_in_flight, stop_after
+):
+    """A round may hold groups of several batches of a phase, so the phase is repeated as a whole."""
     whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
     whole.mkdir()
     interrupted.mkdir()
-    expected, _, engines = asyncio.run(train(whole, [0, 1], max_in_flight=max_in_flight))
+    batches, options = updates or 1, {"max_in_flight": max_in_flight, "updates": updates}
+    expected, _, engines = asyncio.run(train(whole, range(batches + 1), **options))
     assert {len(batch) for engine in engines for batch in engine.batches} <= set(range(0, max_in_flight + 1, 4))
-
-    nothing, _, _ = asyncio.run(train(interrupted, [0], max_in_flight=max_in_flight, stop_after=stop_after))
+    versions = [{c.first_version for _, _, completions in batch for c in completions} for batch in expected]
+    assert versions == [{0}] * batches + [{batches}]
+    nothing, _, _ = asyncio.run(train(interrupted, [0], stop_after=stop_after, **options))
     assert nothing == []
-    found, ready, _ = asyncio.run(train(interrupted, [0], max_in_flight=max_in_flight))
-    assert found == expected[:1]
-    assert ready < GROUPS
+    found, ready, _ = asyncio.run(train(interrupted, range(batches), **options))
+    assert found == expected[:batches] and ready < batches * GROUPS
     if stop_after == 11:
         assert ready, "something had finished, and is generated once more for the others"
-    assert "not deterministic" not in caplog.text
-
-
-@pytest.mark.parametrize("max_in_flight", [4, 8, 64])
-@pytest.mark.parametrize("stop_after", [5, 17, 23])
-def test_an_interrupted_phase_is_generated_as_without_the_interruption(tmp_path, caplog, max_in_flight, stop_after):
-    """Two batches of three groups of four: a round may hold groups of both, so the phase is repeated as a whole."""
-    whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
-    whole.mkdir()
-    interrupted.mkdir()
-    expected, _, _ = asyncio.run(train(whole, [0, 1, 2], max_in_flight=max_in_flight, updates=2))
-    versions = [{c.first_version for _, _, completions in batch for c in completions} for batch in expected]
-    assert versions == [{0}, {0}, {2}]
-    nothing, _, _ = asyncio.run(
-        train(interrupted, [0], max_in_flight=max_in_flight, stop_after=stop_after, updates=2)
-    )
-    assert nothing == []
-    found, ready, _ = asyncio.run(train(interrupted, [0, 1], max_in_flight=max_in_flight, updates=2))
-    assert found == expected[:2] and ready < 2 * GROUPS
     assert "not deterministic" not in caplog.text
 
 
@@ -226,10 +205,4 @@ def test_deterministic_excludes_what_overlaps(setting):
     """Phases of ppo_off_policy overlap with nothing, however many batches they have."""
     assert recipe(4, updates=8).rollouts.staleness_bound == 7
     with pytest.raises(ValueError, match="deterministic: expected max_staleness_steps 0 and routing_replay false"):
-        Recipe(
-            name="r",
-            steps=1,
-            policy={"path": "p"},
-            prompts={"path": "q"},
-            rollouts={"deterministic": True, **setting},
-        )
+        small_recipe(rollouts={"deterministic": True, **setting})

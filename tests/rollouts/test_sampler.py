@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import re
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -129,11 +128,3 @@ def test_a_tag_of_several_tokens_that_merged_with_its_neighbour():
     assert answer(fast, [7, 1, 2, 3, 5, 6, 0], **phrase) == "42"
     assert answer(fast, [7, 1, 2, 4, 5, 6, 0], **phrase).strip() == "42"
     assert answer(fast, [7, 1, 2, 5, 6, 0], **phrase) is None
-
-
-def test_a_tokenizer_without_an_end_is_refused(tiny, tmp_path: Path):
-    tiny.save_pretrained(tmp_path)
-    nameless = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    nameless.eos_token = None
-    with pytest.raises(ValueError, match="expected a tokenizer with an end-of-sequence token"):
-        plans(nameless)

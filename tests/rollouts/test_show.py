@@ -1,39 +1,27 @@
 """The viewer prints one completion with forced tokens and policy versions marked, with and without colour."""
 
 import shutil
-from dataclasses import replace
 
 import pytest
 from command_line import command
 from journals import write_journal
-from rich.console import Console
-from rollout_groups import group_of
+from rollout_groups import group_of, rollout
 
 from megatron_scalerl.commands import show as tool
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.tiny.tokenizer import save_tokenizer
-from megatron_scalerl.types import Prompt, Rollout, Score
+from megatron_scalerl.types import Prompt, Score
 
 main = command("show")
 PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
 
 
-def rollout(ids, versions, mask, **flags):
-    return Rollout(
-        token_ids=ids,
-        rollout_logprobs=(0.0,) * len(ids),
-        policy_versions=versions,
-        loss_mask=mask,
-        seed=11,
-        **{"interrupted": False, "truncated": False, "thinking_cut": 5, **flags},
-    )
-
-
 def group(group_id):
     """Completion 0 is 7+2=9 and ends by itself; completion 1 is cut after `7+`, and the version changes there."""
-    natural = rollout((13, 16, 8, 19, 15, 4, 15, 2), (3,) * 8, (True,) * 8)
+    natural = rollout(tokens=(13, 16, 8, 19, 15, 4, 15, 2), versions=(3,) * 8, thinking_cut=5, seed=11)
     mask = (True, True, False, False, True, True)
-    forced = rollout((13, 16, 5, 4, 6, 2), (3, 3, 4, 4, 4, 4), mask, interrupted=True, thinking_cut=2)
+    cut = {"interrupted": True, "thinking_cut": 2, "seed": 11}
+    forced = rollout(tokens=(13, 16, 5, 4, 6, 2), versions=(3, 3, 4, 4, 4, 4), mask=mask, **cut)
     prompt = Prompt(prompt_id="p", text="7;+2=", answer="9", token_ids=(1, 13, 20, 16, 8, 19, 3))
     scores = (Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0))
     return group_of((natural, forced), scores, prompt=prompt, group_id=group_id), (natural, forced)
@@ -93,14 +81,6 @@ def test_forced_tokens_and_versions_are_marked_without_colour(any_format, capsys
     assert out[-1] == f"‹v3›7+‹v4›⟦{PHRASE}</think>⟧0<eos>"
 
 
-def test_forced_tokens_are_coloured_on_a_terminal(run_dir):
-    console = Console(force_terminal=True, color_system="standard", soft_wrap=True)
-    found = tool.find_group(run_dir, 1, None)
-    with console.capture() as captured:
-        tool.show(console, found, 1, tool.load_tokenizer(run_dir))
-    assert f"\x1b[1;33m⟦{PHRASE}</think>⟧\x1b[0m" in captured.get()
-
-
 def test_text_that_looks_like_markup_is_printed_as_it_is():
     class BracketTokenizer:
         """Stands in for a tokenizer with brackets."""
@@ -127,13 +107,6 @@ def test_what_is_not_there_is_one_line(run_dir, capsys, arguments, message):
     assert error.count("\n") == 1
 
 
-def test_a_folder_that_is_no_run_is_one_line_and_exit_code_2(tmp_path, capsys):
-    assert main([tmp_path]) == 2
-    assert (
-        capsys.readouterr().err == f"megatron-scalerl: {tmp_path}: expected a run folder with rollouts, found none\n"
-    )
-
-
 def test_an_interrupted_completion_can_be_asked_for(run_dir, capsys):
     assert main([str(run_dir), "--interrupted"]) == 0
     out = capsys.readouterr().out
@@ -146,14 +119,3 @@ def test_a_completion_does_not_steer_the_terminal():
     assert tool.printable("a\x1b]52;c;eA==\x07b\x1b[2Jc\u202ed\n\te\u00e9") == (
         "a\\x1b]52;c;eA==\\x07b\\x1b[2Jc\\u202ed\n\te\u00e9"
     )
-
-
-def test_a_group_of_a_mixture_names_its_task(run_dir, tmp_path, capsys):
-    shutil.copytree(run_dir, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "rollouts")
-    made, rollouts = group(0)
-    made = replace(made, prompt=replace(made.prompt, task="code"))
-    (tmp_path / "run" / "journal.jsonl").unlink()
-    write_journal(tmp_path / "run", groups=[(made, rollouts)])
-    assert main([str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.startswith("group      0, task code, epoch 0, in no batch yet, pass rate 1/2")

@@ -61,15 +61,6 @@ def test_blocks_headers_and_single_completions_are_read_by_place(tmp_path):
     assert [stored_header(head) for _, head in scan(path)] == [block(n)[1] for n in range(3)]
 
 
-def test_at_most_nine_bytes_a_token(tmp_path):
-    writer = StoreWriter(tmp_path)
-    for n in range(4):
-        writer.append(block(n, completions=16, tokens=1000)[0])
-    writer.sync()
-    assert segment_path(tmp_path, 0).stat().st_size <= 9 * 4 * 16 * 1000
-    writer.close()
-
-
 def test_segments_roll_and_one_file_is_open(tmp_path):
     size = len(block(0)[0])
     writer = StoreWriter(tmp_path, segment_bytes=SEGMENT_START + 2 * size)

@@ -7,7 +7,6 @@ import pytest
 
 from megatron_scalerl.recipe.sections import PAPER_PHRASE
 from megatron_scalerl.tiny.__main__ import main
-from megatron_scalerl.tiny.build import TinyArguments, build
 from megatron_scalerl.tiny.kinds import KINDS, draw_search, draw_sort, kind_of, search_trace, sort_trace
 from megatron_scalerl.tiny.task import apply, prompt_rows, warm_start_rows
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
@@ -83,11 +82,3 @@ def test_unknown_names_are_one_line_and_write_nothing(tmp_path, capsys):
     assert main([str(tmp_path / "out"), "--seed", "1", "--size", "huge"]) == 2
     assert "--size: expected one of small, base, large, found 'huge'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_of_another_kind_is_refused(tmp_path):
-    counts = {"seed": 1, "train_prompts": 20, "held_out": 5, "sft_examples": 10}
-    assert build(tmp_path / "out", TinyArguments(kind="sort", size="small", **counts))
-    assert not build(tmp_path / "out", TinyArguments(kind="sort", size="small", **counts))
-    with pytest.raises(ValueError, match="written with kind None, size None, found one written with kind sort, size"):
-        build(tmp_path / "out", TinyArguments(**counts))

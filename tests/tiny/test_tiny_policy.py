@@ -61,9 +61,7 @@ def test_llama4_routes_each_token_to_one_expert_and_the_shared_one(tmp_path):
     make_llama4(tmp_path, 1)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Llama4ForCausalLM"]
-    assert config["num_experts_per_tok"] == 1
-    assert config["num_local_experts"] == 4
-    assert config["use_qk_norm"] is True
+    assert (config["num_experts_per_tok"], config["num_local_experts"], config["use_qk_norm"]) == (1, 4, True)
     assert config["attn_temperature_tuning"] is False
     assert config["attention_chunk_size"] >= config["max_position_embeddings"]
     assert config["no_rope_layers"] == [1, 1, 1]

@@ -37,14 +37,6 @@ def test_recipes_fit_their_gpus_with_room_to_spare(name, capsys):
 
 
 @pytest.mark.slow
-def test_the_scout_recipe_has_the_planners_split(capsys):
-    assert main([recipe("scalerl_llama4_scout_17bx16"), "--gpus", "256", "--no-build", "--json", "-"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    best = plan["best_splits"][0]["split"]
-    assert (plan["split"]["trainer"], plan["split"]["engines"]) == (best["trainer"], best["engines"]) == (96, 20)
-
-
-@pytest.mark.slow
 def test_phases_cost_more_than_the_pipeline_and_are_as_old_as_they_may_be(capsys):
     found = []
     for schedule in ("pipeline", "ppo_off_policy"):
@@ -56,26 +48,6 @@ def test_phases_cost_more_than_the_pipeline_and_are_as_old_as_they_may_be(capsys
     costs = [plan["gpu_hours_per_1000_steps"] for plan in (pipeline, phases)]
     assert costs[1] > costs[0]
     assert (phases["timing"]["staleness_mean"], phases["timing"]["staleness_max"]) == (3.5, 7)
-    assert main(args) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "simulated PPO-off-policy-8 queue" in text and "max staleness is 7" in text and "in turn: " in text
-
-
-@pytest.mark.slow
-def test_printed_numbers_are_those_of_the_json(tmp_path, capsys):
-    out = tmp_path / "plan.json"
-    assert main([recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--json", str(out)]) == 0
-    text, plan = capsys.readouterr().out, json.loads(out.read_text())
-    assert "8,030,261,248" in text and plan["parameters"]["total"] == 8_030_261_248
-    assert f"{plan['trainer_memory'][0]['total'] / 2**30:,.2f}" in text
-    assert f"{plan['gpu_hours_per_1000_steps']:,.0f}" in text
-    update = plan["weight_update"]
-    assert update["bytes"] == 16_060_522_496 and f"{update['bytes'] / 1e9:,.1f} GB" in text
-    bound = update["lower_bounds"]["one card per GPU"]  # every engine has the whole policy
-    assert bound == pytest.approx(16_060_522_496 / 50e9, rel=1e-4) and f"{bound:.3f} s" in text
-    assert 2 * bound < update["assumed_seconds"] < 3 * bound and f"{update['assumed_seconds']:.2f} s" in text
-    assert max(map(len, text.splitlines())) <= 100
-    assert "--engine-tokens-per-second" in text and "arXiv" in text  # assumptions with their sources
 
 
 @pytest.mark.slow
@@ -85,26 +57,6 @@ def test_another_number_of_gpus_is_split_here(capsys):
     assert not plan["split"]["of_recipe"] and plan["split"]["trainer"] + plan["split"]["engines"] == 48
     steps = [s["timing"]["step_seconds"] for s in plan["best_splits"]]
     assert steps[0] <= min(steps) * 1.02
-
-
-@pytest.mark.slow
-def test_assumptions_are_flags(capsys):
-    argv = [recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--json", "-"]
-    main(argv)
-    one = json.loads(capsys.readouterr().out)
-    main([*argv, "--dense-utilization", "0.2", "--gpu", "h200"])
-    two = json.loads(capsys.readouterr().out)
-    assert two["work"]["train_seconds"] == pytest.approx(2 * one["work"]["train_seconds"])
-    assert two["engine_memory"]["kv_bytes"] > 2 * one["engine_memory"]["kv_bytes"]
-
-
-@pytest.mark.slow
-def test_check_says_which_rank_and_by_how_much(capsys):
-    whole = ["megatron.parallel.tensor_model_parallel_size=1", "megatron.model.sequence_parallel=false"]
-    assert main([recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--check", *whole]) == 2
-    error = capsys.readouterr().err
-    assert "trainer ranks of pipeline stage 0 need" in error and "GiB too much" in error and error.count("\n") == 1
-    assert error.endswith("GiB too much; try a larger megatron.parallel.tensor_model_parallel_size\n")
 
 
 @pytest.mark.parametrize(
@@ -128,19 +80,8 @@ def test_what_to_set_where_a_rank_does_not_fit(capsys, name, gpus, model, advise
 
 @pytest.mark.slow
 def test_check_sees_an_engine_without_room(capsys):
-    assert (
-        main(
-            [
-                recipe("scalerl_llama3_8b"),
-                "--gpus",
-                "80",
-                "--no-build",
-                "--check",
-                "engine.vllm.gpu_memory_utilization=0.25",
-            ]
-        )
-        == 2
-    )
+    argv = [recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--check"]
+    assert main([*argv, "engine.vllm.gpu_memory_utilization=0.25"]) == 2
     assert "the KV cache of an engine cannot hold one sequence of 16,466 tokens" in capsys.readouterr().err
 
 
@@ -148,9 +89,6 @@ def test_check_sees_an_engine_without_room(capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["recipes/none.yaml", "--gpus", "8"], "expected a recipe file, found nothing"),
-        (["{r}", "--gpus", "80", "policy.path=models/none"], "expected config.json in"),
-        (["{r}", "--gpus", "80", "policy.pat=x"], "found policy.pat; the nearest is policy.path"),
         (["{r}", "--gpus", "1"], "--gpus: expected a number that splits"),
         (["{r}", "--gpus", "80", "megatron.optimizer.optimizer_cpu_offload=true"], "does not support it"),
         (["{r}", "--gpus", "80", "megatron.parallel.tensor_model_parallel_size=3"], "expected a multiple of"),
@@ -162,9 +100,3 @@ def test_bad_input_is_one_line(argv, said, capsys):
     assert main([*words, "--no-build"]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and error.startswith("megatron-scalerl: ")
-
-
-def test_a_number_that_is_none(capsys):
-    with pytest.raises(SystemExit) as end:
-        main([recipe("scalerl_llama3_8b"), "--gpus", "0"])
-    assert end.value.code == 2 and "expected at least 1, found 0" in capsys.readouterr().err
