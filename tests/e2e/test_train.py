@@ -61,6 +61,7 @@ def check_scores(folder, *steps):
             assert len(scores.entropies) == len(rollout.token_ids) and min(scores.entropies) >= 0
 
 
+@pytest.mark.full
 def test_tensor_parallel_trainer_and_engine_with_staged_updates(tiny_dense, tmp_path):
     train(
         *overrides(tiny_dense, tmp_path, "tp2", "trainer.world_size=2"),

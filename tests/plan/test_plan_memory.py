@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampling import sampled
 
 from megatron_scalerl.plan.activations import layer_bytes, recompute_of, shape_of
 from megatron_scalerl.plan.assumptions import Assumptions
@@ -202,19 +203,12 @@ def test_engine_options_that_disagree():
         engine_memory(recipe, family, count(family), H100, Assumptions())
 
 
+CASES = ("dense-fp32", "dense-fp32-recompute", "dense-bf16", "dense-bf16-selective", "moe-fp32", "moe-bf16")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["dense-fp32", "dense-bf16-selective", "moe-fp32"])
+@pytest.mark.parametrize("case", sampled("peak", CASES, 1))
 def test_the_peak_of_real_runs(case):
-    check_peak(case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", ["dense-fp32-recompute", "dense-bf16", "moe-bf16"])
-def test_the_peak_of_more_real_runs(case):
-    check_peak(case)
-
-
-def check_peak(case):
     argv = [sys.executable, str(ROOT / "tools" / "bench_plan.py"), "memory", "--only", case]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
