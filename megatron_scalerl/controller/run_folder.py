@@ -32,7 +32,7 @@ from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.checkpoints.safe_check import check_checkpoint
-from megatron_scalerl.fit.inputs import flattened
+from megatron_scalerl.fit.inputs import differing
 from megatron_scalerl.launch.placement import Attempt
 from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.recipe import Recipe
@@ -56,6 +56,7 @@ _LAYOUT = frozenset(
 MAY_CHANGE = _LAYOUT | frozenset(
     {
         "steps",
+        "output_dir",
         "checkpoint.every_steps",
         "checkpoint.keep",
         "checkpoint.async_save",
@@ -235,22 +236,17 @@ class RunFolder:
 def check_recipe(recipe: Recipe) -> None:
     """Raises RecipeError if the run's folder contains other files, or a run of another recipe."""
     folder = Path(recipe.run_dir)
-    found = folder / "recipe.yaml"
-    if not found.exists():
+    if not (folder / "recipe.yaml").exists():
         if folder.exists() and not all(_is_leftover(item) for item in folder.iterdir()):
             raise RecipeError(f"{folder}: expected an empty folder or a run, found files without recipe.yaml")
         return
     settings = read_run_recipe(folder)
     _check_experts(folder, (settings.get("megatron") or {}).get("parallel") or {}, recipe)
-    before, now = flattened(settings), flattened(recipe.model_dump(mode="json"))
-    for key in sorted(before.keys() | now.keys()):
-        was, new = before.get(key), now.get(key)
-        if {} in (was, new):  # a section: its keys differ one by one
-            continue
-        if was != new and not _may_change(key):
+    for key, was, found in differing(settings, recipe.model_dump(mode="json")):
+        if not _may_change(key):
             raise RecipeError(
                 f"{folder}: expected the recipe of the run in it, {key}: {was!r}, "
-                f"found {new!r}; choose another name or output_dir"
+                f"found {found!r}; choose another name or output_dir"
             )
 
 
