@@ -165,7 +165,7 @@ def test_a_prediction_is_the_plans():
     work = step_work(recipe, family, count(family), layout, H100, Lengths((4096,)), assumed)
     assert work.model_flops == work.trained_tokens * found.model_flops_per_token
     assert work.hardware_flops == pytest.approx(work.trained_tokens * found.hardware_flops_per_token)
-    assert found.hardware_flops_per_token > found.model_flops_per_token  # the MLP is computed again
+    assert found.hardware_flops_per_token > found.model_flops_per_token  # layers are computed again
     assert found.moving_bytes == moving(rank)
     staged = ["megatron.parallel.pipeline_model_parallel_size=2"]
     recipe, _, _, stages = plan_of(*staged)
@@ -174,9 +174,9 @@ def test_a_prediction_is_the_plans():
 
 
 def test_recompute_keeps_less():
-    none = ["megatron.model.recompute_granularity=null", "megatron.model.recompute_modules=null"]
-    full = ["megatron.model.recompute_modules=null", "megatron.model.recompute_granularity=full"]
-    sizes = [terms(plan_of(*o)[3][0])["saved activations"] for o in (none, [], full)]
+    settings = ("", "recompute_granularity: selective, recompute_modules: [mlp]", "recompute_granularity: full")
+    models = [f"megatron.model={{{', '.join(filter(None, ['sequence_parallel: true', s]))}}}" for s in settings]
+    sizes = [terms(plan_of(model)[3][0])["saved activations"] for model in models]
     tokens, layers = 16_512, 32
     assert sizes[0] - sizes[1] == tokens * layers * 3 * 14_336 / 2 * 2  # the MLP's inside, TP 2, bf16
     assert sizes[2] == tokens * (layers * 2048 * 2 + 2 * 2048 * 2 + 4096 * 2 + 10 + 8)
