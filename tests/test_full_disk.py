@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 from fakes.run import attempt, check_records, recipe
+from sampling import sampled
 
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.rollouts.store import read_block, scan, segment_path, segments
@@ -74,7 +75,7 @@ def test_a_full_disk_ends_the_run_and_it_goes_on_with_space(small_disk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("short", sampled("full disk", [False, True], 1))
 def test_a_disk_that_is_full_at_the_nth_write(tmp_path, monkeypatch, short):
     """By a stand-in for os.write: it refuses, or takes half and then refuses."""
     write, sizes = os.write, []

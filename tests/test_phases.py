@@ -145,7 +145,7 @@ def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, at_s):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     updates=st.sampled_from([1, 2, 3, 8]),
     seed=st.integers(0, 1000),

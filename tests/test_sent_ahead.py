@@ -67,7 +67,7 @@ def test_a_batch_sent_ahead_without_anything_to_train_on_is_skipped_in_its_turn(
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     k=st.sampled_from([0, 1, 3, 8]),
     seed=st.integers(0, 1000),

@@ -94,6 +94,7 @@ def simulate(model: Model, ranks: int, bucket_mib: int, most_senders: int = MOST
     """What one update moves, with so many ranks of the trainer."""
     found = family(model.config)
     layers = len(found.layers)
+    stages = tuple(tuple(l for l in range(layers) if l * model.pp // layers == stage) for stage in range(model.pp))
     layout = Layout(
         world_size=ranks,
         tp=model.tp,
@@ -104,7 +105,8 @@ def simulate(model: Model, ranks: int, bucket_mib: int, most_senders: int = MOST
         chunks=1,
         sequence_parallel=True,
         distributed_optimizer=True,
-        stages=tuple(tuple(l for l in range(layers) if l * model.pp // layers == stage) for stage in range(model.pp)),
+        stages=stages,
+        places=tuple(place for stage in stages for place in range(len(stage))),
     )
     return moved(
         found,

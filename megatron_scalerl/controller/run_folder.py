@@ -20,10 +20,10 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -32,21 +32,32 @@ from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.checkpoints.safe_check import check_checkpoint
-from megatron_scalerl.fit.inputs import flattened
+from megatron_scalerl.fit.inputs import differing
 from megatron_scalerl.launch.placement import Attempt
 from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.prompts.dataset import PROMPTS_CHANGED
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_run_recipe
+from megatron_scalerl.recipe.parallel_layout import MODEL_KEYS, sizes_of
 from megatron_scalerl.rollouts.history import History, check_groups
 from megatron_scalerl.rollouts.journal import Position
 from megatron_scalerl.rollouts.store import check_position
 
 logger = logging.getLogger(__name__)
 
-MAY_CHANGE = frozenset(
+_SIZES = ("tensor_model", "pipeline_model", "context", "expert_tensor", "expert_model")
+_LAYOUT = frozenset(
+    {
+        "trainer.world_size",
+        *(f"megatron.parallel.{kind}_parallel_size" for kind in _SIZES),
+        *(f"megatron.model.{key}" for key in MODEL_KEYS),
+    }
+)
+"""The trainer's layout: tests/distributed/test_dp_trainer.py loads a checkpoint in another one."""
+MAY_CHANGE = _LAYOUT | frozenset(
     {
         "steps",
+        "output_dir",
         "checkpoint.every_steps",
         "checkpoint.keep",
         "checkpoint.async_save",
@@ -81,7 +92,7 @@ MAY_CHANGE = frozenset(
     }
 )
 """Keys that may differ between attempts of one run: its length, what is kept and shown of it, limits of time and of
-restarts."""
+restarts, and the trainer's layout."""
 
 RECORDS = ("ledger.jsonl", "metrics.jsonl", "validation.jsonl")
 """Records that the curve is made of."""
@@ -226,22 +237,19 @@ class RunFolder:
 def check_recipe(recipe: Recipe) -> None:
     """Raises RecipeError if the run's folder contains other files, or a run of another recipe."""
     folder = Path(recipe.run_dir)
-    found = folder / "recipe.yaml"
-    if not found.exists():
+    if not (folder / "recipe.yaml").exists():
         if folder.exists() and not all(_is_leftover(item) for item in folder.iterdir()):
             raise RecipeError(f"{folder}: expected an empty folder or a run, found files without recipe.yaml")
         return
-    before = flattened(read_run_recipe(folder))
-    now = flattened(recipe.model_dump(mode="json"))
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and not _may_change(key):
-            if key == "prompts.digest":
-                raise RecipeError(
-                    f"{folder}: {PROMPTS_CHANGED} since the run began: restore it, or choose another name"
-                )
+    settings = read_run_recipe(folder)
+    _check_experts(folder, (settings.get("megatron") or {}).get("parallel") or {}, recipe)
+    for key, was, found in differing(settings, recipe.model_dump(mode="json")):
+        if key == "prompts.digest":
+            raise RecipeError(f"{folder}: {PROMPTS_CHANGED} since the run began: restore it, or choose another name")
+        if not _may_change(key):
             raise RecipeError(
-                f"{folder}: expected the recipe of the run in it, {key}: {before.get(key)!r}, "
-                f"found {now.get(key)!r}; choose another name or output_dir"
+                f"{folder}: expected the recipe of the run in it, {key}: {was!r}, "
+                f"found {found!r}; choose another name or output_dir"
             )
 
 
@@ -330,6 +338,17 @@ def controller_state(checkpoint: Path) -> ControllerState:
         return msgspec.json.decode(file.read_bytes(), type=ControllerState)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: expected JSON with step and batches, found {error!r}") from None
+
+
+def _check_experts(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raises RecipeError where the expert-parallel size is another: no test shows that such a checkpoint loads."""
+    old, new = sizes_of(before), sizes_of(recipe.megatron.parallel)
+    if old.ep != new.ep:
+        was, now = (f"TP {s.tp}, PP {s.pp}, CP {s.cp}, EP {s.ep}" for s in (old, new))
+        raise RecipeError(
+            f"{folder}: expected megatron.parallel.expert_model_parallel_size {old.ep} as in its attempts before "
+            f"({was}), found {new.ep} ({now}); all but the expert-parallel size may change"
+        )
 
 
 def _may_change(key: str) -> bool:

@@ -7,6 +7,7 @@ refused in one line with file, row, expected and found. Corrections, such as sor
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,6 +115,18 @@ def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             out[prefix + str(key)] = value
     return out
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key path, value, value) where two recipes differ, by key. Of a section that one lacks, its keys differ."""
+    old, new = flattened(before), flattened(now)
+    pairs = ((key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()))
+    return [(key, a, b) for key, a, b in pairs if a != b and {} not in (a, b) and not _one_place(key, a, b)]
+
+
+def _one_place(key: str, *values: object) -> bool:
+    """Whether both are paths to one file or folder, however written."""
+    return key.endswith("path") and None not in values and len({os.path.abspath(str(v)) for v in values}) == 1
 
 
 def _selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, TableFile]]:

@@ -109,6 +109,8 @@ class LayerBytes:
 
     norms: float
     norm_outputs: float
+    norms_apart: float
+    """Outputs of norms that are modules of their own: a norm fused into a linear layer is not recomputed."""
     attention: float
     """Inputs of the projections, rotary angles, norms of queries and keys."""
     core: float
@@ -144,6 +146,7 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
     return LayerBytes(
         norms=2 * norm_bytes(shape.hidden, width=width, kernels=kernels) / sp,
         norm_outputs=2 * h * width,
+        norms_apart=(2 if plain else bool(shape.experts)) * h * width,
         attention=q * width + angles + qk_norm,
         core=copies * width + lse,
         core_inputs=(q + 2 * kv) * width,
@@ -179,7 +182,7 @@ def kept(bytes_: LayerBytes, recompute: Recompute, *, moe: bool, width: int, hid
     if "core_attn" in recompute.modules:
         total += bytes_.core_inputs - bytes_.core
     if "layernorm" in recompute.modules:
-        total -= bytes_.norm_outputs
+        total -= bytes_.norms_apart
     if "moe" in recompute.modules and moe:
         total -= bytes_.experts + bytes_.mlp
     else:

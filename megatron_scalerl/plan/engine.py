@@ -28,6 +28,8 @@ class EngineMemory:
     """Memory on one device of an engine."""
 
     devices: int
+    copies: int
+    """Data-parallel copies of the policy; they share the experts."""
     context_tokens: int
     """Maximum length of prompt and completion."""
     weights_bytes: float
@@ -52,7 +54,7 @@ class EngineMemory:
     @property
     def missing_bytes(self) -> float:
         """Bytes that a device lacks for one sequence of maximum length; 0 if it fits."""
-        need = self.kv_bytes_per_token * self.context_tokens / self.devices
+        need = self.kv_bytes_per_token * self.context_tokens * self.copies / self.devices
         return max(0.0, need - self.kv_bytes)
 
 
@@ -85,16 +87,17 @@ def engine_memory(recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assum
             f"engine.vllm.tensor_parallel_size: expected sizes that multiply to devices_per_engine {devices}, "
             f"found {product}"
         )
-    tp = int(options.get("tensor_parallel_size", 1))
+    tp, dp = (int(options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "data"))
     groups, layers = family.transformer["num_query_groups"], len(family.layers)
     copies = max(1, tp // groups)  # key-value heads are replicated if there are fewer than devices
     width = 1 if "fp8" in str(options.get("kv_cache_dtype", "auto")) else WIDTH[recipe.policy.dtype]
     limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILIZATION))
-    weights = p.total * WIDTH[recipe.policy.dtype] / devices
+    weights = (dp * (p.total - p.experts) + p.experts) * WIDTH[recipe.policy.dtype] / devices
     overhead = assumed.engine_overhead_gib * GIB
     cache = options.get("kv_cache_memory_bytes")
     return EngineMemory(
         devices=devices,
+        copies=dp,
         context_tokens=longest_tokens(recipe),
         weights_bytes=weights,
         overhead_bytes=overhead,
@@ -115,17 +118,16 @@ def decoding(
     """Speed at the concurrency that the recipe and the KV cache allow."""
     resident = assumed.prompt_tokens + lengths.mean_resident
     room = int(memory.kv_tokens / resident)
-    asked = min(int(recipe.engine.vllm.get("max_num_seqs", MAX_NUM_SEQS)), recipe.rollouts.max_in_flight)
-    running = max(1, min(room, asked))
+    most = memory.copies * int(recipe.engine.vllm.get("max_num_seqs", MAX_NUM_SEQS))
+    running = max(1, min(room, most, recipe.rollouts.max_in_flight))
     flops = 2.0 * (p.active - p.embedding) * assumed.prompt_tokens
     prefill = flops / (memory.devices * gpu.bf16_flops * assumed.dense_utilization)
     if assumed.engine_tokens_per_second is not None:
         rate = assumed.engine_tokens_per_second * memory.devices
         return Decoding(fixed_seconds=0.0, per_completion_seconds=1 / rate, prefill_seconds=0.0, running=running)
     speed = memory.devices * gpu.memory_bytes_per_second * assumed.hbm_efficiency
-    width = memory.weights_bytes * memory.devices / p.total
     share = 1 - (1 - (p.active - (p.total - p.experts)) / p.experts) ** running if p.experts else 0.0
-    read = width * (p.total - p.experts - p.embedding + p.experts * share)
+    read = WIDTH[recipe.policy.dtype] * (memory.copies * (p.total - p.experts - p.embedding) + p.experts * share)
     return Decoding(
         fixed_seconds=assumed.engine_step_ms / 1000 + read / speed,
         per_completion_seconds=memory.kv_bytes_per_token * resident / speed,

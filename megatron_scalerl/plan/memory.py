@@ -167,8 +167,8 @@ def _activations(
     recompute = activations.recompute_of(recipe)
     layers = layout.stages[stage]
     saved, work = [], [0.0]
-    for index, layer in enumerate(layers):
-        style = family.layers[layer]
+    for layer in layers:
+        index, style = layout.places[layer], family.layers[layer]
         shape = activations.shape_of(family, style)
         whole = activations.layer_bytes(
             shape, layout, width=width, kernels=kernels, imbalance=assumed.expert_imbalance
@@ -189,7 +189,7 @@ def _activations(
 
 
 def _setting_of(recompute: Recompute, index: int) -> Recompute:
-    """For the stage's layer `index`: the method "block" recomputes only the first layers."""
+    """For layer `index` of a model chunk: the method "block" recomputes only the first layers."""
     if recompute.granularity == "full" and recompute.method == "block" and index >= recompute.layers:
         return Recompute(granularity="none")
     return recompute

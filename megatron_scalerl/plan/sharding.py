@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.parallel_layout import Stages, check_sharding, check_world, sizes_of, stages_of
+from megatron_scalerl.recipe.parallel_layout import check_sharding, check_world, counts_of, sizes_of, stages_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,12 @@ class Layout:
     """Model chunks per stage (virtual pipeline); 1 without."""
     sequence_parallel: bool
     distributed_optimizer: bool
-    stages: Stages
+    stages: tuple[tuple[int, ...], ...]
     """Layers of each pipeline stage."""
+    places: tuple[int, ...]
+    """[layers] index of each layer in its model chunk, which Megatron-Core's recompute settings are for."""
+    optimizer_instances: int = 1
+    """Each has the whole optimizer state."""
 
     @property
     def dp(self) -> int:
@@ -35,12 +39,13 @@ class Layout:
     @property
     def dense_shards(self) -> int:
         """Ranks that shard the optimizer state of a weight outside the experts (data and context parallel)."""
-        return self.dp * self.cp if self.distributed_optimizer else 1
+        return self.dp * self.cp // self.optimizer_instances if self.distributed_optimizer else 1
 
     @property
     def expert_shards(self) -> int:
         """Ranks that shard the optimizer state of an expert's weight."""
-        return self.world_size // (self.etp * self.ep * self.pp) if self.distributed_optimizer else 1
+        ranks = self.world_size // (self.etp * self.ep * self.pp)
+        return ranks // self.optimizer_instances if self.distributed_optimizer else 1
 
     @property
     def sp(self) -> int:
@@ -61,6 +66,7 @@ def layout_of(recipe: Recipe, family: Family, world_size: int) -> Layout:
     sizes = sizes_of(recipe.megatron.parallel)
     check_world(sizes, world_size)
     check_sharding(family, recipe.megatron.parallel, recipe.megatron.model)
+    by_chunk = zip(*counts_of(recipe.megatron.model, len(family.layers), sizes))
     return Layout(
         world_size=world_size,
         tp=sizes.tp,
@@ -72,4 +78,6 @@ def layout_of(recipe: Recipe, family: Family, world_size: int) -> Layout:
         sequence_parallel=bool(recipe.megatron.model.get("sequence_parallel", False)),
         distributed_optimizer=bool(recipe.megatron.ddp.get("use_distributed_optimizer", True)),
         stages=stages_of(recipe.megatron.model, len(family.layers), sizes),
+        places=tuple(place for chunk in by_chunk for layers in chunk for place in range(layers)),
+        optimizer_instances=sizes.optimizer_instances,
     )

@@ -65,7 +65,7 @@ def step_work(
     completions = recipe.rollouts.groups_per_batch * recipe.rollouts.group_size
     generated = completions * lengths.mean
     trained = assumed.kept_share * (generated + completions * assumed.prompt_tokens)
-    flops = token_flops(recipe, family, [n + assumed.prompt_tokens for n in lengths.tokens])
+    flops = token_flops(recipe, family, layout, [n + assumed.prompt_tokens for n in lengths.tokens])
     utilization = assumed.moe_utilization if p.experts else assumed.dense_utilization
     hardware = trained * flops.hardware(recipe)
     micro_batches = max(1.0, trained / layout.dp / (recipe.micro_batch_tokens * assumed.packing))
@@ -83,23 +83,26 @@ def step_work(
     )
 
 
-def token_flops(recipe: Recipe, family: Family, sizes: Sequence[float]) -> TokenFlops:
+def token_flops(recipe: Recipe, family: Family, layout: Layout, sizes: Sequence[float]) -> TokenFlops:
     """FLOPs per token of sequences of these lengths (prompts included); attention is causal."""
     recompute = recompute_of(recipe)
     chunk = family.attention_chunk_size
     whole = fmean(n * n for n in sizes) / fmean(sizes)
     cut = fmean(n * min(n, chunk) for n in sizes) / fmean(sizes) if chunk else whole
     body = again = 0.0
-    for index, style in enumerate(family.layers):
+    for place, style in zip(layout.places, family.layers):
         shape = shape_of(family, style)
         projections = 2 * shape.hidden * (2 * shape.query + 2 * shape.key)
         core = 2 * shape.query * (cut if style.chunked else whole)
         mlp = 6 * shape.hidden * (shape.ffn + shape.top_k * shape.expert_ffn) + 2 * shape.hidden * shape.experts
         body += projections + core + mlp
         if recompute.granularity == "full":
-            again += projections + core + mlp if recompute.method == "uniform" or index < recompute.layers else 0
+            again += projections + core + mlp if recompute.method == "uniform" or place < recompute.layers else 0
         again += core if "core_attn" in recompute.modules else 0
-        again += mlp if ("moe" if style.moe else "mlp") in recompute.modules else 0
+        if ("moe" if style.moe else "mlp") in recompute.modules:
+            again += mlp
+        elif style.moe and "shared_experts" in recompute.modules:
+            again += 6 * shape.hidden * shape.ffn
     return TokenFlops(body=body, again=again, head=2.0 * family.transformer["hidden_size"] * family.vocab_size)
 
 
@@ -146,7 +149,7 @@ def predict_trainer(
     layout = layout_of(recipe, family, recipe.trainer.world_size)
     kernels = Kernels(layers=layers, device=device)
     ranks = trainer_memory(recipe, family, layout, assumed or Assumptions(), kernels=kernels)
-    flops = token_flops(recipe, family, [sequence_tokens])
+    flops = token_flops(recipe, family, layout, [sequence_tokens])
     fullest = max(ranks, key=lambda rank: rank.total)
     return TrainerPrediction(
         terms=fullest.terms,

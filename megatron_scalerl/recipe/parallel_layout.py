@@ -109,7 +109,7 @@ def check_sharding(family: Family, parallel: Mapping[str, Any], model: Mapping[s
 
     sizes = sizes_of(parallel)
     check_layout(family, tp_size=sizes.tp, ep_size=sizes.ep, etp_size=sizes.etp)
-    stages_of(model, len(family.layers), sizes)
+    _check_uniform(model, counts_of(model, len(family.layers), sizes))
     sequence = bool(model.get("sequence_parallel", False))
     if sequence and sizes.tp == 1:
         raise ValueError("megatron.model.sequence_parallel: expected false without tensor parallelism, found true")
@@ -126,16 +126,7 @@ def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> St
     An even split, given numbers in the first and last stage, embedding and loss counted as layers, or a layout of
     every stage. Raises ValueError where `layers` layers cannot be split this way, naming key, layers and size.
     """
-    given = [key for key in (*_ENDS, *_COUNTED, _LAYOUT) if model.get(key) not in (None, False)]
-    ways = {key for key in given if key == _LAYOUT}, set(given) & set(_ENDS), set(given) & set(_COUNTED)
-    if sum(map(bool, ways)) > 1:
-        raise ValueError(f"megatron.model: expected one way to split the pipeline, found {' and '.join(given)}")
-    if ways[0]:
-        counts = _of_layout(model[_LAYOUT], layers, sizes)
-    elif ways[1]:
-        counts = _of_ends(model, layers, sizes)
-    else:
-        counts = _even(model, layers, sizes)
+    counts = counts_of(model, layers, sizes)
     stages: list[list[int]] = [[] for _ in range(sizes.pp)]
     first = 0
     for chunk in range(sizes.chunks):
@@ -143,6 +134,30 @@ def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> St
             stage += range(first, first + of_stage[chunk])
             first += of_stage[chunk]
     return tuple(map(tuple, stages))
+
+
+def counts_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[list[int]]:
+    """[pp][chunks] number of layers. Raises ValueError as `stages_of` does."""
+    given = [key for key in (*_ENDS, *_COUNTED, _LAYOUT) if model.get(key) not in (None, False)]
+    ways = {key for key in given if key == _LAYOUT}, set(given) & set(_ENDS), set(given) & set(_COUNTED)
+    if sum(map(bool, ways)) > 1:
+        raise ValueError(f"megatron.model: expected one way to split the pipeline, found {' and '.join(given)}")
+    if ways[0]:
+        return _of_layout(model[_LAYOUT], layers, sizes)
+    return (_of_ends if ways[1] else _even)(model, layers, sizes)
+
+
+def _check_uniform(model: Mapping[str, Any], counts: list[list[int]]) -> None:
+    """Megatron-Core reads past the last layer of a model chunk that such groups do not fill."""
+    if (model.get("recompute_granularity"), model.get("recompute_method")) != ("full", "uniform"):
+        return
+    each = _positive("megatron.model.recompute_num_layers", model.get("recompute_num_layers") or 1)
+    for layers in (chunk for stage in counts for chunk in stage):
+        if layers % each:
+            raise ValueError(
+                f"megatron.model.recompute_num_layers: expected a divisor of the {layers} layers of a model chunk "
+                f"with recompute_method uniform, found {each}"
+            )
 
 
 def _even(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[list[int]]:

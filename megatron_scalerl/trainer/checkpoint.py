@@ -1,8 +1,9 @@
 """Saving and resuming the trainer through Megatron's distributed checkpoints (torch_dist).
 
 A checkpoint holds the policy, the optimizer in its fully reshardable form, the RNG states of every rank, the step,
-and the controller's own state as JSON. It can be loaded under another tensor, pipeline or data parallel size; the
-RNG is then reseeded, since the number of ranks differs. `checkpoints.commit` says which folders are complete.
+and the controller's own state as JSON. It can be loaded under another tensor, pipeline, context or data parallel
+size; the RNG then keeps the seed of a new run, since the states are those of other ranks. `checkpoints.commit` says
+which folders are complete.
 
 `save` returns when the checkpoint is committed. `AsyncSave` copies the state to host memory and lets a thread of each
 rank write it; `finish` commits it between two of the trainer's commands, since it is collective.

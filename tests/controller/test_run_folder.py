@@ -32,6 +32,54 @@ def test_another_recipe_is_refused_by_its_key(tmp_path):
         RunFolder(recipe(tmp_path, loss={"name": "dapo"}))
 
 
+def layout(tmp_path, world, model=None, **parallel):
+    megatron = {"parallel": {f"{kind}_parallel_size": size for kind, size in parallel.items()}, "model": model or {}}
+    return recipe(tmp_path, trainer={"world_size": world}, megatron=megatron)
+
+
+def test_the_trainers_layout_may_change(tmp_path):
+    """Both ways between one rank and each layout of two; empty sections, and sizes of 1 that are stated, too."""
+    RunFolder(layout(tmp_path, 1)).close()
+    sequence = {"sequence_parallel": True}
+    uneven = {"num_layers_in_first_pipeline_stage": 1}
+    for world, model, parallel in (
+        (2, None, {}),
+        (2, sequence, {"tensor_model": 2}),
+        (2, None, {"pipeline_model": 2}),
+        (2, uneven, {"pipeline_model": 2}),
+        (2, None, {"context": 2}),
+        (1, None, {"tensor_model": 1, "expert_model": 1, "expert_tensor": 1}),
+    ):
+        RunFolder(layout(tmp_path, world, model, **parallel)).close()
+        RunFolder(layout(tmp_path, 1)).close()
+        RunFolder(layout(tmp_path, world, model, **parallel)).close()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_another_expert_parallel_size_is_refused_with_both_layouts(tmp_path, before, after):
+    RunFolder(layout(tmp_path, 4, expert_model=before)).close()
+    said = (
+        rf"expert_model_parallel_size {before} as .* \(TP 1, PP 1, CP 1, EP {before}\), "
+        rf"found {after} \(TP 2, PP 1, CP 1, EP {after}\); "
+    )
+    with pytest.raises(RecipeError, match=said):
+        RunFolder(layout(tmp_path, 8, {"sequence_parallel": True}, tensor_model=2, expert_model=after))
+    RunFolder(layout(tmp_path, 8, expert_model=before)).close()
+
+
+@pytest.mark.parametrize(
+    ("megatron", "said"),
+    [
+        ({"ddp": {"use_distributed_optimizer": False}}, "megatron.ddp.use_distributed_optimizer: None, found False"),
+        ({"model": {"layernorm_epsilon": 1e-3}}, "megatron.model.layernorm_epsilon: None, found 0.001"),
+    ],
+)
+def test_what_no_test_loads_is_refused(tmp_path, megatron, said):
+    RunFolder(recipe(tmp_path)).close()
+    with pytest.raises(RecipeError, match=said):
+        RunFolder(recipe(tmp_path, megatron=megatron))
+
+
 def test_a_folder_in_use_is_refused(tmp_path):
     folder = RunFolder(recipe(tmp_path))
     with pytest.raises(RunInUse, match="found it locked"):

@@ -18,6 +18,9 @@ TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipe
 
 
 RECOMPUTED = dict(model=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1))
+FIRST_LAYER = dict(model=dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1))
+EXPERTS = dict(model=dict(recompute_granularity="selective", recompute_modules=["moe"]))
+"""What the recipes of full size set."""
 
 
 def same_step(found: dict[str, Any], expected: dict[str, Any]) -> None:

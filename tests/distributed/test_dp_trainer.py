@@ -105,12 +105,62 @@ def test_two_ranks_resume_bit_for_bit(paths, tmp_path, kind, layout, how):
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_a_checkpoint_of_two_tensor_parallel_ranks_loads_in_one_process(paths, tmp_path):
+CP2 = {"context_parallel_size": 2}
+WHOLE = {"ddp": {"use_distributed_optimizer": False}}
+"""Each data-parallel rank holds the whole optimizer state."""
+LAYOUTS = {"dp2": {}, "tp2": TP2, "pp2": PP2, "cp2": CP2}
+CHANGES = [
+    (kind, name, optimizer) for kind in ("llama", "llama4") for name in LAYOUTS for optimizer in ("sharded", "whole")
+]
+
+
+def changed(kind: str, name: str, optimizer: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The layout of two ranks, and that of one."""
+    one = WHOLE if optimizer == "whole" else {}
+    return {**LAYOUTS[name], **one}, one
+
+
+def same_rest(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Two more steps, the second of which has what the optimizer's state made of the first."""
+    assert found["made"] == 2 and found["counters"] == {2.0} and found["final_counters"] == {4.0}
+    for (loss, norm), report in zip(expected["reports"], found["reports"], strict=True):
+        assert report == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5))
+    name = "decoder.final_layernorm.weight"  # whole on every rank, and on the last stage
+    if name in found["weights"] and name in expected["weights"]:
+        torch.testing.assert_close(found["weights"][name], expected["weights"][name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def layout_changes(paths, tmp_path_factory) -> dict[tuple[str, ...], tuple[Any, Any]]:
+    """Each change, in both directions: (as resumed under the other layout, as it went on without)."""
+    root = tmp_path_factory.mktemp("layouts")
+    jobs = {1: [], 2: []}
+    for case in CHANGES:
+        for ranks, layout in zip((2, 1), changed(*case)):
+            jobs[ranks].append((paths[case[0]], layout, str(root / "-".join([*case, str(ranks)]))))
+    straight = {ranks: run_ranks(ranks, "trainer_ranks:each", "train_and_save", jobs[ranks])[-1] for ranks in jobs}
+    swapped = {
+        ranks: [(*job[:2], other[2]) for job, other in zip(jobs[ranks], jobs[3 - ranks], strict=True)]
+        for ranks in jobs
+    }
+    resumed = {ranks: run_ranks(ranks, "trainer_ranks:each", "load_and_train", swapped[ranks])[-1] for ranks in jobs}
+    return {
+        (*case, f"to {ranks}"): (resumed[ranks][number], straight[3 - ranks][number])
+        for ranks in jobs
+        for number, case in enumerate(CHANGES)
+    }
+
+
+@pytest.mark.parametrize("way", ["to 1", "to 2"])
+@pytest.mark.parametrize(("kind", "name", "optimizer"), CHANGES)
+def test_a_checkpoint_goes_on_under_another_layout(layout_changes, kind, name, optimizer, way):
+    same_rest(*layout_changes[kind, name, optimizer, way])
+
+
+@pytest.mark.full
+def test_expert_parallel_ranks_go_on_with_half_of_the_data_parallel_ones(paths, tmp_path):
+    """Four ranks, two expert-parallel groups of two; then two ranks, one group."""
     path = str(tmp_path / "step_000002")
-    straight = run_ranks(2, "trainer_ranks:train_and_save", paths["llama"], TP2, path)[0]
-    [resumed] = run_ranks(1, "trainer_ranks:load_and_train", paths["llama"], {}, path)
-    assert resumed["counters"] == {2.0} and resumed["final_counters"] == {4.0}
-    for (loss, norm), found in zip(straight["reports"], resumed["reports"], strict=True):
-        assert found == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5))
-    name = "decoder.final_layernorm.weight"  # whole on every rank
-    torch.testing.assert_close(resumed["weights"][name], straight["weights"][name], rtol=1e-5, atol=1e-5)
+    straight = run_ranks(4, "trainer_ranks:train_and_save", paths["llama4"], EP2, path)[0]
+    resumed = run_ranks(2, "trainer_ranks:load_and_train", paths["llama4"], EP2, path)[0]
+    same_rest(resumed, straight)

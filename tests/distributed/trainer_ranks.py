@@ -14,16 +14,20 @@ PROBE = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 30, 40, 50]]
 
 
 def recipe(policy: str, layout: dict[str, Any], /, **sections: Any) -> Any:
-    """The tests' recipe under a layout (sizes, and under `model` what else it needs) in this process's world."""
+    """The tests' recipe under a layout (sizes, and under `model` and `ddp` what else it needs) in this world."""
     world_size = int(os.environ["WORLD_SIZE"])
-    parallel = {key: size for key, size in layout.items() if key != "model"}
+    parallel = {key: size for key, size in layout.items() if key not in ("model", "ddp")}
     model = {"sequence_parallel": True} if parallel.get("tensor_model_parallel_size", 1) > 1 else {}
     return make_recipe(
         Path(policy),
         **{
             "optimizer": SMOOTH,
             "trainer": {"world_size": world_size, "micro_batch_tokens": 128},
-            "megatron": {"parallel": parallel, "model": model | layout.get("model", {})},
+            "megatron": {
+                "parallel": parallel,
+                "model": model | layout.get("model", {}),
+                "ddp": layout.get("ddp", {}),
+            },
             **sections,
         },
     )
@@ -110,6 +114,15 @@ def load_and_train(policy: str, parallel: dict[str, int], path: str) -> dict[str
     trainer = trainer_of(recipe(policy, parallel))
     extra = load(path, trainer)
     return {"extra": extra, "made": trainer.steps_made, "counters": _counters(trainer), **_rest(trainer)}
+
+
+def each(name: str, jobs: list[tuple[Any, ...]]) -> list[Any]:
+    """The function of this module that `name` names, once for each tuple of arguments."""
+    found = []
+    for job in jobs:
+        found.append(globals()[name](*job))
+        release()
+    return found
 
 
 def _rest(trainer: Any) -> dict[str, Any]:

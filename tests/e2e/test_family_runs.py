@@ -73,7 +73,7 @@ def train(kind, tmp_path, *more, **keywords):
     )
 
 
-@pytest.mark.parametrize("kind", sampled("family", FAMILIES, 2))
+@pytest.mark.parametrize("kind", sampled("family", FAMILIES, 1))
 def test_two_steps_with_a_real_engine(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     make_run(kind, tmp_path)

@@ -8,7 +8,7 @@ from whole_runs import overrides, run
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.rollouts.history import read_groups, read_history
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_phases_of_three_batches(tiny_dense, tmp_path):

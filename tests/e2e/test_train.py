@@ -61,6 +61,7 @@ def check_scores(folder, *steps):
             assert len(scores.entropies) == len(rollout.token_ids) and min(scores.entropies) >= 0
 
 
+@pytest.mark.full
 def test_tensor_parallel_trainer_and_engine_with_staged_updates(tiny_dense, tmp_path):
     train(
         *overrides(tiny_dense, tmp_path, "tp2", "trainer.world_size=2"),
@@ -171,6 +172,32 @@ def test_a_killed_run_goes_on_and_a_finished_one_starts_nothing(tiny_dense, tmp_
     assert "nothing is left to do" in again.stdout
     assert {p.name: p.stat().st_mtime_ns for p in (folder / "logs").iterdir()} == began, "no process was started"
     assert len(read_jsonl(folder / "attempts.jsonl")) == 2
+
+
+def test_a_run_that_lost_ranks_goes_on_with_fewer(tiny_dense, tmp_path):
+    """Two data-parallel ranks for two steps, then one: the ledger has what each attempt held."""
+    settings = overrides(tiny_dense, tmp_path, "fewer", "rollouts.max_staleness_steps=0", "checkpoint.every_steps=2")
+    settings += ["validation.prompts=8", "validation.generations=1"]
+    train(*settings, "trainer.world_size=2", "steps=2")
+    folder = tmp_path / "fewer"
+    first = [row for row in read_jsonl(folder / "ledger.jsonl") if "role" in row]
+    experts = ["trainer.world_size=2", "megatron.parallel.expert_model_parallel_size=2"]
+    refused = train(*settings, *experts, check=False)
+    assert refused.returncode == 2, "a policy without experts"
+    train(*settings)
+    check_run(folder)
+    rows = [row for row in read_jsonl(folder / "ledger.jsonl") if "role" in row]
+    assert rows[: len(first)] == first, "what was charged stays"
+    held = {}
+    for row in rows:
+        if row["role"] == "trainer" and row["phase"] == "train":
+            held.setdefault(row["incarnation"], set()).add(row["devices"])
+    assert held == {"local.0": {2.0}, "local.1": {1.0}}
+    records = read_jsonl(folder / "metrics.jsonl")
+    axis = [record["device_hours"] for record in records]
+    assert axis == sorted(axis) and [record["batches"] for record in records] == list(range(1, len(records) + 1))
+    assert [v["step"] for v in read_jsonl(folder / "validation.jsonl")] == [0, 2, 3]
+    assert len({a["run_id"] for a in read_jsonl(folder / "attempts.jsonl")}) == 1
 
 
 def test_engine_and_trainer_must_agree_on_logits(tiny_dense, tmp_path):

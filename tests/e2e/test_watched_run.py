@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trace_checks import encloses, named
 from whole_runs import overrides, start
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def get(address, path, token=None):

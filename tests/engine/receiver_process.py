@@ -30,6 +30,8 @@ class ReceiverProcess:
 
     async def __aenter__(self) -> ReceiverProcess:
         await self.process.start()
+        await self.ask("info")  # it has imported what it needs: the time limits of an update begin after that
+        self.calls.clear()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -11,6 +11,7 @@ import tiny_policies
 import torch
 from engine_recipes import SECRET, recipe_for
 from safetensors.torch import load_file, save_file
+from sampling import sampled
 from sender_process import SenderProcess
 
 from megatron_scalerl.controller.weight_sync import WeightsRefused, WeightSync
@@ -258,7 +259,7 @@ def test_a_tensor_that_the_engine_has_no_place_for_is_refused_by_name(engine, po
 WORKERS = [("moe", 1, "streamed", "shm"), ("dense", 2, "staged", "shm"), ("moe", 2, "staged", "gloo")]
 
 
-@pytest.mark.parametrize(("kind", "tp", "transaction", "transport"), WORKERS)
+@pytest.mark.parametrize(("kind", "tp", "transaction", "transport"), sampled("workers", WORKERS, 1))
 def test_every_tensor_parallel_worker_gets_its_own_parts(policies, run, tmp_path, kind, tp, transaction, transport):
     weights = {"bucket_mib": 1, "timeout_s": 120, "deltas": "absolute", "anchor_every": 3}
     weights |= {"transaction": transaction, "transport": transport}

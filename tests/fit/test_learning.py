@@ -38,7 +38,7 @@ def learned_from(monkeypatch):
     return learn_from
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_nothing_of_a_left_out_run_reaches_its_prior(learned_from):
     few = [known for known in known_runs() if known.run in FEW]
     for run in ("MiniMax", "chain_lr1e-4"):

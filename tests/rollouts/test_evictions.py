@@ -149,7 +149,7 @@ def exponential_kills(mean_s, until_s, seed=3, engines=2):
     k=st.sampled_from([0, 1, 3, 8]),
     kills=st.lists(st.tuples(st.floats(0, 400), st.integers(0, 1)), max_size=30).map(sorted),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_kills_at_any_moment_keep_the_bound_and_lose_and_repeat_nothing(tmp_path_factory, k, kills):
     folder = tmp_path_factory.mktemp("run")
     batches, _, _ = run(folder, k=k, batches=12, kills=kills)
@@ -168,7 +168,7 @@ def test_kills_at_any_moment_keep_the_bound_and_lose_and_repeat_nothing(tmp_path
     k=st.sampled_from([0, 1, 3]),
     kills=st.lists(st.tuples(st.floats(0, 400), st.integers(0, 1)), max_size=30).map(sorted),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_kills_at_any_moment_change_no_batch_of_a_phase(tmp_path_factory, k, kills):
     """Killed while a phase is generated or trained on: the same groups in the same batches, with the same version."""
     batches, _, _ = run(tmp_path_factory.mktemp("run"), k=k, batches=8, kills=kills, phases=True)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampling import sampled
 
 TOOLS = Path(__file__).parents[2] / "tools"
 SMALL = {
@@ -38,7 +39,7 @@ SMALL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", SMALL)
+@pytest.mark.parametrize("tool", sampled("bench", SMALL, 3))
 def test_figures_of_a_small_run(tool, tmp_path):
     words, figures = SMALL[tool]
     out = tmp_path / "out.json"

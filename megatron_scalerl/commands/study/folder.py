@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
-from megatron_scalerl.fit.inputs import flattened
+from megatron_scalerl.fit.inputs import differing
 from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_yaml
@@ -103,7 +103,7 @@ class StudyFolder:
         redo: move runs of changed recipes away, with changed files all. Otherwise RecipeError is raised, one line.
         known: digests of files that were just made.
         """
-        inputs = _digests(runs[0].recipe, known)
+        inputs = {os.path.abspath(path): made for path, made in _digests(runs[0].recipe, known).items()}
         before = self._inputs()
         other = sorted(path for path, now in inputs.items() if before.get(path, now) != now)
         changed = [run for run in self.known() if other] if redo else []
@@ -164,7 +164,8 @@ class StudyFolder:
 
     def _inputs(self) -> dict[str, str]:
         file = self.path / "study.json"
-        return dict(json.loads(file.read_text())["inputs"]) if file.exists() else {}
+        found = json.loads(file.read_text())["inputs"] if file.exists() else {}
+        return {os.path.abspath(path): made for path, made in found.items()}
 
     def _replace(self, name: str) -> None:
         folder = self.path / "runs" / name
@@ -207,14 +208,13 @@ def _digests(recipe: Recipe, known: Mapping[str, str]) -> dict[str, str]:
 
 def check_shared(runs: Sequence[PlannedRun]) -> None:
     """Raises RecipeError unless all start with one policy on one task, and are validated alike."""
-    first = _shared(runs[0].recipe)
+    first = runs[0].recipe.model_dump(mode="json")
     for run in runs[1:]:
-        own = _shared(run.recipe)
-        for key in sorted(first.keys() | own.keys()):
-            if first.get(key) != own.get(key):
+        for key, was, found in differing(first, run.recipe.model_dump(mode="json")):
+            if key.startswith(SHARED):
                 raise RecipeError(
                     f"{run.arm}: expected policy, prompts and validation of {runs[0].arm}, which all recipes of a "
-                    f"study share, {key}: {first.get(key)!r}, found {own.get(key)!r}"
+                    f"study share, {key}: {was!r}, found {found!r}"
                 )
 
 
@@ -226,18 +226,11 @@ def check_validated(runs: Sequence[PlannedRun]) -> None:
         )
 
 
-def _shared(recipe: Recipe) -> Mapping[str, Any]:
-    return {key: value for key, value in flattened(recipe.model_dump(mode="json")).items() if key.startswith(SHARED)}
-
-
 def _changed(run: PlannedRun) -> str:
     """The first key whose value is not that of the recipe with which the study began, with both; empty if none."""
     if not run.file.exists():
         return ""
-    before, now = flattened(read_yaml(run.file)), flattened(run.recipe.model_dump(mode="json"))
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
-            return (
-                f"expected the recipe with which the study began, {key}: {before.get(key)!r}, found {now.get(key)!r}"
-            )
+    for key, was, found in differing(read_yaml(run.file), run.recipe.model_dump(mode="json")):
+        if key != "output_dir":
+            return f"expected the recipe with which the study began, {key}: {was!r}, found {found!r}"
     return ""
