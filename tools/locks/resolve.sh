@@ -61,8 +61,8 @@ PYTHON
   rm "$work/pylock.toml" "$work/requirements"
 }
 
-resolve gpu.in 3.11 gpu-py311.txt triton apache-tvm-ffi
-resolve gpu.in 3.12 gpu-py312.txt triton apache-tvm-ffi
+resolve gpu.in 3.11 gpu-py311.txt triton apache-tvm-ffi megatron-core
+resolve gpu.in 3.12 gpu-py312.txt triton apache-tvm-ffi megatron-core
 for lock in gpu-py311.txt gpu-py312.txt; do
   count=$(grep -c '==' "$work/$lock")
   if cmp -s "$work/$lock" "$lock"; then
