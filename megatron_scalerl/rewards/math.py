@@ -29,6 +29,11 @@ _WORD = re.compile(r"(?:(?!\\\)|\\\])[^\s$])+")
 _THOUSANDS, _IN_THOUSANDS = re.compile(r"(?<=\d) (?=\d)"), re.compile(r"-?\d{1,3}( \d{3})+(\.\d+)?")
 _MIXED = re.compile(r"^\s*(\d+) (\d+)/(\d+)\s*$")
 _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
+_MARKED = re.compile(r"<answer>(.*?)</answer>|####[ \t]*([^\n]+)", re.DOTALL)
+_NO_ANSWER = re.compile(
+    r"\(?[A-J][.):]\s*\S.*|[Nn]o\.?|\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}|\d\d?:(0\d|\d\d ?[ap]\.?m\.?|\d\d:\d\d)"
+)
+"""References that math-verify reads as products, quotients and differences."""
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?")
 _LATEX = re.compile(
     r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mbox|hbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+"
@@ -89,11 +94,12 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool:
-    """True if the last \\boxed{} of the answer, or its last expression or formula, equals the reference.
+    """True if the answer equals the reference.
 
-    The last box has precedence: the answer "\\boxed{3}, no, \\boxed{5}" is 5, and a set of solutions must be in one
-    box. Without a box the answer is what math-verify finds in the last TAIL characters. The reference may be a bare
-    number or expression, LaTeX with or without dollars, or contain a \\boxed{}.
+    The answer is the last \\boxed{}: "\\boxed{3}, no, \\boxed{5}" is 5, and a set of solutions must be in one box.
+    Without a box it is the last <answer>34</answer> or "#### 34", else the last expression or formula that
+    math-verify finds in the last TAIL characters ("The answer is 34."). The reference may be a bare number or
+    expression, LaTeX with or without dollars, contain a \\boxed{}, or end in "#### 34".
 
     math-verify's own time limits are off, since they use signals: the pool kills a check that takes too long, as
     one of 9^(9^9) does.
@@ -103,7 +109,12 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     # Imported here: both import sympy, which only the verifier processes need.
     from math_verify import parse, verify
 
-    found = parse(last_box(answer_text) or answer_text[-TAIL:], parsing_timeout=None)
+    answer, marked = last_box(answer_text), None
+    if answer is None and (marks := _MARKED.findall(answer_text)):
+        marked = next(filter(None, marks[-1]), "")[-TAIL:]
+        found = parsed_reference(marked)
+    if marked is None or _is_text(found):
+        found = parse(answer or marked or answer_text[-TAIL:], parsing_timeout=None)
     return bool(verify(expected, found, timeout_seconds=None))
 
 
@@ -111,13 +122,19 @@ def parsed_reference(reference: str, timeout_s: int | None = None) -> list[Any]:
     """What math-verify reads in a reference. timeout_s: of the main thread alone, by a signal; None: no limit."""
     from math_verify import parse
 
-    text = reference.replace("\\$", "")  # an escaped dollar is an amount of money, no delimiter
-    text = _THOUSANDS.sub("", text) if _IN_THOUSANDS.fullmatch(text.strip()) else text
+    text = reference.rpartition("####")[2].strip()
+    text = text.replace("\\$", "")  # an escaped dollar is an amount of money, no delimiter
+    text = _THOUSANDS.sub("", text) if _IN_THOUSANDS.fullmatch(text) else text
     text = _MIXED.sub(r"\1+\\frac{\2}{\3}", text)  # which would be read as a product
     text = _PI.sub(r"\\pi ", text)
     delimited = "$" in text or "\\boxed" in text
     expected: list[Any] = parse(text if delimited else f"\\boxed{{{text}}}", parsing_timeout=timeout_s)
     return expected
+
+
+def _is_text(parsed: Sequence[Any]) -> bool:
+    """What math-verify returns where it reads nothing as mathematics."""
+    return all(isinstance(part, str) for part in parsed)
 
 
 def check_references(references: Sequence[str]) -> list[str]:
@@ -142,7 +159,9 @@ def _problem_of(reference: str) -> str:
     said = f"expected a number, an expression or LaTeX, found {reference[:60]!r}"
     if len(reference) > _LONGEST:
         return f"{said}, {len(reference)} characters"
-    words = _WORDS.findall(_LATEX.sub(" ", reference))
+    if _NO_ANSWER.fullmatch(reference.strip()):
+        return f"{said}, which is a date, a time, or a choice with its text (give the letter alone)"
+    words = _WORDS.findall(_LATEX.sub(" ", reference.rpartition("####")[2]))
     if [word for word in words if word.lower() not in _FUNCTIONS]:
         return f"{said}, which is text"
     try:
@@ -150,7 +169,7 @@ def _problem_of(reference: str) -> str:
             return f"{said}, which is JSON"
     except (ValueError, RecursionError):
         pass
-    if all(isinstance(part, str) for part in parsed_reference(reference, _PARSE_S)):
+    if _is_text(parsed_reference(reference, _PARSE_S)):
         return f"{said}, which math-verify cannot parse"
     return ""
 

@@ -33,7 +33,10 @@ OBJECTS = (
         "\\boxed{3}",
     ),
 )
-TEXTS = ("", "NaN", "None", "proof", "No solution", "12 dollars", '{"a": 1}', "null", "[]", "see the solution above")
+TEXTS = (
+    *("B. 12", "(C) the second", "2024-05-01", "3:05", "11:30 am", "No"),
+    *("", "NaN", "None", "proof", "No solution", "12 dollars", '{"a": 1}', "null", "[]", "see the solution above"),
+)
 
 
 def test_mathematical_objects_are_references_and_texts_are_not():
@@ -51,6 +54,35 @@ def test_every_reference_that_is_accepted_scores_its_own_text_right(text):
 def test_an_escaped_dollar_is_an_amount():
     for answer in ("\\boxed{36}", "\\boxed{\\$36}", "\\boxed{36.00}"):
         assert verify_math(answer, "\\$36", {}) is True and verify_math(answer, "\\$37", {}) is False
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("<answer>34</answer>", True),
+        ("I am 95% sure. <answer> $34$ </answer> Confidence: 95", True),
+        ("<answer>x = 34</answer>\nThis took 3 steps.", True),
+        ("<answer>\\boxed{34}</answer> 5", True),
+        ("<answer>12</answer> wait <answer>34.0</answer>", True),
+        ("<answer>The number is 34.</answer> 7", True),
+        ("<answer>35</answer> 34", False),
+        ("<answer></answer> 34", True),
+        ("2 + 32 = 34\n#### 34", True),
+        ("#### 34 apples\nin 5 minutes", True),
+        ("#### 3,4\n34", False),
+        ("The answer is 34.", True),
+        ("\\boxed{35} <answer>34</answer>", False),
+    ],
+)
+def test_forms_of_an_answer(answer, right):
+    assert verify_math(answer, "34", {}) is right
+    assert verify_math(answer, "She has 30 + 4 = <<30+4=34>>34 apples.\n#### 34", {}) is right
+
+
+def test_the_reference_of_gsm8k_is_what_follows_its_mark():
+    text = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = <<48+24=72>>72.\n#### 1,072"
+    assert check_references([text]) == [""]
+    assert verify_math("\\boxed{1072}", text, {}) is True and verify_math("\\boxed{72}", text, {}) is False
 
 
 def test_many_references_are_parsed_in_several_processes(monkeypatch):
