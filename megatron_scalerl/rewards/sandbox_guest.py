@@ -16,6 +16,7 @@ imported (`SITE_MODULES`), annotations are not evaluated, integers may have any 
 from __future__ import annotations
 import __future__
 
+import _operator
 import _thread
 import builtins
 import os
@@ -48,11 +49,15 @@ _VALUES = {
 _UNPLAIN = (StopIteration, StopAsyncIteration)
 """Exceptions that would end a loop of the tests instead of failing them."""
 _SPECIAL: dict[str, Callable[..., Any]] = {
-    "__getitem__": lambda value, key: value[key],
-    "__len__": len,
-    "__str__": str,
-    "__repr__": repr,
+    **{f"__{name}__": getattr(_operator, name) for name in ("getitem", "setitem", "delitem", "abs", "neg")},
+    **{f"__{kind.__name__}__": kind for kind in (bool, int, float, str, repr, len, setattr)},
+    "__instancecheck__": lambda kind, value: isinstance(value, kind),
+    "__enter__": lambda value: value.__enter__(),
+    "__exit__": lambda value, *_: value.__exit__(None, None, None),
 }
+_TWO = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")
+_OF_TWO = {f"__{name}__": getattr(_operator, name) for name in _TWO}
+"""Between two objects of the program. Beside a value of the tests, the program would see what it must equal."""
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
@@ -203,12 +208,11 @@ class Solution:
         if what == "call":
             result = target(*arguments, **keywords)
             return _awaited(result) if hasattr(result, "__await__") else result
-        if what == "fields":
-            fields = getattr(type(target), "__dataclass_fields__", None)
-            return fields and (type(target).__qualname__, {name: getattr(target, name) for name in fields})
         if what == "iter":
-            return list(target)
-        return getattr(target, what[1:]) if what[0] == "." else _SPECIAL[what](target, *arguments)
+            return iter(target)
+        if what == "__next__":
+            return next(([item] for item in target), [])
+        return getattr(target, what[1:]) if what[0] == "." else (_SPECIAL | _OF_TWO)[what](target, *arguments)
 
     def _handle(self, value: Any) -> dict[str, int]:
         if id(value) not in self._numbers:
@@ -218,14 +222,14 @@ class Solution:
 
 
 class Remote:
-    """An object of the program: it can be called, asked for attributes and iterated over.
+    """An object of the program, which carries out what the tests do with it.
 
-    It equals itself, and a dataclass one with the same fields, so that no __eq__ of the program decides a comparison;
-    where both sides are made by the program, it decides all the same.
+    It equals no value of the tests, so that no __eq__ of the program decides such a comparison. Where both sides are
+    made by the program, it decides all the same.
     """
 
     def __init__(self, tests: Tests, number: int) -> None:
-        self._tests, self._number = tests, number
+        self.__dict__.update(_tests=tests, _number=number)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         return self._tests.ask("call", self._number, args, keywords)
@@ -236,23 +240,27 @@ class Remote:
         return self._tests.ask("." + name, self._number)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._tests.ask("iter", self._number))
+        return self._tests.ask("iter", self._number)
 
-    def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, Remote):
-            return self is other
-        fields = self._tests.ask("fields", self._number)
-        return bool(fields) and fields == self._tests.ask("fields", other._number)
+    def __next__(self) -> Any:
+        for item in self._tests.ask("__next__", self._number):
+            return item
+        raise StopIteration
 
     def __hash__(self) -> int:
         return 0  # equal objects have equal ones, and fields may change
 
 
 def _special(name: str) -> Callable[..., Any]:
-    return lambda self, *args: self._tests.ask(name, self._number, args)
+    def ask(self: Remote, *args: Any) -> Any:
+        if name in _OF_TWO and not isinstance(args[0], Remote):
+            return NotImplemented
+        return self._tests.ask(name, self._number, () if name == "__exit__" else args)
+
+    return ask
 
 
-for _name in _SPECIAL:
+for _name in (_SPECIAL.keys() | _OF_TWO.keys()) - {"__next__"}:
     setattr(Remote, _name, _special(_name))
 
 
@@ -407,13 +415,14 @@ def _run_test(name: str, value: Any) -> None:
             instance = value()
             for step in ("setup_method", "setUp", method, "teardown_method", "tearDown"):
                 if hasattr(instance, step):
-                    _call(getattr(instance, step))
+                    bound = getattr(instance, step)
+                    _call(bound, *[method] * (step.endswith("_method") and bound.__code__.co_argcount == 2))
     elif name.startswith("test") and type(value).__name__ == "function":
         _call(value)
 
 
-def _call(function: Any) -> None:
-    result = function()
+def _call(function: Any, *arguments: Any) -> None:
+    result = function(*arguments)
     if hasattr(result, "__await__"):
         _awaited(result)
 

@@ -347,6 +347,84 @@ def test_equal_values_are_equal_for_the_tests(program, tests, wrong):
     assert verdict(program, tests.replace(*wrong)) is False
 
 
+NODE = """
+class ListNode:
+    def __init__(self, val, next=None): self.val, self.next = val, next
+    def __eq__(self, other): return self.val == other.val and self.next == other.next
+class Vector:
+    def __init__(self, x): self.x = x
+    def __add__(self, other): return Vector(self.x + other.x)
+    def __eq__(self, other): return self.x == other.x
+    def __lt__(self, other): return self.x < other.x
+    def __float__(self): return float(self.x)
+class Bag:
+    def __init__(self): self.items = {}
+    def __bool__(self): return bool(self.items)
+    def __setitem__(self, key, value): self.items[key] = value
+    def __getitem__(self, key): return self.items[key]
+    def __iter__(self): return iter(self.items)
+    def __enter__(self): return self
+    def __exit__(self, *_): self.items.clear()
+def count():
+    n = 0
+    while True:
+        n += 1
+        yield n
+def build(values):
+    head = None
+    for value in reversed(values): head = ListNode(value, head)
+    return head
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "wrong"),
+    [
+        ("assert build([1, 2]) == ListNode(1, ListNode(2))", ("ListNode(2)", "ListNode(3)")),
+        ("node = build([1])\nnode.next = build([2])\nassert node.next.val == 2", ("== 2", "== 1")),
+        ("assert isinstance(build([1]), ListNode) and build([]) is None", ("([1])", "([])")),
+        ("assert Vector(1) + Vector(2) == Vector(3)", ("(3)", "(4)")),
+        ("assert [v.x for v in sorted([Vector(2), Vector(1)])] == [1, 2]", ("[1, 2]", "[2, 1]")),
+        ("assert float(Vector(2)) == 2.0", ("2.0", "3.0")),
+        ("bag = Bag()\nassert not bag\nbag['a'] = 1\nassert bag and bag['a'] == 1", ("bag and", "not bag and")),
+        (
+            "bag = Bag()\nwith bag as inside:\n    inside[4] = 5\n    assert 4 in bag\nassert 4 not in bag",
+            ("not in", "in"),
+        ),
+        ("numbers = count()\nassert next(numbers) == 1 and [next(numbers), next(numbers)] == [2, 3]", ("[2", "[1")),
+        ("from itertools import islice\nassert list(islice(count(), 3)) == [1, 2, 3]", ("3]", "4]")),
+        (
+            "class TestBuild:\n    def setup_method(self, method):\n        self.name = method\n"
+            "    def test_it(self):\n        assert build([1]).val == 1 and self.name",
+            (".val == 1", ".val == 2"),
+        ),
+    ],
+)
+def test_objects_of_the_program_do_what_its_classes_say(tests, wrong):
+    assert verdict(NODE, tests) is True
+    assert verdict(NODE, tests.replace(*wrong)) is False
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert abs(f(2) - 4) < 1e-6",
+        "assert f(2) <= 4 and f(2) >= 4",
+        "assert 4 in f(2)",
+        "assert f(2) == 4",
+        "assert f(2) - 4 == 0",
+    ],
+)
+def test_no_object_of_the_program_decides_beside_a_value_of_the_tests(tests):
+    names = ("eq", "lt", "le", "gt", "ge", "sub", "add", "contains", "abs")
+    body = "".join(
+        f"    def __{name}__(self, *_): return {'0' if name in ('sub', 'abs') else 'True'}\n" for name in names
+    )
+    assert (
+        verdict(f"class Yes:\n{body}    def __iter__(self): return iter([1])\ndef f(x): return Yes()", tests) is False
+    )
+
+
 def test_a_name_that_sites_import_is_no_function_of_the_program():
     """operator.add must not stand in for the function that the program lacks."""
     assert verdict("pass", "assert add(2, 3) == 5") is False
