@@ -124,7 +124,7 @@ def case_recipe(case: dict[str, Any]) -> Any:
 
 def predicted(case: dict[str, Any]) -> tuple[dict[str, float], int]:
     """(the plan's terms, bytes, with the kernels of this machine; parameters)."""
-    from megatron_scalerl.plan.work import predict_trainer
+    from predicted_trainer import predict_trainer
 
     found = predict_trainer(case_recipe(case), case["path"], layers="plain", device="cpu", sequence_tokens=SEQUENCE)
     return {term.name: term.bytes for term in found.terms}, found.parameters

@@ -174,10 +174,10 @@ def fitting(shape: Shape, folder: Path, free: int) -> tuple[Shape, Any]:
 
     Raises ValueError if one layer does not fit.
     """
+    from predicted_trainer import predict_trainer
     from transformers import LlamaConfig
 
     from megatron_scalerl.distributed import device
-    from megatron_scalerl.plan.work import predict_trainer
 
     while True:
         settings: dict[str, Any] = dict(num_hidden_layers=shape.layers, tie_word_embeddings=False)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import merge
-from megatron.core.dist_checkpointing.mapping import CheckpointingException, apply_factory_merges
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
@@ -49,6 +49,9 @@ from megatron_scalerl.checkpoints.safe_values import (
     read_value,
 )
 
+_TEXT = 4096
+"""Bytes of what a rank says of its failure."""
+
 
 def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str, Any]:
     """`dist_checkpointing.load(wanted, path)` without unpickling. Every rank must call it.
@@ -69,14 +72,26 @@ def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str,
             merge(state, torch_strategies.TorchDistLoadShardedStrategy().load(sharded, Path(path)))
     except CheckpointException as failed:  # torch's planner raises it for the first failure of any rank that it asks
         failure = _first_failure(index, failed)
-    of_ranks: list[str | None] = [None] * dist.get_world_size()  # since Megatron-Core 0.17 it asks none but its own
-    dist.all_gather_object(of_ranks, None if failure is None else str(failure))
-    if failure is None and any(of_ranks):
-        failure = ValueError(next(filter(None, of_ranks)))
+    # since Megatron-Core 0.17 it asks none but its own
+    said = "".join(_of_all_ranks("" if failure is None else str(failure), sharded)[:1])
+    if failure is None and said:
+        failure = ValueError(said)
     if failure is not None:
         raise failure from None
     loaded: dict[str, Any] = apply_factory_merges(state, factories)
     return loaded
+
+
+def _of_all_ranks(text: str, sharded: Any) -> list[str]:
+    """The texts of all ranks that have one, in their order; of each the first _TEXT bytes."""
+    device = next(
+        (t.data.device for t in nested_values(sharded) if isinstance(t, ShardedTensor)), torch.device("cpu")
+    )
+    own = torch.frombuffer(bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0")), dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    texts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
+    return [text for text in texts if text]
 
 
 def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseException:

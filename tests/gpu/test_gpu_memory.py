@@ -16,8 +16,8 @@ import bench_shapes
 import pytest
 from gpu_cases import judge
 from gpu_ranks import RECIPE_8B
+from predicted_trainer import predict_trainer
 
-from megatron_scalerl.plan.work import predict_trainer
 from megatron_scalerl.recipe.file import load_recipe
 
 pytestmark = pytest.mark.slow

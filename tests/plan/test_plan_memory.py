@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from predicted_trainer import predict_trainer
 from sampling import sampled
 
 from megatron_scalerl.plan.activations import layer_bytes, recompute_of, shape_of
@@ -16,7 +17,7 @@ from megatron_scalerl.plan.hardware import GIB, GPUS, PLAIN_ON_GPU, Kernels
 from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import logit_bytes, trainer_memory
 from megatron_scalerl.plan.sharding import layout_of
-from megatron_scalerl.plan.work import predict_trainer, step_work
+from megatron_scalerl.plan.work import step_work
 from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parents[2]
