@@ -316,6 +316,12 @@ IDIOMS = {
     "asyncio": "import asyncio\nasync def main():\n    await asyncio.sleep(0)\n    " + READ + "\nasyncio.run(main())",
     "deep recursion": "def f(n): return n and f(n - 1)\nf(20000)\n" + READ,
     "main": "def main():\n    " + READ + "\nif __name__ == '__main__':\n    main()",
+    "os._exit": "import os, sys\n" + READ + "\nsys.stdout.flush()\nos._exit(0)",
+    "lines of stdin": "import sys\nfor line in sys.stdin:\n    print(sum(map(int, line.split())))",
+    "a global": "n = 0\ndef f():\n    global n\n    n = sum(map(int, input().split()))\nf()\nprint(n)",
+    "a thread": "import threading\nthreading.stack_size(2**26)\ndef main():\n    "
+    + READ
+    + "\nt = threading.Thread(target=main)\nt.start()\nt.join()",
     "a long integer": "len(str(10 ** 5000))\n" + READ,
 }
 
@@ -325,6 +331,25 @@ def test_programs_run_as_on_competition_sites(idiom):
     cases = json.dumps([{"input": "2 3\n", "output": "5\n"}])
     assert verdict(IDIOMS[idiom], cases) is True
     assert verdict(IDIOMS[idiom], cases.replace("2 3", "2 2")) is False
+
+
+@pytest.mark.parametrize(
+    ("result", "output", "right"),
+    [
+        ("(2, 3)", "[2, 3]", True),
+        ("[(2, 3)]", "[[2, 3]]", True),
+        ("1.0", "1", True),
+        ("True", "1", True),
+        ("Fraction(1, 2)", "0.5", True),
+        ("0.1 + 0.2", "0.3", False),
+        ("None", "[2, 3]", False),
+    ],
+)
+def test_results_of_functions_are_compared_as_livecodebench_does(result, output, right):
+    """But for the tuple within a list, which it takes for wrong."""
+    case = {"input": "1", "output": output, "testtype": "functional", "metadata": {"func_name": "f"}}
+    program = f"from fractions import Fraction\nclass Solution:\n    def f(self, a):\n        return {result}"
+    assert verdict(program, json.dumps([case])) is right
 
 
 FRACTION = "from fractions import Fraction\n"
