@@ -33,6 +33,7 @@ NO_COMMANDS = {
     "logit_contenders.py",
     "logit_targets.py",
     "measured_constants.py",
+    "predicted_trainer.py",
     "mutation.py",
     "process_figures.py",
     "random_inputs.py",
