@@ -72,8 +72,16 @@ def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str,
             merge(state, torch_strategies.TorchDistLoadShardedStrategy().load(sharded, Path(path)))
     except CheckpointException as failed:  # torch's planner raises it for the first failure of any rank that it asks
         failure = _first_failure(index, failed)
+    except (
+        CheckpointingException,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        OSError,
+    ) as error:  # the others wait for this rank
+        failure = error
     # since Megatron-Core 0.17 it asks none but its own
-    said = "".join(_of_all_ranks("" if failure is None else str(failure), sharded)[:1])
+    said = "".join(_of_all_ranks("" if failure is None else str(failure) or repr(failure), sharded)[:1])
     if failure is None and said:
         failure = ValueError(said)
     if failure is not None:

@@ -29,9 +29,11 @@ _WORD = re.compile(r"(?:(?!\\\)|\\\])[^\s$])+")
 _THOUSANDS, _IN_THOUSANDS = re.compile(r"(?<=\d) (?=\d)"), re.compile(r"-?\d{1,3}( \d{3})+(\.\d+)?")
 _MIXED = re.compile(r"^\s*(\d+) (\d+)/(\d+)\s*$")
 _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
-_MARKED = re.compile(r"<answer>(.*?)</answer>|####[ \t]*([^\n]+)", re.DOTALL)
+_MARKED = re.compile(
+    r"<answer>((?:(?!<answer>).)*?)</answer>|^####(?!#)[ \t]*([^\n]+)\s*\Z", re.DOTALL | re.MULTILINE
+)
 _NO_ANSWER = re.compile(
-    r"\(?[A-J][.):]\s*\S.*|[Nn]o\.?|\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}|\d\d?:(0\d|\d\d ?[ap]\.?m\.?|\d\d:\d\d)"
+    r"\(?[A-J][.):]\s+[^=\n]+|[Nn]o\.?|\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}|\d\d?:(0\d|\d\d ?[ap]\.?m\.?|\d\d:\d\d)"
 )
 """References that math-verify reads as products, quotients and differences."""
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?")
@@ -112,7 +114,7 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     answer, marked = last_box(answer_text), None
     if answer is None and (marks := _MARKED.findall(answer_text)):
         marked = next(filter(None, marks[-1]), "")[-TAIL:]
-        found = parsed_reference(marked)
+        found = [] if _has_words(marked) else parsed_reference(marked)
     if marked is None or _is_text(found):
         found = parse(answer or marked or answer_text[-TAIL:], parsing_timeout=None)
     return bool(verify(expected, found, timeout_seconds=None))
@@ -135,6 +137,10 @@ def parsed_reference(reference: str, timeout_s: int | None = None) -> list[Any]:
 def _is_text(parsed: Sequence[Any]) -> bool:
     """What math-verify returns where it reads nothing as mathematics."""
     return all(isinstance(part, str) for part in parsed)
+
+
+def _has_words(text: str) -> bool:
+    return any(word.lower() not in _FUNCTIONS for word in _WORDS.findall(_LATEX.sub(" ", text)))
 
 
 def check_references(references: Sequence[str]) -> list[str]:
@@ -161,8 +167,7 @@ def _problem_of(reference: str) -> str:
         return f"{said}, {len(reference)} characters"
     if _NO_ANSWER.fullmatch(reference.strip()):
         return f"{said}, which is a date, a time, or a choice with its text (give the letter alone)"
-    words = _WORDS.findall(_LATEX.sub(" ", reference.rpartition("####")[2]))
-    if [word for word in words if word.lower() not in _FUNCTIONS]:
+    if _has_words(reference.rpartition("####")[2]):
         return f"{said}, which is text"
     try:
         if isinstance(json.loads(reference), (dict, bool)) or json.loads(reference) is None:

@@ -255,7 +255,10 @@ def _special(name: str) -> Callable[..., Any]:
     def ask(self: Remote, *args: Any) -> Any:
         if name in _OF_TWO and not isinstance(args[0], Remote):
             return NotImplemented
-        return self._tests.ask(name, self._number, () if name == "__exit__" else args)
+        if name == "__exit__":  # whose answer must not hide an assertion that fails
+            self._tests.ask(name, self._number)
+            return None
+        return self._tests.ask(name, self._number, args)
 
     return ask
 
@@ -416,7 +419,8 @@ def _run_test(name: str, value: Any) -> None:
             for step in ("setup_method", "setUp", method, "teardown_method", "tearDown"):
                 if hasattr(instance, step):
                     bound = getattr(instance, step)
-                    _call(bound, *[method] * (step.endswith("_method") and bound.__code__.co_argcount == 2))
+                    takes_method = step in ("setup_method", "teardown_method") and bound.__code__.co_argcount == 2
+                    _call(bound, *[method] * takes_method)
     elif name.startswith("test") and type(value).__name__ == "function":
         _call(value)
 

@@ -430,6 +430,13 @@ def test_objects_of_the_program_do_what_its_classes_say(tests, wrong):
     assert verdict(NODE, tests.replace(*wrong)) is False
 
 
+def test_no_object_of_the_program_hides_an_assertion_that_fails():
+    program = "class Acc:\n    def __enter__(self): return self\n    def __exit__(self, *a): return True\n"
+    program += "    def total(self): return 0"
+    assert verdict(program, "with Acc() as a:\n    assert a.total() == 5") is False
+    assert verdict(program, "with Acc() as a:\n    assert a.total() == 0") is True
+
+
 @pytest.mark.parametrize(
     "tests",
     [

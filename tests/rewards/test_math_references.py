@@ -68,8 +68,14 @@ def test_an_escaped_dollar_is_an_amount():
         ("<answer>35</answer> 34", False),
         ("<answer></answer> 34", True),
         ("2 + 32 = 34\n#### 34", True),
-        ("#### 34 apples\nin 5 minutes", True),
-        ("#### 3,4\n34", False),
+        ("2 + 32\n#### 34 apples", True),
+        ("#### Step 2\nThe answer is $34$.", True),
+        ("##### Step 3: add\nthe answer is 34", True),
+        ("#### Final answer\n34", True),
+        ("The answer is 34.\n#### Summary\nSo $x=34$", True),
+        ("#### Final Answer: 34 eggs", True),
+        ("<answer>Total: 34</answer>", True),
+        ("34\n#### 35", False),
         ("The answer is 34.", True),
         ("\\boxed{35} <answer>34</answer>", False),
     ],
@@ -77,6 +83,10 @@ def test_an_escaped_dollar_is_an_amount():
 def test_forms_of_an_answer(answer, right):
     assert verify_math(answer, "34", {}) is right
     assert verify_math(answer, "She has 30 + 4 = <<30+4=34>>34 apples.\n#### 34", {}) is right
+
+
+def test_a_text_of_tags_alone_is_read_at_once():
+    assert verify_math("<answer>" * 20_000, "34", {}) is False
 
 
 def test_the_reference_of_gsm8k_is_what_follows_its_mark():
