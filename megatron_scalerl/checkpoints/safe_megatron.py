@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
-from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import CheckpointingException, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
@@ -48,6 +48,7 @@ from megatron_scalerl.checkpoints.safe_values import (
     read_tensor,
     read_value,
 )
+from megatron_scalerl.distributed.device import device
 
 _TEXT = 4096
 """Bytes of what a rank says of its failure."""
@@ -70,18 +71,10 @@ def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str,
     try:
         with _read_with(_Reader(index)):
             merge(state, torch_strategies.TorchDistLoadShardedStrategy().load(sharded, Path(path)))
-    except CheckpointException as failed:  # torch's planner raises it for the first failure of any rank that it asks
-        failure = _first_failure(index, failed)
-    except (
-        CheckpointingException,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        OSError,
-    ) as error:  # the others wait for this rank
-        failure = error
-    # since Megatron-Core 0.17 it asks none but its own
-    said = "".join(_of_all_ranks("" if failure is None else str(failure) or repr(failure), sharded)[:1])
+    except (CheckpointException, CheckpointingException, ValueError, KeyError, RuntimeError, OSError) as error:
+        # torch's planner raises the first for a failure of any rank; since Megatron-Core 0.17 it asks only this one
+        failure = _first_failure(index, error) if isinstance(error, CheckpointException) else error
+    said = _first_of_all_ranks("" if failure is None else str(failure) or repr(failure))
     if failure is None and said:
         failure = ValueError(said)
     if failure is not None:
@@ -90,16 +83,13 @@ def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str,
     return loaded
 
 
-def _of_all_ranks(text: str, sharded: Any) -> list[str]:
-    """The texts of all ranks that have one, in their order; of each the first _TEXT bytes."""
-    device = next(
-        (t.data.device for t in nested_values(sharded) if isinstance(t, ShardedTensor)), torch.device("cpu")
-    )
-    own = torch.frombuffer(bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0")), dtype=torch.uint8).to(device)
+def _first_of_all_ranks(text: str) -> str:
+    """The text of the first rank that has one, at most _TEXT bytes of it; "" if none has. Collective."""
+    own = torch.frombuffer(bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0")), dtype=torch.uint8).to(device())
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own)
-    texts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
-    return [text for text in texts if text]
+    texts = (bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone)
+    return next(filter(None, texts), "")
 
 
 def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseException:

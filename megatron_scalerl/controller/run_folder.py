@@ -347,7 +347,7 @@ def _check_experts(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> N
         was, now = (f"TP {s.tp}, PP {s.pp}, CP {s.cp}, EP {s.ep}" for s in (old, new))
         raise RecipeError(
             f"{folder}: expected megatron.parallel.expert_model_parallel_size {old.ep} as in its attempts before "
-            f"({was}), found {new.ep} ({now}); all but the expert-parallel size may change"
+            f"({was}), found {new.ep} ({now}); tensor, pipeline, context and data-parallel sizes may change"
         )
 
 

@@ -53,11 +53,12 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     **{f"__{kind.__name__}__": kind for kind in (bool, int, float, str, repr, len, setattr)},
     "__instancecheck__": lambda kind, value: isinstance(value, kind),
     "__enter__": lambda value: value.__enter__(),
-    "__exit__": lambda value, *_: value.__exit__(None, None, None),
+    "__exit__": lambda value: value.__exit__(None, None, None),
 }
 _TWO = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")
 _OF_TWO = {f"__{name}__": getattr(_operator, name) for name in _TWO}
 """Between two objects of the program. Beside a value of the tests, the program would see what it must equal."""
+_SPECIAL |= _OF_TWO
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
@@ -212,7 +213,7 @@ class Solution:
             return iter(target)
         if what == "__next__":
             return next(([item] for item in target), [])
-        return getattr(target, what[1:]) if what[0] == "." else (_SPECIAL | _OF_TWO)[what](target, *arguments)
+        return getattr(target, what[1:]) if what[0] == "." else _SPECIAL[what](target, *arguments)
 
     def _handle(self, value: Any) -> dict[str, int]:
         if id(value) not in self._numbers:
@@ -263,7 +264,7 @@ def _special(name: str) -> Callable[..., Any]:
     return ask
 
 
-for _name in (_SPECIAL.keys() | _OF_TWO.keys()) - {"__next__"}:
+for _name in _SPECIAL:
     setattr(Remote, _name, _special(_name))
 
 
