@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import os
@@ -97,8 +98,16 @@ def join_world(
 def shutdown_parallel(*, keep_world: bool = False) -> None:
     """Leave all process groups, so that `join_world` can be called again; `keep_world`: all but the world's."""
     parallel_state.destroy_model_parallel()
-    if dist.is_initialized() and not keep_world:
+    if not dist.is_initialized():
+        return
+    if not keep_world:
         dist.destroy_process_group()
+        return
+    # Megatron only forgets its groups, and every gloo group that is left wakes a thread a hundred times a second.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()  # rank objects refer to their groups in circles
 
 
 def virtual_pipeline_size() -> int | None:

@@ -19,8 +19,9 @@ def differing_parameters(jobs: list[Job]) -> list[dict[str, Any]]:
     Both sides start from other values than the checkpoint's; `changed` counts parameters that the load changed.
     `ours` are those that differ after our load, which starts from zeros.
     """
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
 
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.model import build_policy, load_megatron
     from megatron_scalerl.trainer.ranks import init_parallel
 
@@ -42,14 +43,13 @@ def differing_parameters(jobs: list[Job]) -> list[dict[str, Any]]:
         ours = [n for n, value in loaded.items() if not torch.equal(value, expected[f"module.{n}"])]
         found.append(dict(parameters=len(loaded), different=different, changed=changed, ours=ours))
         torch.distributed.barrier()
-        parallel_state.destroy_model_parallel()
+        shutdown_parallel(keep_world=True)
     return found
 
 
 def refusals(jobs: list[Job]) -> list[str]:
     """For every job: what this rank says as it starts from a checkpoint that must be refused."""
-    from megatron.core import parallel_state
-
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.model import build_policy, load_megatron
     from megatron_scalerl.trainer.ranks import init_parallel
 
@@ -62,14 +62,15 @@ def refusals(jobs: list[Job]) -> list[str]:
         except ValueError as error:
             refusals.append(str(error))
         torch.distributed.barrier()
-        parallel_state.destroy_model_parallel()
+        shutdown_parallel(keep_world=True)
     return refusals
 
 
 def save_the_stock_way(jobs: list[Job]) -> None:
     """Writes a Hugging Face folder's policy as Megatron does, in the layout's own chunks."""
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
 
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.shard_writer import writing_in_process
@@ -83,4 +84,4 @@ def save_the_stock_way(jobs: list[Job]) -> None:
         with writing_in_process():
             dist_checkpointing.save({"model": module.sharded_state_dict()}, out)
         torch.distributed.barrier()
-        parallel_state.destroy_model_parallel()
+        shutdown_parallel(keep_world=True)

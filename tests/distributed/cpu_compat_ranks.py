@@ -213,14 +213,12 @@ def adamw_step_per_parameter(path: str) -> Any:
 
 
 def _build(path: str, *, optimizer: bool = True, **layout: Any) -> tuple[list[Any], Any]:
-    from megatron.core import parallel_state
-
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.optimizer import build_optimizer
     from megatron_scalerl.trainer.ranks import init_parallel
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    shutdown_parallel(keep_world=True)  # of the model before
     settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
     chunks = build_policy(path, settings, init_parallel(settings))
     return chunks, build_optimizer(chunks, settings) if optimizer else None

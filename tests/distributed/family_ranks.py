@@ -22,8 +22,8 @@ Job = tuple[str, str, dict[str, Any], str]
 def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
     """Logits [N, vocab] of the second fixed row on ranks of the last stage; saves the untouched weights."""
     from gathered_weights import gathered
-    from megatron.core import parallel_state
 
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.weights.source import MegatronWeightSource
@@ -41,7 +41,7 @@ def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
             if parallel.rank == 0:
                 save_file(whole, out)
         torch.distributed.barrier()
-        parallel_state.destroy_model_parallel()
+        shutdown_parallel(keep_world=True)
     return found
 
 

@@ -15,9 +15,7 @@ from random_policy import make_recipe
 
 def gradients(jobs: list[tuple[str, str, dict[str, Any], bool | None, bool]]) -> dict[str, Any]:
     """For each (name, policy path, layout, main_grad, loss in chunk): every main_grad after two micro-batches."""
-    from megatron.core import parallel_state
-
-    from megatron_scalerl.distributed.parallel import unwrap
+    from megatron_scalerl.distributed.parallel import shutdown_parallel, unwrap
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.ranks import init_parallel
 
@@ -34,7 +32,7 @@ def gradients(jobs: list[tuple[str, str, dict[str, Any], bool | None, bool]]) ->
         left = [key for key, p in model.named_parameters() if p.grad is not None]
         found[name] = dict(grads=grads, straight=sorted(flags), left=left)
         torch.distributed.barrier()
-        parallel_state.destroy_model_parallel()
+        shutdown_parallel(keep_world=True)
     return found
 
 

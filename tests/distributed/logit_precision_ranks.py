@@ -13,8 +13,7 @@ from random_policies import rows
 
 def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.Tensor]:
     """For (name, policy path, layout): logits [N, vocab] of the first fixed row, and the model's log-probs."""
-    from megatron.core import parallel_state
-
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.ranks import init_parallel
 
@@ -27,14 +26,13 @@ def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.
         with torch.no_grad():
             pair = chunks[0](**policy_rows.arguments(chunks[0], row))
         found[name] = (policy_rows.full_logits(chunks[0], row), pair)
-        parallel_state.destroy_model_parallel()
+        shutdown_parallel(keep_world=True)
     return found
 
 
 def save(jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
     """For (output folder, policy path, layout): loads, adds 1/8 to every weight, saves OUT.megatron."""
-    from megatron.core import parallel_state
-
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.checkpoint import save_policy
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.ranks import init_parallel
@@ -47,4 +45,4 @@ def save(jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
             for parameter in chunks[0].parameters():
                 parameter.add_(0.125)
         save_policy(f"{out}.megatron", chunks, parallel)
-        parallel_state.destroy_model_parallel()
+        shutdown_parallel(keep_world=True)

@@ -40,8 +40,8 @@ def many(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
 def measure(path: str, layout: dict[str, Any]) -> dict[str, Any]:
     """Loss, gradient norm, gradients and exported weights of one step on the fixed rows under a layout."""
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.optimizer import build_optimizer
     from megatron_scalerl.trainer.ranks import init_parallel
@@ -63,7 +63,7 @@ def measure(path: str, layout: dict[str, Any]) -> dict[str, Any]:
     found["stepped"] = _export(source)
     found["manifest"] = [(meta.name, meta.dtype, meta.shape) for meta in source.plan.parameters]
     dist.barrier()
-    parallel_state.destroy_model_parallel()
+    shutdown_parallel(keep_world=True)
     return found
 
 

@@ -21,11 +21,11 @@ def many(jobs: list[tuple[str, str, dict[str, Any], list[Row]]]) -> dict[str, An
 def measure(path: str, layout: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
     """Log-probabilities of the targets and gradients of their sum, with the rows' experts where they bring some."""
     import torch.distributed as dist
-    from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.weights.source import MegatronWeightSource
@@ -62,5 +62,5 @@ def measure(path: str, layout: dict[str, Any], rows: list[Row]) -> dict[str, Any
     )
     grads = parity_ranks._export_grads(source, chunks)
     dist.barrier()
-    parallel_state.destroy_model_parallel()
+    shutdown_parallel(keep_world=True)
     return {"logprobs": torch.stack(logprobs) if logprobs else None, "grads": grads}

@@ -6,6 +6,7 @@ and holds none of our modules: in all else a rank is a fresh process.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing as mp
 import os
@@ -54,7 +55,7 @@ def run_ranks(
         settings = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1")}  # as of now: the server's is older
         settings |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         settings |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.getsockname()[1])) | dict(env or {})
-        process = context.Process(target=_child, args=(theirs, settings, target, args), daemon=True)
+        process = context.Process(target=_child, args=(theirs, settings, timeout_s, target, args), daemon=True)
         process.start()
         theirs.close()
         pipes[ours] = rank
@@ -88,7 +89,8 @@ def _collect(pipes: dict[Connection, int], deadline: float) -> list[Any]:
     return results
 
 
-def _child(pipe: Connection, settings: dict[str, str], target: str, args: tuple[Any, ...]) -> None:
+def _child(pipe: Connection, settings: dict[str, str], timeout_s: float, target: str, args: tuple[Any, ...]) -> None:
+    faulthandler.dump_traceback_later(0.9 * timeout_s, exit=False)  # shows where a rank hangs
     os.environ.clear()
     os.environ.update(settings)
     module, function = target.split(":")

@@ -43,10 +43,11 @@ def trainer_of(settings: Any) -> Any:
 def release() -> None:
     """Destroys the groups, so that the next job can create its own."""
     import torch.distributed as dist
-    from megatron.core import parallel_state
+
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
 
     dist.barrier()
-    parallel_state.destroy_model_parallel()
+    shutdown_parallel(keep_world=True)
 
 
 def many(jobs: list[tuple[str, str, dict[str, int], int, dict[str, Any]]]) -> dict[str, Any]:

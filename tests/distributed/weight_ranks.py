@@ -151,8 +151,7 @@ class Sides:
 
 @contextlib.contextmanager
 def _connected(path: str, layout: dict[str, Any], workers: int, rendezvous: Any) -> Iterator[Sides]:
-    from megatron.core import parallel_state
-
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer import changes_gather
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.optimizer import build_optimizer
@@ -199,7 +198,7 @@ def _connected(path: str, layout: dict[str, Any], workers: int, rendezvous: Any)
             group.close()
     sending.close()
     dist.barrier()
-    parallel_state.destroy_model_parallel()
+    shutdown_parallel(keep_world=True)
 
 
 def _on_rank_0(pool: ThreadPoolExecutor, calls: list[Any]) -> list[Future[Any]]:
