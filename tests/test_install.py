@@ -81,7 +81,7 @@ def driver(folder, version):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], "expected 'cpu' or 'gpu', found 'nothing'"),
+        ([], "expected 'cpu', 'gpu' or 'newest', found 'nothing'"),
         (["tpu"], "found 'tpu'"),
         (["cpu", "--without-gpu"], "cpu: expected no further argument, found '--without-gpu'"),
         (["gpu", "--without-gpus"], "gpu: expected --without-gpu or no further argument, found '--without-gpus'"),

@@ -104,13 +104,13 @@ def _refuse(settings: Mapping[str, Any]) -> None:
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     if wrong := [kind for kind in kinds if kind not in ("none", "aux_loss")]:
         raise ValueError(
-            f"megatron.model.moe_router_load_balancing_type: {wrong[0]} is not supported: Megatron-Core 0.16.1 takes "
+            f"megatron.model.moe_router_load_balancing_type: {wrong[0]} is not supported: Megatron-Core takes "
             "all sequences of a packed row for one; use aux_loss or none"
         )
     if settings.get("calculate_per_token_loss") and (kinds != ["none"] or settings.get("moe_z_loss_coeff")):
         raise ValueError(
             "megatron.model.calculate_per_token_loss: is not supported with an auxiliary loss, which Megatron-Core "
-            "0.16.1 would multiply by the number of tokens of the batch"
+            "would multiply by the number of tokens of the batch"
         )
 
 

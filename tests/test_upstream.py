@@ -1,0 +1,76 @@
+"""docs/upstream.md lists where this package reaches inside vLLM and Megatron-Core, and its lines are right.
+
+Why this matters: a name that upstream moves is found here, by name, before an engine fails to start on a cluster.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "megatron_scalerl"
+VLLM, MEGATRON = (
+    re.findall(r"^\| ([\w/]+\.py):(\d+) \| (\w+) \| ([^|]+) \|", part, re.MULTILINE)
+    for part in (ROOT / "docs" / "upstream.md").read_text(encoding="utf8").split("## Megatron-Core")
+)
+
+
+def upstream(package: str, file: str) -> list[str]:
+    spec = find_spec(package)  # imports no more than the parent package
+    assert spec is not None and spec.submodule_search_locations
+    return (Path(next(iter(spec.submodule_search_locations))) / file).read_text(encoding="utf8").splitlines()
+
+
+@pytest.mark.parametrize(("file", "line", "name", "_users"), VLLM)
+def test_vllm_has_the_name_on_its_line(file: str, line: str, name: str, _users: str) -> None:
+    assert re.search(rf"\b{name}\b", upstream("vllm", file)[int(line) - 1])
+
+
+@pytest.mark.parametrize(("file", "line", "name", "_users"), MEGATRON)
+def test_megatron_has_the_name_on_its_line_or_in_its_file(file: str, line: str, name: str, _users: str) -> None:
+    lines = upstream("megatron.core", file)
+    lines = [lines[int(line) - 1]] if version("megatron-core") == "0.19.2" else lines
+    assert any(re.search(rf"\b{name}\b", text) for text in lines)
+
+
+@pytest.mark.parametrize(("file", "line", "name", "users"), VLLM + MEGATRON)
+def test_the_files_that_use_a_name_are_listed_with_it(file: str, line: str, name: str, users: str) -> None:
+    found = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if uses(path, name)}
+    assert set(users.split(", ")) <= found
+
+
+def uses(path: Path, name: str) -> bool:
+    return re.search(rf"\b{name}\b", path.read_text(encoding="utf8")) is not None
+
+
+PUBLIC = {
+    "vllm.distributed.weight_transfer.base",
+    "vllm.distributed.weight_transfer.factory",
+    "vllm.model_executor.layers",
+    "vllm.model_executor.model_loader.reload",
+    "vllm.sampling_params",
+    "vllm.v1.engine.core_client",
+    "vllm.v1.sample.logits_processor.interface",
+}
+"""Modules of vLLM whose names its documentation describes, or of which the page lists attributes."""
+
+
+def test_every_import_from_inside_vllm_is_listed() -> None:
+    listed = {("vllm." + file.removesuffix(".py").replace("/", "."), name) for file, _, name, _ in VLLM}
+    imported = {
+        (node.module, alias.name)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for alias in node.names
+    }
+    assert len(imported) > 15
+    assert {
+        (module, name) for module, name in imported - listed if module not in PUBLIC or name.startswith("_")
+    } == set()
