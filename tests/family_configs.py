@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Llama4TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Llama4TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_scalerl.models import family
 
@@ -34,6 +34,8 @@ CONFIGS = {
     "llama": lambda: LlamaConfig(**LLAMA),
     "llama tied": lambda: LlamaConfig(**LLAMA, tie_word_embeddings=True),
     "llama biased": lambda: LlamaConfig(**LLAMA, attention_bias=True),
+    "mistral": lambda: MistralConfig(**{**LLAMA, "head_dim": 10}, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**LLAMA),
     "qwen3": lambda: Qwen3Config(**{**LLAMA, "head_dim": 10}),
     "qwen3 tied": lambda: Qwen3Config(**LLAMA, tie_word_embeddings=True),
     "qwen3_moe": lambda: Qwen3MoeConfig(**QWEN3_MOE, mlp_only_layers=[0]),

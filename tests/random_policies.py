@@ -19,6 +19,8 @@ ROWS = ((5, 17, 31, 24), (40, 9, 20, 12))
 """Sequence lengths of the two micro-batches."""
 FOR_ENGINES: dict[str, Any] = dict(head_dim=32, vocab_size=64)
 """Settings that vLLM on CPUs can serve, with the vocabulary of the tiny tokenizer."""
+QWEN2_FOR_ENGINES: dict[str, Any] = dict(num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
+"""vLLM's Qwen2 has heads of hidden size / heads: 32, too."""
 LLAMA4_FOR_ENGINES: dict[str, Any] = dict(**FOR_ENGINES, attention_chunk_size=128, floor_scale=64)
 """Chunks of vLLM's block size on CPUs."""
 
@@ -50,6 +52,21 @@ def _llama(**settings: Any) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(**{**_SHARED, **settings})
+
+
+def _qwen2(**settings: Any) -> Any:
+    """With the keys of Qwen2.5's windows, which are off."""
+    from transformers import Qwen2Config
+
+    windows = dict(use_sliding_window=False, sliding_window=8, max_window_layers=2)
+    return Qwen2Config(**{**_SHARED, **windows, **settings})
+
+
+def _mistral(**settings: Any) -> Any:
+    """head_dim is 24, where hidden size / heads is 16, as in Mistral Nemo."""
+    from transformers import MistralConfig
+
+    return MistralConfig(**{**_SHARED, "head_dim": 24, "sliding_window": None, **settings})
 
 
 def _qwen3(**settings: Any) -> Any:
@@ -102,6 +119,9 @@ KINDS: dict[str, Callable[..., Any]] = {
     "llama": _llama,
     "llama_tied": partial(_llama, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
     "llama_biased": partial(_llama, attention_bias=True, rope_parameters=YARN_ROPE),
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen2_tied": partial(_qwen2, tie_word_embeddings=True, rope_parameters=YARN_ROPE),
     "qwen3": _qwen3,
     "qwen3_tied": partial(_qwen3, tie_word_embeddings=True, **_ONE_HEAD),
     "qwen3_moe": partial(_qwen3_moe, norm_topk_prob=True, mlp_only_layers=[1]),
@@ -111,8 +131,9 @@ KINDS: dict[str, Callable[..., Any]] = {
     "llama4_multimodal": _llama4_multimodal,
 }
 """Kind -> maker of its config. Covers all mixes of dense and MoE layers; one KV head in qwen3_tied."""
-SMALL_WEIGHTS = ("llama_biased",)
-"""Kinds with smaller weights in the layers; else the fp32 error of transformers itself is 1e-4."""
+SMALL_WEIGHTS = ("llama_biased", "mistral", "qwen2", "qwen2_tied")
+"""Kinds with smaller weights in the layers; else the fp32 error of transformers itself is 1e-4: their queries and
+keys have no norm."""
 FUSED = ("qwen3_moe_tied",)
 """Kinds that are saved in transformers' in-memory layout: a layer's experts in one tensor."""
 

@@ -7,13 +7,15 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.models import llama, llama4, qwen3, qwen3_moe
+from megatron_scalerl.models import llama, llama4, mistral, qwen2, qwen3, qwen3_moe
 from megatron_scalerl.models.family import Family
 
 FAMILIES: dict[str, Callable[..., Family]] = {
     "llama": llama.family,
     "llama4": llama4.family,
     "llama4_text": llama4.family,
+    "mistral": mistral.family,
+    "qwen2": qwen2.family,
     "qwen3": qwen3.family,
     "qwen3_moe": qwen3_moe.family,
 }

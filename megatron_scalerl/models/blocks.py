@@ -58,17 +58,17 @@ def build_family(
         inv_freq=rope.inv_freq,
         layers=layers,
         rules=rules,
-        attention_bias=bias,
+        output_bias=bias,
         **more,
     )
 
 
-def dense_rules(config: Any, *, qk_norm: bool = False) -> tuple[Rule, ...]:
+def dense_rules(config: Any, *, qk_norm: bool = False, qkv_bias: bool = False) -> tuple[Rule, ...]:
     """The weight map of a model with a gated MLP in every layer."""
     first, last = outer_rules(config, "model.", "lm_head.weight")
     found = list(first)
     for layer in range(config.num_hidden_layers):
-        found += attention_rules(config, layer, "model.", qk_norm=qk_norm)
+        found += attention_rules(config, layer, "model.", qk_norm=qk_norm, qkv_bias=qkv_bias)
         hf, megatron = f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
         found += mlp_rules(hf, megatron, ffn=config.intermediate_size, hidden=config.hidden_size, at=At(layer=layer))
     return (*found, *last)
@@ -86,8 +86,13 @@ def outer_rules(config: Any, prefix: str, head: str) -> tuple[tuple[Rule, ...], 
     return (first,), (norm, last)
 
 
-def attention_rules(config: Any, layer: int, prefix: str, *, qk_norm: bool = False) -> list[Rule]:
-    """Norms and attention projections of one layer; `qk_norm`: queries and keys have norms with weights."""
+def attention_rules(
+    config: Any, layer: int, prefix: str, *, qk_norm: bool = False, qkv_bias: bool = False
+) -> list[Rule]:
+    """Norms and attention projections of one layer; `qk_norm`: queries and keys have norms with weights.
+
+    With `attention_bias` in the config all projections have biases, with `qkv_bias` all but the output's.
+    """
     hf, megatron, at = f"{prefix}layers.{layer}.", f"decoder.layers.{layer}.", At(layer=layer)
     attention, ours = f"{hf}self_attn.", f"{megatron}self_attention."
     hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, head_size(config)
@@ -101,10 +106,12 @@ def attention_rules(config: Any, layer: int, prefix: str, *, qk_norm: bool = Fal
             f"{megatron}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", (hidden,), at
         ),
     ]
-    if getattr(config, "attention_bias", False):
+    output_bias = bool(getattr(config, "attention_bias", False))
+    if qkv_bias or output_bias:
         found.append(
             rules.query_key_value(f"{ours}linear_qkv.bias", _projections(attention, "bias"), hidden=None, **qkv)
         )
+    if output_bias:
         found.append(rules.replicated(f"{ours}linear_proj.bias", f"{attention}o_proj.bias", (hidden,), at))
     if qk_norm:
         for kind in "qk":
@@ -168,8 +175,9 @@ def fused_expert_rules(
 def require_full_attention(config: Any) -> None:
     """Raises ValueError for sliding windows, and for activations other than SiLU."""
     require(config, "hidden_act", "silu")
-    if getattr(config, "use_sliding_window", False):
-        raise ValueError("config.json: use_sliding_window: expected False, found True")
+    require(config, "use_sliding_window", False)
+    # transformers' Mistral has a window of 4096 where the key is absent; its Qwen2 and Qwen3 have none if not used
+    require(config, "sliding_window", None, 0)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(f"config.json: layer_types: expected full_attention, found {', '.join(sorted(kinds))}")

@@ -92,8 +92,8 @@ class Family:
     """Prefixes of tensors outside the policy (a vision tower) that an export copies from the source folder."""
     query_scale: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None)
     """[N] positions -> [N] factor on the queries of layers without RoPE."""
-    attention_bias: bool = False
-    """True if the query, key, value and output projections have biases."""
+    output_bias: bool = False
+    """True if the attention's output projection has a bias; `add_qkv_bias` of `transformer` is that of the others."""
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of generation_config.json with which an engine computes the same as the trainer."""
 

@@ -120,11 +120,12 @@ def test_files_are_the_same_for_any_number_of_processes(policies, tmp_path):
     assert [p.read_bytes() for p in one] == [p.read_bytes() for p in three]
 
 
-def test_the_exported_folder_opens_in_transformers(policies, tmp_path):
-    to_megatron(policies("qwen3_tied"), tmp_path / "megatron")
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3_tied"])
+def test_the_exported_folder_opens_in_transformers(kind, policies, tmp_path):
+    to_megatron(policies(kind), tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "back")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
-    before = load_file(policies("qwen3_tied") / "model.safetensors")
+    before = load_file(policies(kind) / "model.safetensors")
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
 
 

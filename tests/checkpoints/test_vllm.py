@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from random_policies import make
+from random_policies import FOR_ENGINES, QWEN2_FOR_ENGINES, make
+from sampling import sampled
 
 from megatron_scalerl.checkpoints.conversion import Options
 from megatron_scalerl.checkpoints.to_hf import to_hf
@@ -25,9 +26,13 @@ print("tokens", json.dumps(list(answer[0].outputs[0].token_ids)))
 """
 
 
+FOLDERS = {"llama": FOR_ENGINES, "mistral": FOR_ENGINES, "qwen2": QWEN2_FOR_ENGINES, "qwen2_tied": QWEN2_FOR_ENGINES}
+
+
 @pytest.mark.slow
-def test_the_exported_folder_opens_in_vllm(tmp_path):
-    model = make("llama", tmp_path / "hf", head_dim=32)  # vLLM's attention on CPUs does not support heads of 16
+@pytest.mark.parametrize("kind", sampled("exported", FOLDERS, 1))
+def test_the_exported_folder_opens_in_vllm(kind, tmp_path):
+    model = make(kind, tmp_path / "hf", **FOLDERS[kind])
     to_megatron(tmp_path / "hf", tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "back", Options(verify=True))
     tokens = torch.tensor([PROMPT])

@@ -81,13 +81,15 @@ WITHOUT: dict[str, Callable[[Family], Family]] = {
     "llama4: probability on the expert's input": _option(moe_apply_probs_on_input=False),
     "llama4: sigmoid router": _option(moe_router_score_function="softmax", moe_router_pre_softmax=True),
     "llama4: shared expert": _option(moe_shared_expert_intermediate_size=None),
+    "qwen2: query, key and value biases": _option(add_qkv_bias=False),
+    "qwen2_tied: YaRN's attention factor": _option(softmax_scale=None),
     "qwen3: query and key norm": _layers(qk_norm="none"),
     "qwen3: weights of that norm": _layers(qk_norm="weightless"),
     "qwen3_moe: normalized probabilities": _option(moe_router_pre_softmax=True),
     "qwen3_moe: two experts": _option(moe_router_topk=1, moe_router_pre_softmax=True),
     "qwen3_moe_tied: probabilities over all experts": _option(moe_router_pre_softmax=False),
     "qwen3_tied: YaRN's attention factor": _option(softmax_scale=None),
-    "llama_biased: output bias": lambda family: replace(family, attention_bias=False),
+    "llama_biased: output bias": lambda family: replace(family, output_bias=False),
     "llama_biased: query, key and value biases": _option(add_qkv_bias=False),
 }
 """Policy kind and feature -> the family without it."""

@@ -20,13 +20,14 @@ from runner import run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CP2, CP4 = ({"context_parallel_size": size} for size in (2, 4))
-KINDS = ("llama", "llama4", "qwen3_moe")
+KINDS = ("llama", "llama4", "qwen2", "qwen3_moe")
 TWO_RANKS = {
     "llama cp2": ("llama", {**PLAIN, **CP2}),
     "llama cp2 distributed optimizer": ("llama", CP2),
     "llama cp2 recomputed": ("llama", {**PLAIN, **CP2, **RECOMPUTED}),
     "llama4 cp2": ("llama4", {**PLAIN, **CP2}),
     "llama4 cp2 recomputed": ("llama4", {**PLAIN, **CP2, **RECOMPUTED}),
+    "qwen2 cp2": ("qwen2", {**PLAIN, **CP2}),
     "qwen3_moe cp2": ("qwen3_moe", {**PLAIN, **CP2}),
 }
 BF16 = dict(dtype="bfloat16")

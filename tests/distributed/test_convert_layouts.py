@@ -32,7 +32,10 @@ PP2 = dict(pipeline_model_parallel_size=2)
 EP2 = dict(expert_model_parallel_size=2)
 ETP1 = dict(expert_tensor_parallel_size=1)
 BF16 = dict(dtype="bfloat16")
-KINDS = ("llama", "llama_tied", "llama_biased", "qwen3_tied", "qwen3_moe", "qwen3_moe_tied", "llama4", "llama4_tied")
+KINDS = (
+    *("llama", "llama_tied", "llama_biased", "mistral", "qwen2_tied", "qwen3_tied"),
+    *("qwen3_moe", "qwen3_moe_tied", "llama4", "llama4_tied"),
+)
 MOE = ("qwen3_moe", "llama4")
 ALONE = [(kind, {}) for kind in KINDS]
 BY_TWO = [

@@ -17,7 +17,7 @@ from megatron_scalerl.checkpoints.to_hf import to_hf
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-KINDS = ("llama", "llama_tied", "qwen3", "qwen3_moe", "llama4")
+KINDS = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_moe", "llama4")
 BF16 = dict(dtype="bfloat16")
 
 

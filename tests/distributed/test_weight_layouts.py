@@ -27,7 +27,7 @@ from megatron_scalerl.distributed.rendezvous import private_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-DENSE = ("llama", "llama_tied")
+DENSE = ("llama", "llama_tied", "qwen2_tied")
 SIZES = list(product((1, 2), repeat=4))
 """Tensor, pipeline, expert, context parallel."""
 Sizes = tuple[int, int, int, int]
@@ -48,7 +48,7 @@ def cases(world: int, kinds: Iterable[str], engines: Iterable[int]) -> list[tupl
 @pytest.mark.parametrize(
     ("world", "kinds", "engines"),
     [
-        pytest.param(2, ("llama_tied", "qwen3_moe"), (2,), id="some"),
+        pytest.param(2, ("qwen2_tied", "qwen3_moe"), (2,), id="some"),
         *(pytest.param(n, (*DENSE, *MOE), (1, 2), id=f"all of {n}", marks=pytest.mark.full) for n in (1, 2)),
         *(pytest.param(4, (kind,), (1, 2), id=f"all of 4 {kind}", marks=pytest.mark.full) for kind in (*DENSE, *MOE)),
     ],

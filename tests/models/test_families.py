@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from family_configs import CONFIGS, LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_shape
-from transformers import Llama4TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder
 from megatron_scalerl.models import family, read_hf_config
@@ -151,6 +159,15 @@ def test_the_vocabulary_is_padded_to_the_ranks(rank: int, rows: tuple[int, int])
     [
         (lambda: LlamaConfig(**LLAMA, mlp_bias=True), r"config.json: mlp_bias: expected False, found True"),
         (
+            lambda: Qwen2Config(**LLAMA, attention_bias=True),
+            r"config.json: attention_bias: expected False, found True",
+        ),
+        (
+            lambda: Qwen2Config(**LLAMA, use_sliding_window=True, sliding_window=8, max_window_layers=0),
+            r"config.json: use_sliding_window: expected False, found True",
+        ),
+        (lambda: MistralConfig(**LLAMA), r"config.json: sliding_window: expected None or 0, found 4096"),
+        (
             lambda: Qwen3Config(**LLAMA, use_sliding_window=True, max_window_layers=1),
             r"use_sliding_window: expected False, found True",
         ),
@@ -174,7 +191,7 @@ def test_what_the_map_does_not_cover_is_refused(config: Any, line: str) -> None:
         family(config())
 
 
-KNOWN = "expected one of llama, llama4, llama4_text, qwen3, qwen3_moe"
+KNOWN = "expected one of llama, llama4, llama4_text, mistral, qwen2, qwen3, qwen3_moe"
 
 
 def test_unknown_and_broken_configs_are_one_line(tmp_path: Path) -> None:

@@ -32,6 +32,30 @@ QWEN3 = dict(
 )
 
 
+QWEN2 = dict(
+    model_type="qwen2",
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    max_position_embeddings=131072,
+    use_sliding_window=False,
+    sliding_window=131072,
+    torch_dtype="bfloat16",
+    hidden_act="silu",
+)
+MISTRAL = dict(
+    model_type="mistral",
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14336,
+    rms_norm_eps=1e-5,
+    rope_theta=1000000.0,
+    sliding_window=None,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    hidden_act="silu",
+)
+
+
 def of_recipes(name: str) -> dict[str, Any]:
     """The configuration that the recipes of full size plan with."""
     return json.loads((CONFIGS / name / "config.json").read_text())
@@ -39,6 +63,63 @@ def of_recipes(name: str) -> dict[str, Any]:
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "Llama-3.1-8B": (8_030_261_248, of_recipes("Llama-3.1-8B")),
+    "Qwen2.5-7B": (
+        7_615_616_512,
+        dict(
+            **QWEN2,
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            max_window_layers=28,
+            tie_word_embeddings=False,
+            vocab_size=152064,
+        ),
+    ),
+    "Qwen2.5-Math-1.5B": (
+        1_543_714_304,
+        dict(
+            **{**QWEN2, "max_position_embeddings": 4096, "sliding_window": 4096},
+            hidden_size=1536,
+            intermediate_size=8960,
+            num_hidden_layers=28,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            max_window_layers=21,
+            tie_word_embeddings=True,
+            vocab_size=151936,
+        ),
+    ),
+    "DeepSeek-R1-Distill-Qwen-1.5B": (
+        1_777_088_000,
+        dict(
+            **{**QWEN2, "rope_theta": 10000, "sliding_window": 4096},
+            hidden_size=1536,
+            intermediate_size=8960,
+            num_hidden_layers=28,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            max_window_layers=21,
+            tie_word_embeddings=False,
+            vocab_size=151936,
+        ),
+    ),
+    "Mistral-7B-v0.3": (
+        7_248_023_552,
+        dict(**MISTRAL, hidden_size=4096, num_hidden_layers=32, max_position_embeddings=32768, vocab_size=32768),
+    ),
+    "Mistral-Nemo-Base-2407": (
+        12_247_782_400,
+        dict(
+            **MISTRAL,
+            head_dim=128,
+            hidden_size=5120,
+            num_hidden_layers=40,
+            max_position_embeddings=128000,
+            vocab_size=131072,
+        ),
+    ),
     "Qwen3-0.6B": (
         596_049_920,
         dict(
@@ -85,7 +166,7 @@ def test_every_parameter_of_a_published_policy_has_its_place(name: str, tmp_path
     assert sum(prod(shape) for shape in theirs.values()) == expected
     if name != "Qwen3-30B-A3B":
         assert found == theirs
-    check_layout(family(config), tp_size=4, ep_size=16 if "num_moe_experts" in family(config).transformer else 1)
+    check_layout(family(config), tp_size=2, ep_size=16 if "num_moe_experts" in family(config).transformer else 1)
 
 
 def on_meta(config: Any) -> torch.nn.Module:

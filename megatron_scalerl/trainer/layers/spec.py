@@ -117,7 +117,7 @@ def _attention_spec(config: TransformerConfig, family: Family, style: LayerStyle
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_layer_norm_linear() if fused else provider.column_parallel_linear(),
             core_attention=core,
-            linear_proj=with_bias(proj) if family.attention_bias else proj,
+            linear_proj=with_bias(proj) if family.output_bias else proj,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
