@@ -58,6 +58,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
     {
         "steps",
         "output_dir",
+        "download",
         "checkpoint.every_steps",
         "checkpoint.keep",
         "checkpoint.async_save",

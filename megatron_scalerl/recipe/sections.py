@@ -83,7 +83,8 @@ class PolicySection(Section):
     """The policy that is trained."""
 
     path: str
-    """Hugging Face folder of the policy to start from (config, safetensors, tokenizer)."""
+    """Hugging Face folder of the policy to start from (config, safetensors, tokenizer), or its name on the hub,
+    org/name or org/name@revision (docs/prompts.md)."""
     megatron_path: str | None = None
     """Converted checkpoint (docs/checkpoints.md) whose weights the trainer starts from. null: those of path."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -97,8 +98,8 @@ class PromptsSection(Section):
     """Where prompts come from and how they are rendered."""
 
     path: str | None = None
-    """Training prompts: a file (JSON, JSON lines, CSV, Parquet, Arrow) or a Hugging Face dataset folder
-    (docs/prompts.md). This or `tasks` is set."""
+    """Training prompts: a file (JSON, JSON lines, CSV, Parquet, Arrow), a Hugging Face dataset folder, or its name on
+    the hub (docs/prompts.md). This or `tasks` is set."""
     tasks: dict[TaskName, TaskSection] | None = None
     """A mixture of tasks instead of `path`: name -> its prompts, weight and verifier (docs/tasks.md). What a task
     does not set is as here and in `rewards`."""
