@@ -10,6 +10,7 @@ from rich.console import Console
 
 from megatron_scalerl.checkpoints.assembly import HF_NAMES
 from megatron_scalerl.checkpoints.conversion import Options, Summary
+from megatron_scalerl.recipe.hub import hint, local_path
 
 EPILOG = """examples:
   megatron-scalerl convert to-megatron models/my_policy models/my_policy.megatron --verify
@@ -89,11 +90,14 @@ def _options(arguments: argparse.Namespace, console: Console) -> Options:
 
 
 def _to_megatron(arguments: argparse.Namespace, console: Console) -> Summary:
-    if not (arguments.source / "config.json").is_file():  # before the import, which takes seconds
-        raise ValueError(f"{arguments.source}: expected a Hugging Face folder with config.json, found none")
+    source = Path(local_path(str(arguments.source), "model"))
+    if not (source / "config.json").is_file():  # before the import, which takes seconds
+        raise ValueError(
+            f"{source}: expected a Hugging Face folder with config.json, found none" + hint(str(source), "model")
+        )
     from megatron_scalerl.checkpoints.to_megatron import to_megatron
 
-    return to_megatron(arguments.source, arguments.out, _options(arguments, console))
+    return to_megatron(source, arguments.out, _options(arguments, console))
 
 
 def _to_hf(arguments: argparse.Namespace, console: Console) -> Summary:

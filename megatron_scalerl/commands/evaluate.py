@@ -71,12 +71,14 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.launch.hosts import allow_open_files
     from megatron_scalerl.processes.signals import run_until_signal
     from megatron_scalerl.recipe.file import load_recipe_for
+    from megatron_scalerl.recipe.hub import local_path
 
     k, budgets = arguments.k, _budgets(arguments.budgets)
     for option, value, least in (("--k", k, 1), ("--seed", arguments.seed, 0), ("--examples", arguments.examples, 0)):
         if value < least:
             raise ValueError(f"{option}: expected at least {least}, found {value}")
     files = [read_problems(*split_schema(text)) for text in arguments.data]
+    arguments.folder = local_path(arguments.folder, "model")
     recipe = load_recipe_for(arguments.folder, arguments.recipe, arguments.overrides, prompts=files[0].path)
     evaluated = check_evaluation(recipe, files, budgets)
     contaminations = _contaminations(arguments.training, evaluated)

@@ -108,7 +108,9 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
     """The recipe with its overrides. Raises ValueError for a bad recipe and where its policy does not exist."""
     from megatron_scalerl.recipe.file import check_policy, load_recipe
+    from megatron_scalerl.recipe.hub import local_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = local_recipe(recipe, download=recipe.download)
     check_policy(recipe)
     return recipe

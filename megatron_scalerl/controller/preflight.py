@@ -69,7 +69,7 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
     text_config = hf_config.get_text_config()
-    prompts = load_prompts(tokenizer, tasks_of(recipe), _check_answers)
+    prompts = load_prompts(tokenizer, tasks_of(recipe), check_answers)
     digest = prompts.digest()
     if recipe.prompts.digest not in (None, digest):
         raise ValueError(f"prompts.digest: {PROMPTS_CHANGED}: expected {recipe.prompts.digest}, found {digest}")
@@ -128,14 +128,15 @@ def _check_store(store: str) -> None:
             )
 
 
-def _check_answers(task: Task, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """For each reference answer why the task's verifier cannot use it, or nothing."""
+def check_answers(task: Task, answers: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[str]:
+    """For each question, reference and other columns why no answer could be scored right, or nothing."""
     if task.rewards.verifier == "math":
-        return check_references([answer for answer, _ in answers])
+        return check_references([answer for _, answer, _ in answers])
     problems = [""] * len(answers)
-    for number, (answer, columns) in enumerate(answers if task.rewards.verifier == "code" else ()):
+    for number, (question, answer, columns) in enumerate(answers if task.rewards.verifier == "code" else ()):
         try:
-            parse_tests(answer, columns)
+            if (name := parse_tests(answer, columns).entry_point) not in question:
+                problems[number] = f"expected a problem that names the function of its tests, {name}, found none"
         except ValueError as error:
             problems[number] = str(error)
     return problems

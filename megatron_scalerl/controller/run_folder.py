@@ -58,11 +58,15 @@ MAY_CHANGE = _LAYOUT | frozenset(
     {
         "steps",
         "output_dir",
+        "download",
         "checkpoint.every_steps",
         "checkpoint.keep",
         "checkpoint.async_save",
         "checkpoint.rollouts",
         "forecast.fit_until_share",
+        *(
+            f"prompts.{key}" for key in ("preset", "prompt_column", "answer_column")
+        ),  # prompts.digest holds their effect
         "rewards.workers",
         "rollouts.decoders",
         "trainer.micro_batch_tokens",

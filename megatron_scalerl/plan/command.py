@@ -18,6 +18,7 @@ from megatron_scalerl.plan.assumptions import (
     described,
 )
 from megatron_scalerl.plan.hardware import GPUS, Layers
+from megatron_scalerl.recipe.hub import hint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -161,7 +162,9 @@ def config_folder(policy: str, recipe: str | Path, given: str | Path | None = No
     for place in tried:
         if (place / "config.json").is_file():
             return place
-    raise ValueError(f"policy.path: expected config.json in {' or '.join(map(str, tried))}, found none")
+    raise ValueError(
+        f"policy.path: expected config.json in {' or '.join(map(str, tried))}, found none" + hint(policy, "model")
+    )
 
 
 def _positive(text: str) -> int:

@@ -13,15 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_scalerl.prompts.layouts import OtherTask, Question, other_task, read_layout
 from megatron_scalerl.prompts.rendering import PromptRenderer
-from megatron_scalerl.prompts.sources import Row, listing, other_columns, read_rows, refuse_surrogates
+from megatron_scalerl.prompts.sources import listing
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.types import Prompt
 
 PROMPTS_CHANGED = "a prompt file, the tokenizer or its template has changed"
 
-CheckAnswers = Callable[[Task, Sequence[tuple[str, Mapping[str, Any]]]], Sequence[str]]
-"""(task, reference answers with their rows' columns) -> for each why its verifier cannot use it, or nothing."""
+CheckAnswers = Callable[[Task, Sequence[tuple[str, str, Mapping[str, Any]]]], Sequence[str]]
+"""(task, questions with their references and other columns) -> for each why no answer could be right, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,8 @@ class PromptReport:
     """One entry for each row that cannot be learned from: file, line, reason."""
     key: str = "prompts"
     """Section of the recipe that the counts are about."""
+    layouts: tuple[str, ...] = ()
+    """One entry for each file: where its questions and references are."""
     tasks: tuple[PromptReport, ...] = ()
     """The counts of each task of a mixture; the others are then their sums."""
 
@@ -49,7 +52,8 @@ class PromptReport:
         """The report as text, one line for each reason to skip rows."""
         if self.tasks:
             return [line for report in self.tasks for line in report.lines()]
-        lines = [f"{self.key}: {self.rows} rows, {self.training} to train on, {self.held_out} held out"]
+        lines = [f"{self.key}: {layout}" for layout in self.layouts]
+        lines.append(f"{self.key}: {self.rows} rows, {self.training} to train on, {self.held_out} held out")
         if self.duplicates:
             lines.append(f"{self.key}: {self.duplicates} duplicates skipped")
         if self.leaked:
@@ -168,7 +172,7 @@ class _Usable:
     """A row with a problem and an answer."""
 
     where: str
-    text: str
+    question: Question
     answer: str
     extra: dict[str, Any]
 
@@ -187,6 +191,7 @@ class _Loader:
         self._duplicates = 0
         self._too_long: list[str] = []
         self._unusable: list[str] = []
+        self._layouts: list[str] = []
 
     def load_split(self) -> tuple[list[Prompt], list[Prompt]]:
         """(prompts to train on, held-out prompts)"""
@@ -208,36 +213,44 @@ class _Loader:
             too_long=tuple(self._too_long),
             unusable=tuple(self._unusable),
             key=self.task.key,
+            layouts=tuple(self._layouts),
         )
 
     def _load(self, path: str) -> list[Prompt]:
-        columns = (self._prompts.prompt_column, self._prompts.answer_column)
+        verifier = self.task.rewards.verifier
+        layout, rows = read_layout(path, self._prompts, verifier)
+        self._layouts.append(f"{path}: {layout.line()}")
         unique: dict[str, _Usable] = {}
-        before, unusable = self._rows, len(self._unusable)
-        for row in read_rows(path, columns, self._prompts.split):
+        before, unusable, elsewhere = self._rows, len(self._unusable), 0
+        for row in rows:
             self._rows += 1
             try:
-                text, answer = (_as_text(row.readable(), column) for column in columns)
-                extra = other_columns(row, columns)
-                if token := self._renderer.special_token_in(text):
-                    raise ValueError(f"{row.where}: {columns[0]!r} contains the special token {token}")
+                if other_task(row.readable(), layout):
+                    raise OtherTask(f"{row.where}: expected a row for the verifier {verifier}, found another task's")
+                question, answer, extra = (
+                    layout.question_of(row),
+                    layout.reference_of(row, verifier),
+                    layout.others(row),
+                )
+                if token := self._renderer.special_token_in(question.text):
+                    raise ValueError(f"{row.where}: {layout.question[0]!r} contains the special token {token}")
+                self._renderer.check(question, row.where)
             except ValueError as error:
                 self._unusable.append(str(error))
+                elsewhere += isinstance(error, OtherTask)
                 continue
-            identity = prompt_id(text, answer, self.task.name)
+            identity = prompt_id(question.text, answer, self.task.name)
             self._duplicates += identity in unique
-            unique.setdefault(identity, _Usable(where=row.where, text=text, answer=answer, extra=extra))
-        answers = [(row.answer, row.extra) for row in unique.values()]
+            unique.setdefault(identity, _Usable(where=row.where, question=question, answer=answer, extra=extra))
+        answers = [(row.question.text, row.answer, row.extra) for row in unique.values()]
         for identity, problem in zip(list(unique), self._check_answers(self.task, answers)):
             if problem:
-                self._unusable.append(f"{unique.pop(identity).where}: {columns[1]!r}: {problem}")
-        rows, unusable = self._rows - before, len(self._unusable) - unusable
-        if not rows:
+                self._unusable.append(f"{unique.pop(identity).where}: {layout.reference[-1]!r}: {problem}")
+        read, skipped = self._rows - before - elsewhere, len(self._unusable) - unusable - elsewhere
+        if not read:
             raise ValueError(f"{path}: expected at least one prompt, found an empty file")
-        if 2 * unusable > rows:
-            raise ValueError(
-                f"{path}: {unusable} of {rows} rows cannot be learned from, such as {self._unusable[-1]}"
-            )
+        if 2 * skipped > read:
+            raise ValueError(f"{path}: {skipped} of {read} rows cannot be learned from, such as {self._unusable[-1]}")
         kept = self._render(unique)
         if not kept:
             raise ValueError(
@@ -248,7 +261,7 @@ class _Loader:
 
     def _render(self, unique: dict[str, _Usable]) -> list[Prompt]:
         limit = self._prompts.max_prompt_tokens
-        all_token_ids = self._renderer.token_ids([row.text for row in unique.values()])
+        all_token_ids = self._renderer.token_ids([row.question for row in unique.values()])
         kept = []
         for (identity, row), token_ids in zip(unique.items(), all_token_ids):
             if len(token_ids) > limit:
@@ -257,7 +270,7 @@ class _Loader:
             kept.append(
                 Prompt(
                     prompt_id=identity,
-                    text=row.text,
+                    text=row.question.text,
                     answer=row.answer,
                     token_ids=token_ids,
                     extra=row.extra,
@@ -265,16 +278,3 @@ class _Loader:
                 )
             )
         return kept
-
-
-def _as_text(row: Row, column: str) -> str:
-    """The text of a column. Raises ValueError for one that is none, empty or not UTF-8."""
-    value = row.values.get(column)
-    if not isinstance(value, (str, int, float)) or isinstance(value, bool) or value != value:
-        kind = "nothing" if value is None else "NaN" if isinstance(value, float) else f"a {type(value).__name__}"
-        raise ValueError(f"{row.where}: expected a text or a number in {column!r}, found {kind}")
-    text = str(value)
-    if not text.strip():
-        raise ValueError(f"{row.where}: expected a text in {column!r}, found an empty one")
-    refuse_surrogates(row.where, column, text)
-    return text

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
 
+from megatron_scalerl.prompts.layouts import Question
 from megatron_scalerl.recipe.sections import PromptsSection
 
 CHUNK = 1024
 """Problems that are tokenized in one call."""
+THINK_TAGS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+)
+"""Tags that open and close thinking in the chat templates of reasoning models."""
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"}
+"""Names that a chat template gets in any case."""
 
 
 class PromptRenderer:
     """Renders problems as the recipe says: template, chat template, think prefill, first token.
 
-    `tokenizer` is a Hugging Face tokenizer. Raises ValueError for a template without `{prompt}` and for
-    `prompts.chat_template` with a tokenizer that has none.
+    `tokenizer` is a Hugging Face tokenizer. Raises ValueError for a template without `{prompt}`, for settings of a
+    chat template that is absent or does not read them, and for one that thinks in other tags than the recipe's.
     """
 
     def __init__(self, tokenizer: Any, prompts: PromptsSection) -> None:
@@ -25,36 +38,85 @@ class PromptRenderer:
             raise ValueError(
                 f"prompts.prompt_template: expected a text with {{prompt}}, found {prompts.prompt_template!r}"
             )
-        if prompts.chat_template and not tokenizer.chat_template:
-            raise ValueError("prompts.chat_template: expected a tokenizer with a chat template, found none")
         self._tokenizer = tokenizer
         self._prompts = prompts
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         self._special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        if prompts.chat_template:
+            self._check_chat()
+        elif prompts.system is not None or prompts.template_arguments:
+            key = "template_arguments" if prompts.system is None else "system"
+            raise ValueError(f"prompts.{key}: expected prompts.chat_template true with it, found false")
 
-    def text(self, problem: str) -> str:
+    def check(self, question: Question, where: str) -> None:
+        """Raises ValueError for several messages without a chat template."""
+        if question.messages and not self._prompts.chat_template:
+            raise ValueError(f"{where}: several messages: expected prompts.chat_template true, found false")
+
+    def text(self, question: Question | str) -> str:
         """The rendered prompt, which ends with the think prefill."""
-        # Not str.format: templates for mathematics contain braces, as in \boxed{}.
-        text = self._prompts.prompt_template.replace("{prompt}", problem)
-        if self._prompts.chat_template:
-            message = {"role": "user", "content": text}
-            day = self._prompts.template_date
-            try:
-                text = self._tokenizer.apply_chat_template(
-                    [message], tokenize=False, add_generation_prompt=True, strftime_now=day.strftime
-                )
-            except TemplateError as error:
-                raise ValueError(f"prompts.chat_template: the tokenizer's template fails: {error}") from None
+        text = self._text(question)
         # Some chat templates add the opening tag themselves, with or without a line break after it.
         if text.rstrip().endswith(self._prompts.think_start.rstrip()):
             return text
         return text + self._prompts.think_start
 
+    def _text(self, question: Question | str) -> str:
+        """Without the think prefill."""
+        given = question if isinstance(question, Question) else Question(text=question)
+        *before, last = given.messages or ({"role": "user", "content": given.text},)
+        # Not str.format: templates for mathematics contain braces, as in \boxed{}.
+        content = self._prompts.prompt_template.replace("{prompt}", last["content"])
+        if not self._prompts.chat_template:
+            return content
+        messages: list[Mapping[str, str]] = [*before, {**last, "content": content}]
+        if self._prompts.system is not None:
+            others = [message for message in messages if message["role"] != "system"]
+            messages = [{"role": "system", "content": self._prompts.system}, *others]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=True,
+                strftime_now=self._prompts.template_date.strftime,
+                **self._prompts.template_arguments,
+            )
+        except TemplateError as error:
+            raise ValueError(f"prompts.chat_template: the tokenizer's template fails: {error}") from None
+        return text
+
+    def _check_chat(self) -> None:
+        if not self._tokenizer.chat_template:
+            raise ValueError("prompts.chat_template: expected a tokenizer with a chat template, found none")
+        source = self._tokenizer.get_chat_template()
+        if arguments := self._prompts.template_arguments:
+            readable = sorted(template_names(source) - GIVEN - set(self._tokenizer.special_tokens_map))
+            if unread := next((name for name in arguments if name not in readable), ""):
+                raise ValueError(
+                    f"prompts.template_arguments: expected arguments that the chat template reads "
+                    f"({', '.join(readable) or 'it reads none'}), found {unread}"
+                )
+        system, start, end = self._prompts.system, self._prompts.think_start.strip(), self._prompts.think_end.strip()
+        shown = self._text("1+1")
+        if system and system.strip() not in shown:
+            raise ValueError("prompts.system: expected a chat template that shows it, found one that leaves it out")
+        tags = next((pair for pair in THINK_TAGS if pair[0] in source or pair[0] in shown), None)
+        if tags and (end != tags[1] or start not in ("", tags[0])):
+            raise ValueError(
+                f"prompts.think_start, prompts.think_end: expected {tags[0]!r} and {tags[1]!r}, in which the chat "
+                f"template thinks, found {start!r} and {end!r}"
+            )
+        if shown.rstrip().endswith(end):
+            raise ValueError(
+                "prompts.chat_template: expected a prompt that leaves thinking to the policy, found one that ends "
+                f"with {end} (prompts.template_arguments: {dict(arguments)}): no answer would be found"
+            )
+
     def special_token_in(self, problem: str) -> str:
         """A special token that the text of a problem spells out, or nothing: the policy would read it as one."""
         return next((token for token in self._special if token in problem), "")
 
-    def token_ids(self, problems: Sequence[str]) -> list[tuple[int, ...]]:
+    def token_ids(self, problems: Sequence[Question | str]) -> list[tuple[int, ...]]:
         """[problems][P] tokens of the rendered prompts."""
         rendered: list[tuple[int, ...]] = []
         for start in range(0, len(problems), CHUNK):
@@ -69,6 +131,16 @@ class PromptRenderer:
         if not self._prompts.add_bos or bos is None or ids[:1] == [bos]:
             return tuple(ids)
         return (bos, *ids)
+
+
+def template_names(source: str) -> set[str]:
+    """Names that a chat template reads from its arguments."""
+    # transformers' own tag, which marks what an assistant said
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
+    try:
+        return find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+    except TemplateError as error:
+        raise ValueError(f"prompts.chat_template: the tokenizer's template cannot be read: {error}") from None
 
 
 def check_think_tags(tokenizer: Any, start: str, end: str) -> None:

@@ -1,10 +1,13 @@
-"""Reads the rows of a prompts file: JSON lines, Parquet, or a Hugging Face dataset folder."""
+"""Reads the rows of a prompts file: JSON, JSON lines, CSV, Parquet, Arrow, or a Hugging Face dataset folder."""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,9 @@ import pyarrow.parquet
 
 LISTED = 10
 """Skipped rows that a report lists one by one."""
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-PARQUET = (".parquet",)
-SHARD_NAME = re.compile(r"^(?P<split>.+)-\d+-of-\d+$")
+NO_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json")
+"""Files about a dataset, not of it."""
+SHARD_NAME = re.compile(r"^(?P<split>.+)-\d+-of-\d+(-[0-9a-f]{16})?$")
 """`train-00000-of-00002` belongs to the split `train`, as on the Hugging Face hub."""
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev")
 """Files with these names are splits; all other files are parts of `train`."""
@@ -42,12 +45,12 @@ class Row:
 
 
 def read_rows(path: str | Path, columns: Sequence[str], split: str | None = None) -> Iterator[Row]:
-    """The rows of a .jsonl or .parquet file, or of a folder.
+    """The rows of a file of one of the kinds in `READERS`, or of a folder.
 
-    A folder was written by `datasets.save_to_disk` or contains .parquet and .jsonl files; `split` selects one of
-    several splits. An invalid line, and one without one of `columns`, is a row with a problem. Raises ValueError, in
-    one line, for a missing path, a file of another type, an invalid file, several splits without a selection, and a
-    table without one of `columns`.
+    A folder was written by `datasets.save_to_disk` or contains such files; `split` selects one of several splits. An
+    invalid line, and one without one of `columns`, is a row with a problem. Raises ValueError, in one line, for a
+    missing path, a file of another type, an invalid file, several splits without a selection, and a table without
+    one of `columns`.
     """
     path = Path(path)
     if path.is_dir():
@@ -59,36 +62,93 @@ def read_rows(path: str | Path, columns: Sequence[str], split: str | None = None
 
 
 def _read_file(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    if path.suffix in JSON_LINES:
+    if not (kind := _kind(path)):
+        raise ValueError(
+            f"{path}: expected a file ending in {', '.join(READERS)}, found {path.suffix or 'no ending'!r}"
+        )
+    try:
+        yield from READERS[kind](path, columns)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: expected a whole gzip file, found {error}") from None
+
+
+def _kind(path: Path) -> str:
+    """The ending of a file that can be read, empty for another one."""
+    return next((kind for kind in READERS if path.name.endswith(kind)), "")
+
+
+def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """The rows of a JSON array, of the array `data` of an object, or of JSON lines."""
+    try:
+        whole = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        whole = None
+    whole = whole["data"] if isinstance(whole, dict) and isinstance(whole.get("data"), list) else whole
+    if not isinstance(whole, list):
         yield from read_json_lines(path, columns)
-    elif path.suffix in PARQUET:
-        yield from _read_parquet(path, columns)
-    else:
-        kinds = ", ".join(JSON_LINES + PARQUET)
-        raise ValueError(f"{path}: expected a file ending in {kinds}, found {path.suffix or 'no ending'!r}")
+        return
+    for number, value in enumerate(whole, start=1):
+        yield _row(f"{path}: row {number}", value, columns)
+
+
+def _row(where: str, value: Any, columns: Sequence[str]) -> Row:
+    """A row from a JSON object, or from a list of objects, whose columns are 0, 1 ..."""
+    if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+        value = dict(zip(map(str, range(len(value))), value))
+    if not isinstance(value, dict):
+        return Row(where=where, values={}, problem=f"expected a JSON object, found a {type(value).__name__}")
+    return Row(where=where, values=value, problem=_missing(value, columns))
+
+
+def _read_csv(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """All values are texts: an answer 007 stays one."""
+    csv.field_size_limit(2**31 - 1)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            for values in reader:
+                more = values.pop(None, None)  # type: ignore[call-overload]
+                problem = f"expected {len(values)} values, found {len(values) + len(more)}" if more else ""
+                where = f"{path}: line {reader.line_num}"
+                yield Row(where=where, values=dict(values), problem=problem or _missing(values, columns))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected CSV in UTF-8, found {error}") from None
+
+
+def _read_arrow(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    import datasets  # slow to import
+
+    try:
+        table = datasets.Dataset.from_file(str(path))
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path}: expected Arrow, found {str(error).splitlines()[0]}") from None
+    yield from _table_rows(path, table, columns)
+
+
+def _table_rows(path: Path, table: Any, columns: Sequence[str]) -> Iterator[Row]:
+    """table: of the package `datasets`."""
+    _require(str(path), table.column_names, columns)
+    for number, values in enumerate(table.with_format(None), start=1):
+        yield Row(where=f"{path}: row {number}", values=values)
 
 
 def read_json_lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of a .jsonl file; blank lines are skipped."""
-    with path.open("rb") as file:
+    """The rows of a .jsonl file, which gzip may have compressed; blank lines are skipped."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             where = f"{path}: line {number}"
-            values: Any = None
             try:
-                values = json.loads(line)
-                problem = (
-                    "" if isinstance(values, dict) else f"expected a JSON object, found a {type(values).__name__}"
-                )
+                yield _row(where, json.loads(line), columns)
+                continue
             except UnicodeDecodeError as error:
                 problem = f"expected UTF-8, found {error.reason}"
             except json.JSONDecodeError as error:
                 problem = f"expected a JSON object, found {error.msg} at column {error.colno}"
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
                 problem = f"expected a JSON object, found {str(error).partition(';')[0]}"
-            values = {} if problem else values
-            yield Row(where=where, values=values, problem=problem or _missing(values, columns))
+            yield Row(where=where, values={}, problem=problem)
 
 
 def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -105,6 +165,19 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise ValueError(f"{path}: row {number + 1}: expected Parquet, found {reason}") from None
 
 
+READERS: dict[str, Callable[[Path, Sequence[str]], Iterator[Row]]] = {
+    ".jsonl": read_json_lines,
+    ".ndjson": read_json_lines,
+    ".jsonl.gz": read_json_lines,
+    ".json.gz": read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+"""Ending of a file -> what reads its rows."""
+
+
 def _read_folder(path: Path, columns: Sequence[str], split: str | None) -> Iterator[Row]:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         yield from _read_saved_dataset(path, columns, split)
@@ -112,10 +185,10 @@ def _read_folder(path: Path, columns: Sequence[str], split: str | None) -> Itera
     files: dict[str, list[Path]] = {}
     for file in sorted(path.rglob("*")):
         hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-        if not hidden and file.is_file() and file.suffix in (".parquet", ".jsonl"):
+        if not hidden and file.is_file() and _kind(file) and file.name not in NO_ROWS:
             files.setdefault(_split_of(file), []).append(file)
     if not files:
-        raise ValueError(f"{path}: expected a dataset folder with .parquet or .jsonl files, found none")
+        raise ValueError(f"{path}: expected a dataset folder with files ending in {', '.join(READERS)}, found none")
     chosen = files[_choose_split(path, list(files), split)]
     folders = sorted({str(file.parent.relative_to(path)) for file in chosen})
     if len(folders) > 1:
@@ -127,10 +200,11 @@ def _read_folder(path: Path, columns: Sequence[str], split: str | None) -> Itera
 
 
 def _split_of(file: Path) -> str:
-    shard = SHARD_NAME.match(file.stem)
+    name = file.name.removesuffix(_kind(file))
+    shard = SHARD_NAME.match(name)
     if shard is not None:
         return shard["split"]
-    return file.stem if file.stem in SPLIT_NAMES else "train"
+    return name if name in SPLIT_NAMES else "train"
 
 
 def _read_saved_dataset(path: Path, columns: Sequence[str], split: str | None) -> Iterator[Row]:
@@ -142,9 +216,7 @@ def _read_saved_dataset(path: Path, columns: Sequence[str], split: str | None) -
         raise ValueError(f"{path}: expected a saved dataset, found {str(error).splitlines()[0]}") from None
     if isinstance(saved, datasets.DatasetDict):
         saved = saved[_choose_split(path, list(saved), split)]
-    _require(str(path), saved.column_names, columns)
-    for number, values in enumerate(saved.with_format(None), start=1):
-        yield Row(where=f"{path}: row {number}", values=values)
+    yield from _table_rows(path, saved, columns)
 
 
 def _choose_split(path: Path, splits: Sequence[str], split: str | None) -> str:
@@ -174,7 +246,7 @@ def refuse_surrogates(where: str, column: str, text: str) -> None:
         raise ValueError(f"{where}: expected a text in column {column!r}, found half of a surrogate pair")
 
 
-def other_columns(row: Row, columns: Sequence[str]) -> dict[str, Any]:
+def other_columns(row: Row, columns: Collection[str]) -> dict[str, Any]:
     """The columns that a custom verifier gets beside `columns`.
 
     They go into journals: raises ValueError for a value that JSON cannot represent.

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.hub import hint, local_recipe
 from megatron_scalerl.recipe.other_names import setting_of, unknown_key
 from megatron_scalerl.recipe.sections import PromptsSection, TaskSection
 from megatron_scalerl.recipe.tasks import tasks_of
@@ -98,7 +99,7 @@ def load_run_recipe(run_dir: str | Path) -> Recipe:
 def _validated(data: dict[str, Any], files: dict[Path, dict[str, Any]]) -> Recipe:
     """files: those that `data` comes from, in their order; an error names the one or the ones that state its key."""
     try:
-        return Recipe.model_validate(data)
+        return local_recipe(Recipe.model_validate(data))
     except ValidationError as error:
         stating = [path for path, own in files.items() if _states(own, _first(error)["loc"])] or list(files)[:1]
         if not isinstance(_first(error)["input"], dict):
@@ -217,7 +218,10 @@ def check_policy(recipe: Recipe) -> None:
     """Raises ValueError where policy.path is not a Hugging Face folder or policy.megatron_path is not a folder."""
     section = recipe.policy
     if not Path(section.path, "config.json").is_file():
-        raise ValueError(f"policy.path: expected a Hugging Face folder with config.json, found {section.path}")
+        raise ValueError(
+            f"policy.path: expected a Hugging Face folder with config.json, found {section.path}"
+            + hint(section.path, "model")
+        )
     if section.megatron_path is not None and not Path(section.megatron_path).is_dir():
         raise ValueError(
             "policy.megatron_path: expected the folder of a converted checkpoint (docs/checkpoints.md), "
@@ -229,4 +233,4 @@ def check_prompts(recipe: Recipe) -> None:
     """Raises ValueError where a file or folder with prompts does not exist."""
     for path in (path for task in tasks_of(recipe) for path in (task.prompts.path, task.prompts.held_out_path)):
         if path is not None and not Path(path).exists():
-            raise ValueError(f"{path}: expected a prompts file or folder, found nothing")
+            raise ValueError(f"{path}: expected a prompts file or folder, found nothing" + hint(path, "dataset"))

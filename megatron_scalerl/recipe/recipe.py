@@ -62,6 +62,8 @@ class Recipe(Section):
     """Seed of the curriculum, of sampling and of interruption points."""
     steps: PositiveInt
     """Optimizer steps of the run."""
+    download: bool = False
+    """Fetch policy and prompts named org/name from the Hugging Face hub where the local cache lacks them."""
     policy: PolicySection
     prompts: PromptsSection
     curriculum: CurriculumSection = CurriculumSection()

@@ -13,7 +13,7 @@ A key that is not set, or null, has the value of `prompts` or `rewards`: no defa
 from __future__ import annotations
 
 from datetime import date
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -46,12 +46,16 @@ class TaskSection(Section):
     """Its share of the drawn prompts, relative to the other tasks'."""
     split: str | None = None
     """As prompts.split."""
+    preset: str | None = None
+    """As prompts.preset."""
     prompt_column: str | None = None
     """As prompts.prompt_column."""
     answer_column: str | None = None
     """As prompts.answer_column."""
     prompt_template: str | None = None
     """As prompts.prompt_template."""
+    system: str | None = None
+    """As prompts.system."""
     held_out_path: str | None = None
     """As prompts.held_out_path, which cannot be set for all tasks."""
     held_out: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -79,7 +83,8 @@ class PolicySection(Section):
     """The policy that is trained."""
 
     path: str
-    """Hugging Face folder of the policy to start from (config, safetensors, tokenizer)."""
+    """Hugging Face folder of the policy to start from (config, safetensors, tokenizer), or its name on the hub,
+    org/name or org/name@revision (docs/prompts.md)."""
     megatron_path: str | None = None
     """Converted checkpoint (docs/checkpoints.md) whose weights the trainer starts from. null: those of path."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -93,20 +98,29 @@ class PromptsSection(Section):
     """Where prompts come from and how they are rendered."""
 
     path: str | None = None
-    """Training prompts: a .jsonl or .parquet file, or a Hugging Face dataset folder. This or `tasks` is set."""
+    """Training prompts: a file (JSON, JSON lines, CSV, Parquet, Arrow), a Hugging Face dataset folder, or its name on
+    the hub (docs/prompts.md). This or `tasks` is set."""
     tasks: dict[TaskName, TaskSection] | None = None
     """A mixture of tasks instead of `path`: name -> its prompts, weight and verifier (docs/tasks.md). What a task
     does not set is as here and in `rewards`."""
     split: str | None = None
     """Split to read from a dataset folder with several splits. null: the folder has one split."""
-    prompt_column: str = "prompt"
-    """Column with the problem's text."""
-    answer_column: str = "answer"
-    """Column with the reference answer, passed to the verifier."""
+    preset: str | None = None
+    """Layout of the file, one of docs/prompts.md. null: detected from its columns."""
+    prompt_column: str | None = None
+    """Column with the problem: a text or a list of messages; a.b is b within a. null: that of the layout."""
+    answer_column: str | None = None
+    """Column with the reference answer, passed to the verifier. null: that of the layout."""
     prompt_template: str = "{prompt}"
     """Format string of the prompt; `{prompt}` is replaced by the problem's text."""
     chat_template: bool = False
-    """Apply the tokenizer's chat template to the rendered prompt as a single user message."""
+    """Apply the tokenizer's chat template: the rendered prompt is the user's message. Required for rows with several
+    messages, whose last one prompt_template renders."""
+    system: str | None = None
+    """Message of the system, in place of the file's. Requires chat_template."""
+    template_arguments: dict[str, Any] = {}
+    """Arguments of the chat template, such as enable_thinking or reasoning_effort. One that it does not read is
+    refused."""
     template_date: date = date(2024, 7, 26)
     """The day that a chat template gets for today's (Llama 3.2, gpt-oss), so that a prompt has the same tokens every
     day. The default is the one in Llama 3.2's template."""

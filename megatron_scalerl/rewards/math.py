@@ -124,7 +124,7 @@ def parsed_reference(reference: str, timeout_s: int | None = None) -> list[Any]:
     """What math-verify reads in a reference. timeout_s: of the main thread alone, by a signal; None: no limit."""
     from math_verify import parse
 
-    text = reference.rpartition("####")[2].strip()
+    text = _stated(reference)
     text = text.replace("\\$", "")  # an escaped dollar is an amount of money, no delimiter
     text = _THOUSANDS.sub("", text) if _IN_THOUSANDS.fullmatch(text) else text
     text = _MIXED.sub(r"\1+\\frac{\2}{\3}", text)  # which would be read as a product
@@ -132,6 +132,12 @@ def parsed_reference(reference: str, timeout_s: int | None = None) -> list[Any]:
     delimited = "$" in text or "\\boxed" in text
     expected: list[Any] = parse(text if delimited else f"\\boxed{{{text}}}", parsing_timeout=timeout_s)
     return expected
+
+
+def _stated(reference: str) -> str:
+    """A reference, or the answer of one that is a worked solution: its last box, or what stands after ####."""
+    text = reference.rpartition("####")[2].strip()
+    return (last_box(text) if _has_words(text) else None) or text
 
 
 def _is_text(parsed: Sequence[Any]) -> bool:
@@ -163,11 +169,12 @@ def check_references(references: Sequence[str]) -> list[str]:
 def _problem_of(reference: str) -> str:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     said = f"expected a number, an expression or LaTeX, found {reference[:60]!r}"
+    reference = _stated(reference)
     if len(reference) > _LONGEST:
         return f"{said}, {len(reference)} characters"
     if _NO_ANSWER.fullmatch(reference.strip()):
         return f"{said}, which is a date, a time, or a choice with its text (give the letter alone)"
-    if _has_words(reference.rpartition("####")[2]):
+    if _has_words(reference):
         return f"{said}, which is text"
     try:
         if isinstance(json.loads(reference), (dict, bool)) or json.loads(reference) is None:

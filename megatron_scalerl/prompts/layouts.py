@@ -1,0 +1,316 @@
+"""Layouts of prompt files: which columns hold the question and the reference, and how their values are read.
+
+`LAYOUTS` is a table. A column is a name, or a path into nested values (`reward_model.ground_truth`, `0.value`), JSON
+texts included. Several columns are joined; one that begins with `?` may be absent.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickletools
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any
+
+from megatron_scalerl.prompts.sources import Row, other_columns, read_rows, refuse_surrogates
+from megatron_scalerl.recipe.sections import PromptsSection
+
+SAMPLE = 64
+"""Rows at the beginning of a file from which its layout is detected."""
+UNPACKED = 1 << 28
+"""Most bytes of unit tests that a row packs."""
+ROLES = {"human": "user", "gpt": "assistant"}
+"""Roles in ShareGPT's form of messages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What a row asks."""
+
+    text: str
+    """As text, for ids and for the split; of several messages, each with its role."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """Role and content of each message; empty for a text and for one message of the user."""
+
+
+class OtherTask(ValueError):
+    """The row belongs to another verifier than the file's other rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where the rows of a file have their questions and references."""
+
+    name: str
+    """Value of prompts.preset."""
+    question: tuple[str, ...]
+    """Columns of the question."""
+    reference: tuple[str, ...]
+    """Columns of the reference answer or the unit tests."""
+    verifier: str = ""
+    """The verifier that can use the references; empty: any."""
+    rank: int = 0
+    """Of the layouts that fit a file, those with the lowest rank are meant."""
+
+    def line(self) -> str:
+        """What was detected, for the log."""
+        question, reference = (" + ".join(c.removeprefix("?") for c in columns) for columns in self._columns)
+        return f"layout {self.name}: question in {question}, reference in {reference}"
+
+    @property
+    def _columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.question, self.reference
+
+    def fits(self, row: Row) -> bool:
+        """Whether the row has all columns."""
+        return not any(_missing(row, name) for columns in self._columns for name in columns)
+
+    def question_of(self, row: Row) -> Question:
+        """The row's question. Raises ValueError, naming row and column."""
+        first, *others = _values(row, self.question)
+        if isinstance(parsed := _parsed(first), list) and parsed and all(isinstance(part, dict) for part in parsed):
+            return _conversation(row, self.question[0], parsed)
+        return Question(text="\n\n".join(_as_text(row, self.question[0], part) for part in (first, *others)))
+
+    def reference_of(self, row: Row, verifier: str) -> str:
+        """The row's reference as text. Raises ValueError, naming row and column."""
+        parts = _values(row, self.reference)
+        texts = [_as_reference(row, self.reference[-1], part, verifier) for part in parts]
+        lists = [_parsed(text) for text in texts]
+        if len(texts) > 1 and all(isinstance(part, list) for part in lists):
+            return json.dumps(list(chain.from_iterable(lists)))
+        return "\n".join(texts)
+
+    def others(self, row: Row) -> dict[str, Any]:
+        """The other columns of the row."""
+        names = [name.removeprefix("?") for columns in self._columns for name in columns]
+        return other_columns(row, {*names, *(name.partition(".")[0] for name in names)})
+
+
+QUESTIONS = ("prompt", "problem", "question", "input", "query", "instruction", "context_messages", "messages")
+ANSWERS = ("answer", "label", "ground_truth", "final_answer", "expected_answer")
+LAYOUTS = (
+    Layout(name="verl", question=("prompt",), reference=("reward_model.ground_truth",)),
+    Layout(name="orz", question=("0.value",), reference=("1.ground_truth.value",)),
+    Layout(name="intellect", question=("prompt",), reference=("verification_info.ground_truth",), verifier="math"),
+    Layout(name="intellect_code", question=("prompt",), reference=("verification_info.test_cases",), verifier="code"),
+    Layout(
+        name="livecodebench",
+        question=("question_content", "?starter_code"),
+        reference=("public_test_cases", "private_test_cases"),
+        verifier="code",
+    ),
+    Layout(name="taco", question=("question", "?starter_code"), reference=("input_output",), verifier="code"),
+    Layout(name="deepcoder", question=("problem", "?starter_code"), reference=("tests",), verifier="code"),
+    Layout(name="humaneval", question=("prompt",), reference=("test",), verifier="code"),
+    Layout(name="mbpp", question=("text", "test_list"), reference=("?test_setup_code", "test_list"), verifier="code"),
+    Layout(
+        name="mbpp_sanitized",
+        question=("prompt", "test_list"),
+        reference=("?test_imports", "test_list"),
+        verifier="code",
+    ),
+    Layout(
+        name="kodcode",
+        question=("question", "?test_info.0.function_declaration"),
+        reference=("test",),
+        verifier="code",
+    ),
+    *(
+        Layout(name=f"{question}/{reference}", question=(question,), reference=(reference,), rank=rank)
+        for rank, references in ((1, ANSWERS), (2, ("solution",)))
+        for reference in references
+        for question in QUESTIONS
+    ),
+    Layout(name="Problem/Answer", question=("Problem",), reference=("Answer",), rank=1),
+    Layout(name="Question/Answer", question=("Question",), reference=("Answer",), rank=1),
+)
+"""A worked solution (rank 2) is the reference of a file without answers; it has them in a box."""
+
+
+def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layout, Iterator[Row]]:
+    """The layout of a prompts file, and its rows.
+
+    Raises ValueError, in one line, as `read_rows`, for a file of no known layout, for one whose references need
+    another verifier, and for one that fits several layouts with different questions or references.
+    """
+    rows = read_rows(path, (), prompts.split)
+    sample = list(islice(rows, SAMPLE))
+    readable = [row for row in sample if not row.problem]
+    for column in filter(None, (prompts.prompt_column, prompts.answer_column)):
+        if readable and (missing := [_missing(row, column) for row in readable]) and all(missing):
+            raise ValueError(f"{path}: {missing[0]}")
+    layouts = _candidates(prompts)
+    layout = layouts[0] if len(layouts) == 1 or not readable else _detected(path, readable, layouts, verifier)
+    if readable and not _serves(layout, verifier):
+        raise ValueError(
+            f"{path}: {layout.line()}: expected the verifier {layout.verifier} (rewards.verifier), found {verifier}"
+        )
+    return layout, chain(sample, rows)
+
+
+def other_task(row: Row, layout: Layout) -> bool:
+    """Whether a row without the layout's reference fits a layout of another verifier."""
+    return not layout.fits(row) and any(
+        each.fits(row) and each.rank == layout.rank and each.verifier != layout.verifier
+        for each in LAYOUTS
+        if layout.verifier and each.question == layout.question
+    )
+
+
+def _candidates(prompts: PromptsSection) -> list[Layout]:
+    """The layouts that the recipe's settings leave, each once."""
+    layouts = list(LAYOUTS)
+    if prompts.preset is not None:
+        layouts = [layout for layout in LAYOUTS if layout.name == prompts.preset]
+        if not layouts:
+            known = ", ".join(layout.name for layout in LAYOUTS)
+            raise ValueError(f"prompts.preset: expected one of {known}, found {prompts.preset}")
+    question, reference = prompts.prompt_column, prompts.answer_column
+    if question or reference:
+        layouts = [
+            replace(
+                layout,
+                name=f"{question or '+'.join(layout.question)}/{reference or '+'.join(layout.reference)}",
+                question=(question,) if question else layout.question,
+                reference=(reference,) if reference else layout.reference,
+                verifier="" if reference else layout.verifier,
+            )
+            for layout in layouts
+        ]
+    return list({(layout.question, layout.reference): layout for layout in layouts}.values())
+
+
+def _serves(layout: Layout, verifier: str) -> bool:
+    """Whether a verifier can use the references; a custom one can use all."""
+    return layout.verifier in ("", verifier) or ":" in verifier
+
+
+def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifier: str) -> Layout:
+    usable = {layout.name: [_pair(layout, row, verifier) for row in rows] for layout in layouts}
+    fitting = [layout for layout in layouts if any(map(layout.fits, rows))]
+    fitting = [layout for layout in fitting if any(usable[layout.name])] or fitting
+    if not fitting:
+        found = ", ".join(dict.fromkeys(chain.from_iterable(row.values for row in rows))) or "no columns"
+        raise ValueError(
+            f"{path}: expected a layout that docs/prompts.md lists, or prompts.prompt_column and "
+            f"prompts.answer_column, found the columns {found}"
+        )
+    lowest = min(layout.rank for layout in fitting)
+    fitting = [layout for layout in fitting if layout.rank == lowest]
+    able = [layout for layout in fitting if _serves(layout, verifier)] or fitting[:1]
+    different = {json.dumps([pair and [pair[0].text, pair[1]] for pair in usable[each.name]]): each for each in able}
+    if len(different) > 1:
+        names = " or ".join(layout.name for layout in able)
+        raise ValueError(f"{path}: expected one layout, found several that fit: set prompts.preset to {names}")
+    return able[0]
+
+
+def _pair(layout: Layout, row: Row, verifier: str) -> tuple[Question, str] | None:
+    """Question and reference of a row, None where it lacks one."""
+    try:
+        return layout.question_of(row), layout.reference_of(row, verifier)
+    except ValueError:
+        return None
+
+
+def _at(values: Any, column: str) -> tuple[Any, bool]:
+    """(value of a column or of a path into nested values, whether it exists)"""
+    if column in values:
+        return values[column], True
+    for part in column.split("."):
+        values = _parsed(values)
+        if isinstance(values, list):
+            values = dict(zip(map(str, range(len(values))), values))
+        if not isinstance(values, dict) or part not in values:
+            return None, False
+        values = values[part]
+    return values, True
+
+
+def _missing(row: Row, column: str) -> str:
+    """What is said of a row without a column; empty if it has it or need not."""
+    if column.startswith("?") or _at(row.values, column)[1]:
+        return ""
+    return f"expected the column {column!r}, found {', '.join(map(str, row.values)) or 'no columns'}"
+
+
+def _values(row: Row, columns: Sequence[str]) -> list[Any]:
+    """The values of all columns but for optional ones that are absent or empty."""
+    if missing := next(filter(None, (_missing(row, column) for column in columns)), ""):
+        raise ValueError(f"{row.where}: {missing}")
+    found = [(column, _at(row.values, column.removeprefix("?"))[0]) for column in columns]
+    return [value for column, value in found if value or not column.startswith("?")]
+
+
+def _parsed(value: Any) -> Any:
+    """The value of a JSON text that is a list or an object; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> Question:
+    messages = []
+    for part in parts:
+        role, content = part.get("role", part.get("from")), part.get("content", part.get("value"))
+        if isinstance(content, list) and all(isinstance(c, dict) and c.get("type") == "text" for c in content):
+            content = "".join(str(c.get("text", "")) for c in content)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError(f"{row.where}: expected messages with role and text in {column!r}, found others")
+        refuse_surrogates(row.where, column, content)
+        messages.append({"role": ROLES.get(role, role), "content": content})
+    if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise ValueError(
+            f"{row.where}: expected a last message of the user in {column!r}, found {messages[-1]}"[:200]
+        )
+    if len(messages) == 1:
+        return Question(text=messages[0]["content"])
+    text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    return Question(text=text, messages=tuple(messages))
+
+
+def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
+    """A list of one is its element; tests that are no text become a JSON text or lines of Python."""
+    parsed = _parsed(value)
+    if isinstance(parsed, list) and parsed and all(isinstance(part, str) for part in parsed):
+        value = "\n".join(parsed) if verifier == "code" else parsed if len(parsed) > 1 else parsed[0]
+    elif isinstance(value, list) and len(value) == 1 and verifier != "code":
+        value = value[0]
+    if isinstance(value, (list, dict)) and value and verifier != "math":
+        value = json.dumps(value)
+    if isinstance(value, list):
+        raise ValueError(f"{row.where}: expected one reference answer in {column!r}, found {len(value)}")
+    return _unpacked(_as_text(row, column, value)) if verifier == "code" else _as_text(row, column, value)
+
+
+def _unpacked(text: str) -> str:
+    """LiveCodeBench's private tests: a pickled text, compressed, in base64. Its text is read, nothing unpickled."""
+    if not re.fullmatch(r"eJ[A-Za-z0-9+/=\n]+", text):
+        return text
+    try:
+        packed = zlib.decompressobj().decompress(base64.b64decode(text), UNPACKED)
+        return next(str(value) for code, value, _ in pickletools.genops(packed) if "UNICODE" in code.name)
+    except (ValueError, zlib.error, StopIteration):
+        return text
+
+
+def _as_text(row: Row, column: str, value: Any) -> str:
+    """The text of a value. Raises ValueError for one that is none, empty or not UTF-8."""
+    if isinstance(value, list) and value and all(isinstance(line, str) for line in value):
+        value = "\n".join(value)
+    if not isinstance(value, (str, int, float)) or isinstance(value, bool) or value != value:
+        kind = "nothing" if value is None else "NaN" if isinstance(value, float) else f"a {type(value).__name__}"
+        raise ValueError(f"{row.where}: expected a text or a number in {column!r}, found {kind}")
+    text = str(value)
+    if not text.strip():
+        raise ValueError(f"{row.where}: expected a text in {column!r}, found an empty one")
+    refuse_surrogates(row.where, column, text)
+    return text

@@ -1,0 +1,66 @@
+"""Names on the Hugging Face hub in place of paths: `org/name`, `org/name@revision`, `org/name/folder`.
+
+They become folders of the local cache when a recipe is loaded, so that no other process asks the hub.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from megatron_scalerl.recipe.recipe import Recipe
+from megatron_scalerl.recipe.sections import PromptsSection, TaskSection
+
+Kind = Literal["model", "dataset"]
+_NAME = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(?P<folder>(/[\w.-]+)*)(@(?P<revision>[\w.-]+))?")
+_FILE = re.compile(r".*\.(jsonl?|ndjson|gz|csv|parquet|arrow|ya?ml)")
+
+
+def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
+    """The folder of a name in the Hugging Face cache; a path that exists, and a name that is not there, as they are.
+
+    download: fetch what is not there, unless HF_HUB_OFFLINE is set. Raises ValueError, in one line, if that fails.
+    """
+    name = _NAME.fullmatch(path)
+    if name is None or Path(path).exists() or _FILE.fullmatch(path):
+        return path
+    from huggingface_hub import constants, snapshot_download  # only where a path does not exist
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    online = download and not constants.HF_HUB_OFFLINE
+    try:
+        folder = snapshot_download(
+            name["repo"], repo_type=kind, revision=name["revision"], local_files_only=not online
+        )
+    except (OSError, ValueError) as error:
+        if online and not isinstance(error, LocalEntryNotFoundError):
+            raise ValueError(f"{path}: the download failed: {str(error).strip().splitlines()[0]}") from None
+        return path
+    return folder + name["folder"]
+
+
+def hint(path: str, kind: Kind) -> str:
+    """What an error about a path that does not exist adds where it may be a name on the hub."""
+    name = _NAME.fullmatch(path)
+    if name is None or _FILE.fullmatch(path) or Path(path.partition("/")[0]).exists():
+        return ""
+    words = ["hf download", name["repo"], *(["--repo-type dataset"] if kind == "dataset" else [])]
+    words += [f"--revision {name['revision']}"] if name["revision"] else []
+    return f"; the Hugging Face cache does not have it either: {' '.join(words)}, or download: true in the recipe"
+
+
+def local_recipe(recipe: Recipe, *, download: bool = False) -> Recipe:
+    """The recipe with the folders of its policy and prompts in place of names; as `local_path`."""
+
+    def resolved(path: str | None, kind: Kind = "dataset") -> str | None:
+        return None if path is None else local_path(path, kind, download=download)
+
+    def files(section: PromptsSection | TaskSection) -> dict[str, str | None]:
+        return {"path": resolved(section.path), "held_out_path": resolved(section.held_out_path)}
+
+    tasks = recipe.prompts.tasks
+    tasks = tasks and {name: task.model_copy(update=files(task)) for name, task in tasks.items()}
+    policy = recipe.policy.model_copy(update={"path": resolved(recipe.policy.path, "model")})
+    prompts = recipe.prompts.model_copy(update={"tasks": tasks, **files(recipe.prompts)})
+    return recipe.model_copy(update={"policy": policy, "prompts": prompts})

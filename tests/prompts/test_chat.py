@@ -1,0 +1,137 @@
+"""Chat settings: the system's message, arguments of the template, and the tags that a template thinks in."""
+
+import re
+
+import pytest
+
+from megatron_scalerl.prompts.layouts import Question
+from megatron_scalerl.prompts.rendering import PromptRenderer, template_names
+from megatron_scalerl.recipe.sections import PromptsSection
+from megatron_scalerl.tiny.tokenizer import build_tokenizer
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+QWEN3 = (
+    "{%- if tools %}<tools>{% endif %}"
+    + TURNS
+    + "{% set kept = '</think>' %}"
+    + OPEN
+    + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+)
+DISTILL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    "{{ '<think>\n' }}"
+)
+LLAMA = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "Today {{ date_string }}\n" + TURNS
+)
+GPT_OSS = (
+    "Reasoning: {{ reasoning_effort | default('medium') }}"
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
+    "{% endfor %}{# <|channel|>analysis<|message|> #}<|start|>assistant"
+)
+MAGISTRAL = TURNS + "{% generation %}{{ '' if true else '[THINK]' }}{% endgeneration %}" + OPEN
+GPT_OSS_END = "<|end|><|start|>assistant<|channel|>final<|message|>"
+
+
+def renderer(template, **settings):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    return PromptRenderer(tokenizer, PromptsSection(**{"chat_template": True, **settings}))
+
+
+ACCEPTED = {
+    # template, settings -> the rendered prompt
+    "Qwen3": (QWEN3, {}, "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n<think>"),
+    "Qwen3 thinks": (
+        QWEN3,
+        {"template_arguments": {"enable_thinking": True}},
+        "1+1<|im_end|>\n<|im_start|>assistant\n<think>",
+    ),
+    "a system": (
+        QWEN3,
+        {"system": "Be brief."},
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1<|im_end|>",
+    ),
+    "R1 distill": (DISTILL, {}, "<bos>1+1<think>\n"),
+    "Llama 3": (
+        LLAMA,
+        {"template_arguments": {"date_string": "1 Jan 2030"}},
+        "Today 1 Jan 2030\n<|im_start|>user\n1+1",
+    ),
+    "gpt-oss": (
+        GPT_OSS,
+        {
+            "think_start": "<|channel|>analysis<|message|>",
+            "think_end": GPT_OSS_END,
+            "template_arguments": {"reasoning_effort": "high"},
+        },
+        "Reasoning: high<|start|>user<|message|>1+1<|end|><|start|>assistant<|channel|>analysis<|message|>",
+    ),
+    "Magistral": (
+        MAGISTRAL.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
+        {"think_start": "[THINK]", "think_end": "[/THINK]"},
+        "<|im_start|>assistant\n[THINK]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_a_template_is_rendered_with_the_settings(case):
+    template, settings, shown = ACCEPTED[case]
+    assert shown in renderer(template, **settings).text("1+1")
+
+
+def test_turns_are_kept_the_last_one_is_rendered_and_the_systems_is_replaced():
+    messages = (
+        {"role": "system", "content": "Old."},
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "2"},
+    )
+    question = Question(text="", messages=(*messages, {"role": "user", "content": "2+2"}))
+    assert [re.sub(r"<\|im_(start|end)\|>\n?", "|", renderer(QWEN3, **s).text(question)) for s in (
+        {"prompt_template": "{prompt}=?"}, {"system": "New."}
+    )] == [
+        "|system\nOld.||user\n1+1||assistant\n2||user\n2+2=?||assistant\n<think>",
+        "|system\nNew.||user\n1+1||assistant\n2||user\n2+2||assistant\n<think>",
+    ]  # fmt: skip
+
+
+REFUSED = {
+    "argument": (
+        QWEN3,
+        {"template_arguments": {"think": 1}},
+        r"template_arguments: .* \(enable_thinking\), found think",
+    ),
+    "none": (TURNS, {"template_arguments": {"think": 1}}, r"template_arguments: .* \(it reads none\), found think"),
+    "no thinking": (
+        QWEN3,
+        {"template_arguments": {"enable_thinking": False}},
+        r"ends with </think> .*no answer would",
+    ),
+    "no system": (DISTILL, {"system": "Be brief."}, r"prompts\.system: expected a chat template that shows it"),
+    "other tags": (MAGISTRAL, {}, r"prompts\.think_end: expected '\[THINK\]' and '\[/THINK\]', .*found '<think>'"),
+    "channels": (GPT_OSS, {}, re.escape(GPT_OSS_END)),
+    "other closing": (DISTILL, {"think_end": "</thought>"}, "expected '<think>' and '</think>'"),
+    "no chat": (
+        QWEN3,
+        {"chat_template": False, "system": "x"},
+        r"prompts\.system: expected prompts\.chat_template true",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_setting_that_has_no_effect_or_loses_the_answer_is_refused(case):
+    template, settings, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        renderer(template, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_that_a_template_reads_are_found():
+    assert template_names(LLAMA) == {"date_string", "strftime_now", "messages", "add_generation_prompt"} - {
+        "add_generation_prompt"
+    }
+    assert template_names(MAGISTRAL) == {"messages", "add_generation_prompt"}

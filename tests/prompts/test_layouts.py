@@ -1,0 +1,131 @@
+"""Every published layout loads as it is: right answers score right, wrong ones wrong, bad rows are counted."""
+
+import json
+
+import pytest
+from layout_rows import ADD, ASK, CODE, MATH, SYSTEM, USER, write
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_scalerl.controller.preflight import check_answers
+from megatron_scalerl.prompts.dataset import load_prompts
+from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.tasks import Task
+from megatron_scalerl.rewards.limits import Limits
+from megatron_scalerl.rewards.worker import load_verifier
+
+LIMITS = Limits(cpu_s=10, memory_mb=1024, file_mb=0)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A token a byte, with a chat template that shows roles."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TEMPLATE)
+
+
+def load(tokenizer, path, verifier="math", **settings):
+    prompts = PromptsSection(path=path, **{"held_out": 0, "chat_template": True, **settings})
+    task = Task(name="", weight=1.0, prompts=prompts, rewards=RewardsSection(verifier=verifier))
+    return load_prompts(tokenizer, [task], check_answers)
+
+
+@pytest.mark.parametrize("name", [*MATH, *CODE])
+def test_a_published_layout_loads_and_scores(name, tokenizer, tmp_path):
+    file, layout, good, bad, *program = (MATH | CODE)[name]
+    verifier = "code" if program else "math"
+    loaded = load(tokenizer, write(tmp_path, file, [good, bad]), verifier)
+    (prompt,) = loaded.training
+    assert f"layout {layout}: " in loaded.report.lines()[0]
+    assert len(loaded.report.unusable) == 1
+    verify = load_verifier(verifier, LIMITS)
+    right, wrong = (
+        (f"```\n{text}\n```" for text in (*program, "print(7)"))
+        if program
+        else (
+            "So \\boxed{\\frac{3}{4}}.",
+            "So \\boxed{\\frac{1}{4}}.",
+        )
+    )
+    assert verify(right, prompt.answer, dict(prompt.extra))
+    assert not verify(wrong, prompt.answer, dict(prompt.extra))
+    shown = tokenizer.decode(prompt.token_ids)
+    assert shown.startswith("<system>Be brief.<user>" if "system" in name else "<user>")
+    assert "role" not in shown and shown.endswith("<assistant><think>")
+    if not program:
+        assert ASK in shown
+    elif program[0].startswith(ADD[:7]):
+        assert "add(" in shown or "assert add" in prompt.answer, "the name of the function is told"
+
+
+def test_settings_name_columns_and_paths_into_them(tokenizer, tmp_path):
+    row = {"q": {"text": ASK}, "answer": "2", "meta": {"truth": ["3/4"]}}
+    loaded = load(tokenizer, write(tmp_path, "p.jsonl", [row]), prompt_column="q.text", answer_column="meta.truth")
+    assert [(p.text, p.answer) for p in loaded.training] == [(ASK, "3/4")]
+    only = load(tokenizer, write(tmp_path, "o.jsonl", [row]), prompt_column="q.text")
+    assert only.training[0].answer == "2"
+
+
+def test_an_ambiguous_file_names_the_presets(tokenizer, tmp_path):
+    path = write(tmp_path, "p.jsonl", [{"prompt": ASK, "problem": "What is 1?", "answer": "3/4"}])
+    with pytest.raises(ValueError, match=r"set prompts\.preset to prompt/answer or problem/answer"):
+        load(tokenizer, path)
+    assert load(tokenizer, path, preset="problem/answer").training[0].text == "What is 1?"
+    with pytest.raises(ValueError, match=r"prompts\.preset: expected one of verl, orz, .*, found gsm"):
+        load(tokenizer, path, preset="gsm")
+    same = write(tmp_path, "s.jsonl", [{"prompt": ASK, "problem": ASK, "answer": "3/4"}])
+    assert len(load(tokenizer, same).training) == 1
+
+
+def test_unit_tests_need_the_verifier_code_and_other_columns_a_setting(tokenizer, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"layout taco: .*: expected the verifier code \(rewards.verifier\), found m"
+    ):
+        load(tokenizer, write(tmp_path, "p.jsonl", [CODE["APPS"][2]]))
+    with pytest.raises(ValueError, match=r"docs/prompts\.md lists.*found the columns q, a"):
+        load(tokenizer, write(tmp_path, "q.jsonl", [{"q": ASK, "a": "1"}]))
+
+
+def test_rows_of_another_task_do_not_refuse_a_mixed_file(tokenizer, tmp_path):
+    math, code = MATH["INTELLECT-2"][2:]
+    path = write(tmp_path, "p.jsonl", [math, *[code] * 9])
+    assert len(load(tokenizer, path).report.unusable) == 9
+    assert len(load(tokenizer, path, "code").training) == 1
+
+
+def test_several_messages_need_a_chat_template(tokenizer, tmp_path):
+    path = write(tmp_path, "p.jsonl", [{"prompt": SYSTEM, "answer": "3/4"}])
+    with pytest.raises(ValueError, match=r"line 1: several messages: expected prompts\.chat_template true"):
+        load(tokenizer, path, chat_template=False)
+    one = write(tmp_path, "u.jsonl", [{"prompt": USER, "answer": "3/4"}])
+    assert tokenizer.decode(load(tokenizer, one, chat_template=False).training[0].token_ids) == f"{ASK}<think>"
+
+
+def test_a_damaged_file_is_one_line(tokenizer, tmp_path):
+    for name, content in (("p.jsonl.gz", b"no gzip"), ("p.arrow", b"none"), ("p.csv", b'a,b\n"1')):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name}: expected") as caught:
+            load(tokenizer, str(tmp_path / name))
+        assert "\n" not in str(caught.value)
+    (tmp_path / "r.csv").write_text(f"problem,answer\n{ASK},3/4\n{ASK},1,2\n")
+    assert "line 3: expected 2 values, found 3" in load(tokenizer, str(tmp_path / "r.csv")).report.unusable[0]
+
+
+def test_packed_tests_are_read_and_not_run(tokenizer, tmp_path):
+    import base64
+    import pickle
+    import zlib
+
+    class Evil:
+        def __reduce__(self):
+            return (exec, ("raise SystemExit('run')",))
+
+    row = dict(CODE["LiveCodeBench"][2])
+    row["private_test_cases"] = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
+    with pytest.raises(ValueError, match="1 of 1 rows cannot be learned from"):
+        load(tokenizer, write(tmp_path, "p.jsonl", [row]), "code")
+    assert json.loads(json.dumps(row))
