@@ -175,7 +175,7 @@ def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozen
     and a blank line as one token. Such a token closes the tag as well as the plain one. A piece with letters has no
     variants: a longer token is another word. SentencePiece's prefix of a text's first piece is no part of the tag.
     """
-    if len(think_end_ids) == 1:
+    if len(think_end_ids) < 2:
         return frozenset(), frozenset()
     pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     first, last = pieces[think_end_ids[0]].lstrip("\u2581"), pieces[think_end_ids[-1]]

@@ -101,12 +101,14 @@ class PromptRenderer:
         if system and system.strip() not in shown:
             raise ValueError("prompts.system: expected a chat template that shows it, found one that leaves it out")
         tags = next((pair for pair in THINK_TAGS if pair[0] in source or pair[0] in shown), None)
+        if tags and not end and shown.rstrip().endswith(tags[1]):
+            return  # the prompt closes thinking, and the policy answers without
         if tags and (end != tags[1] or start not in ("", tags[0])):
             raise ValueError(
                 f"prompts.think_start, prompts.think_end: expected {tags[0]!r} and {tags[1]!r}, in which the chat "
                 f"template thinks, found {start!r} and {end!r}"
             )
-        if shown.rstrip().endswith(end):
+        if end and shown.rstrip().endswith(end):
             raise ValueError(
                 "prompts.chat_template: expected a prompt that leaves thinking to the policy, found one that ends "
                 f"with {end} (prompts.template_arguments: {dict(arguments)}): no answer would be found"
@@ -147,11 +149,8 @@ def check_think_tags(tokenizer: Any, start: str, end: str) -> None:
     """Check that each think tag decodes to itself; it may be several tokens.
 
     Whitespace around a tag may differ, since tokenizers move it. The forced phrase, whose whitespace may not differ,
-    is checked by `engine.interruption.plan_ids`. Raises ValueError for an empty closing tag and for a text that does
-    not decode to itself.
+    is checked by `engine.interruption.plan_ids`. Raises ValueError for a text that does not decode to itself.
     """
-    if not end.strip():
-        raise ValueError("prompts.think_end: expected a tag that closes thinking, found an empty one")
     for key, text in (("prompts.think_start", start), ("prompts.think_end", end)):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

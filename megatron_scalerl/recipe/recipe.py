@@ -134,6 +134,11 @@ class Recipe(Section):
             raise ValueError(
                 f"rollouts.max_in_flight: expected at least group_size {r.group_size}, found {r.max_in_flight}"
             )
+        if not self.prompts.think_end.strip() and (self.interruption.enabled or self.prompts.think_start.strip()):
+            raise ValueError(
+                "prompts.think_end: expected a tag that closes thinking, found an empty one (for a policy that thinks "
+                "in no tags: prompts.think_start empty as well, and interruption.enabled false)"
+            )
         _check_tasks(self)
         _check_evaluation(self)
         penalty = self.length_penalty

@@ -132,7 +132,8 @@ class PromptsSection(Section):
     think_start: str = "<think>"
     """Tag that opens thinking; appended to the rendered prompt as a prefill. Empty: no prefill."""
     think_end: str = "</think>"
-    """Tag that closes thinking; the answer is the text after it."""
+    """Tag that closes thinking; the answer is the text after it. Empty, with think_start empty and
+    interruption.enabled false: the policy thinks in no tags, and the whole completion is its answer."""
     max_prompt_tokens: PositiveInt = 2048
     """Longer prompts are skipped and reported (tokens; section 2 of the paper: 2,048)."""
     held_out_path: str | None = None

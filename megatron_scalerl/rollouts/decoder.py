@@ -35,24 +35,26 @@ from megatron_scalerl.types import Completion, CompletionLost
 class AnswerFormat:
     """How the answer of a completion is found. Produced by `rollouts.plans`."""
 
-    plan: Plan
-    """Any interruption plan of the run: its closing tag ends thinking."""
+    plan: Plan | None
+    """Any interruption plan of the run: its closing tag ends thinking. None: a policy that thinks in no tags."""
     think_end: str
     """The closing tag as text."""
     hidden_ids: frozenset[int]
     """Tokens that are not part of the text: special tokens and those that end a completion."""
 
     def answer_text(self, token_ids: np.ndarray, decode: Callable[[Sequence[int]], str]) -> str | None:
-        """The text after thinking; None if thinking did not end.
+        """The text after thinking, the whole text of a policy without tags; None if thinking did not end.
 
         token_ids: [T] the completion. decode: token ids to text, special tokens included.
         """
-        end = self.plan.thinking_end(token_ids)
-        if end is None:
+        start: int | None = 0
+        if self.plan is not None and (start := self.plan.thinking_end(token_ids)) is not None:
+            # the tag's tokens may include neighboring text, so decode them too and cut the tag off as text
+            start -= len(self.plan.think_end_ids)
+        if start is None:
             return None
-        # the tag's tokens may include neighboring text, so decode them too and cut the tag off as text
-        rest = token_ids[end - len(self.plan.think_end_ids) :].tolist()
-        return extract_answer(decode([token for token in rest if token not in self.hidden_ids]), self.think_end)
+        text = decode([token for token in token_ids[start:].tolist() if token not in self.hidden_ids])
+        return text if self.plan is None else extract_answer(text, self.think_end)
 
 
 SOCKET_VARIABLE = "MSRL_DECODER_FD"

@@ -27,8 +27,11 @@ class Draw:
 def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(tokens of the forced phrase with the closing tag, tokens of the tag) in the policy's tokenizer.
 
-    Raises ValueError if one of them changes in an encode-decode round trip, or ends a sequence.
+    Both are empty for a policy that thinks in no tags. Raises ValueError if one of them changes in an encode-decode
+    round trip, or ends a sequence.
     """
+    if not recipe.prompts.think_end.strip():
+        return (), ()
     phrase = recipe.interruption.phrase if recipe.interruption.enabled else ""
     phrase_ids, think_end_ids = plan_ids(tokenizer, phrase, recipe.prompts.think_end)
     if stops := set(phrase_ids) & set(end_token_ids(recipe.policy.path, tokenizer)):
@@ -91,4 +94,5 @@ class Plans:
     def answer_format(self) -> AnswerFormat:
         """How the answer is found in a completion."""
         hidden = (self._special_ids | set(self._end_ids)) - set(self._think_end_ids)
-        return AnswerFormat(plan=self.plan(1), think_end=self._recipe.prompts.think_end, hidden_ids=hidden)
+        plan = self.plan(1) if self._think_end_ids else None
+        return AnswerFormat(plan=plan, think_end=self._recipe.prompts.think_end, hidden_ids=hidden)

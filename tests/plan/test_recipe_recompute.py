@@ -4,6 +4,7 @@ The margin: 15 % of a GPU's memory stays free, as far as a measured peak may be 
 A policy with experts fits, besides, where the router sends every token to one rank of an expert-parallel group.
 """
 
+import re
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_scalerl.__main__ import main
 from megatron_scalerl.plan.activations import MODULES, kept, layer_bytes, recompute_of, shape_of
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family
 from megatron_scalerl.plan.engine import decoding, engine_memory
-from megatron_scalerl.plan.hardware import GPUS, Kernels
+from megatron_scalerl.plan.hardware import GPUS, Gpu, Kernels
 from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import trainer_memory
 from megatron_scalerl.plan.sharding import layout_of
@@ -63,7 +65,13 @@ def flops(recipe: Recipe, tokens: int = 8192) -> float:
     return token_flops(recipe, family, layout, [tokens]).hardware(recipe)
 
 
-def fits(recipe: Recipe) -> bool:
+def gpu_of(path: Path) -> Gpu:
+    """The GPU of the command in the recipe's first comment."""
+    named = re.search(r"^#.* plan .*--gpu (\S+)", path.read_text(encoding="utf8"), re.MULTILINE)
+    return GPUS[named[1] if named else "h100-80g"]
+
+
+def fits(recipe: Recipe, gpu: Gpu) -> bool:
     """With the margin, and with any routing."""
     family, _ = load_family(CONFIGS / Path(recipe.policy.path).name)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
@@ -72,13 +80,35 @@ def fits(recipe: Recipe) -> bool:
         assumed = Assumptions(expert_imbalance=imbalance)
         return max(stage.total for stage in trainer_memory(recipe, family, layout, assumed, kernels=FUSED))
 
-    if peak(Assumptions().expert_imbalance) > (1 - MARGIN) * H100.memory_bytes:
+    if peak(Assumptions().expert_imbalance) > (1 - MARGIN) * gpu.memory_bytes:
         return False
-    return layout.ep == 1 or peak(layout.ep) <= H100.memory_bytes
+    return layout.ep == 1 or peak(layout.ep) <= gpu.memory_bytes
+
+
+def commands() -> list[str]:
+    """The commands of the planner in the recipes' first comments."""
+    return [
+        command for path in shipped() for command in re.findall(r"^#   .* (plan .*)", path.read_text(), re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_recipe_fits_by_the_command_that_it_names(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(RECIPES.parent)
+    assert main([*command.split(), "--no-build"]) == 0
+    assert ": fits: " in capsys.readouterr().out
+
+
+LARGE = "qwen3_30b_a3b_16gpus"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=p.stem, marks=pytest.mark.full if p.stem == LARGE else ()) for p in shipped()],
+)
 def test_no_recipe_recomputes_what_fits_without(path: Path) -> None:
     recipe = load_recipe(path, [])
     if recompute_of(recipe).granularity == "none":
@@ -86,8 +116,9 @@ def test_no_recipe_recomputes_what_fits_without(path: Path) -> None:
     family, _ = load_family(CONFIGS / Path(recipe.policy.path).name)
     stages = layout_of(recipe, family, recipe.trainer.world_size).stages
     cheaper = (with_recompute(recipe, settings) for settings in settings_of(max(map(len, stages))))
-    found = [str(recompute_of(other)) for other in cheaper if flops(other) < 0.999 * flops(recipe) and fits(other)]
-    assert fits(recipe)
+    gpu = gpu_of(path)
+    found = [str(recompute_of(o)) for o in cheaper if flops(o) < 0.999 * flops(recipe) and fits(o, gpu)]
+    assert fits(recipe, gpu)
     assert not found, f"{path.name} recomputes {recompute_of(recipe)}; enough is any of {found}"
 
 

@@ -74,6 +74,30 @@ def test_a_request_may_have_a_lower_budget_than_the_run(tiny, limit, expected):
         asyncio.run(sampler.complete(engine, prompt, draw, priority=1, max_tokens=limit))
 
 
+NO_TAGS = {
+    "prompts": {"path": "q", "think_start": "", "think_end": ""},
+    "interruption": {**SECTIONS["interruption"], "enabled": False},
+}
+
+
+def test_without_tags_the_whole_completion_is_the_answer(tiny):
+    ids = tiny("1+2=3", add_special_tokens=False)["input_ids"]
+    assert answer(tiny, [*ids, tiny.eos_token_id], **NO_TAGS) == "1+2=3"
+    assert answer(tiny, ids) is None
+    spec = plans(tiny, **NO_TAGS).spec(plans(tiny, **NO_TAGS).draw(1, 0, 0), 0)
+    assert (spec.interruption, spec.max_tokens) == (None, 52 + 4)
+
+
+@pytest.mark.parametrize("change", [{"think_start": "<think>"}, {"interruption": SECTIONS["interruption"]}])
+def test_without_a_closing_tag_nothing_opens_thinking_or_cuts_it(tiny, change):
+    tags = {key: value for key, value in change.items() if key == "think_start"}
+    sections = NO_TAGS | {"prompts": NO_TAGS["prompts"] | tags} | {k: v for k, v in change.items() if k not in tags}
+    with pytest.raises(
+        ValueError, match=r"prompts\.think_end: expected a tag that closes thinking, found an empty one"
+    ):
+        plans(tiny, **sections)
+
+
 def test_interruption_off_shares_one_budget(tiny):
     off = plans(tiny, interruption={**SECTIONS["interruption"], "enabled": False})
     draw = off.draw(1, 0, 0)
