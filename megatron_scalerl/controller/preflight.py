@@ -69,13 +69,7 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
     text_config = hf_config.get_text_config()
-    prompts = load_prompts(tokenizer, tasks_of(recipe), check_answers)
-    digest = prompts.digest()
-    if recipe.prompts.digest not in (None, digest):
-        raise ValueError(f"prompts.digest: {PROMPTS_CHANGED}: expected {recipe.prompts.digest}, found {digest}")
-    for task in tasks_of(recipe) if recipe.validation.every_steps else ():
-        if all(prompt.task != task.name for prompt in prompts.held_out):
-            raise ValueError(f"validation.every_steps: expected held-out prompts ({task.key}.held_out), found none")
+    prompts = checked_prompts(recipe, tokenizer)
     evaluation = evaluation_inputs(recipe, tokenizer, prompts.training)
     phrase_ids, _ = forced_ids(recipe, tokenizer)
     longest, capacity = recipe.longest_sequence(len(phrase_ids)), _micro_batch_tokens(recipe)
@@ -97,6 +91,18 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
         longest_sequence=longest,
         micro_batch_tokens=capacity,
     )
+
+
+def checked_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    """The recipe's prompts, rendered and split. Raises ValueError as `load_prompts`, and for prompts that changed."""
+    prompts = load_prompts(tokenizer, tasks_of(recipe), check_answers)
+    digest = prompts.digest()
+    if recipe.prompts.digest not in (None, digest):
+        raise ValueError(f"prompts.digest: {PROMPTS_CHANGED}: expected {recipe.prompts.digest}, found {digest}")
+    for task in tasks_of(recipe) if recipe.validation.every_steps else ():
+        if all(prompt.task != task.name for prompt in prompts.held_out):
+            raise ValueError(f"validation.every_steps: expected held-out prompts ({task.key}.held_out), found none")
+    return prompts
 
 
 def _check_host(recipe: Recipe) -> None:
