@@ -5,6 +5,7 @@ Every check fails with a one-line error and leaves no files behind.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,9 @@ from megatron_scalerl.rewards.pool import limits_of
 from megatron_scalerl.rewards.sandbox_probe import check_sandbox
 from megatron_scalerl.rollouts.plans import forced_ids
 
+_END = 1 << 16
+"""Bytes at the end of a file of weights that its digest reads."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -46,12 +50,30 @@ class Inputs:
     """Capacity of one packed micro-batch (tokens)."""
 
     def resolved(self, recipe: Recipe) -> Recipe:
-        """The recipe with the prompts' digest, the engine's context length and the trainer's capacity filled in."""
+        """The recipe with digests of policy and prompts, the engine's context length and the trainer's capacity."""
         options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
         trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})
         engine = recipe.engine.model_copy(update={"vllm": options})
         prompts = recipe.prompts.model_copy(update={"digest": self.prompts.digest()})
-        return recipe.model_copy(update={"engine": engine, "trainer": trainer, "prompts": prompts})
+        policy = recipe.policy.model_copy(update={"digest": policy_digest(recipe.policy.path)})
+        changed = {"engine": engine, "trainer": trainer, "policy": policy, "prompts": prompts}
+        return recipe.model_copy(update=changed)
+
+
+def policy_digest(folder: str) -> str:
+    """16 hexadecimal digits for a policy's folder, in milliseconds: of weights only names, sizes and ends are read.
+
+    Other files than configuration, tokenizer, template and weights do not count.
+    """
+    whole = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix not in (".json", ".txt", ".jinja", ".model", ".safetensors"):
+            continue
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _END) if path.suffix == ".safetensors" else 0)
+            whole.update(f"{path.name} {size} {hashlib.sha256(file.read()).hexdigest()}\n".encode())
+    return whole.hexdigest()[:16]
 
 
 def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:

@@ -247,7 +247,10 @@ def check_recipe(recipe: Recipe) -> None:
         return
     settings = read_run_recipe(folder)
     _check_experts(folder, (settings.get("megatron") or {}).get("parallel") or {}, recipe)
-    for key, was, found in differing(settings, recipe.model_dump(mode="json")):
+    if not (settings.get("policy") or {}).get("digest"):  # begun before it was recorded
+        recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"digest": None})})
+    others = differing(settings, recipe.model_dump(mode="json"))
+    for key, was, found in sorted(others, key=lambda other: other[0] == "policy.digest"):  # the reason is said first
         if key == "prompts.digest":
             raise RecipeError(f"{folder}: {PROMPTS_CHANGED} since the run began: restore it, or choose another name")
         if not _may_change(key):
