@@ -70,7 +70,8 @@ class Layout:
         first, *others = _values(row, self.question)
         if isinstance(parsed := _parsed(first), list) and parsed and all(isinstance(part, dict) for part in parsed):
             return _conversation(row, self.question[0], parsed)
-        return Question(text="\n\n".join(as_text(row, self.question[0], part) for part in (first, *others)))
+        parts = (first, *("\n".join(map(str, part)) if isinstance(part, list) else part for part in others))
+        return Question(text="\n\n".join(as_text(row, self.question[0], part) for part in parts))
 
     def reference_of(self, row: Row, verifier: str) -> str:
         """The row's reference as text. Raises ValueError, naming row and column."""
@@ -189,7 +190,9 @@ def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifie
     able = [layout for layout in fitting if _serves(layout, verifier)] or fitting[:1]
     if any(usable[layout.name] != usable[able[0].name] for layout in able):
         names = " or ".join(layout.name for layout in able)
-        raise ValueError(f"{path}: expected one layout, found several that fit: set prompts.preset to {names}")
+        raise ValueError(
+            f"{path}: expected one layout, found several: set prompts.preset to {names}, or name columns"
+        )
     return able[0]
 
 
@@ -287,8 +290,6 @@ def _unpacked(text: str) -> str:
 
 def as_text(row: Row, column: str, value: Any) -> str:
     """The text of a value. Raises ValueError for one that is none, empty or not UTF-8."""
-    if isinstance(value, list) and value and all(isinstance(line, str) for line in value):
-        value = "\n".join(value)
     if not isinstance(value, (str, int, float)) or isinstance(value, bool) or value != value:
         kind = "nothing" if value is None else "NaN" if isinstance(value, float) else f"a {type(value).__name__}"
         raise ValueError(f"{row.where}: expected a text or a number in {column!r}, found {kind}")
