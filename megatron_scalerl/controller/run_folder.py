@@ -64,9 +64,9 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "checkpoint.async_save",
         "checkpoint.rollouts",
         "forecast.fit_until_share",
-        *(
-            f"prompts.{key}" for key in ("preset", "prompt_column", "answer_column")
-        ),  # prompts.digest holds their effect
+        "prompts.preset",  # prompts.digest holds its effect, and that of the columns
+        "prompts.prompt_column",
+        "prompts.answer_column",
         "rewards.workers",
         "rollouts.decoders",
         "trainer.micro_batch_tokens",
