@@ -79,6 +79,9 @@ COMMANDS = {
         "run a recipe or a folder of them on Slurm, or show the status of a submitted run", "cluster.slurm_command"
     ),
     "engine": Command("add an engine on this host to a run on several hosts", "commands.engine", runs_policies=True),
+    "prompts": Command(
+        "show prompts as the policy gets them, what is skipped, and how answers score", "commands.prompts"
+    ),
     "sft": Command(
         "warm-start the recipe's policy by supervised training", "commands.sft", runs_policies=True, forms_groups=True
     ),

@@ -5,6 +5,7 @@ Every check fails with a one-line error and leaves no files behind.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,9 @@ from megatron_scalerl.rewards.pool import limits_of
 from megatron_scalerl.rewards.sandbox_probe import check_sandbox
 from megatron_scalerl.rollouts.plans import forced_ids
 
+_END = 1 << 16
+"""Bytes at the end of a file of weights that its digest reads."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -46,12 +50,30 @@ class Inputs:
     """Capacity of one packed micro-batch (tokens)."""
 
     def resolved(self, recipe: Recipe) -> Recipe:
-        """The recipe with the prompts' digest, the engine's context length and the trainer's capacity filled in."""
+        """The recipe with digests of policy and prompts, the engine's context length and the trainer's capacity."""
         options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
         trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})
         engine = recipe.engine.model_copy(update={"vllm": options})
         prompts = recipe.prompts.model_copy(update={"digest": self.prompts.digest()})
-        return recipe.model_copy(update={"engine": engine, "trainer": trainer, "prompts": prompts})
+        policy = recipe.policy.model_copy(update={"digest": policy_digest(recipe.policy.path)})
+        changed = {"engine": engine, "trainer": trainer, "policy": policy, "prompts": prompts}
+        return recipe.model_copy(update=changed)
+
+
+def policy_digest(folder: str) -> str:
+    """16 hexadecimal digits for a policy's folder, in milliseconds: of weights only names, sizes and ends are read.
+
+    Other files than configuration, tokenizer, template and weights do not count.
+    """
+    whole = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix not in (".json", ".txt", ".jinja", ".model", ".safetensors"):
+            continue
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _END) if path.suffix == ".safetensors" else 0)
+            whole.update(f"{path.name} {size} {hashlib.sha256(file.read()).hexdigest()}\n".encode())
+    return whole.hexdigest()[:16]
 
 
 def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
@@ -69,13 +91,7 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
     text_config = hf_config.get_text_config()
-    prompts = load_prompts(tokenizer, tasks_of(recipe), check_answers)
-    digest = prompts.digest()
-    if recipe.prompts.digest not in (None, digest):
-        raise ValueError(f"prompts.digest: {PROMPTS_CHANGED}: expected {recipe.prompts.digest}, found {digest}")
-    for task in tasks_of(recipe) if recipe.validation.every_steps else ():
-        if all(prompt.task != task.name for prompt in prompts.held_out):
-            raise ValueError(f"validation.every_steps: expected held-out prompts ({task.key}.held_out), found none")
+    prompts = checked_prompts(recipe, tokenizer)
     evaluation = evaluation_inputs(recipe, tokenizer, prompts.training)
     phrase_ids, _ = forced_ids(recipe, tokenizer)
     longest, capacity = recipe.longest_sequence(len(phrase_ids)), _micro_batch_tokens(recipe)
@@ -97,6 +113,18 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
         longest_sequence=longest,
         micro_batch_tokens=capacity,
     )
+
+
+def checked_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    """The recipe's prompts, rendered and split. Raises ValueError as `load_prompts`, and for prompts that changed."""
+    prompts = load_prompts(tokenizer, tasks_of(recipe), check_answers)
+    digest = prompts.digest()
+    if recipe.prompts.digest not in (None, digest):
+        raise ValueError(f"prompts.digest: {PROMPTS_CHANGED}: expected {recipe.prompts.digest}, found {digest}")
+    for task in tasks_of(recipe) if recipe.validation.every_steps else ():
+        if all(prompt.task != task.name for prompt in prompts.held_out):
+            raise ValueError(f"validation.every_steps: expected held-out prompts ({task.key}.held_out), found none")
+    return prompts
 
 
 def _check_host(recipe: Recipe) -> None:

@@ -64,9 +64,9 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "checkpoint.async_save",
         "checkpoint.rollouts",
         "forecast.fit_until_share",
-        *(
-            f"prompts.{key}" for key in ("preset", "prompt_column", "answer_column")
-        ),  # prompts.digest holds their effect
+        "prompts.preset",  # prompts.digest holds its effect, and that of the columns
+        "prompts.prompt_column",
+        "prompts.answer_column",
         "rewards.workers",
         "rollouts.decoders",
         "trainer.micro_batch_tokens",
@@ -247,7 +247,10 @@ def check_recipe(recipe: Recipe) -> None:
         return
     settings = read_run_recipe(folder)
     _check_experts(folder, (settings.get("megatron") or {}).get("parallel") or {}, recipe)
-    for key, was, found in differing(settings, recipe.model_dump(mode="json")):
+    if not (settings.get("policy") or {}).get("digest"):  # begun before it was recorded
+        recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"digest": None})})
+    others = differing(settings, recipe.model_dump(mode="json"))
+    for key, was, found in sorted(others, key=lambda other: other[0] == "policy.digest"):  # the reason is said first
         if key == "prompts.digest":
             raise RecipeError(f"{folder}: {PROMPTS_CHANGED} since the run began: restore it, or choose another name")
         if not _may_change(key):

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_scalerl.prompts.layouts import as_text
 from megatron_scalerl.prompts.sources import Row, other_columns, read_rows, refuse_surrogates
 
 AIME, MATH500 = "aime", "math500"
@@ -147,8 +148,8 @@ def _problem(row: Row, schema: str, number: int) -> Problem:
         number=number,
         where=row.where,
         problem_id=found_ids[0] if found_ids else str(number),
-        text=_text(row, problem),
-        answer=_aime_answer(row, answer) if schema == AIME else _text(row, answer),
+        text=as_text(row, problem, row.values[problem]),
+        answer=_aime_answer(row, answer) if schema == AIME else as_text(row, answer, row.values[answer]),
         labels=labels,
         extra=other_columns(row, (problem, answer)),
     )
@@ -160,18 +161,6 @@ def _first(row: Row, names: Sequence[str]) -> str:
             return name
     found = ", ".join(map(str, row.values)) or "no columns"
     raise ValueError(f"{row.where}: expected the column {' or '.join(map(repr, names))}, found {found}")
-
-
-def _text(row: Row, column: str) -> str:
-    value = row.values[column]
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        found = "nothing" if value is None else f"a {type(value).__name__}"
-        raise ValueError(f"{row.where}: expected a text or a number in {column!r}, found {found}")
-    text = str(value)
-    refuse_surrogates(row.where, column, text)
-    if not text.strip():
-        raise ValueError(f"{row.where}: expected a text in {column!r}, found an empty one")
-    return text
 
 
 def _is_aime_answer(value: Any) -> bool:

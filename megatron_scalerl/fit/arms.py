@@ -29,6 +29,8 @@ APART = (
     "checkpoint",
     "forecast",
     "sft",
+    "download",
+    "policy.digest",
     "rewards.workers",
     "rollouts.decoders",
     "trainer.micro_batch_tokens",

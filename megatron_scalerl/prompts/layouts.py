@@ -58,23 +58,20 @@ class Layout:
 
     def line(self) -> str:
         """What was detected, for the log."""
-        question, reference = (" + ".join(c.removeprefix("?") for c in columns) for columns in self._columns)
-        return f"layout {self.name}: question in {question}, reference in {reference}"
-
-    @property
-    def _columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self.question, self.reference
+        question, reference = " + ".join(self.question), " + ".join(self.reference)
+        return f"layout {self.name}: question in {question}, reference in {reference}".replace("?", "")
 
     def fits(self, row: Row) -> bool:
         """Whether the row has all columns."""
-        return not any(_missing(row, name) for columns in self._columns for name in columns)
+        return not any(_missing(row, column) for column in (*self.question, *self.reference))
 
     def question_of(self, row: Row) -> Question:
         """The row's question. Raises ValueError, naming row and column."""
         first, *others = _values(row, self.question)
         if isinstance(parsed := _parsed(first), list) and parsed and all(isinstance(part, dict) for part in parsed):
             return _conversation(row, self.question[0], parsed)
-        return Question(text="\n\n".join(_as_text(row, self.question[0], part) for part in (first, *others)))
+        parts = (first, *("\n".join(map(str, part)) if isinstance(part, list) else part for part in others))
+        return Question(text="\n\n".join(as_text(row, self.question[0], part) for part in parts))
 
     def reference_of(self, row: Row, verifier: str) -> str:
         """The row's reference as text. Raises ValueError, naming row and column."""
@@ -87,47 +84,36 @@ class Layout:
 
     def others(self, row: Row) -> dict[str, Any]:
         """The other columns of the row."""
-        names = [name.removeprefix("?") for columns in self._columns for name in columns]
+        names = [column.removeprefix("?") for column in (*self.question, *self.reference)]
         return other_columns(row, {*names, *(name.partition(".")[0] for name in names)})
 
 
 QUESTIONS = ("prompt", "problem", "question", "input", "query", "instruction", "context_messages", "messages")
 ANSWERS = ("answer", "label", "ground_truth", "final_answer", "expected_answer")
+PUBLISHED = (
+    ("verl", "prompt", "reward_model.ground_truth", ""),
+    ("orz", "0.value", "1.ground_truth.value", ""),
+    ("intellect", "prompt", "verification_info.ground_truth", "math"),
+    ("intellect_code", "prompt", "verification_info.test_cases", "code"),
+    ("livecodebench", "question_content ?starter_code", "public_test_cases private_test_cases", "code"),
+    ("taco", "question ?starter_code", "input_output", "code"),
+    ("deepcoder", "problem ?starter_code", "tests", "code"),
+    ("humaneval", "prompt", "test", "code"),
+    ("mbpp", "text test_list", "?test_setup_code test_list", "code"),
+    ("mbpp_sanitized", "prompt test_list", "?test_imports test_list", "code"),
+    ("kodcode", "question ?test_info.0.function_declaration", "test", "code"),
+)
+"""Layouts with columns of their own: name, question, reference, verifier."""
+PAIRS = (
+    *((question, answer, 1) for answer in ANSWERS for question in QUESTIONS),
+    *((question, "solution", 2) for question in QUESTIONS),
+    ("Problem", "Answer", 1),
+    ("Question", "Answer", 1),
+)
+"""Layouts with common names: question, reference, rank."""
 LAYOUTS = (
-    Layout(name="verl", question=("prompt",), reference=("reward_model.ground_truth",)),
-    Layout(name="orz", question=("0.value",), reference=("1.ground_truth.value",)),
-    Layout(name="intellect", question=("prompt",), reference=("verification_info.ground_truth",), verifier="math"),
-    Layout(name="intellect_code", question=("prompt",), reference=("verification_info.test_cases",), verifier="code"),
-    Layout(
-        name="livecodebench",
-        question=("question_content", "?starter_code"),
-        reference=("public_test_cases", "private_test_cases"),
-        verifier="code",
-    ),
-    Layout(name="taco", question=("question", "?starter_code"), reference=("input_output",), verifier="code"),
-    Layout(name="deepcoder", question=("problem", "?starter_code"), reference=("tests",), verifier="code"),
-    Layout(name="humaneval", question=("prompt",), reference=("test",), verifier="code"),
-    Layout(name="mbpp", question=("text", "test_list"), reference=("?test_setup_code", "test_list"), verifier="code"),
-    Layout(
-        name="mbpp_sanitized",
-        question=("prompt", "test_list"),
-        reference=("?test_imports", "test_list"),
-        verifier="code",
-    ),
-    Layout(
-        name="kodcode",
-        question=("question", "?test_info.0.function_declaration"),
-        reference=("test",),
-        verifier="code",
-    ),
-    *(
-        Layout(name=f"{question}/{reference}", question=(question,), reference=(reference,), rank=rank)
-        for rank, references in ((1, ANSWERS), (2, ("solution",)))
-        for reference in references
-        for question in QUESTIONS
-    ),
-    Layout(name="Problem/Answer", question=("Problem",), reference=("Answer",), rank=1),
-    Layout(name="Question/Answer", question=("Question",), reference=("Answer",), rank=1),
+    *(Layout(name=n, question=(*q.split(),), reference=(*r.split(),), verifier=v) for n, q, r, v in PUBLISHED),
+    *(Layout(name=f"{q}/{r}", question=(q,), reference=(r,), rank=rank) for q, r, rank in PAIRS),
 )
 """A worked solution (rank 2) is the reference of a file without answers; it has them in a box."""
 
@@ -155,11 +141,10 @@ def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layo
 
 def other_task(row: Row, layout: Layout) -> bool:
     """Whether a row without the layout's reference fits a layout of another verifier."""
-    return not layout.fits(row) and any(
-        each.fits(row) and each.rank == layout.rank and each.verifier != layout.verifier
-        for each in LAYOUTS
-        if layout.verifier and each.question == layout.question
-    )
+    if not layout.verifier or layout.fits(row):
+        return False
+    others = [each for each in LAYOUTS if each.question == layout.question and each.verifier != layout.verifier]
+    return any(each.rank == layout.rank and each.fits(row) for each in others)
 
 
 def _candidates(prompts: PromptsSection) -> list[Layout]:
@@ -191,8 +176,8 @@ def _serves(layout: Layout, verifier: str) -> bool:
 
 
 def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifier: str) -> Layout:
-    usable = {layout.name: [_pair(layout, row, verifier) for row in rows] for layout in layouts}
     fitting = [layout for layout in layouts if any(map(layout.fits, rows))]
+    usable = {layout.name: [_pair(layout, row, verifier) for row in rows] for layout in fitting}
     fitting = [layout for layout in fitting if any(usable[layout.name])] or fitting
     if not fitting:
         found = ", ".join(dict.fromkeys(chain.from_iterable(row.values for row in rows))) or "no columns"
@@ -203,10 +188,11 @@ def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifie
     lowest = min(layout.rank for layout in fitting)
     fitting = [layout for layout in fitting if layout.rank == lowest]
     able = [layout for layout in fitting if _serves(layout, verifier)] or fitting[:1]
-    different = {json.dumps([pair and [pair[0].text, pair[1]] for pair in usable[each.name]]): each for each in able}
-    if len(different) > 1:
+    if any(usable[layout.name] != usable[able[0].name] for layout in able):
         names = " or ".join(layout.name for layout in able)
-        raise ValueError(f"{path}: expected one layout, found several that fit: set prompts.preset to {names}")
+        raise ValueError(
+            f"{path}: expected one layout, found several: set prompts.preset to {names}, or name columns"
+        )
     return able[0]
 
 
@@ -288,7 +274,7 @@ def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
         value = json.dumps(value)
     if isinstance(value, list):
         raise ValueError(f"{row.where}: expected one reference answer in {column!r}, found {len(value)}")
-    return _unpacked(_as_text(row, column, value)) if verifier == "code" else _as_text(row, column, value)
+    return _unpacked(as_text(row, column, value)) if verifier == "code" else as_text(row, column, value)
 
 
 def _unpacked(text: str) -> str:
@@ -302,10 +288,8 @@ def _unpacked(text: str) -> str:
         return text
 
 
-def _as_text(row: Row, column: str, value: Any) -> str:
+def as_text(row: Row, column: str, value: Any) -> str:
     """The text of a value. Raises ValueError for one that is none, empty or not UTF-8."""
-    if isinstance(value, list) and value and all(isinstance(line, str) for line in value):
-        value = "\n".join(value)
     if not isinstance(value, (str, int, float)) or isinstance(value, bool) or value != value:
         kind = "nothing" if value is None else "NaN" if isinstance(value, float) else f"a {type(value).__name__}"
         raise ValueError(f"{row.where}: expected a text or a number in {column!r}, found {kind}")

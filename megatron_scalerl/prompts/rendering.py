@@ -19,6 +19,7 @@ THINK_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+    ("<|channel>thought", "<channel|>"),
     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
 )
 """Tags that open and close thinking in the chat templates of reasoning models."""
@@ -89,13 +90,13 @@ class PromptRenderer:
         if not self._tokenizer.chat_template:
             raise ValueError("prompts.chat_template: expected a tokenizer with a chat template, found none")
         source = self._tokenizer.get_chat_template()
-        if arguments := self._prompts.template_arguments:
-            readable = sorted(template_names(source) - GIVEN - set(self._tokenizer.special_tokens_map))
-            if unread := next((name for name in arguments if name not in readable), ""):
-                raise ValueError(
-                    f"prompts.template_arguments: expected arguments that the chat template reads "
-                    f"({', '.join(readable) or 'it reads none'}), found {unread}"
-                )
+        names = template_names(source) - GIVEN - set(self._tokenizer.special_tokens_map)
+        readable = ", ".join(sorted(names)) or "it reads none"
+        if unread := [name for name in self._prompts.template_arguments if name not in names]:
+            raise ValueError(
+                f"prompts.template_arguments: expected arguments that the chat template reads ({readable}), "
+                f"found {unread[0]}"
+            )
         system, start, end = self._prompts.system, self._prompts.think_start.strip(), self._prompts.think_end.strip()
         shown = self._text("1+1")
         if system and system.strip() not in shown:
@@ -110,8 +111,8 @@ class PromptRenderer:
             )
         if end and shown.rstrip().endswith(end):
             raise ValueError(
-                "prompts.chat_template: expected a prompt that leaves thinking to the policy, found one that ends "
-                f"with {end} (prompts.template_arguments: {dict(arguments)}): no answer would be found"
+                "prompts.template_arguments: expected a prompt that leaves thinking to the policy, found one that "
+                f"ends with {end}, after which no answer would be found; the chat template reads {readable}"
             )
 
     def special_token_in(self, problem: str) -> str:

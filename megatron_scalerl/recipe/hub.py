@@ -6,6 +6,7 @@ They become folders of the local cache when a recipe is loaded, so that no other
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +24,8 @@ def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
     download: fetch what is not there, unless HF_HUB_OFFLINE is set. Raises ValueError, in one line, if that fails.
     """
     name = _NAME.fullmatch(path)
-    if name is None or Path(path).exists() or _FILE.fullmatch(path):
-        return path
+    if name is None or Path(path).exists() or _FILE.fullmatch(path) or find_spec("huggingface_hub") is None:
+        return path  # a plan and a forecast are made without that package
     from huggingface_hub import constants, snapshot_download  # only where a path does not exist
     from huggingface_hub.errors import LocalEntryNotFoundError
 

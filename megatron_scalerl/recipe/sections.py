@@ -85,6 +85,9 @@ class PolicySection(Section):
     path: str
     """Hugging Face folder of the policy to start from (config, safetensors, tokenizer), or its name on the hub,
     org/name or org/name@revision (docs/prompts.md)."""
+    digest: str | None = None
+    """Digest of the folder's configuration, tokenizer and template, and of names, sizes and ends of its weights.
+    null: filled in when a run starts. A resume with another policy is refused."""
     megatron_path: str | None = None
     """Converted checkpoint (docs/checkpoints.md) whose weights the trainer starts from. null: those of path."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

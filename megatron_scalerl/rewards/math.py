@@ -181,9 +181,12 @@ def _problem_of(reference: str) -> str:
             return f"{said}, which is JSON"
     except (ValueError, RecursionError):
         pass
-    if _is_text(parsed_reference(reference, _PARSE_S)):
+    parsed = parsed_reference(reference, _PARSE_S)
+    if _is_text(parsed):
         return f"{said}, which math-verify cannot parse"
-    return ""
+    from math_verify import verify
+
+    return "" if verify(parsed, parsed, timeout_seconds=_PARSE_S) else f"{said}, which does not equal itself"
 
 
 def warm_up() -> None:

@@ -62,6 +62,25 @@ def test_prompts_that_render_otherwise_than_before_are_refused(tiny, tmp_path):
         check_inputs(begun)
 
 
+def test_a_run_records_its_policy_and_is_not_resumed_with_another(tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "tiny")
+    more = (f"output_dir={tmp_path / 'runs'}",)
+    begun = check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more))
+    RunFolder(begun).close()
+    (folder / "base_policy" / "README.md").write_text("What is no part of the policy does not count.")
+    check_recipe(check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more)))
+    [weights] = (folder / "base_policy").glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    changed = check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more))
+    with pytest.raises(ValueError, match=rf"policy.digest: '{begun.policy.digest}', found '{changed.policy.digest}'"):
+        check_recipe(changed)
+    written = Path(begun.run_dir, "recipe.yaml")
+    written.write_text(written.read_text().replace(begun.policy.digest, "null"))
+    check_recipe(changed)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

@@ -108,7 +108,12 @@ REFUSED = {
     "no thinking": (
         QWEN3,
         {"template_arguments": {"enable_thinking": False}},
-        r"ends with </think> .*no answer would",
+        r"ends with </think>, .*no answer would.* reads enable_thinking",
+    ),
+    "thinks on demand": (
+        TURNS + "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}",
+        {"think_start": "<|channel>thought\n", "think_end": "<channel|>"},
+        r"ends with <channel\|>, .*no answer would.* reads enable_thinking",
     ),
     "no system": (DISTILL, {"system": "Be brief."}, r"prompts\.system: expected a chat template that shows it"),
     "other tags": (MAGISTRAL, {}, r"prompts\.think_end: expected '\[THINK\]' and '\[/THINK\]', .*found '<think>'"),

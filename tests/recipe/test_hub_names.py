@@ -1,6 +1,7 @@
 """Names of policies and datasets become folders of the local cache; what is not there is said with its command."""
 
 import json
+import sys
 
 import huggingface_hub
 import pytest
@@ -46,6 +47,11 @@ def test_names_become_folders_of_the_cache_that_say_their_commit(cache):
     assert recipe(cache, policy={"path": f"Qwen/Qwen3-8B@{COMMIT}"}).policy.path == found.policy.path
     tasks = {"path": None, "tasks": {"a": {"path": "openai/gsm8k/main", "weight": 1}}}
     assert recipe(cache, prompts=tasks).prompts.tasks["a"].path == found.prompts.path
+
+
+def test_a_name_stays_where_the_package_is_not_installed(cache, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert recipe(cache).policy.path == "Qwen/Qwen3-8B"
 
 
 def test_a_local_folder_goes_before_a_name(cache):

@@ -1,0 +1,68 @@
+"""`megatron-scalerl prompts` shows what the policy gets, what is skipped, how answers score and what is masked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.recipe.sections import PAPER_PHRASE
+from megatron_scalerl.tiny.build import TinyArguments, build
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tiny")
+    build(root, TinyArguments(seed=1, train_prompts=8, held_out=4, sft_examples=4))
+    rows = [{"problem": "7;+2=", "solution": "9"}, {"problem": "3;*3=", "solution": "see the figure"}]
+    (root / "p.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"problem": "1;+1=", "solution": "2"}])
+    )
+    return root
+
+
+def output(tiny, capsys, *settings):
+    paths = {"policy.path": tiny / "base_policy", "prompts.path": tiny / "p.jsonl", "prompts.held_out": 0}
+    given = [f"{key}={value}" for key, value in paths.items()]
+    more = ["prompts.held_out_path=null", "validation.every_steps=0", *settings]
+    code = main(["prompts", str(ROOT / "recipes" / "tiny_cpu.yaml"), *given, *more])
+    return code, capsys.readouterr()
+
+
+def test_the_prompts_of_a_recipe_are_shown(tiny, capsys):
+    code, shown = output(tiny, capsys, f"sft.path={tiny / 'sft.jsonl'}", "prompts.chat_template=true")
+    assert code == 0
+    lines = shown.out.splitlines()
+    assert lines[0].endswith("p.jsonl: layout problem/solution: question in problem, reference in solution")
+    assert lines[2].startswith("prompts: 1 of 3 rows cannot be learned from")
+    assert "line 2: 'solution': expected a number" in lines[3]
+    assert "prompts: 7 to 7 tokens, median 7, at most 32 allowed" in lines
+    assert "<bos>|7|;|+|2|=|<think>" in lines
+    at = lines.index("reference: 9")
+    assert lines[at + 1 : at + 3] == [
+        "  the reference itself, \\boxed{9}: right",
+        "  a wrong answer, \\boxed{-918273645}: wrong",
+    ]
+    assert f"{PAPER_PHRASE}|</think>" in lines
+    assert "<eos>" in lines
+    assert any(f"|[{PAPER_PHRASE}]|[</think>]|" in line for line in lines), "what the warm start masks"
+
+
+def test_a_verifier_of_code_scores_an_answer_without_a_program(tiny, capsys):
+    (tiny / "code.jsonl").write_text(json.dumps({"prompt": "add", "answer": "assert add(1, 1) == 2"}) + "\n")
+    code, shown = output(tiny, capsys, f"prompts.path={tiny / 'code.jsonl'}", "rewards.verifier=code")
+    assert code == 0, shown.err
+    assert "a wrong answer" in shown.out and "the reference itself" not in shown.out
+
+
+def test_what_train_would_refuse_is_refused(tiny, capsys):
+    for setting, message in (
+        ("prompts.template_arguments={a: 1}", "prompts.template_arguments: expected prompts.chat_template true"),
+        ("interruption.phrase=Ende", "interruption.phrase: expected a text that survives"),
+        ("prompts.digest=0", "prompts.digest: "),
+        ("validation.every_steps=1", "validation.every_steps: expected held-out prompts"),
+    ):
+        code, shown = output(tiny, capsys, setting)
+        assert code == 2 and message in shown.err
