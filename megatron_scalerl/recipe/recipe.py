@@ -136,8 +136,8 @@ class Recipe(Section):
             )
         if not self.prompts.think_end.strip() and (self.interruption.enabled or self.prompts.think_start.strip()):
             raise ValueError(
-                "prompts.think_end: expected a tag that closes thinking, found an empty one (for a policy that thinks "
-                "in no tags: prompts.think_start empty as well, and interruption.enabled false)"
+                "prompts.think_end: expected a tag that closes thinking, found an empty one (for a policy that "
+                "thinks in no tags: prompts.think_start empty as well, and interruption.enabled false)"
             )
         _check_tasks(self)
         _check_evaluation(self)
