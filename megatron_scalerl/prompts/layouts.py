@@ -23,6 +23,8 @@ SAMPLE = 64
 """Rows at the beginning of a file from which its layout is detected."""
 UNPACKED = 1 << 28
 """Most bytes of unit tests that a row packs."""
+UNLISTED = 3
+"""Rank of a layout whose reference is in a column that the recipe names and the layout does not have."""
 ROLES = {"human": "user", "gpt": "assistant"}
 """Roles in ShareGPT's form of messages."""
 
@@ -164,10 +166,12 @@ def _candidates(prompts: PromptsSection) -> list[Layout]:
                 question=(question,) if question else layout.question,
                 reference=(reference,) if reference else layout.reference,
                 verifier="" if reference else layout.verifier,
+                rank=layout.rank if reference in (None, *layout.reference) else UNLISTED,
             )
             for layout in layouts
         ]
-    return list({(layout.question, layout.reference): layout for layout in layouts}.values())
+    by_rank = sorted(layouts, key=lambda layout: -layout.rank)
+    return list({(layout.question, layout.reference): layout for layout in by_rank}.values())
 
 
 def _serves(layout: Layout, verifier: str) -> bool:

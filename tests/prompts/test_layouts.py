@@ -1,6 +1,8 @@
 """Every published layout loads as it is: right answers score right, wrong ones wrong, bad rows are counted."""
 
-import json
+import base64
+import pickle
+import zlib
 
 import pytest
 from layout_rows import ADD, ASK, CODE, MATH, SYSTEM, USER, write
@@ -66,6 +68,12 @@ def test_settings_name_columns_and_paths_into_them(tokenizer, tmp_path):
     row = {"q": {"text": ASK}, "answer": "2", "meta": {"truth": ["3/4"]}}
     loaded = load(tokenizer, write(tmp_path, "p.jsonl", [row]), prompt_column="q.text", answer_column="meta.truth")
     assert [(p.text, p.answer) for p in loaded.training] == [(ASK, "3/4")]
+    both = write(tmp_path, "b.jsonl", [{"prompt": ASK, "question": "1+1?", "key": "3/4"}])
+    with pytest.raises(ValueError, match=r"found several: set prompts\.preset to .*prompt/key.*or name columns"):
+        load(tokenizer, both, answer_column="key")
+    tests = [{**CODE["DeepCoder"][2], "starter_code": "def add(a, b):"}]
+    code = load(tokenizer, write(tmp_path, "c.jsonl", tests), "code", answer_column="tests")
+    assert code.training[0].text.endswith("def add(a, b):"), "the layout that has the column"
     only = load(tokenizer, write(tmp_path, "o.jsonl", [row]), prompt_column="q.text")
     assert only.training[0].answer == "2"
 
@@ -116,10 +124,6 @@ def test_a_damaged_file_is_one_line(tokenizer, tmp_path):
 
 
 def test_packed_tests_are_read_and_not_run(tokenizer, tmp_path):
-    import base64
-    import pickle
-    import zlib
-
     class Evil:
         def __reduce__(self):
             return (exec, ("raise SystemExit('run')",))
@@ -128,4 +132,3 @@ def test_packed_tests_are_read_and_not_run(tokenizer, tmp_path):
     row["private_test_cases"] = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
     with pytest.raises(ValueError, match="1 of 1 rows cannot be learned from"):
         load(tokenizer, write(tmp_path, "p.jsonl", [row]), "code")
-    assert json.loads(json.dumps(row))
