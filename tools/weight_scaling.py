@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,13 @@ with explained():
     from transformers import Llama4TextConfig, LlamaConfig, Qwen3MoeConfig
 
     from megatron_scalerl.fit.plot import COLORS, MARKERS, new_figure, save
-    from megatron_scalerl.models import family
+    from megatron_scalerl.models import family, read_hf_config
     from megatron_scalerl.plan.sharding import Layout
     from megatron_scalerl.plan.update import EngineShape, UpdateWork, moved, places_of, worker_needs
     from megatron_scalerl.weights.owners import manifest
     from megatron_scalerl.weights.plan import volume
 
 
-CHANGES = 0.01 * 3.1 / 2
-"""Bytes of changes over those of all values in bf16 (`weights.changes`)."""
 GB_S, MOST_SENDERS = 50.0, 16
 """Of every GPU's link in each direction; weights.max_senders."""
 
@@ -70,17 +68,16 @@ _8B = llama_settings(vocab=128_256, hidden=4096, inner=14_336, layers=32, heads=
 _SCOUT = llama_settings(vocab=202_048, hidden=5120, inner=8192, layers=48, heads=40, groups=8, head_dim=128)
 _SCOUT |= dict(intermediate_size_mlp=16_384, num_local_experts=16, interleave_moe_layer_step=1)
 _EXPERTS = dict(head_dim=128, num_experts_per_tok=8, mlp_only_layers=[])
-_1T = llama_settings(vocab=163_840, hidden=7168, inner=18_432, layers=64, heads=64, groups=8, **_EXPERTS)
-_1T |= dict(moe_intermediate_size=2048, num_experts=384)
 _30B = llama_settings(vocab=151_936, hidden=2048, inner=6144, layers=48, heads=32, groups=4, **_EXPERTS)
 _30B |= dict(moe_intermediate_size=768, num_experts=128)
 DENSE, SCOUT = LlamaConfig(**_8B), Llama4TextConfig(**_SCOUT)
+KIMI = read_hf_config(Path(__file__).parents[1] / "recipes" / "configs" / "Kimi-K2-Instruct", planned=True)
 MODELS = {
     "8B, dense": Model(config=DENSE, tp=2, engine_tp=1, gpus=(16, 64, 256, 1024, 4096)),
     "17B x 16 (Scout), 108B": Model(config=SCOUT, tp=4, ep=8, engine_tp=8, gpus=(64, 256, 1024, 4096)),
-    "1T, 384 experts": Model(config=Qwen3MoeConfig(**_1T), tp=8, pp=8, ep=32, engine_tp=32, gpus=(1024, 4096)),
+    "Kimi-K2, 1,026B": Model(config=KIMI, tp=8, pp=8, ep=32, engine_tp=32, gpus=(1024, 4096)),
 }
-"""Shapes: Llama 3 8B and Llama 4 Scout as published; the third is made up, near Kimi K2's."""
+"""Shapes as published."""
 COUNTED = {
     "8B, dense": DENSE,
     "30B, 128 experts (Qwen3)": Qwen3MoeConfig(**_30B),
@@ -92,7 +89,7 @@ LAYOUTS = ((4, 2, 1, 2, 1), (8, 2, 2, 2, 2), (16, 4, 2, 4, 4), (32, 4, 2, 8, 8),
 
 def simulate(model: Model, ranks: int, bucket_mib: int, most_senders: int = MOST_SENDERS) -> UpdateWork:
     """What one update moves, with so many ranks of the trainer."""
-    found = family(model.config)
+    found = family(model.config, planned=True)
     layers = len(found.layers)
     stages = tuple(tuple(l for l in range(layers) if l * model.pp // layers == stage) for stage in range(model.pp))
     layout = Layout(
@@ -201,8 +198,7 @@ def main(options: argparse.Namespace) -> None:
             sizes = [f"{each / 1e9:.3g} GB" for each in (work.most_sent, work.most_received)]
             cells = [name, f"{gpus:,}", f"{work.bytes / 1e9:,.0f}", f"{work.senders:,}", f"{work.groups:,}", *sizes]
             rate, copies = GB_S * 1e9, max(gpus // 2 // model.engine_tp, 1)
-            changes = replace(work, buckets=tuple((*pair, round(size * CHANGES)) for *pair, size in work.buckets))
-            predicted = (work.bound_seconds(rate), work.seconds(rate, copies), changes.seconds(rate, copies))
+            predicted = (work.bound_seconds(rate), work.seconds(rate, copies), work.changes().seconds(rate, copies))
             points.setdefault(name, []).append((gpus, *predicted))
             seconds = [f"{each:.3f} s" for each in predicted]
             print(f"| {' | '.join([*cells, *seconds])} |", flush=True)

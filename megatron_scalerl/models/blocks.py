@@ -9,6 +9,21 @@ from megatron_scalerl.models.family import Family, LayerStyle, Rule, require
 from megatron_scalerl.models.rope import rotary
 from megatron_scalerl.models.rules import At
 
+READ_BY_ENGINES: dict[str, tuple[Any, ...]] = {
+    "sliding_window": (None, 0),
+    "dual_chunk_attention_config": (None,),
+    "llama_4_scaling": (None,),
+    "is_causal": (True,),
+    "logit_scale": (1.0,),
+    "partial_rotary_factor": (1.0,),
+    "qk_norm": (False,),
+    "bias": (False,),
+    "shared_expert_intermediate_size": (0, None),
+    "quantization_config": (None,),
+}
+"""Keys that vLLM 0.32 reads in families that do not have them, where transformers ignores them -> values that change
+nothing (vllm/model_executor/models/{llama,mistral,qwen2,qwen3_moe}.py, vllm/config/model.py)."""
+
 
 def head_size(config: Any) -> int:
     """Dimension of one attention head, which may differ from hidden size / heads."""
@@ -31,8 +46,10 @@ def build_family(
 ) -> Family:
     """The Family of a config with Llama's and Qwen's keys; `transformer` adds or replaces TransformerConfig's fields.
 
-    `more` are further fields of Family.
+    `more` are further fields of Family. Raises ValueError for a key with which an engine computes another model.
     """
+    for key, allowed in READ_BY_ENGINES.items():
+        require(config, key, *allowed)
     head_dim, bias = head_size(config), bool(getattr(config, "attention_bias", False))
     rope = rotary(config, head_dim)
     return Family(
@@ -176,8 +193,6 @@ def require_full_attention(config: Any) -> None:
     """Raises ValueError for sliding windows, and for activations other than SiLU."""
     require(config, "hidden_act", "silu")
     require(config, "use_sliding_window", False)
-    # transformers' Mistral has a window of 4096 where the key is absent; its Qwen2 and Qwen3 have none if not used
-    require(config, "sliding_window", None, 0)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(f"config.json: layer_types: expected full_attention, found {', '.join(sorted(kinds))}")

@@ -94,6 +94,8 @@ class Family:
     """[N] positions -> [N] factor on the queries of layers without RoPE."""
     output_bias: bool = False
     """True if the attention's output projection has a bias; `add_qkv_bias` of `transformer` is that of the others."""
+    untrained: int = 0
+    """Parameters of the checkpoint outside the policy besides `passthrough`: layers of multi-token prediction."""
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of generation_config.json with which an engine computes the same as the trainer."""
 

@@ -1,4 +1,4 @@
-"""Mistral models without a sliding window: Llama's layers, with heads of their own size."""
+"""Mistral models without a sliding window, which is 4096 where the key is absent: Llama's layers, any head size."""
 
 from __future__ import annotations
 

@@ -55,6 +55,17 @@ def row(megatron: str, hf: str, out: int, inner: int, at: At, *, what: str) -> R
     return _rule(megatron, {hf: (out, inner)}, pieces, at)
 
 
+def column(megatron: str, hf: str, out: int, inner: int, at: At, *, what: str) -> Rule:
+    """Sharded along the output dimension, which ranks divide without padding."""
+
+    def pieces(rank: int, size: int) -> tuple[Piece, ...]:
+        rows = divided(out, size, what)
+        index = (slice(rank * rows, (rank + 1) * rows), slice(0, inner))
+        return (Piece(hf_name=hf, hf_index=index, axis=0, start=0, stop=rows),)
+
+    return _rule(megatron, {hf: (out, inner)}, pieces, at)
+
+
 def query_key_value(
     megatron: str, hf: tuple[str, str, str], *, heads: int, groups: int, head_dim: int, hidden: int | None, at: At
 ) -> Rule:

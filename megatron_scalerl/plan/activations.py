@@ -69,6 +69,13 @@ class Shape:
     hidden: int
     query: int
     key: int
+    value: int
+    out: int
+    """Input of the output projection."""
+    latent: int
+    """Outputs of the narrow projections of multi-head latent attention, which no rank shards; 0: none."""
+    projections: int
+    """Weights of all attention projections."""
     heads: int
     groups: int
     head_dim: int
@@ -86,13 +93,27 @@ def shape_of(family: Family, style: LayerStyle) -> Shape:
     """The widths of a layer of `style`."""
     t: dict[str, Any] = dict(family.transformer)
     shared = t.get("moe_shared_expert_intermediate_size") or 0
+    hidden, heads, groups, head_dim = (
+        t[k] for k in ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+    )
+    query, key = heads * head_dim, groups * head_dim
+    value, out, latent, projections = key, query, 0, 2 * hidden * (query + key)
+    if "kv_lora_rank" in t:
+        q_rank, kv_rank, rope = t["q_lora_rank"], t["kv_lora_rank"], t["qk_pos_emb_head_dim"]
+        value = out = heads * t["v_head_dim"]
+        latent = q_rank + kv_rank + rope
+        projections = hidden * (latent + out) + q_rank * query + kv_rank * (query - heads * rope + value)
     return Shape(
-        hidden=t["hidden_size"],
-        query=t["num_attention_heads"] * t["kv_channels"],
-        key=t["num_query_groups"] * t["kv_channels"],
-        heads=t["num_attention_heads"],
-        groups=t["num_query_groups"],
-        head_dim=t["kv_channels"],
+        hidden=hidden,
+        query=query,
+        key=key,
+        value=value,
+        out=out,
+        latent=latent,
+        projections=projections,
+        heads=heads,
+        groups=groups,
+        head_dim=head_dim,
         ffn=shared if style.moe else t["ffn_hidden_size"],
         expert_ffn=(t.get("moe_ffn_hidden_size") or 0) if style.moe else 0,
         experts=(t.get("num_moe_experts") or 0) if style.moe else 0,
@@ -141,15 +162,17 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
     if shape.qk_norm and width == 4:
         qk_norm += 4 * (q + kv)  # the key is a view of the whole projection, which is saved
     lse = 4 * heads
-    copies = (2 * q if plain else q) + 2 * kv
+    v, out = shape.value / tp, shape.out / tp
+    copies = (q + out if plain else q) + kv + v
+    latent = 2 * shape.latent / sp * width  # before and after their norms
     inner = 5 if plain else 3
     return LayerBytes(
         norms=2 * norm_bytes(shape.hidden, width=width, kernels=kernels) / sp,
         norm_outputs=2 * h * width,
         norms_apart=(2 if plain else bool(shape.experts)) * h * width,
-        attention=q * width + angles + qk_norm,
+        attention=out * width + latent + angles + qk_norm,
         core=copies * width + lse,
-        core_inputs=(q + 2 * kv) * width,
+        core_inputs=(q + kv + v) * width,
         mlp=inner * shape.ffn / tp * width,
         experts=_experts(shape, layout, width, inner, imbalance),
         activation=shape.top_k / sp * imbalance * shape.expert_ffn / layout.etp * width,

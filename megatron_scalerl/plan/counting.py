@@ -33,7 +33,7 @@ class Parameters:
     head: int
     """In the logit projection; tied embeddings share the weights of `embedding`, counted once in `total`."""
     passthrough: int
-    """In the vision tower and its projector, which a run does not load."""
+    """In the vision tower and its projector, or in layers of multi-token prediction, which a run does not load."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class RankParameters:
 
 def load_family(config_path: str | Path) -> tuple[Family, Any]:
     """Family and Hugging Face config of a folder with a config.json. Raises ValueError if it is unsupported."""
-    config = read_hf_config(config_path)
-    return family_of(config), config
+    config = read_hf_config(config_path, planned=True)
+    return family_of(config, planned=True), config
 
 
 def count(family: Family, config: Any = None) -> Parameters:
@@ -71,7 +71,7 @@ def count(family: Family, config: Any = None) -> Parameters:
         experts=experts,
         embedding=first,
         head=next(elements(r) for r in family.rules if r.megatron == "output_layer.weight"),
-        passthrough=_passthrough(family, config) if config is not None and family.passthrough else 0,
+        passthrough=_passthrough(family, config) if config is not None and family.passthrough else family.untrained,
     )
 
 

@@ -88,8 +88,13 @@ def engine_memory(recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assum
             f"found {product}"
         )
     tp, dp = (int(options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "data"))
-    groups, layers = family.transformer["num_query_groups"], len(family.layers)
-    copies = max(1, tp // groups)  # key-value heads are replicated if there are fewer than devices
+    t, layers = family.transformer, len(family.layers)
+    if "kv_lora_rank" in t:  # the cache has the narrow keys and values, which every device holds whole
+        per_layer = float(t["kv_lora_rank"] + t["qk_pos_emb_head_dim"]) * tp
+    else:
+        groups = t["num_query_groups"]
+        copies = max(1, tp // groups)  # key-value heads are replicated if there are fewer than devices
+        per_layer = 2.0 * groups * copies * t["kv_channels"]
     width = 1 if "fp8" in str(options.get("kv_cache_dtype", "auto")) else WIDTH[recipe.policy.dtype]
     limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILIZATION))
     weights = (dp * (p.total - p.experts) + p.experts) * WIDTH[recipe.policy.dtype] / devices
@@ -102,7 +107,7 @@ def engine_memory(recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assum
         weights_bytes=weights,
         overhead_bytes=overhead,
         kv_bytes=float(cache) if cache else limit - weights - overhead,
-        kv_bytes_per_token=2.0 * layers * groups * copies * family.transformer["kv_channels"] * width,
+        kv_bytes_per_token=layers * per_layer * width,
         limit_bytes=limit,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.models.family import Family
+from megatron_scalerl.models import FAMILIES
 from megatron_scalerl.plan.activations import recompute_of
 from megatron_scalerl.plan.assumptions import Assumptions, Origin, default_origins
 from megatron_scalerl.plan.counting import Parameters, count, load_family
@@ -41,6 +41,8 @@ class RunPlan:
     config: str
     """File from which the architecture was read."""
     parameters: Parameters
+    trained: bool
+    """False for a family that can only be planned."""
     split: Split
     split_is_recipes: bool
     layout: Layout
@@ -122,8 +124,7 @@ def make_plan(
 ) -> RunPlan:
     """The plan. Uses the recipe's own split if it adds up to `gpus`, otherwise the fastest one.
 
-    layers: of the trainer. origins: of the assumptions; all "default" if not given. Raises ValueError for an
-    architecture, layout or option that is not supported.
+    layers: of the trainer. origins: of the assumptions, "default" if not given. Raises ValueError for what we lack.
     """
     family, hf_config = load_family(config)
     parameters = count(family, hf_config)
@@ -133,14 +134,15 @@ def make_plan(
     own = recipe_split(recipe)
     is_own = gpus_of(recipe, own) == gpus
     possible = _possible(recipe, gpus, gpu)
-    base = _base(recipe, speed, lengths, _pause(recipe, family, own if is_own else possible[0], gpu, assumed))
-    kernels = Kernels(layers=layers, device="gpu")
+    first = own if is_own else possible[0]
+    update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
+    base = _base(recipe, speed, lengths, _pause(recipe, update, first, gpu, assumed))
 
     def trainer_of(split: Split) -> _Trainer:
         layout = layout_of(recipe, family, split.trainer)
         work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
-        in_flight = int(work.micro_batches) + 1
-        memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=in_flight)
+        micro_batches, kernels = int(work.micro_batches) + 1, Kernels(layers=layers, device="gpu")
+        memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=micro_batches)
         return _Trainer(layout=layout, work=work, memory=memory)
 
     best = _search({split: trainer_of(split) for split in possible}, gpu, base)
@@ -155,6 +157,7 @@ def make_plan(
         layers=layers,
         config=str(Path(config) / "config.json"),
         parameters=parameters,
+        trained=family.name in FAMILIES,
         split=split,
         split_is_recipes=is_own,
         layout=trainer.layout,
@@ -164,7 +167,7 @@ def make_plan(
         decoding=speed,
         lengths=lengths,
         work=trainer.work,
-        update=update_work(recipe, family, trainer.layout),
+        update=update if split == first else update_work(recipe, family, trainer.layout),
         publish_seconds=base.publish_seconds,
         timing=simulate(queue_of(base, split, trainer.work.train_seconds)),
         best=tuple(best),
@@ -201,11 +204,10 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
     )
 
 
-def _pause(recipe: Recipe, family: Family, split: Split, gpu: Gpu, assumed: Assumptions) -> float:
+def _pause(recipe: Recipe, update: UpdateWork, split: Split, gpu: Gpu, assumed: Assumptions) -> float:
     """The engines' pause for a weight update (seconds); other splits of the same GPUs have nearly the same."""
     if assumed.publish_seconds is not None:
         return assumed.publish_seconds
-    update = update_work(recipe, family, layout_of(recipe, family, split.trainer))
     return update.seconds(gpu.nic_bytes_per_second / 2, split.engines * EngineShape.of(recipe.engine.vllm).data)
 
 
@@ -237,6 +239,7 @@ def as_numbers(plan: RunPlan) -> dict[str, Any]:
         "config": plan.config,
         "fits": not plan.problems(),
         "problems": plan.problems(),
+        "trained": plan.trained,
         "parameters": asdict(parameters) | {"with_passthrough": parameters.total + parameters.passthrough},
         "split": asdict(plan.split) | {"devices_per_engine": plan.engine.devices, "of_recipe": plan.split_is_recipes},
         "layout": asdict(plan.layout)
@@ -267,6 +270,8 @@ def as_numbers(plan: RunPlan) -> dict[str, Any]:
             "most_received_bytes": plan.update.most_received,
             "assumed_seconds": plan.publish_seconds,
             "lower_bounds": plan.update_bounds,
+            "changes_bytes": plan.update.changes().bytes,
+            "changes_lower_bound": plan.update.changes().bound_seconds(plan.gpu.nic_bytes_per_second),
         },
         "timing": asdict(plan.timing),
         "gpu_hours_per_1000_steps": plan.gpu_hours_per_1000_steps,

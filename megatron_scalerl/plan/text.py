@@ -9,6 +9,7 @@ from rich.table import Table
 from megatron_scalerl.plan.assumptions import described
 from megatron_scalerl.plan.hardware import GIB
 from megatron_scalerl.plan.planner import RunPlan
+from megatron_scalerl.plan.update import CHANGED
 
 Section = tuple[str, Table]
 """Title and table."""
@@ -48,7 +49,8 @@ def _summary(plan: RunPlan, built: str) -> Section:
     if p.experts:
         rows.append(("  active per token", f"{p.active:,}, of which {p.embedding:,} in the embedding"))
     if p.passthrough:
-        rows.append(("  with the vision tower", f"{p.total + p.passthrough:,}; not loaded, exports copy it"))
+        what = f"{p.total + p.passthrough:,}; a vision tower or multi-token prediction, not loaded"
+        rows.append(("  with what is not trained", what))
     origin = "from the recipe" if plan.split_is_recipes else "chosen by the planner"
     generate = f"{split.engines * each} generate: {split.engines} engines of {each}"
     rows += [
@@ -65,7 +67,8 @@ def _summary(plan: RunPlan, built: str) -> Section:
 
 def verdict(plan: RunPlan) -> str:
     """One line: whether it fits, headroom, bottleneck, cost."""
-    return f"{fits(plan)}; {bottleneck(plan)}; {plan.gpu_hours_per_1000_steps:,.0f} GPU-hours per 1,000 steps"
+    cost = f"{plan.gpu_hours_per_1000_steps:,.0f} GPU-hours per 1,000 steps"
+    return f"{fits(plan)}; {bottleneck(plan)}; {cost}{'' if plan.trained else '; planned only, train refuses it'}"
 
 
 def fits(plan: RunPlan) -> str:
@@ -140,6 +143,7 @@ def _step(plan: RunPlan) -> Section:
     w, n = plan.work, plan.lengths
     u, gb = plan.update, 1e9
     moved = f"{u.senders} ranks send up to {u.most_sent / gb:.3g} GB, a worker gets {u.most_received / gb:.3g} GB"
+    changed = u.changes().bound_seconds(plan.gpu.nic_bytes_per_second)
     bounds = [("  at least", f"{seconds:.3f} s: {link}") for link, seconds in plan.update_bounds.items()]
     length = f"mean {n.mean:,.0f}, median {n.quantile(0.5):,}, 90th percentile {n.quantile(0.9):,} tokens"
     packed = f"{w.micro_batches:.1f} micro-batches of {plan.recipe.micro_batch_tokens:,} tokens per rank"
@@ -152,6 +156,7 @@ def _step(plan: RunPlan) -> Section:
         ("weight update", f"{u.bytes / gb:,.1f} GB; {plan.publish_seconds:.2f} s assumed"),
         ("  each", moved),
         *bounds,
+        ("  1 % changed", f"{u.bytes * CHANGED / gb:,.2f} GB; at least {changed:.3f} s: one card per GPU"),
     )
 
 

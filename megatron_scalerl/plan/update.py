@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_scalerl.models.family import Family, Rule
@@ -23,6 +23,11 @@ from megatron_scalerl.weights.plan import Needs, Ranges, buckets
 
 HOP_S = 30e-6
 """Latency of a bucket for each hop of its broadcast (seconds); ours."""
+
+
+CHANGED = 0.01 * 3.1 / 2
+"""Bytes of an update of changes over those of a whole one, in bf16: 1 % of the elements, 3.1 bytes for each
+(`weights.changes`). A step changes that many or fewer at the learning rates of a policy (tools/weight_density.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,16 @@ class UpdateWork:
     def received(self) -> dict[int, int]:
         """Shard -> bytes, of each of its workers."""
         return _sums((shard, size) for _, shard, size in self.buckets)
+
+    def changes(self) -> UpdateWork:
+        """The same update of `CHANGED` of the bytes, spread evenly."""
+        return replace(
+            self,
+            bytes=round(self.bytes * CHANGED),
+            most_sent=round(self.most_sent * CHANGED),
+            most_received=round(self.most_received * CHANGED),
+            buckets=tuple((sender, shard, round(size * CHANGED)) for sender, shard, size in self.buckets),
+        )
 
     def bound_seconds(self, bytes_per_second: float) -> float:
         """No schedule is faster: the most bytes that one rank sends or one worker receives, at the links' rate."""

@@ -91,8 +91,8 @@ def token_flops(recipe: Recipe, family: Family, layout: Layout, sizes: Sequence[
     body = again = 0.0
     for place, style in zip(layout.places, family.layers):
         shape = shape_of(family, style)
-        projections = 2 * shape.hidden * (2 * shape.query + 2 * shape.key)
-        core = 2 * shape.query * (cut if style.chunked else whole)
+        projections = 2 * shape.projections
+        core = (shape.query + shape.out) * (cut if style.chunked else whole)
         mlp = 6 * shape.hidden * (shape.ffn + shape.top_k * shape.expert_ffn) + 2 * shape.hidden * shape.experts
         body += projections + core + mlp
         if recompute.granularity == "full":

@@ -312,7 +312,7 @@ def _check_cover(meta: ParamMeta, rectangles: Sequence[Ranges], needed: Sequence
         inside = len(ranges) == len(meta.shape) and all(0 <= a < b <= n for (a, b), n in zip(ranges, meta.shape))
         if not inside:
             raise ValueError(f"weights: {meta.name}: expected rectangles inside {meta.shape}, found {ranges}")
-    if len(needed) == 1 and list(rectangles) == list(needed):
+    if len(needed) <= 1 and list(rectangles) == list(needed):
         return
     sent, wanted = _counted(meta, rectangles, needed)
     if np.any(wanted > 1):

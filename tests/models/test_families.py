@@ -166,6 +166,13 @@ def test_the_vocabulary_is_padded_to_the_ranks(rank: int, rows: tuple[int, int])
             lambda: Qwen2Config(**LLAMA, use_sliding_window=True, sliding_window=8, max_window_layers=0),
             r"config.json: use_sliding_window: expected False, found True",
         ),
+        (lambda: LlamaConfig(**LLAMA, sliding_window=8), r"config.json: sliding_window: expected None or 0, found 8"),
+        (lambda: LlamaConfig(**LLAMA, partial_rotary_factor=0.5), r"partial_rotary_factor: expected 1.*, found 0.5"),
+        (lambda: Qwen3Config(**LLAMA, is_causal=False), r"config.json: is_causal: expected True, found False"),
+        (
+            lambda: Qwen2Config(**LLAMA, quantization_config={"quant_method": "fp8"}),
+            r"config.json: quantization_config: expected None, found .*fp8",
+        ),
         (lambda: MistralConfig(**LLAMA), r"config.json: sliding_window: expected None or 0, found 4096"),
         (
             lambda: Qwen3Config(**LLAMA, use_sliding_window=True, max_window_layers=1),
@@ -191,6 +198,13 @@ def test_what_the_map_does_not_cover_is_refused(config: Any, line: str) -> None:
         family(config())
 
 
+def test_other_unknown_keys_change_nothing() -> None:
+    """Published files have many."""
+    plain, more = (family(LlamaConfig(**LLAMA, **keys)) for keys in ({}, {"unsloth_fixed": True, "qk_norm": False}))
+    assert (plain.transformer, plain.layers) == (more.transformer, more.layers)
+    assert [rule.megatron for rule in plain.rules] == [rule.megatron for rule in more.rules]
+
+
 KNOWN = "expected one of llama, llama4, llama4_text, mistral, qwen2, qwen3, qwen3_moe"
 
 
@@ -202,6 +216,8 @@ def test_unknown_and_broken_configs_are_one_line(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for text, line in (
         ('{"model_type": "gpt_neox"}', rf"config.json: model_type: {KNOWN}, found 'gpt_neox'"),
+        ('{"model_type": "gemma2"}', rf"{KNOWN}, found 'gemma2'; missing: norms after attention and MLP, scaled"),
+        ('{"model_type": "kimi_k2"}', rf"{KNOWN}, found 'kimi_k2'; missing: multi-head latent attention"),
         ("[]", rf"config.json: model_type: {KNOWN}, found None"),
         ("{", r"config.json: expected JSON, found Expecting property name"),
         ('{"model_type": "llama4_text", "attn_temperature_tuning": 4}', r"attn_temperature_tuning.* expected bool"),

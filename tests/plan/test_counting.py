@@ -1,5 +1,6 @@
 """Parameters: the published totals exactly, ranks that add up to the whole, and the same from Megatron's modules."""
 
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,65 @@ def test_scout_total_active_and_vision():
     assert p.active == 17_172_894_720
     assert p.experts == 48 * 16 * 3 * 5_120 * 8_192
     assert p.total + p.passthrough == 108_641_793_536  # the published checkpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active", "with_mtp"),
+    [
+        ("DeepSeek-V3", 671_026_404_352, 37_552_282_624, 684_489_830_400),
+        ("Kimi-K2-Instruct", 1_026_408_209_408, 32_861_477_888, 1_026_408_209_408),
+    ],
+)
+def test_latent_attention_is_counted_as_transformers_builds_it(name, total, active, with_mtp):
+    """Every parameter of transformers' own module on the meta device, names and shapes, experts together."""
+    from torch import device
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    family, config = load_family(CONFIGS / name)
+    p = count(family, config)
+    assert (p.total, p.active, p.total + p.passthrough) == (total, active, with_mtp)
+    with device("meta"):
+        model = DeepseekV3ForCausalLM(DeepseekV3Config.from_dict(config.to_dict()))
+    theirs = {tensor: tuple(parameter.shape) for tensor, parameter in model.named_parameters()}
+    assert sum(prod(shape) for shape in theirs.values()) == total
+    shapes = {tensor: shape for rule in family.rules for tensor, shape in rule.hf_shapes.items()}
+    ours = {tensor: shape for tensor, shape in shapes.items() if ".mlp.experts." not in tensor}
+    assert ours == {tensor: shape for tensor, shape in theirs.items() if ".mlp.experts." not in tensor}
+    assert p.experts == sum(prod(shape) for tensor, shape in theirs.items() if ".mlp.experts." in tensor)
+
+
+OF_1T = (
+    "trainer.world_size=512",
+    "megatron.parallel={tensor_model_parallel_size: 8, pipeline_model_parallel_size: 8, "
+    "expert_model_parallel_size: 64, expert_tensor_parallel_size: 1}",
+    "megatron.model.num_layers_in_last_pipeline_stage=5",
+    "engine.count=16",
+    "engine.devices_per_engine=32",
+    "engine.vllm={tensor_parallel_size: 32, enable_expert_parallel: true}",
+    "weights.max_senders=512",
+)
+
+
+@pytest.mark.slow
+def test_a_policy_of_1_t_is_planned_on_1024_gpus():
+    """The weights of one rank, the cache of a token and the bytes of an update, by hand."""
+    folder = CONFIGS / "Kimi-K2-Instruct"
+    plan = make_plan(recipe_of(SCOUT, *OF_1T), folder, 1024, GPUS["h100-80g"], Assumptions())
+    assert plan.split_is_recipes and not plan.trained and compare_with_build(plan, folder).startswith("not built")
+    # of 8 layers: 6 of 384 experts each; an eighth of the rest, but narrow projections, norms and router whole
+    rank, hidden = plan.trainer[1].parameters, 7168
+    assert rank.expert == 8 * 6 * 3 * hidden * 2048
+    split = 1536 * 64 * 192 + 512 * 64 * 256 + 64 * 128 * hidden + 3 * hidden * 2048
+    assert rank.dense == 8 * (split // 8 + hidden * (1536 + 576 + 2 + 384) + 1536 + 512)
+    # 512 latent numbers and 64 rotated ones a layer, in bf16, on each of 32 devices
+    assert plan.engine.kv_bytes_per_token == 61 * 576 * 2 * 32
+    update = plan.update
+    assert update.bytes == 2 * 1_026_408_209_408 and update.senders == 512
+    assert update.bytes / 512 <= update.most_sent <= 1.3 * update.bytes / 512
+    assert update.bytes / 32 <= update.most_received <= 1.05 * update.bytes / 32
+    changes = update.changes()
+    assert changes.bytes == pytest.approx(1_026_408_209_408 * 0.01 * 3.1)
+    assert changes.bound_seconds(50e9) == pytest.approx(0.0155 * update.bound_seconds(50e9), rel=1e-3)
 
 
 def test_ranks_add_up_to_the_whole():
