@@ -25,8 +25,10 @@ from megatron_scalerl.launch.agent_messages import Hello
 from megatron_scalerl.launch.agents import Agents
 from megatron_scalerl.launch.control import AgentLink
 from megatron_scalerl.launch.hosts import Hosts, files_needed
+from megatron_scalerl.launch.local_server import LocalServer
 from megatron_scalerl.launch.placement import Attempt, Placement, gpus_at
 from megatron_scalerl.launch.process import EngineProcess
+from megatron_scalerl.processes.child_process import fatal_error
 from megatron_scalerl.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -169,7 +171,11 @@ class Engines:
             if watch.done() and (error := watch.exception()) is not None:
                 self.members.evict(process.client, str(error))
                 return str(error)
-            return await evicted
+            reason = await evicted
+            if "EngineCore" in reason and isinstance(process.server, LocalServer):
+                # vLLM's server only says that its core has died, and the core wrote why into the log that both share
+                reason = f"{reason} ({fatal_error(process.server.log_path)})"
+            return reason
         finally:
             watch.cancel()
             evicted.cancel()

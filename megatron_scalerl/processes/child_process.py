@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import stat
 import sys
@@ -175,6 +176,18 @@ def log_tail(path: Path) -> str:
 def log_end(path: Path) -> str:
     """The last lines of a log as the end of an error message; starts with `LOG_END`."""
     return f"{LOG_END}{path}:\n{log_tail(path)}"
+
+
+_FATAL = re.compile(r"fatal error\.\n.*?^ *((?:\w+\.)*\w+(?:Error|Exception): [^\n]*)", re.DOTALL | re.MULTILINE)
+
+
+def fatal_error(path: Path) -> str:
+    """The exception after the last "fatal error." of a log's end, as vLLM's core writes it; empty without one."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 10 * _TAIL_BYTES))
+        found = _FATAL.findall(file.read().decode(errors="replace"))
+        return found[-1] if found else ""
+    return ""
 
 
 T = TypeVar("T")

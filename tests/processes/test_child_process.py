@@ -11,7 +11,7 @@ import pytest
 from launch.stand_ins import ROOT, environment, gone, gone_processes, pids_in, stand_in
 from waiting import passes
 
-from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, open_log
+from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, fatal_error, open_log
 
 CONTROLLER = ROOT / "tests" / "launch" / "controller.py"
 
@@ -218,3 +218,13 @@ def test_a_log_is_private_and_a_device_in_its_place_keeps_its_mode(tmp_path):
     before = Path("/dev/null").stat().st_mode
     open_log(Path("/dev/null")).close()
     assert Path("/dev/null").stat().st_mode == before
+
+
+def test_the_exception_after_the_last_fatal_error_is_found(tmp_path):
+    log = tmp_path / "engine-0.log"
+    assert fatal_error(log) == ""
+    core = "ERROR core: EngineCore encountered a fatal error.\n    Traceback (most recent call last):\n      File x\n"
+    last = "    RuntimeError: Unsupported CPU attention configuration: head_dim=16\n"
+    after = "ERROR engine-0 api: caught\n    vllm.v1.engine.exceptions.EngineDeadError: see above\n"
+    log.write_text(f"{core}    ValueError: before\n{after}{core}{last}{after}")
+    assert fatal_error(log) == "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
