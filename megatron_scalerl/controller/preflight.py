@@ -19,6 +19,7 @@ from megatron_scalerl.checkpoints.weight_map import check_weights
 from megatron_scalerl.controller.evaluations import EvaluationInputs, evaluation_inputs
 from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.launch.local_server import bind_server
+from megatron_scalerl.losses import make_loss
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.prompts.dataset import PROMPTS_CHANGED, PromptSet, load_prompts
 from megatron_scalerl.prompts.tokenizer import policy_tokenizer
@@ -84,6 +85,7 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     check_policy(recipe)
     check_prompts(recipe)
     check_options(recipe.engine.vllm)
+    make_loss(recipe.loss.name, recipe.loss.arguments)
     if on_this_host:
         _check_host(recipe)
     hf_config = read_hf_config(recipe.policy.path)

@@ -1,14 +1,17 @@
 """The losses: pure functions from `LossInputs` to `LossOutput`, one per file.
 
-A loss is a sum with given weights. It depends on no recipe, process group or global; to add one, write a file, a
-line in LOSSES and its name in `recipe.sections.LossSection`. SEPARABLE tells whether it is a sum over tokens,
-`make_loss` which options it takes. Nothing here imports torch at run time.
+A loss is a sum with given weights. It depends on no recipe, process group or global. To add one, write a file and a
+line in LOSSES; `separable` marks a loss that is a sum over tokens. A loss may live outside this package, as
+`module:function`. Nothing here imports torch at run time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from megatron_scalerl.losses.cispo import cispo
 from megatron_scalerl.losses.dapo import dapo
@@ -16,29 +19,46 @@ from megatron_scalerl.losses.grpo import grpo
 from megatron_scalerl.losses.gspo import gspo
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput
 
-LOSSES: dict[str, Callable[..., LossOutput]] = {"cispo": cispo, "dapo": dapo, "grpo": grpo, "gspo": gspo}
+Loss = Callable[..., LossOutput]
+
+LOSSES: dict[str, Loss] = {"cispo": cispo, "dapo": dapo, "grpo": grpo, "gspo": gspo}
 """Losses by their name in the recipe."""
 
-SEPARABLE = frozenset({"cispo", "dapo", "grpo"})
-"""Losses that are a sum of independent token losses, so they can be computed over any part of the tokens. GSPO's
-ratio belongs to a whole sequence."""
+
+def loss_named(name: str) -> Loss:
+    """The loss of that name, or the function `module:function`. Raises ValueError if there is none."""
+    if name in LOSSES:
+        return LOSSES[name]
+    module, separator, function = name.partition(":")
+    if not separator:
+        raise ValueError(f"loss.name: expected one of {', '.join(LOSSES)}, or module:function, found {name!r}")
+    try:
+        loss: Loss = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"loss.name: expected a function to import, found {name!r} ({error})") from None
+    return loss
 
 
-def make_loss(
-    name: str, *, max_is_weight: float, clip_low: float | None = None, clip_high: float | None = None
-) -> Callable[[LossInputs], LossOutput]:
-    """The loss called `name` with its options bound; a clip of None is the loss's own default.
+def make_loss(name: str, options: Mapping[str, Any]) -> Callable[[LossInputs], LossOutput]:
+    """The loss called `name` with its options bound; an option of None is the loss's own default.
 
-    Raises ValueError for an unknown name and for a clip given to cispo, which has none.
+    Raises ValueError for an unknown name, for an option that the loss does not take, and for one that it misses.
     """
-    if name not in LOSSES:
-        raise ValueError(f"loss.name: expected one of {', '.join(LOSSES)}, found {name!r}")
-    clips = {key: value for key, value in (("clip_low", clip_low), ("clip_high", clip_high)) if value is not None}
-    if name != "cispo":
-        return partial(LOSSES[name], **clips)
-    if clips:
-        raise ValueError(f"loss.{next(iter(clips))}: expected null with loss.name cispo, found {clips}")
-    return partial(cispo, max_is_weight=max_is_weight)
+    loss = loss_named(name)
+    given = {key: value for key, value in options.items() if value is not None}
+    _, *parameters = inspect.signature(loss).parameters.values()
+    names = [parameter.name for parameter in parameters]
+    if unknown := [key for key in given if key not in names]:
+        expected = f"none with loss.name {name}, which takes {', '.join(names) or 'no option'}"
+        raise ValueError(f"loss.{unknown[0]}: expected {expected}, found {given[unknown[0]]}")
+    if missing := [p.name for p in parameters if p.default is p.empty and p.name not in given]:
+        raise ValueError(f"loss.options: expected {', '.join(missing)} for loss.name {name}, found none")
+    return partial(loss, **given)
 
 
-__all__ = ["LOSSES", "SEPARABLE", "LossInputs", "LossOutput", "cispo", "dapo", "grpo", "gspo", "make_loss"]
+def is_separable(name: str) -> bool:
+    """Whether a loss is a sum of independent token losses (`inputs.separable`)."""
+    return getattr(loss_named(name), "separable", False)
+
+
+__all__ = ["LOSSES", "LossInputs", "LossOutput", "cispo", "dapo", "grpo", "gspo", "is_separable", "make_loss"]

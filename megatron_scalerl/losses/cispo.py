@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_scalerl.losses.inputs import LossInputs, LossOutput, log_ratio, masked, weighted_sum
+from megatron_scalerl.losses.inputs import LossInputs, LossOutput, log_ratio, masked, separable, weighted_sum
 
 
+@separable
 def cispo(inputs: LossInputs, *, max_is_weight: float = 5.0) -> LossOutput:
     """The CISPO loss -sg(min(rho, max_is_weight)) A log pi_train, summed with the token weights.
 

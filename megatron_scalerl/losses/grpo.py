@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_scalerl.losses.inputs import LossInputs, LossOutput, clipped_surrogate, log_ratio
+from megatron_scalerl.losses.inputs import LossInputs, LossOutput, clipped_surrogate, log_ratio, separable
 
 
+@separable
 def grpo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
     """The GRPO loss -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), summed with the token weights.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_scalerl.types import Bool, Float, Int64
 
@@ -43,6 +44,18 @@ class LossOutput:
     """Importance weight before capping or clipping, without gradient, 1 off the loss mask."""
     capped: Bool[Tensor, " N"]
     """True where the cap or clip is active."""
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def separable(loss: Function) -> Function:
+    """Mark a loss that is a sum of independent token losses, so it can be computed over any part of the tokens.
+
+    GSPO is none: its ratio belongs to a whole sequence.
+    """
+    loss.separable = True  # type: ignore[attr-defined]
+    return loss
 
 
 def masked(values: Float[Tensor, " N"], loss_mask: Bool[Tensor, " N"]) -> Float[Tensor, " N"]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_scalerl.logits.torch_backend import LARGEST, LARGEST_CHUNK, TILE
-from megatron_scalerl.losses import SEPARABLE
+from megatron_scalerl.losses import is_separable
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.plan import activations
 from megatron_scalerl.plan.activations import Recompute, norm_bytes
@@ -207,7 +207,7 @@ def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: i
 
 def in_chunk(recipe: Recipe) -> bool:
     """True if the loss is computed in the chunks of the logits, which are then computed once."""
-    return recipe.trainer.loss_in_chunk and recipe.loss.name in SEPARABLE
+    return recipe.trainer.loss_in_chunk and is_separable(recipe.loss.name)
 
 
 def logit_bytes(

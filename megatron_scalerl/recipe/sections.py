@@ -337,8 +337,8 @@ class FiltersSection(Section):
 class LossSection(Section):
     """The loss and its aggregation."""
 
-    name: Literal["cispo", "dapo", "grpo", "gspo"] = "cispo"
-    """Loss type (section 3.2 of the paper: cispo)."""
+    name: str = "cispo"
+    """cispo, dapo, grpo, gspo (section 3.2 of the paper: cispo), or `module:function` of your own."""
     max_is_weight: PositiveFloat = 5.0
     """cispo: cap on the importance weight (trainer over engine probability); the cap itself, not a distance from 1.
     (Inferred: the paper's CISPO curve is its "clip = 5" curve.)"""
@@ -347,8 +347,16 @@ class LossSection(Section):
     clip_high: NonNegativeFloat | None = None
     """dapo, grpo, gspo: upper clip distance from 1. null: the default of the loss (dapo 0.26, grpo 0.2,
     gspo 5e-3)."""
+    options: dict[str, Any] = {}
+    """Further arguments of a loss of your own, by name."""
     reduction: Literal["prompt_mean", "sequence_mean", "token_mean"] = "prompt_mean"
     """How token losses are aggregated (section 3.2 of the paper: prompt_mean)."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The options that differ from the loss's own defaults, by name."""
+        named = self.model_dump(include={"max_is_weight", "clip_low", "clip_high"}, exclude_defaults=True)
+        return self.options | named
 
 
 class OptimizerSection(Section):

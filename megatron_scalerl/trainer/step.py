@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_scalerl.batching.packing import pad_to, real_tokens, scoring_micro_batches
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
-from megatron_scalerl.losses import SEPARABLE, LossInputs, LossOutput, make_loss
+from megatron_scalerl.losses import LossInputs, LossOutput, is_separable, make_loss
 from megatron_scalerl.processes.spans import RANK, span
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import OptimizerSection
@@ -257,19 +257,13 @@ def make_trainer(
         chunks=chunks,
         optimizer=build_optimizer(chunks, recipe),
         parallel=parallel,
-        loss=loss
-        or make_loss(
-            section.name,
-            max_is_weight=section.max_is_weight,
-            clip_low=section.clip_low,
-            clip_high=section.clip_high,
-        ),
+        loss=loss or make_loss(section.name, section.arguments),
         learning_rate=learning_rate or constant_with_warmup(recipe.optimizer),
         weight_decay=recipe.optimizer.weight_decay,
         micro_batch_tokens=recipe.micro_batch_tokens,
         pad_multiple=pad_multiple(parallel),
         temperature=recipe.rollouts.temperature,
-        loss_in_chunk=recipe.trainer.loss_in_chunk and loss is None and section.name in SEPARABLE,
+        loss_in_chunk=recipe.trainer.loss_in_chunk and loss is None and is_separable(section.name),
     )
 
 

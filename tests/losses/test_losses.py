@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from megatron_scalerl.losses import LOSSES, LossInputs, LossOutput, cispo, dapo, grpo, gspo, make_loss
+from megatron_scalerl.losses import LOSSES, LossInputs, LossOutput, cispo, dapo, grpo, gspo, is_separable, make_loss
+from megatron_scalerl.losses.inputs import log_ratio, masked, separable, weighted_sum
 
 LN3 = math.log(3.0)
 
@@ -164,7 +165,7 @@ def test_gspo_leaves_masked_tokens_out_of_the_length():
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_masked_positions_reach_neither_value_nor_gradient(name):
-    loss = make_loss(name, max_is_weight=5.0)
+    loss = make_loss(name, {})
     nan, inf = float("nan"), float("inf")
     logprobs = torch.tensor([-0.7, nan, -inf, -0.5], requires_grad=True)
     mask = torch.tensor([True, False, False, True])
@@ -204,7 +205,7 @@ def test_an_overflowing_log_ratio_stays_finite(name, rollout):
         token_weights=torch.tensor([0.5, 0.5]),
         sequence_ids=torch.tensor([0, 1]),
     )
-    output = make_loss(name, max_is_weight=5.0)(given)
+    output = make_loss(name, {})(given)
     output.loss.backward()
     assert torch.isfinite(output.loss) and torch.isfinite(logprobs.grad).all()
     assert torch.isfinite(output.is_weights).all()
@@ -223,7 +224,7 @@ def test_a_log_ratio_is_clamped_to_twenty_nats_and_has_no_gradient_there(name, d
         token_weights=torch.tensor([1.0]),
         sequence_ids=torch.tensor([0]),
     )
-    output = make_loss(name, max_is_weight=5.0)(given)
+    output = make_loss(name, {})(given)
     assert output.is_weights.log().tolist() == pytest.approx([math.copysign(20.0, distance)])
     if name != "cispo":  # whose gradient never goes through the ratio
         output.loss.backward()
@@ -241,22 +242,47 @@ def test_a_micro_batch_without_loss_is_zero_with_zero_gradient(name):
         token_weights=torch.zeros(2),
         sequence_ids=torch.tensor([0, 0]),
     )
-    output = make_loss(name, max_is_weight=5.0)(given)
+    output = make_loss(name, {})(given)
     output.loss.backward()
     assert output.loss.item() == 0.0
     assert logprobs.grad.tolist() == [0.0, 0.0]
 
 
 def test_make_loss_refuses_what_does_not_exist():
-    with pytest.raises(ValueError, match=r"loss.name: expected one of cispo, dapo, grpo, gspo, found 'ppo'"):
-        make_loss("ppo", max_is_weight=5.0)
-    with pytest.raises(ValueError, match=r"loss.clip_high: expected null with loss.name cispo"):
-        make_loss("cispo", max_is_weight=5.0, clip_high=0.2)
+    with pytest.raises(ValueError, match=r"loss.name: expected one of cispo, .*, or module:function, found 'ppo'"):
+        make_loss("ppo", {})
+    with pytest.raises(
+        ValueError, match=r"loss.clip_high: expected none .* cispo, which takes max_is_weight, found 0.2"
+    ):
+        make_loss("cispo", dict(max_is_weight=5.0, clip_high=0.2))
 
 
 def test_make_loss_binds_cap_and_clips():
     case = {**TWO, "rollout_probs": [0.05, 0.5], "advantages": [1.0, -2.0]}
     for cap in (4.0, 8.0):
-        assert run(make_loss("cispo", max_is_weight=cap), **case)[1][0, 1].item() == pytest.approx(0.125 * cap)
-    wide = make_loss("dapo", max_is_weight=5.0, clip_low=0.9, clip_high=1.5)
+        assert run(make_loss("cispo", dict(max_is_weight=cap)), **case)[1][0, 1].item() == pytest.approx(0.125 * cap)
+    wide = make_loss("dapo", dict(clip_low=0.9, clip_high=1.5))
     assert run(wide, **FOUR)[0].loss.item() == pytest.approx(0.0)
+
+
+@separable
+def reinforce(inputs, *, scale):
+    """A loss outside the package."""
+    advantages, logprobs = (masked(x, inputs.loss_mask) for x in (inputs.advantages, inputs.trainer_logprobs))
+    ratio = log_ratio(inputs).detach().exp()
+    loss = -scale * weighted_sum(advantages * logprobs, inputs)
+    return LossOutput(loss=loss, is_weights=ratio, capped=ratio > 1e9)
+
+
+def test_a_loss_may_live_outside_the_package():
+    name = f"{__name__}:reinforce"
+    output, grad = run(make_loss(name, {"scale": 2.0}), **TWO, rollout_probs=[0.05, 0.5], advantages=[1.0, -2.0])
+    plain, half = run(make_loss(name, {"scale": 1.0}), **TWO, rollout_probs=[0.05, 0.5], advantages=[1.0, -2.0])
+    assert output.loss.item() == pytest.approx(2 * plain.loss.item()) and torch.equal(grad, 2 * half)
+    assert is_separable(name) and is_separable("cispo") and not is_separable("gspo")
+    with pytest.raises(ValueError, match=r"loss.options: expected scale for loss.name .*:reinforce, found none"):
+        make_loss(name, {})
+    with pytest.raises(ValueError, match=r"loss.max_is_weight: expected none .*, which takes scale, found 5.0"):
+        make_loss(name, {"scale": 1.0, "max_is_weight": 5.0})
+    with pytest.raises(ValueError, match=r"loss.name: expected a function to import, found 'nowhere:loss'"):
+        make_loss("nowhere:loss", {})

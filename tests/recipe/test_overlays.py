@@ -132,7 +132,7 @@ def test_the_resolved_recipe_has_no_overlay_left(files, tmp_path):
     ("text", "named", "said"),
     [
         ("los: {name: dapo}\n", ["over"], "expected a recipe key, found los; the nearest is loss"),
-        ("loss: {name: ppo}\n", ["over"], "loss.name: input should be .*, found 'ppo'"),
+        ("loss: {reduction: ppo}\n", ["over"], "loss.reduction: input should be .*, found 'ppo'"),
         ("rollouts: {updates_per_phase: 3}\n", ["over"], "rollouts: updates_per_phase: expected its default 8"),
         ("prompts: {tasks: {}}\n", ["base", "over"], "prompts.path: expected none beside prompts.tasks, found y"),
     ],

@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 from recipe_files import OVERLAYS, ROOT
 
+from megatron_scalerl.losses import cispo
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, load_recipe, valid_keys
 from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection, Section, TaskSection
@@ -32,6 +33,7 @@ def test_defaults_are_the_papers(path):
     assert (recipe.rollouts.groups_per_batch, recipe.rollouts.group_size) == (48, 16)
     assert recipe.rollouts.max_staleness_steps == 8
     assert (recipe.loss.name, recipe.loss.max_is_weight, recipe.loss.reduction) == ("cispo", 5.0, "prompt_mean")
+    assert recipe.loss.arguments == {} and cispo.__kwdefaults__ == {"max_is_weight": recipe.loss.max_is_weight}
     assert recipe.advantages.normalize == "batch"
     assert recipe.filters.zero_variance and recipe.curriculum.no_positive_resampling == 0.9
     assert recipe.policy.logits == "fp32"
@@ -60,7 +62,10 @@ def test_off_needs_no_quotation_marks(path, text):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("loss.name=ppo", "loss.name: input should be 'cispo', 'dapo', 'grpo' or 'gspo', found 'ppo'"),
+        (
+            "loss.reduction=ppo",
+            "loss.reduction: input should be 'prompt_mean', 'sequence_mean' or 'token_mean', found 'ppo'",
+        ),
         ("rollouts.group_size=1", "rollouts.group_size: expected at least 2 with advantages.normalize 'batch'"),
         ("rollouts.max_in_flight=8", "rollouts.max_in_flight: expected at least group_size 16, found 8"),
         ("rollouts.temperature=0", "rollouts.temperature: input should be greater than or equal to 0.01, found 0"),
