@@ -165,7 +165,8 @@ def check_answers(task: Task, answers: Sequence[tuple[str, str, Mapping[str, Any
     problems = [""] * len(answers)
     for number, (question, answer, columns) in enumerate(answers if task.rewards.verifier == "code" else ()):
         try:
-            if (name := parse_tests(answer, columns).entry_point) not in question:
+            if (called := parse_tests(answer, columns).called) and not any(name in question for name in called):
+                name = " or ".join(sorted(called))
                 problems[number] = f"expected a problem that names the function of its tests, {name}, found none"
         except ValueError as error:
             problems[number] = str(error)

@@ -248,7 +248,8 @@ class _Loader:
                 self._unusable.append(f"{unique.pop(identity).where}: {layout.reference[-1]!r}: {problem}")
         read, skipped = self._rows - before - elsewhere, len(self._unusable) - unusable - elsewhere
         if not read:
-            raise ValueError(f"{path}: expected at least one prompt, found an empty file")
+            found = "rows for other verifiers alone" if elsewhere else "an empty file"
+            raise ValueError(f"{path}: expected at least one prompt, found {found}")
         if 2 * skipped > read:
             raise ValueError(f"{path}: {skipped} of {read} rows cannot be learned from, such as {self._unusable[-1]}")
         kept = self._render(unique)

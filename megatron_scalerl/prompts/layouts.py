@@ -1,18 +1,22 @@
 """Layouts of prompt files: which columns hold the question and the reference, and how their values are read.
 
 `LAYOUTS` is a table. A column is a name, or a path into nested values (`reward_model.ground_truth`, `0.value`), JSON
-texts included. Several columns are joined; one that begins with `?` may be absent.
+texts included. Several columns are joined; one that begins with `?` may be absent. What a question refers to is part
+of it: a context, and choices, each after its letter.
 """
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
 import pickletools
 import re
+import string
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from itertools import chain, islice
 from typing import Any
 
@@ -25,6 +29,10 @@ UNPACKED = 1 << 28
 """Most bytes of unit tests that a row packs."""
 UNLISTED = 3
 """Rank of a layout whose reference is in a column that the recipe names and the layout does not have."""
+CONTEXT = ("context", "passage", "Body", "body")
+"""Columns of texts that a question is about."""
+CHOICES = ("choices", "options")
+"""Columns of a multiple-choice question's answers."""
 ROLES = {"human": "user", "gpt": "assistant"}
 """Roles in ShareGPT's form of messages."""
 
@@ -67,21 +75,40 @@ class Layout:
         """Whether the row has all columns."""
         return not any(_missing(row, column) for column in (*self.question, *self.reference))
 
+    def within(self, other: Layout) -> bool:
+        """Whether the other layout asks the same and more, as instruction with input does."""
+        asked = {column.removeprefix("?") for column in other.question}
+        return self.reference == other.reference and {*self.question} < asked
+
     def question_of(self, row: Row) -> Question:
         """The row's question. Raises ValueError, naming row and column."""
         first, *others = _values(row, self.question)
         if isinstance(parsed := _parsed(first), list) and parsed and all(isinstance(part, dict) for part in parsed):
             return _conversation(row, self.question[0], parsed)
         parts = (first, *("\n".join(map(str, part)) if isinstance(part, list) else part for part in others))
-        return Question(text="\n\n".join(as_text(row, self.question[0], part) for part in parts))
+        text = "\n\n".join(as_text(row, self.question[0], part) for part in parts)
+        about = [_parsed(row.values.get(name)) for name in (*CONTEXT, *CHOICES)]
+        choices = _choices(row)
+        if not all(re.search(rf"{letter}\W{{1,6}}{re.escape(each)}", text) for letter, each in choices.items()):
+            text = "\n".join((f"{text}\n", *(f"{letter}. {each}" for letter, each in choices.items())))
+        before = [each for each in about if isinstance(each, str) and each.strip() and each not in text]
+        return Question(text="\n\n".join((*before, text)))
 
     def reference_of(self, row: Row, verifier: str) -> str:
         """The row's reference as text. Raises ValueError, naming row and column."""
         parts = _values(row, self.reference)
+        language, _ = _at(row.values, self.reference[0].rpartition(".")[0] + ".language")
+        if verifier == "code" and language and "python" not in str(language).lower():
+            raise OtherTask(f"{row.where}: expected tests of a program in Python, found {language}")
+        if type(parts[0]) is int and parts[0] in range(len(letters := list(_choices(row)))):
+            return letters[parts[0]]  # MMLU counts choices from 0
         texts = [_as_reference(row, self.reference[-1], part, verifier) for part in parts]
         lists = [_parsed(text) for text in texts]
         if len(texts) > 1 and all(isinstance(part, list) for part in lists):
             return json.dumps(list(chain.from_iterable(lists)))
+        if len(texts) > 1 and all(isinstance(part, dict) for part in lists):  # CodeContests: of lists
+            keys = [key for key in lists[0] if all(isinstance(part.get(key), list) for part in lists)]
+            return json.dumps({key: [*chain(*(part[key] for part in lists))] for key in keys})
         return "\n".join(texts)
 
     def others(self, row: Row) -> dict[str, Any]:
@@ -90,8 +117,8 @@ class Layout:
         return other_columns(row, {*names, *(name.partition(".")[0] for name in names)})
 
 
-QUESTIONS = ("prompt", "problem", "question", "input", "query", "instruction", "context_messages", "messages")
-ANSWERS = ("answer", "label", "ground_truth", "final_answer", "expected_answer")
+QUESTIONS = ("prompt", "problem", "question", "input", "query", "instruction ?input", "context_messages", "messages")
+ANSWERS = ("answer", "label", "ground_truth", "final_answer", "expected_answer", "reference_answer", "answerKey")
 PUBLISHED = (
     ("verl", "prompt", "reward_model.ground_truth", ""),
     ("orz", "0.value", "1.ground_truth.value", ""),
@@ -103,19 +130,28 @@ PUBLISHED = (
     ("humaneval", "prompt", "test", "code"),
     ("mbpp", "text test_list", "?test_setup_code test_list", "code"),
     ("mbpp_sanitized", "prompt test_list", "?test_imports test_list", "code"),
+    ("acecode", "question", "test_cases", "code"),
+    ("openthoughts", "problem ?starter_code", "test_cases", "code"),
+    ("open_r1_code", "problem_statement", "verification_info.test_cases", "code"),
+    ("codecontests", "description", "public_tests ?generated_tests private_tests", "code"),
     ("kodcode", "question ?test_info.0.function_declaration", "test", "code"),
 )
 """Layouts with columns of their own: name, question, reference, verifier."""
-PAIRS = (
-    *((question, answer, 1) for answer in ANSWERS for question in QUESTIONS),
-    *((question, "solution", 2) for question in QUESTIONS),
-    ("Problem", "Answer", 1),
-    ("Question", "Answer", 1),
+PAIRS = tuple(
+    ((*question.split(),), answer, rank)
+    for questions, answers, rank in (
+        (QUESTIONS, ANSWERS, 1),
+        (QUESTIONS, ("solution",), 2),
+        (("instruction ?input",), ("output",), 2),
+        (("Problem", "Question"), ("Answer",), 1),
+    )
+    for answer in answers
+    for question in questions
 )
 """Layouts with common names: question, reference, rank."""
 LAYOUTS = (
     *(Layout(name=n, question=(*q.split(),), reference=(*r.split(),), verifier=v) for n, q, r, v in PUBLISHED),
-    *(Layout(name=f"{q}/{r}", question=(q,), reference=(r,), rank=rank) for q, r, rank in PAIRS),
+    *(Layout(name=f"{q[0]}/{r}", question=q, reference=(r,), rank=rank) for q, r, rank in PAIRS),
 )
 """A worked solution (rank 2) is the reference of a file without answers; it has them in a box."""
 
@@ -142,11 +178,9 @@ def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layo
 
 
 def other_task(row: Row, layout: Layout) -> bool:
-    """Whether a row without the layout's reference fits a layout of another verifier."""
-    if not layout.verifier or layout.fits(row):
-        return False
-    others = [each for each in LAYOUTS if each.question == layout.question and each.verifier != layout.verifier]
-    return any(each.rank == layout.rank and each.fits(row) for each in others)
+    """Whether a row has the layout's columns, and within them what another verifier needs."""
+    missing = [column for column in layout.reference if _missing(row, column)]
+    return bool(layout.verifier) and any(row.values.get(column.partition(".")[0]) for column in missing)
 
 
 def _candidates(prompts: PromptsSection) -> list[Layout]:
@@ -191,6 +225,7 @@ def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifie
         )
     lowest = min(layout.rank for layout in fitting)
     fitting = [layout for layout in fitting if layout.rank == lowest]
+    fitting = [layout for layout in fitting if not any(map(layout.within, fitting))]
     able = [layout for layout in fitting if _serves(layout, verifier)] or fitting[:1]
     if any(usable[layout.name] != usable[able[0].name] for layout in able):
         names = " or ".join(layout.name for layout in able)
@@ -238,13 +273,30 @@ def _values(row: Row, columns: Sequence[str]) -> list[Any]:
 
 
 def _parsed(value: Any) -> Any:
-    """The value of a JSON text that is a list or an object; anything else as it is."""
+    """The value of a text of JSON, or of Python, that is a list or an object; anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
-            return value
+            pass
+        if re.match(r"[\s\[{]+'", value):
+            try:
+                return json.loads(json.dumps(ast.literal_eval(value.strip())))
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                pass
     return value
+
+
+def _choices(row: Row) -> dict[str, str]:
+    """Letter -> text of each choice of a row, if it has any."""
+    found = _parsed(next((row.values[name] for name in CHOICES if row.values.get(name)), None))
+    if isinstance(found, list):
+        found = dict(zip(string.ascii_uppercase, found))
+    elif isinstance(found, dict) and all(isinstance(found.get(key), list) for key in ("label", "text")):  # ARC
+        found = dict(zip(map(str, found["label"]), found["text"]))
+    pairs = found.items() if isinstance(found, dict) else ()
+    texts = {letter: str(each) for letter, each in pairs if isinstance(each, (str, int, float))}
+    return texts if all(re.fullmatch(r"\w", letter) for letter in texts) else {}
 
 
 def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> Question:
@@ -277,7 +329,7 @@ def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
     if isinstance(value, (list, dict)) and value and verifier != "math":
         value = json.dumps(value)
     if isinstance(value, list):
-        raise ValueError(f"{row.where}: expected one reference answer in {column!r}, found {len(value)}")
+        raise ValueError(f"{row.where}: expected one reference answer in {column!r}, found a list of {len(value)}")
     return _unpacked(as_text(row, column, value)) if verifier == "code" else as_text(row, column, value)
 
 
@@ -294,7 +346,7 @@ def _unpacked(text: str) -> str:
 
 def as_text(row: Row, column: str, value: Any) -> str:
     """The text of a value. Raises ValueError for one that is none, empty or not UTF-8."""
-    if not isinstance(value, (str, int, float)) or isinstance(value, bool) or value != value:
+    if not isinstance(value, (str, int, float, Decimal)) or isinstance(value, bool) or value != value:
         kind = "nothing" if value is None else "NaN" if isinstance(value, float) else f"a {type(value).__name__}"
         raise ValueError(f"{row.where}: expected a text or a number in {column!r}, found {kind}")
     text = str(value)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import Environment, TemplateError
+from jinja2 import Environment, TemplateError, nodes
 from jinja2.meta import find_undeclared_variables
 
 from megatron_scalerl.prompts.layouts import Question
@@ -23,6 +23,8 @@ THINK_TAGS = (
     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
 )
 """Tags that open and close thinking in the chat templates of reasoning models."""
+ASKS = ("defined", "undefined", "none", "default", "d")
+"""Tests and filters by which a template asks for an argument before it sets one of its own."""
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"}
 """Names that a chat template gets in any case."""
 
@@ -82,7 +84,7 @@ class PromptRenderer:
                 strftime_now=self._prompts.template_date.strftime,
                 **self._prompts.template_arguments,
             )
-        except TemplateError as error:
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"prompts.chat_template: the tokenizer's template fails: {error}") from None
         return text
 
@@ -112,7 +114,8 @@ class PromptRenderer:
         if end and shown.rstrip().endswith(end):
             raise ValueError(
                 "prompts.template_arguments: expected a prompt that leaves thinking to the policy, found one that "
-                f"ends with {end}, after which no answer would be found; the chat template reads {readable}"
+                f"ends with {end}, after which no answer would be found; the chat template reads {readable} (to "
+                "train it so: prompts.think_start and think_end empty, and interruption.enabled false)"
             )
 
     def special_token_in(self, problem: str) -> str:
@@ -141,7 +144,11 @@ def template_names(source: str) -> set[str]:
     # transformers' own tag, which marks what an assistant said
     plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
     try:
-        return find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+        names = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}
+        asked = [each.node for each in tree.find_all((nodes.Filter, nodes.Test)) if each.name in ASKS]
+        own = names - {each.name for each in asked if isinstance(each, nodes.Name)}
+        return find_undeclared_variables(tree) - own
     except TemplateError as error:
         raise ValueError(f"prompts.chat_template: the tokenizer's template cannot be read: {error}") from None
 

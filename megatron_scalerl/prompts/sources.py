@@ -80,10 +80,12 @@ def _kind(path: Path) -> str:
 def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     """The rows of a JSON array, of the array `data` of an object, or of JSON lines."""
     try:
-        whole = json.loads(path.read_bytes())
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            whole = json.load(file)
     except (ValueError, RecursionError):
         whole = None
-    whole = whole["data"] if isinstance(whole, dict) and isinstance(whole.get("data"), list) else whole
+    if isinstance(whole, dict):
+        whole = whole["data"] if isinstance(whole.get("data"), list) else [whole]
     if not isinstance(whole, list):
         yield from read_json_lines(path, columns)
         return
@@ -169,7 +171,7 @@ READERS: dict[str, Callable[[Path, Sequence[str]], Iterator[Row]]] = {
     ".jsonl": read_json_lines,
     ".ndjson": read_json_lines,
     ".jsonl.gz": read_json_lines,
-    ".json.gz": read_json_lines,
+    ".json.gz": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
@@ -253,8 +255,10 @@ def other_columns(row: Row, columns: Collection[str]) -> dict[str, Any]:
     """
     found = {name: value for name, value in row.values.items() if name not in columns}
     for name, value in found.items():
+        if hasattr(value, "isoformat"):  # a time of Parquet
+            found[name] = value.isoformat()
         try:
-            msgspec.json.encode({name: value})
+            msgspec.json.encode({name: found[name]})
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{row.where}: expected JSON data in {name!r}, found {error}") from None
     return found

@@ -14,7 +14,7 @@ from megatron_scalerl.recipe.recipe import Recipe
 from megatron_scalerl.recipe.sections import PromptsSection, TaskSection
 
 Kind = Literal["model", "dataset"]
-_NAME = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(?P<folder>(/[\w.-]+)*)(@(?P<revision>[\w.-]+))?")
+_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?P<folder>(/\w[\w.-]*)*)(@(?P<revision>\w[\w.-]*(/\w[\w.-]*)*))?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|gz|csv|parquet|arrow|ya?ml)")
 
 

@@ -6,6 +6,7 @@
       "metadata": {"func_name": "add"}}, ...]                          the same, a JSON text a line
     {"inputs": ["2 3\\n", ...], "outputs": ["5\\n", ...]}              the first form, transposed
     {"fn_name": "add", "inputs": [[2, 3], ...], "outputs": [5, ...]}   the second form, transposed
+    {"functional": "assert add(2, 3) == 5"}                            Python, as below; or "pytest"
     assert add(2, 3) == 5                                              Python: statements, functions test*, classes
                                                                        Test* or unittest's, or check(candidate)
 
@@ -16,6 +17,7 @@ may name the function: `entry_point` (HumanEval), `fn_name`, `func_name`, or `me
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import keyword
 import sys
@@ -58,6 +60,8 @@ class CodeTests:
     """Python with assertions on the program's functions."""
     entry_point: str = ""
     """The function that the script's `check` is called with; empty: the script calls it itself."""
+    called: frozenset[str] = frozenset()
+    """Names of the program that the script uses, of which a problem has to have one."""
 
 
 def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeTests:
@@ -72,6 +76,8 @@ def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeT
     except (ValueError, RecursionError):
         return _script(reference, _function_of(columns))
     if isinstance(parsed, dict):
+        if isinstance(script := parsed.get("functional", parsed.get("pytest")), str):
+            return _script(script, _function_of(columns))
         parsed = _rows(parsed)
     if not isinstance(parsed, list) or not parsed or not all(isinstance(case, dict) for case in parsed):
         raise ValueError("expected unit tests: a JSON list of cases or Python with assert, found neither")
@@ -110,10 +116,10 @@ def _function_of(row: Mapping[str, Any]) -> str:
 
 def _rows(parsed: dict[str, Any]) -> list[dict[str, Any]]:
     """The cases of the transposed form."""
-    inputs, outputs = parsed.get("inputs"), parsed.get("outputs")
+    inputs, outputs = (parsed.get(f"{key}s", parsed.get(key)) for key in ("input", "output"))
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError(f"expected lists inputs and outputs of one length in the tests, found {_keys([parsed])}")
-    rest = {key: value for key, value in parsed.items() if key not in ("inputs", "outputs")}
+    rest = {key: value for key, value in parsed.items() if key.rstrip("s") not in ("input", "output")}
     return [{"input": given, "output": expected, **rest} for given, expected in zip(inputs, outputs)]
 
 
@@ -135,7 +141,8 @@ def _calls(parsed: list[dict[str, Any]], name: str) -> CodeTests:
                 f"expected a list of arguments as input of a test of {name}, found a {type(given).__name__}"
             )
         cases.append([given, expected])
-    return CodeTests(script=_CALLS.format(name=name, cases=json.dumps(cases)), entry_point=name)
+    script = _CALLS.format(name=name, cases=json.dumps(cases))
+    return CodeTests(script=script, entry_point=name, called=frozenset((name,)))
 
 
 def _text(value: Any) -> str:
@@ -167,7 +174,19 @@ def _script(text: str, entry_point: str) -> CodeTests:
             "expected an assertion that runs: in the text itself, in a function test* without arguments, in a class "
             "Test*, or in check(candidate) of a row with entry_point; found none"
         )
-    return CodeTests(script=text, entry_point=entry_point)
+    return CodeTests(
+        script=text, entry_point=entry_point, called=frozenset(filter(None, (entry_point,))) or _called(nodes)
+    )
+
+
+def _called(nodes: list[ast.AST]) -> frozenset[str]:
+    """Names that tests import from the program, or use without a definition of their own."""
+    names = (str(getattr(n, key, "")).partition(".")[0] for n in nodes for key in ("arg", "name", "asname"))
+    own = {*dir(builtins), *names}
+    own |= {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    imported = [n.names for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "solution"]
+    used = {n.id for n in nodes if isinstance(n, ast.Name)} - own
+    return frozenset(used | {each.name for names in imported for each in names})
 
 
 def _asserts(node: ast.AST) -> bool:

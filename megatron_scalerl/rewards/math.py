@@ -28,13 +28,20 @@ _TO_FORMULA_END = re.compile(r"[^\n$]+?(?=\$|\\\)|\\\])")
 _WORD = re.compile(r"(?:(?!\\\)|\\\])[^\s$])+")
 _THOUSANDS, _IN_THOUSANDS = re.compile(r"(?<=\d) (?=\d)"), re.compile(r"-?\d{1,3}( \d{3})+(\.\d+)?")
 _MIXED = re.compile(r"^\s*(\d+) (\d+)/(\d+)\s*$")
-_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
+_BARE = re.compile(
+    r"\\(?:text[a-z]*|mathrm|operatorname|mbox)\*?\s*\{[^{}]*\}"
+    r"|(?<![\\A-Za-z])(pi|ln|log|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh)(?![A-Za-z])"
+)
+"""Texts of LaTeX, which stay, and names that math-verify would read as products of their letters."""
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
+"""1e-07, as Python writes a small number, which math-verify would read as 1 times e minus 7."""
 _MARKED = re.compile(
     r"<answer>((?:(?!<answer>).)*?)</answer>|^####(?!#)[ \t]*([^\n]+)\s*\Z", re.DOTALL | re.MULTILINE
 )
-_NO_ANSWER = re.compile(
-    r"\(?[A-J][.):]\s+[^=\n]+|[Nn]o\.?|\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}|\d\d?:(0\d|\d\d ?[ap]\.?m\.?|\d\d:\d\d)"
-)
+_CHOICE = re.compile(r"\(? ?[A-J](?::| ?[.)])\s+[^=\n]+")
+_STYLE = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|sf)|boxed|fbox)(?![a-z])|\\[ ,;:!]|[{}$~\s]")
+"""What may stand around the letter of a choice, as in \\textbf{(B)}\\ 12."""
+_NO_ANSWER = re.compile(r"[Nn]o\.?|N/A|\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}|\d\d?:(0\d|\d\d ?[ap]\.?m\.?|\d\d:\d\d)")
 """References that math-verify reads as products, quotients and differences."""
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?")
 _LATEX = re.compile(
@@ -116,7 +123,7 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
         marked = next(filter(None, marks[-1]), "")[-TAIL:]
         found = [] if _has_words(marked) else parsed_reference(marked)
     if marked is None or _is_text(found):
-        found = parse(answer or marked or answer_text[-TAIL:], parsing_timeout=None)
+        found = parse(_spelled(answer) if answer else marked or answer_text[-TAIL:], parsing_timeout=None)
     return bool(verify(expected, found, timeout_seconds=None))
 
 
@@ -128,10 +135,16 @@ def parsed_reference(reference: str, timeout_s: int | None = None) -> list[Any]:
     text = text.replace("\\$", "")  # an escaped dollar is an amount of money, no delimiter
     text = _THOUSANDS.sub("", text) if _IN_THOUSANDS.fullmatch(text) else text
     text = _MIXED.sub(r"\1+\\frac{\2}{\3}", text)  # which would be read as a product
-    text = _PI.sub(r"\\pi ", text)
+    text = _spelled(text)
     delimited = "$" in text or "\\boxed" in text
     expected: list[Any] = parse(text if delimited else f"\\boxed{{{text}}}", parsing_timeout=timeout_s)
     return expected
+
+
+def _spelled(text: str) -> str:
+    """An expression with functions and powers of ten as LaTeX has them."""
+    text = _BARE.sub(lambda name: f"\\{name[1]} " if name[1] else name[0], text)
+    return _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
 
 
 def _stated(reference: str) -> str:
@@ -172,7 +185,7 @@ def _problem_of(reference: str) -> str:
     reference = _stated(reference)
     if len(reference) > _LONGEST:
         return f"{said}, {len(reference)} characters"
-    if _NO_ANSWER.fullmatch(reference.strip()):
+    if _NO_ANSWER.fullmatch(reference.strip()) or _CHOICE.fullmatch(_STYLE.sub(" ", reference).strip()):
         return f"{said}, which is a date, a time, or a choice with its text (give the letter alone)"
     if _has_words(reference):
         return f"{said}, which is text"

@@ -40,6 +40,8 @@ def orz(value):
     return [{"from": "human", "value": ASK}, {"from": "assistant", "ground_truth": {"value": value}}]
 
 
+ADDING = [{"role": "user", "content": "Write add(a, b)."}]
+FUNCTIONAL = "def check(candidate):\n    assert candidate(2, 3) == 5\ncheck(add)"
 STDIN = {"language": "python", "test_cases": [{"type": "stdin_stdout", "input": "2 3\n", "output": "5\n"}]}
 MATH = {
     # name -> (file, layout, a good row, a row that cannot be learned from)
@@ -135,6 +137,30 @@ MATH = {
         {"problem": ASK, "expected_answer": "3/4"},
         {"problem": ASK, "expected_answer": None},
     ),
+    "natural_reasoning": (
+        "p.jsonl",
+        "question/reference_answer",
+        {"question": ASK, "reference_answer": "3/4", "responses": []},
+        {"question": ASK, "reference_answer": "", "responses": []},
+    ),
+    "Alpaca": (
+        "p.jsonl",
+        "instruction/output",
+        {"instruction": "Add.", "input": ASK, "output": "It is \\boxed{3/4}."},
+        {"instruction": "Add.", "input": ASK, "output": "It has no box."},
+    ),
+    "Alpaca with answers": (
+        "p.jsonl",
+        "instruction/answer",
+        {"instruction": "Add.", "input": ASK, "answer": "3/4"},
+        {"instruction": "", "input": ASK, "answer": "3/4"},
+    ),
+    "SYNTHETIC-1": (
+        "p.parquet",
+        "intellect",
+        {"prompt": ASK, "verification_info": str({"ground_truth": "3/4"})},
+        {"prompt": ASK, "verification_info": str({"word_count": 3})},
+    ),
     "RLVR-MATH": (
         "p.parquet",
         "messages/ground_truth",
@@ -147,7 +173,60 @@ ADD = "def add(a, b):\n    return a + b"
 CODE = {
     # name -> (file, layout, a good row, a bad one, a right program)
     "Skywork-OR1 code": ("p.parquet", "verl", verl(json.dumps(CASES)), verl("[]"), SUM),
-    "verl asserts": ("p.parquet", "verl", verl(json.dumps(ASSERTS)), verl("1"), ADD),
+    "verl asserts": (
+        "p.parquet",
+        "verl",
+        verl(json.dumps(ASSERTS), prompt=ADDING),
+        verl(json.dumps(ASSERTS)),
+        ADD,
+    ),
+    "GURU": (
+        "p.parquet",
+        "verl",
+        verl(json.dumps({"functional": FUNCTIONAL}), prompt=ADDING),
+        verl(json.dumps({"functional": FUNCTIONAL})),
+        ADD,
+    ),
+    "INTELLECT-2 in C++": (
+        "p.parquet",
+        "intellect_code",
+        intellect(STDIN),
+        intellect({**STDIN, "language": "cpp"}),
+        SUM,
+    ),
+    "verifiable-coding-problems": (
+        "p.parquet",
+        "open_r1_code",
+        {"problem_statement": PROGRAM, "verification_info": STDIN},
+        {"problem_statement": PROGRAM, "verification_info": {**STDIN, "test_cases": []}},
+        SUM,
+    ),
+    "CodeContests": (
+        "p.parquet",
+        "codecontests",
+        {
+            "description": PROGRAM,
+            "public_tests": {"input": ["2 3\n"], "output": ["5\n"]},
+            "private_tests": {"input": [], "output": []},
+            "generated_tests": {"input": ["0 1\n"], "output": ["1\n"]},
+        },
+        {"description": PROGRAM, "public_tests": None, "private_tests": None, "generated_tests": None},
+        SUM,
+    ),
+    "AceCode": (
+        "p.parquet",
+        "acecode",
+        {"question": "Write add(a, b).", "test_cases": ASSERTS},
+        {"question": "Sum two numbers.", "test_cases": ASSERTS},
+        ADD,
+    ),
+    "OpenThoughts": (
+        "p.parquet",
+        "openthoughts",
+        {"problem": PROGRAM, "starter_code": None, "test_cases": json.dumps(CASES)},
+        {"problem": PROGRAM, "starter_code": None, "test_cases": None},
+        SUM,
+    ),
     "INTELLECT-2 code": ("p.parquet", "intellect_code", intellect(STDIN), intellect({"ground_truth": "3"}), SUM),
     "DeepCoder": (
         "p.parquet",

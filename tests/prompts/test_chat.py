@@ -110,6 +110,11 @@ REFUSED = {
         {"template_arguments": {"enable_thinking": False}},
         r"ends with </think>, .*no answer would.* reads enable_thinking",
     ),
+    "no thinking, trained so": (
+        QWEN3,
+        {"template_arguments": {"enable_thinking": False}},
+        r"to train it so: prompts\.think_start and think_end empty, and interruption\.enabled false",
+    ),
     "thinks on demand": (
         TURNS + "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}",
         {"think_start": "<|channel>thought\n", "think_end": "<channel|>"},
@@ -135,7 +140,18 @@ def test_a_setting_that_has_no_effect_or_loses_the_answer_is_refused(case):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["{% include 'x' %}", "{{ 1 / 0 }}", "{{ 1 + 'a' }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"],
+)
+def test_a_template_that_fails_is_one_line(source):
+    with pytest.raises(ValueError, match=r"^prompts\.chat_template: the tokenizer's template fails: "):
+        renderer(source)
+
+
 def test_names_that_a_template_reads_are_found():
+    own = "{% set role = 'a' %}{% if x %}{% set content = 'b' %}{% endif %}{{ content }}{% set y = y | default(1) %}"
+    assert template_names(own) == {"x", "y"}
     assert template_names(LLAMA) == {"date_string", "strftime_now", "messages", "add_generation_prompt"} - {
         "add_generation_prompt"
     }

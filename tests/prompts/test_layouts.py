@@ -1,9 +1,14 @@
 """Every published layout loads as it is: right answers score right, wrong ones wrong, bad rows are counted."""
 
 import base64
+import gzip
+import json
 import pickle
 import zlib
+from decimal import Decimal
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from layout_rows import ADD, ASK, CODE, MATH, SYSTEM, USER, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -64,6 +69,47 @@ def test_a_published_layout_loads_and_scores(name, tokenizer, tmp_path):
         assert "add(" in shown or "assert add" in prompt.answer, "the name of the function is told"
 
 
+PRIME = "Which is prime?"
+SHOWN = f"{PRIME}\n\nA. 4\nB. 7"
+REFERRED = (
+    # row -> the question as the policy gets it, the reference
+    ({"question": PRIME, "choices": ["4", "7"], "answer": 1}, SHOWN, "B"),
+    ({"question": PRIME, "options": [4, 7], "answer": "B"}, SHOWN, "B"),
+    ({"question": PRIME, "options": {"A": "4", "B": "7", "C": None}, "answer": "B"}, SHOWN, "B"),
+    ({"question": PRIME, "choices": {"text": ["4", "7"], "label": ["A", "B"]}, "answerKey": "B"}, SHOWN, "B"),
+    ({"question": PRIME, "options": "['4', '7']", "answer": "B"}, SHOWN, "B"),
+    ({"question": PRIME, "options": "a) 4 b) 7", "answer": "b"}, f"a) 4 b) 7\n\n{PRIME}", "b"),
+    ({"question": f"{PRIME} (A) 4 (B) 7", "options": ["4", "7"], "answer": "B"}, f"{PRIME} (A) 4 (B) 7", "B"),
+    ({"question": PRIME, "choices": ["4", "7"], "answer": 7}, SHOWN, "7"),
+    ({"question": PRIME, "choices": [{"text": "4"}], "answer": 7}, PRIME, "7"),
+    ({"question": PRIME, "choices": {"*": "4", "label": 1, "text": [2]}, "answer": 7}, PRIME, "7"),
+    ({"Body": "He has 3.", "Question": "How many?", "Answer": "3"}, "He has 3.\n\nHow many?", "3"),
+    ({"question": "How many?", "context": None, "final_answer": ["3"]}, "How many?", "3"),
+    ({"context": "He has 3.", "question": "He has 3. Sum?", "answer": "3"}, "He has 3. Sum?", "3"),
+)
+
+
+@pytest.mark.parametrize(("row", "text", "answer"), REFERRED)
+def test_what_a_question_refers_to_is_part_of_it(row, text, answer, tokenizer, tmp_path):
+    (prompt,) = load(tokenizer, write(tmp_path, "p.jsonl", [row])).training
+    assert (prompt.text, prompt.answer) == (text, answer)
+
+
+def test_other_forms_of_a_file_are_read(tokenizer, tmp_path):
+    row = {"problem": ASK, "answer": "3/4"}
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps([row], indent=1).encode()))
+    (tmp_path / "o.json").write_text(json.dumps(row, indent=1))
+    stamp = pyarrow.array([1], pyarrow.timestamp("ns"))
+    table = {"problem": [ASK], "answer": pyarrow.array([Decimal("0.75")]), "contest_date": stamp}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "d.parquet")
+    for name in ("a.json.gz", "o.json", "d.parquet"):
+        (prompt,) = load(tokenizer, str(tmp_path / name)).training
+        assert prompt.answer in ("3/4", "0.75")
+    (tmp_path / "k.json").write_text(json.dumps({"version": 1, "rows": [row]}, indent=1))
+    with pytest.raises(ValueError, match="found the columns version, rows"):
+        load(tokenizer, str(tmp_path / "k.json"))
+
+
 def test_settings_name_columns_and_paths_into_them(tokenizer, tmp_path):
     row = {"q": {"text": ASK}, "answer": "2", "meta": {"truth": ["3/4"]}}
     loaded = load(tokenizer, write(tmp_path, "p.jsonl", [row]), prompt_column="q.text", answer_column="meta.truth")
@@ -103,6 +149,10 @@ def test_rows_of_another_task_do_not_refuse_a_mixed_file(tokenizer, tmp_path):
     path = write(tmp_path, "p.jsonl", [math, *[code] * 9])
     assert len(load(tokenizer, path).report.unusable) == 9
     assert len(load(tokenizer, path, "code").training) == 1
+    others = write(tmp_path, "o.jsonl", [math, *[{**math, "verification_info": '{"words": 3}'}] * 9])
+    assert len(load(tokenizer, others).report.unusable) == 9
+    with pytest.raises(ValueError, match="expected at least one prompt, found rows for other verifiers alone"):
+        load(tokenizer, write(tmp_path, "c.jsonl", [code]), preset="intellect")
 
 
 def test_several_messages_need_a_chat_template(tokenizer, tmp_path):

@@ -65,11 +65,11 @@ def test_what_is_not_there_is_said_with_the_command_that_fetches_it(cache):
     ):
         check_policy(recipe(cache, policy={"path": "Qwen/Qwen3-4B@v1"}))
     with pytest.raises(
-        ValueError, match=r"found nothing; .*: hf download a/b --repo-type dataset, or download: true"
+        ValueError, match=r"found nothing; .*: hf download a/b --repo-type dataset --revision refs/pr/1, or down"
     ):
-        check_prompts(recipe(cache, prompts={"path": "a/b"}))
+        check_prompts(recipe(cache, prompts={"path": "a/b@refs/pr/1"}))
     (cache / "data").mkdir()
-    for path in ("data/b", "c/p.jsonl", "/a/b"):
+    for path in ("data/b", "c/p.jsonl", "/a/b", "a/..", "a/b/../../..", "a/b@..", "a/b@../x", "a/b@-x"):
         with pytest.raises(ValueError, match=r"found nothing$"):
             check_prompts(recipe(cache, prompts={"path": path}))
 

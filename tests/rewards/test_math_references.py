@@ -32,8 +32,10 @@ OBJECTS = (
         "1 \\pm \\sqrt{19}",
         "\\boxed{3}",
     ),
+    *("A : B", "\\text{No}", "$\\textbf{(B)}$"),
 )
 TEXTS = (
+    *("\\textbf{(B)}\\ 12", "$\\mathrm{(C) \\ } 7$", "\\boxed{\\text{(D) }12}", "N/A"),
     *("B. 12", "(C) the second", "2024-05-01", "3:05", "11:30 am", "No"),
     *("", "NaN", "None", "proof", "No solution", "12 dollars", '{"a": 1}', "null", "[]", "see the solution above"),
 )
@@ -49,6 +51,25 @@ def test_mathematical_objects_are_references_and_texts_are_not():
 def test_every_reference_that_is_accepted_scores_its_own_text_right(text):
     assert verify_math(f"so \\boxed{{{text.strip('$')}}}", text, {}) is True
     assert verify_math("\\boxed{777}", text, {}) is False
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        ("1e-07", "1 \\times 10^{-7}"),
+        ("1.5E+3", "1500"),
+        ("0.00015", "1.5e-4"),
+        ("ln(2)", "\\ln 2"),
+        ("2 log(x)", "2\\log x"),
+        ("sin(pi/6)", "\\frac{1}{2}"),
+        ("arctan(2)", "arctan(2)"),
+        ("\\exp(2)", "exp(2)"),
+    ],
+)
+def test_numbers_and_functions_may_be_written_as_programs_do(reference, answer):
+    assert not any(check_references([reference]))
+    assert verify_math(f"\\boxed{{{answer}}}", reference, {}) is True
+    assert verify_math("\\boxed{2.5e-7}", reference, {}) is False
 
 
 def test_an_escaped_dollar_is_an_amount():
