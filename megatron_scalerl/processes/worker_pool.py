@@ -193,6 +193,7 @@ class WorkerPool(Generic[Head]):
             return await request.reply
         finally:
             self._outstanding.discard(request)
+            request.body = b""  # that of a cancelled caller is in the queue until its turn
 
     async def _work(self, worker: _Worker) -> None:
         while True:
