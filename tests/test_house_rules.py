@@ -32,7 +32,7 @@ OWN_STATE = {
     "plan/lengths.py",
     "plan/simulate.py",
     "rewards/pool.py",
-    "rollouts/decoder_pool.py",
+    "processes/worker_pool.py",
     "checkpoints/safe_values.py",
     "trainer/layers/packing.py",
     "trainer/step_metrics.py",

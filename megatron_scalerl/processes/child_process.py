@@ -132,6 +132,8 @@ class ChildProcess:
 
     def _signal(self, sig: int) -> bool:
         """Send a signal to the process group; False if no process of it is left."""
+        # a process of this number after the exit of ours is another one: then the group was empty, and is as well
+        self._group_gone |= not self.running and Path(f"/proc/{self.pid}").exists()
         self._group_gone = self._group_gone or not signal_group(self.pid, sig)
         return not self._group_gone
 
@@ -201,17 +203,22 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
     The limit is waited for in _SLICES parts: where this process is stopped for hours (a suspended job), that counts
     as one of them, and `work` has the others to finish.
     """
-    task = asyncio.create_task(work)
-    try:
-        for _ in range(_SLICES):
-            done, _ = await asyncio.wait({task}, timeout=seconds / _SLICES)
-            if done:
-                return task.result()
-        raise TimeoutError
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def wait_for_slices(left: int) -> None:
+        nonlocal timer
+        if left:
+            timer = loop.call_later(seconds / _SLICES, wait_for_slices, left - 1)
+        else:
+            limit.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_later(seconds / _SLICES, wait_for_slices, _SLICES - 1)
+        try:
+            return await work
+        finally:
+            timer.cancel()
 
 
 def end_with(main: Callable[[], object]) -> NoReturn:

@@ -1,12 +1,11 @@
 """Scores of completions.
 
-pool.py            asyncio pool of verifier processes, one for each task of a mixture; runs in the controller
-worker_process.py  starts, feeds and kills one of them; runs in the controller
-worker.py          main of a verifier process: loads the verifier, runs checks
-limits.py          resource limits of a check, applied in the verifier process
-code.py            the verifier `code`; code_tests.py reads unit tests
-sandbox*.py        runs a program in isolation: sandbox.py from outside, sandbox_init.py and sandbox_root.py build it,
-                   sandbox_seccomp.py filters system calls, sandbox_guest.py runs beside the program,
-                   sandbox_probe.py tries whether all this holds on a host
-math.py            the verifier `math`
+pool.py     asyncio pool of verifier processes, one for each task of a mixture; runs in the controller
+worker.py   main of a verifier process: loads the verifier, runs checks
+limits.py   resource limits of a check, applied in the verifier process
+code.py     the verifier `code`; code_tests.py reads unit tests
+sandbox*.py runs a program in isolation: sandbox.py from outside, sandbox_init.py and sandbox_root.py build it,
+            sandbox_seccomp.py filters system calls, sandbox_guest.py runs beside the program,
+            sandbox_probe.py tries whether all this holds on a host
+math.py     the verifier `math`
 """

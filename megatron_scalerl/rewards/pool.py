@@ -1,10 +1,9 @@
 """Scores completions in killable processes: whatever a verifier does, every check ends within its limits.
 
-    score() --slots--> queue --chunks--> N worker tasks, each with one process --> scores
+    score() --> processes.worker_pool --one check at a time--> process --> score
 
-Bound: at most `workers * CHUNK * 2` checks are outstanding; further `score` calls wait for a slot. `score` fills the
-queue and the worker tasks empty it; it is never longer than the number of slots (a check whose first caller was
-cancelled while others wait for it keeps its place without a slot).
+The pool of processes says how they are started and replaced. A process works on one check; the calls of `score` wait
+for one in the order in which they came, and hold nothing but their own check.
 
 Outcomes of a check other than the verifier's return value:
 
@@ -15,21 +14,18 @@ Outcomes of a check other than the verifier's return value:
   crashing the verifier. Checks that had not begun are not affected.
 * A check that its verifier cannot make (VerifierUnavailable: the code verifier without a sandbox) is lost as well;
   after MAX_UNAVAILABLE in a row the run ends (RuntimeError).
-* Where no replacement starts in START_TRIES tries, the current check is lost through no fault of the answer
-  (CompletionLost). Other workers continue; after START_ROUNDS such rounds for every worker with no process alive the
-  run ends (RuntimeError).
+* Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
+  processes continue; where that persists with none alive, the run ends (RuntimeError).
 
 Identical checks (same text, reference and extra columns) run once, so a verifier must depend on its arguments alone.
 The scores of CACHE_SIZE checks are cached; a result that may differ next time (a raised error, a crash, the
 wall-clock limit) is shared only by the callers that are waiting for it.
 
-Verifiers of tasks have pools of their own (`task_pools`), so that slow ones do not hold up fast ones.
+Verifiers of tasks have pools of their own (`TaskPools`), so that slow ones do not hold up fast ones.
 
 Worst case of n different checks that all exceed the limit of processor time: n * (cpu_s + R) / workers seconds on
 dedicated CPUs, with R about 0.5 s for the replacement of a process: 48 prompts x 16 with the default of 2 s take 16
 minutes with 2 workers and 4 with 8. No check gets less time because of earlier ones.
-
-The verifier pools of a run: one for each task, so that slow checks of one task do not hold up the other's.
 """
 
 from __future__ import annotations
@@ -40,60 +36,54 @@ import hashlib
 import logging
 import os
 import pickle
+import signal
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
+import msgspec
+
+from megatron_scalerl.processes.child_process import ProcessDied
+from megatron_scalerl.processes.worker_pool import Program, WorkerDied, WorkerPool
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.rewards.length_penalty import penalized
 from megatron_scalerl.rewards.limits import Limits
-from megatron_scalerl.rewards.worker_process import WorkerDied, WorkerProcess
+from megatron_scalerl.rewards.worker import Outcome, Setup
 from megatron_scalerl.types import CompletionLost, Prompt, Score
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 8
-"""Checks sent to a process at once; their results come back one by one."""
 CACHE_SIZE = 4096
 """Cached scores, evicted least recently used first."""
 MAX_DEFAULT_WORKERS = 8
 """Most verifier processes where the recipe does not set their number."""
-MAX_LOSSES = 2
-"""Processes that may die during one check."""
-MAX_EARLY_LOSSES = 3
-"""Processes that may die before they begin one check."""
 MAX_UNAVAILABLE = 64
 """Checks in a row for which a verifier raises VerifierUnavailable, after which the pool ends."""
-START_TRIES = 4
-START_PAUSE_S = 0.5
-"""A round of START_TRIES to replace a process, with pauses that double."""
-ROUND_PAUSE_S = 20.0
-"""Pause between two rounds. A worker without a process takes no checks."""
-START_ROUNDS = 3
-"""Failed rounds per worker, with no process alive, after which the pool ends: about a minute."""
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+INHERITED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "PYTHONHOME",
+)
+"""Environment variables that a verifier inherits, besides LC_* and those of `rewards.environment`."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Check:
-    """One outstanding check; `score` is awaited by all callers of identical checks."""
+    """One outstanding check; all callers of identical checks await `score`."""
 
-    key: bytes
-    serial: int
-    request: bytes
-    score: asyncio.Future[Score]
+    score: asyncio.Task[Score]
     callers: int = 0
-    losses: int = 0
-    early_losses: int = 0
-
-
-@dataclass(kw_only=True, slots=True)
-class _Outage:
-    """Failures since a process was last started."""
-
-    rounds: int = 0
-    tries: int = 0
 
 
 class VerifierPool:
@@ -108,28 +98,31 @@ class VerifierPool:
     """
 
     def __init__(self, rewards: RewardsSection, *, start_timeout_s: float = 300.0) -> None:
+        """Raises ValueError if a variable of `rewards.environment` is not set."""
         self._rewards = rewards
-        limits = limits_of(rewards)
-        self._processes = [
-            WorkerProcess(
-                rewards.verifier,
-                limits=limits,
-                environment=rewards.environment,
-                start_timeout_s=start_timeout_s,
-            )
-            for _ in range(rewards.workers or default_workers())
-        ]
-        self._slots = asyncio.Semaphore(len(self._processes) * CHUNK * 2)
-        self._queue: asyncio.Queue[_Check] = asyncio.Queue()
+        self.counters: Counter[str] = Counter()
+        paths = tuple(os.fsencode(path) for path in sys.path)
+        setup = Setup(verifier=rewards.verifier, paths=paths, limits=limits_of(rewards))
+        program = Program(
+            name="verifier",
+            module="megatron_scalerl.rewards.worker",
+            setup=msgspec.json.encode(setup),
+            environment=_environment(rewards.environment),
+            subject=f"rewards.verifier {rewards.verifier!r}",
+            timeout_s=rewards.timeout_s,
+            start_timeout_s=start_timeout_s,
+        )
+        self._workers = WorkerPool(
+            program,
+            rewards.workers or default_workers(),
+            Outcome,
+            counters=self.counters,
+            settles=lambda death: self._exceeded(death) != "",
+        )
         self._outstanding: dict[bytes, _Check] = {}
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
-        self._serial = 0
-        self._outage = _Outage()
         self._unavailable = 0
         self._error_shown = False
-        self._tasks: list[asyncio.Task[None]] = []
-        self._end: Exception | None = RuntimeError("the verifier pool was not started")
-        self.counters: Counter[str] = Counter()
 
     async def __aenter__(self) -> VerifierPool:
         await self.start()
@@ -141,19 +134,16 @@ class VerifierPool:
     async def start(self) -> None:
         """Start all processes.
 
-        Raises, in one line, ValueError if the verifier cannot be loaded or a variable of `rewards.environment` is
-        not set, and OSError if the system starts no process.
+        Raises, in one line, ValueError if the verifier cannot be loaded, and OSError if the system starts no process.
         """
-        assert not self._tasks, "started twice"
-        results = await asyncio.gather(*(p.start() for p in self._processes), return_exceptions=True)
-        problems = [result for result in results if isinstance(result, BaseException)]
-        if problems:
-            await asyncio.gather(*(process.kill() for process in self._processes))
-            raise problems[0]
-        self._end = None
-        self._tasks = [asyncio.create_task(self._work(process)) for process in self._processes]
-        for task in self._tasks:
-            task.add_done_callback(self._on_task_end)
+        try:
+            await self._workers.start()
+        except ProcessDied as problem:
+            raise ValueError(str(problem)) from None
+
+    async def close(self) -> None:
+        """Kill all processes and fail outstanding checks; may be called twice."""
+        await self._workers.close()
 
     async def score(
         self, text_after_thinking: str | None, prompt: Prompt, *, truncated: bool = False, tokens: int = 0
@@ -179,169 +169,74 @@ class VerifierPool:
             self.counters["correct" if score.correct else score.reason] += 1
         return penalized(score, tokens, self._rewards.length_penalty)
 
-    async def close(self) -> None:
-        """Kill all processes and fail outstanding checks; may be called twice."""
-        self._finish(RuntimeError("the verifier pool is closed"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(process.kill() for process in self._processes))
-
     async def _score_once(self, request: bytes) -> Score:
         """The score of a request: cached, of an outstanding identical check, or of a new check."""
-        if self._end is not None:
-            raise self._end
         key = hashlib.sha256(request).digest()
-        if not (key in self._cache or key in self._outstanding):
-            async with self._slots:
-                if self._end is not None:
-                    raise self._end
-                if not (key in self._cache or key in self._outstanding):
-                    return await self._wait_for(self._admit(key, request))
-        self.counters["repeated"] += 1
         if key in self._cache:
+            self.counters["repeated"] += 1
             self._cache.move_to_end(key)
             return self._cache[key]
-        return await self._wait_for(self._outstanding[key])
-
-    def _admit(self, key: bytes, request: bytes) -> _Check:
-        self._serial += 1
-        score = asyncio.get_running_loop().create_future()
-        check = _Check(key=key, serial=self._serial, request=request, score=score)
-        self._outstanding[key] = check
-        self._queue.put_nowait(check)
-        return check
-
-    async def _wait_for(self, check: _Check) -> Score:
+        if key in self._outstanding:
+            self.counters["repeated"] += 1
+        else:
+            self._outstanding[key] = _Check(score=asyncio.create_task(self._check(key, request)))
+        check = self._outstanding[key]
         check.callers += 1
         try:
             return await asyncio.shield(check.score)
         finally:
             check.callers -= 1
-            if not check.callers and not check.score.done():  # all callers were cancelled
+            if not check.callers:  # it is done, or all callers were cancelled
                 check.score.cancel()
-                del self._outstanding[check.key]
+                del self._outstanding[key]
 
-    async def _work(self, process: WorkerProcess) -> None:
-        """Run checks in one process, chunk by chunk; replace a lost process and continue with the rest."""
-        while True:
-            while not process.alive and not await self._replace(process):
-                await asyncio.sleep(ROUND_PAUSE_S)
-            chunk = await self._next_chunk()
-            while chunk:
-                if process.alive or await self._replace(process):
-                    chunk = await self._run_chunk(process, chunk)
-                    continue
-                self._fail_lost(chunk[0])
-                for check in chunk[1:]:
-                    self._queue.put_nowait(check)
-                break
-
-    async def _next_chunk(self) -> list[_Check]:
-        """At most CHUNK checks, and at most this process's share of the queue."""
-        first = await self._queue.get()
-        share = -(-self._queue.qsize() // len(self._processes))
-        rest = [self._queue.get_nowait() for _ in range(min(CHUNK - 1, share))]
-        return [check for check in [first, *rest] if not check.score.done()]
-
-    async def _run_chunk(self, process: WorkerProcess, chunk: list[_Check]) -> list[_Check]:
-        """Run a chunk; if the process is lost, returns the remaining checks, and the process is dead."""
-        timeout_s = self._rewards.timeout_s
+    async def _check(self, key: bytes, request: bytes) -> Score:
+        """Run a check and cache its score, unless that may differ next time. Raises CompletionLost."""
         try:
-            await process.send_checks([(check.serial, check.request) for check in chunk], timeout_s)
-        except (TimeoutError, WorkerDied):
-            return await self._lost_before(process, chunk)
-        for index, check in enumerate(chunk):
-            try:
-                await process.began(check.serial, timeout_s)
-            except (TimeoutError, WorkerDied):
-                return await self._lost_before(process, chunk[index:])
-            try:
-                reply = await process.result(check.serial, timeout_s)
-            except TimeoutError:
-                await process.kill()
-                self._resolve(check, self._wrong("timeout"), keep=False)
-                return chunk[index + 1 :]
-            except WorkerDied as death:
-                return await self._lost_during(process, chunk[index:], death.limit)
-            self._take(check, reply)
-            if reply["retire"]:
-                await process.kill()
-                return chunk[index + 1 :]
-        return []
+            outcome, _ = await self._workers.ask(b"", request)
+        except WorkerDied as death:
+            if not death.read:
+                lost = f"expected a verifier process for a completion, found {death}"
+                raise CompletionLost(lost, reason="verifier_lost") from None
+            reason = self._exceeded(death)
+            score, keep = self._wrong(reason or "crash"), reason != "" and not death.late
+        else:
+            self._count_unavailable(outcome)
+            score, keep = self._score_of(outcome), not outcome.error
+        if keep:
+            self._cache[key] = score
+            if len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return score
 
-    async def _lost_during(self, process: WorkerProcess, rest: list[_Check], limit: str) -> list[_Check]:
-        """The process died during the first check: by the named limit, or empty: for another reason."""
-        await process.kill()
-        check = rest[0]
-        if limit:
-            self._resolve(check, self._wrong(limit), keep=True)
-            return rest[1:]
-        check.losses += 1
-        if check.losses < MAX_LOSSES:
-            return rest
-        self._resolve(check, self._wrong("crash"), keep=False)
-        return rest[1:]
+    def _exceeded(self, death: WorkerDied) -> str:
+        """The limit of its check that ended a process, empty if none did."""
+        if not death.read:
+            return ""
+        if death.late or death.code == -signal.SIGPROF:
+            return "timeout"
+        return "memory" if death.code == -signal.SIGABRT and self._rewards.memory_mb is not None else ""
 
-    async def _lost_before(self, process: WorkerProcess, rest: list[_Check]) -> list[_Check]:
-        """The process died or hung before it began the first check, which did not cause it."""
-        await process.kill()
-        rest[0].early_losses += 1
-        if rest[0].early_losses < MAX_EARLY_LOSSES:
-            return rest
-        self._fail_lost(rest[0])
-        return rest[1:]
-
-    async def _replace(self, process: WorkerProcess) -> bool:
-        """One round of tries to restart the process; False if all failed.
-
-        Raises RuntimeError after too many failed rounds with no process of the pool alive.
-        """
-        await process.kill()
-        problem: Exception | None = None
-        for attempt in range(START_TRIES):
-            if attempt:
-                await asyncio.sleep(START_PAUSE_S * 2 ** (attempt - 1))
-            try:
-                await process.start()
-            except (ValueError, OSError) as error:  # transient: this verifier was loaded before
-                problem = error
-                self._outage.tries += 1
-                continue
-            self.counters["restarts"] += 1
-            self._outage = _Outage()
-            return True
-        logger.warning("a verifier process could not be replaced, retrying: %s", problem)
-        if not any(other.alive for other in self._processes):
-            self._outage.rounds += 1
-        if self._outage.rounds >= START_ROUNDS * len(self._processes):
-            tries = f"{self._outage.tries} tries in a row"
-            raise RuntimeError(f"expected a verifier process to start again, found {tries} failing, last: {problem}")
-        return False
-
-    def _take(self, check: _Check, reply: dict[str, Any]) -> None:
-        """Resolve a check by its reply. Raises RuntimeError after MAX_UNAVAILABLE checks that could not be made."""
-        if "unavailable" not in reply:
+    def _count_unavailable(self, outcome: Outcome) -> None:
+        """Raises CompletionLost for a check that could not be made, and ends the pool after MAX_UNAVAILABLE."""
+        if not outcome.unavailable:
             self._unavailable = 0
-            self._resolve(check, self._score_of(reply), keep="error" not in reply)
             return
         self._unavailable += 1
-        self._fail_lost(check, reply["unavailable"])
         if self._unavailable >= MAX_UNAVAILABLE:
-            raise RuntimeError(
-                f"{self._unavailable} checks in a row could not be made, the last: {reply['unavailable']}"
-            )
+            found = f"{self._unavailable} checks in a row could not be made, the last: {outcome.unavailable}"
+            self._workers.end(RuntimeError(found))
+        raise CompletionLost(outcome.unavailable, reason="verifier_lost")
 
-    def _score_of(self, reply: dict[str, Any]) -> Score:
-        for limit in ("memory", "timeout"):
-            if limit in reply:
-                return self._wrong(limit)
-        if "error" in reply:
-            if not self._error_shown:
-                self._error_shown = True
-                logger.warning("the verifier raised; the completion counts as wrong:\n%s", reply["error"])
+    def _score_of(self, outcome: Outcome) -> Score:
+        if outcome.limit:
+            return self._wrong(outcome.limit)
+        if outcome.error and not self._error_shown:
+            self._error_shown = True
+            logger.warning("the verifier raised; the completion counts as wrong:\n%s", outcome.error)
+        value = outcome.value
+        if value is None:
             return self._wrong("error")
-        value = reply["value"]
         if isinstance(value, bool):
             return Score(correct=value, reward=self._rewards.correct if value else self._rewards.incorrect)
         return Score(correct=value >= self._rewards.correct, reward=value)
@@ -349,33 +244,19 @@ class VerifierPool:
     def _wrong(self, reason: str) -> Score:
         return Score(correct=False, reward=self._rewards.incorrect, reason=reason)
 
-    def _resolve(self, check: _Check, score: Score, *, keep: bool) -> None:
-        """Set the score of a check for all its callers; `keep`: cache it for later callers."""
-        if keep:
-            self._cache[check.key] = score
-            if len(self._cache) > CACHE_SIZE:
-                self._cache.popitem(last=False)
-        if not check.score.done():  # its callers may have been cancelled
-            check.score.set_result(score)
-            del self._outstanding[check.key]
 
-    def _fail_lost(self, check: _Check, why: str = "no verifier process could be started for a completion") -> None:
-        if not check.score.done():
-            check.score.set_exception(CompletionLost(why, reason="verifier_lost"))
-            del self._outstanding[check.key]
+def _environment(passed: Sequence[str]) -> dict[str, str]:
+    """The environment of a verifier, without the user's tokens, keys and agents unless `passed` names them.
 
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (problem := task.exception()) is not None:
-            assert isinstance(problem, Exception)
-            self._finish(problem)
-
-    def _finish(self, end: Exception) -> None:
-        """Make every pending or later `score` raise `end`."""
-        self._end = end
-        for check in self._outstanding.values():
-            if not check.score.done():
-                check.score.set_exception(end)
-        self._outstanding.clear()
+    Raises ValueError if a variable of `passed` is not set.
+    """
+    for name in passed:
+        if name not in os.environ:
+            raise ValueError(f"rewards.environment: expected {name!r} to be set, found no such environment variable")
+    path = os.pathsep.join(filter(None, (PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
+    kept = {n: v for n, v in os.environ.items() if n in INHERITED or n.startswith("LC_") or n in passed}
+    # unbuffered: output before a kill is not lost
+    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def limits_of(rewards: RewardsSection) -> Limits:

@@ -1,30 +1,28 @@
 """A verifier process: `python -m megatron_scalerl.rewards.worker`, started and killed by the pool.
 
-It imports the verifier, reports that it is ready, and then checks answers: several numbered checks arrive as one
-frame (8 bytes of length, then a pickle). Every check produces two JSON lines, one when it begins and one with its
-result, so that the pool can time each check and knows which one is running. It imports neither torch nor
-transformers.
+It imports the verifier, reports that it is ready, and then checks answers, one pickle for each (`processes.worker`).
+It imports neither torch nor transformers.
 
 Only the verifier itself may raise or exceed its limits (limits.py). Answers are data: they come from a pickle that
-the pool wrote and are passed on as str. Replies are JSON with the number of the check.
+the pool wrote and are passed on as str. What the verifier prints goes to stdout and stderr, which hold no replies.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
-import json
 import os
 import pickle
-import struct
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from dataclasses import dataclass
+from typing import Any
 
-from megatron_scalerl.processes.parent_death import die_with_parent
+import msgspec
+
+from megatron_scalerl.processes.worker import Answer, serve
 from megatron_scalerl.rewards.limits import (
     MIB,
     Limits,
@@ -35,10 +33,34 @@ from megatron_scalerl.rewards.limits import (
     limited_check,
 )
 
-FRAME = struct.Struct("!Q")
 RETIRE_GROWTH = 2.0
 """A worker that grew by this many times `memory_mb` since it loaded its verifier is replaced: checks may leak."""
 Verifier = Callable[[str, str, dict[str, Any]], Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What is the same for all checks of a pool."""
+
+    verifier: str
+    """The recipe's `rewards.verifier`."""
+    paths: tuple[bytes, ...]
+    """Where the pool's process imports modules from."""
+    limits: Limits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The outcome of a check: a value, or why there is none."""
+
+    value: bool | float | None = None
+    """A bool or a finite float, as the verifier returned it."""
+    limit: str = ""
+    """The limit that was exceeded: `memory` or `timeout`."""
+    unavailable: str = ""
+    """Why the check could not be made."""
+    error: str = ""
+    """The traceback of a verifier that raised."""
 
 
 def load_verifier(spec: str, limits: Limits) -> Verifier:
@@ -82,12 +104,8 @@ def _check_signature(head: str, name: str, verifier: Verifier) -> None:
         raise ValueError(f"{head}: expected a function (answer_text, reference, extra), found {found}") from None
 
 
-def run_check(verifier: Verifier, check: bytes, limits: Limits) -> dict[str, Any]:
-    """Run one check within its limits: {"value": a bool or a finite float}.
-
-    Or {"memory": True} or {"timeout": True} if that limit was exceeded, {"unavailable": why} if the check could not
-    be made, or {"error": a traceback}.
-    """
+def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
+    """Run one check, a pickle, within its limits."""
     try:
         with limited_check(limits):
             value = verifier(*pickle.loads(check))
@@ -97,69 +115,41 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> dict[str, Any
             if value - value != 0.0:
                 raise ValueError(f"expected a bool or a finite float, found {value}")
     except MemoryError:
-        return {"memory": True}
+        return Outcome(limit="memory")
     except TimeLimitExceeded:
-        return {"timeout": True}
+        return Outcome(limit="timeout")
     except VerifierUnavailable as problem:
-        return {"unavailable": str(problem)}
+        return Outcome(unavailable=_text(str(problem)))
     except Exception:  # the user's verifier on model output; the pool counts it
-        return {"error": traceback.format_exc()[-4000:]}
-    return {"value": value}
+        return Outcome(error=_text(traceback.format_exc()[-4000:]))
+    return Outcome(value=value)
 
 
-def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Report whether the verifier loaded, then serve requests until the pool closes the pipe."""
-    setup = pickle.loads(_read_frame(requests) or b"")
-    sys.path.extend(entry for entry in setup["sys_path"] if entry not in sys.path)
-    limits: Limits = setup["limits"]
+def _text(text: str) -> str:
+    """What JSON can hold of it: it may quote half a pair of surrogates."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def load(setup_json: bytes) -> Callable[[bytes, bytes], Answer] | str:
+    """The function that runs checks, or why the verifier cannot be used."""
+    setup = msgspec.json.decode(setup_json, type=Setup)
+    sys.path.extend(path for path in map(os.fsdecode, setup.paths) if path not in sys.path)
+    limits = setup.limits
     try:
-        verifier = load_verifier(setup["verifier"], limits)
-    except ValueError as error:
-        _reply(replies, {"error": str(error)})
-        return
-    if setup["verifier"] != "code":  # its sandbox limits the programs, and needs room for what they read
+        verifier = load_verifier(setup.verifier, limits)
+    except ValueError as problem:
+        return _text(str(problem))
+    if setup.verifier != "code":  # its sandbox limits the programs, and needs room for what they read
         limit_process(limits)
     loaded = address_space()
-    _reply(replies, {"ready": True})
-    while (frame := _read_frame(requests)) is not None:
-        for serial, check in pickle.loads(frame):
-            _reply(replies, {"began": serial})
-            outcome = run_check(verifier, check, limits)
-            retire = _has_grown(loaded, limits)
-            _reply(replies, {"serial": serial, "retire": retire, **outcome})
-            if retire:
-                return
 
+    def answer(head: bytes, check: bytes) -> Answer:
+        outcome = run_check(verifier, check, limits)
+        grown = limits.memory_mb is not None and address_space() - loaded > RETIRE_GROWTH * limits.memory_mb * MIB
+        return Answer(head=outcome, last=grown)
 
-def _has_grown(loaded: int, limits: Limits) -> bool:
-    return limits.memory_mb is not None and address_space() - loaded > RETIRE_GROWTH * limits.memory_mb * MIB
-
-
-def _read_frame(requests: BinaryIO) -> bytes | None:
-    head = requests.read(FRAME.size)
-    if len(head) < FRAME.size:
-        return None
-    (size,) = FRAME.unpack(head)
-    body = requests.read(size)
-    return body if len(body) == size else None
-
-
-def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:
-    replies.write(json.dumps(message).encode() + b"\n")
-    replies.flush()
-
-
-def main() -> None:
-    """Move the pool's pipes away from stdin and stdout, which the verifier may use for its own input and output."""
-    die_with_parent(int(sys.argv[1]))
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    with contextlib.suppress(BrokenPipeError):
-        serve(requests, replies)
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(load)

@@ -1,11 +1,11 @@
 """A decoder process: `python -m megatron_scalerl.rollouts.decoder`, started and killed by `rollouts.decoder_pool`.
 
 It turns the responses of engines into completions: bytes for the store (`batching.rollout_bytes`), facts for the
-controller, text for the verifier. It reads a setup frame from the socket MSRL_DECODER_FD, answers with an empty reply
-once it is ready, and then one reply per job, until the socket is closed. A frame is two sizes, JSON and bytes:
+controller, text for the verifier. Its frames (`processes.worker`):
 
-    setup    Setup                                   Reply
-    job      Job, body of the response               Reply, bytes of the completion
+    setup      Setup
+    request    Job, body of the response
+    reply      Reply, bytes of the completion
 
 It imports neither torch nor, where the policy's tokenizer is one of the package `tokenizers`, transformers.
 
@@ -14,10 +14,7 @@ The text of a completion after thinking, which the verifier scores. Used in the 
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +24,7 @@ import numpy as np
 from megatron_scalerl.batching.rollout_bytes import facts_of, write
 from megatron_scalerl.engine.answers import EngineError, completion
 from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.processes.worker import Answer, serve
 from megatron_scalerl.rewards.math import extract_answer
 from megatron_scalerl.types import Completion, CompletionLost
 
@@ -55,12 +53,6 @@ class AnswerFormat:
             return None
         text = decode([token for token in token_ids[start:].tolist() if token not in self.hidden_ids])
         return text if self.plan is None else extract_answer(text, self.think_end)
-
-
-SOCKET_VARIABLE = "MSRL_DECODER_FD"
-"""Environment variable with the number of the inherited socket."""
-SIZES = struct.Struct("!QQ")
-"""Bytes of JSON, bytes after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,29 +92,26 @@ class Reply:
     lost_reason: str = ""
 
 
-def frame(content: Setup | Job | Reply, size: int = 0) -> bytes:
-    """The beginning of a frame that goes on with `size` bytes."""
-    text = msgspec.json.encode(content)
-    return SIZES.pack(len(text), size) + text
-
-
 class Decoding:
     """Answers jobs."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup_json: bytes) -> None:
+        setup = msgspec.json.decode(setup_json, type=Setup)
         self._format = setup.answer
         self._text = _text_decoder(setup)
+        self._job = msgspec.json.Decoder(Job)
 
-    def reply(self, job: Job, body: bytes) -> tuple[Reply, bytes]:
-        """The reply to a job and the bytes that follow it."""
+    def __call__(self, head: bytes, body: bytes) -> Answer:
+        """The reply to a job and the bytes of the completion."""
+        job = self._job.decode(head)
         try:
             arrays = completion(body, plan=job.plan, seed=job.seed, where=job.where)
         except EngineError as error:
-            return Reply(engine_error=str(error)), b""
+            return Answer(head=Reply(engine_error=str(error)))
         except CompletionLost as lost:
-            return Reply(lost=str(lost), lost_reason=lost.reason), b""
+            return Answer(head=Reply(lost=str(lost), lost_reason=lost.reason))
         text = None if arrays.truncated else self._format.answer_text(arrays.token_ids, self._text)
-        return Reply(completion=facts_of(arrays), text=text), write(arrays)
+        return Answer(head=Reply(completion=facts_of(arrays), text=text), body=write(arrays))
 
 
 def _text_decoder(setup: Setup) -> Callable[[Sequence[int]], str]:
@@ -138,41 +127,11 @@ def _text_decoder(setup: Setup) -> Callable[[Sequence[int]], str]:
     return lambda ids: str(slow.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def serve(connection: socket.socket) -> None:
-    """Serve jobs until the other side closes the socket."""
-    head = _read(connection, SIZES.size)
-    assert head is not None
-    decoding = Decoding(msgspec.json.decode(_read(connection, SIZES.unpack(head)[0]) or b"", type=Setup))
-    connection.sendall(frame(Reply()))
-    decoder = msgspec.json.Decoder(Job)
-    while (head := _read(connection, SIZES.size)) is not None:
-        job_bytes, body_bytes = SIZES.unpack(head)
-        job, body = _read(connection, job_bytes), _read(connection, body_bytes)
-        if job is None or body is None:
-            return
-        reply, data = decoding.reply(decoder.decode(job), body)
-        connection.sendall(frame(reply, len(data)))
-        connection.sendall(data)
-
-
-def _read(connection: socket.socket, size: int) -> bytes | None:
-    """The next `size` bytes; None if the socket was closed before."""
-    buffer = bytearray(size)
-    view, done = memoryview(buffer), 0
-    while done < size:
-        received = connection.recv_into(view[done:])
-        if not received:
-            return None
-        done += received
-    return bytes(buffer)
-
-
 def main() -> None:
-    """Serve on the inherited socket. Signals to the whole group are the controller's: it ends this process."""
+    """Decode. Signals to the whole group are the controller's: it ends this process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    with socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE))) as connection:
-        serve(connection)
+    serve(Decoding)
 
 
 if __name__ == "__main__":

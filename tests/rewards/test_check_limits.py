@@ -108,7 +108,7 @@ def test_the_math_verifier_starts_small():
 
     async def main():
         async with VerifierPool(RewardsSection(workers=1)) as pool:
-            with open(f"/proc/{pool._processes[0]._process.pid}/statm") as statm:
+            with open(f"/proc/{pool._workers.pids[0]}/statm") as statm:
                 return int(statm.read().split()[0]) * resource.getpagesize() / 2**20
 
     assert asyncio.run(main()) < 100

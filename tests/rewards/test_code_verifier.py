@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from own_processes import sandboxes
 from sandboxed import LIMITS, answer, verdict
-from verifier_pools import RIGHT, WRONG, shorten, wrong
+from verifier_pools import RIGHT, WRONG, wrong
 from waiting import wait_until
+from worker_pools import shorten
 
 import megatron_scalerl.rewards.sandbox as sandbox
 from megatron_scalerl.recipe.sections import RewardsSection
@@ -208,7 +209,7 @@ def test_the_pool_scores_programs():
 
 @pytest.mark.slow
 def test_a_program_that_waits_ends_at_the_wall_clock_limit_with_its_sandbox(monkeypatch):
-    shorten(monkeypatch, "result", [1], ready=lambda: len(sandboxes()) >= 3)
+    shorten(monkeypatch, [2], ready=lambda: len(sandboxes()) >= 3)
     scores, counters = ask([answer("import time\ntime.sleep(1e6)"), answer(SUM)], json.dumps(CASES))
     assert (scores, counters["restarts"]) == ([wrong("timeout"), RIGHT], 1)
     wait_until(lambda: not sandboxes())  # the pool waits for its worker, not for a sandbox that is killed with it

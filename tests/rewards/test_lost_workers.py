@@ -8,10 +8,11 @@ import signal
 import sys
 
 import pytest
-from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, shorten, wrong
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
 from waiting import until
+from worker_pools import shorten
 
-from megatron_scalerl.rewards import pool as verifier_pool
+from megatron_scalerl.processes import worker_pool
 from megatron_scalerl.types import CompletionLost
 
 
@@ -33,8 +34,8 @@ class StandInSpawn:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(verifier_pool, "START_PAUSE_S", 0.01)
-    monkeypatch.setattr(verifier_pool, "ROUND_PAUSE_S", 0.01)
+    monkeypatch.setattr(worker_pool, "START_PAUSE_S", 0.01)
+    monkeypatch.setattr(worker_pool, "ROUND_PAUSE_S", 0.01)
 
 
 @pytest.mark.parametrize("fault", ["exit", "segfault", "kill", "quit"])
@@ -94,11 +95,11 @@ def test_under_any_schedule_of_deaths_each_check_counts_its_own(seed, tmp_path):
 
 
 def test_a_process_that_hangs_before_a_check_is_replaced_and_no_answer_is_wrong(monkeypatch):
-    shorten(monkeypatch, "began", [1])
+    shorten(monkeypatch, [2])
 
     async def main():
         async with pool_of("same") as pool:
-            os.kill(pool._processes[0]._process.pid, signal.SIGSTOP)
+            os.kill(pool._workers.pids[0], signal.SIGSTOP)
             return await pool.score("7", prompt()), pool.counters
 
     score, counters = asyncio.run(main())
@@ -107,7 +108,7 @@ def test_a_process_that_hangs_before_a_check_is_replaced_and_no_answer_is_wrong(
 
 
 def test_a_surviving_child_in_another_session_delays_nothing(tmp_path, monkeypatch):
-    shorten(monkeypatch, "result", [1], ready=lambda: os.listdir(tmp_path))
+    shorten(monkeypatch, [2], ready=lambda: os.listdir(tmp_path))
 
     async def main():
         async with pool_of("faulty") as pool:
@@ -123,7 +124,7 @@ def test_a_surviving_child_in_another_session_delays_nothing(tmp_path, monkeypat
     assert scores == [wrong("timeout"), RIGHT, WRONG, WRONG, WRONG]
 
 
-def test_a_line_for_no_check_is_not_a_result():
+def test_the_reply_to_another_check_is_not_a_result():
     scores, counters = run_pool("forging", ["7"])
     assert scores == [wrong("crash")]
     assert counters["crash"] == 1
@@ -144,8 +145,8 @@ def test_a_process_that_cannot_be_replaced_loses_the_current_check_and_no_other(
         async with pool_of("faulty", workers=2) as pool:
             calls = [pool.score(text, prompt()) for text in ("exit", *map(str, range(40)))]
             results = await asyncio.gather(*calls, return_exceptions=True)
-            most = verifier_pool.START_TRIES * verifier_pool.START_ROUNDS * 2
-            await until(lambda: pool._outage.tries >= most + verifier_pool.START_TRIES)
+            most = worker_pool.START_TRIES * worker_pool.START_ROUNDS * 2
+            await until(lambda: pool._workers._failed_tries >= most + worker_pool.START_TRIES)
             return results, await pool.score("late", prompt()), pool.counters
 
     (first, *others), late, counters = asyncio.run(main())

@@ -2,8 +2,9 @@
 
 import asyncio
 
-from verifier_pools import RIGHT, WRONG, pool_of, prompt, shorten, wrong
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, wrong
 from waiting import passes
+from worker_pools import shorten
 
 from megatron_scalerl.rewards import pool as verifier_pool
 
@@ -55,7 +56,7 @@ def test_results_that_may_differ_next_time_are_not_cached(monkeypatch):
     async def hung(pool):
         return [await ask(pool, "sleep") for _ in range(2)], await ask(pool, "7")
 
-    shorten(monkeypatch, "result", [1, 2])
+    shorten(monkeypatch, [2, 4])
     (scores, right), counters = run(hung, "faulty")
     assert scores == [wrong("timeout")] * 2
     assert right == RIGHT

@@ -67,4 +67,4 @@ def test_one_verifier_that_does_not_load_closes_the_other_pools():
     pools = TaskPools([task("code", "math"), task("math", "nosuch:check")])
     with pytest.raises(ValueError, match=r"rewards.verifier 'nosuch:check': expected a module that imports"):
         asyncio.run(pools.__aenter__())
-    assert not any(process.alive for pool in pools._pools.values() for process in pool._processes)
+    assert not any(pool._workers.pids for pool in pools._pools.values())

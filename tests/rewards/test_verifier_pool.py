@@ -2,17 +2,19 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 
 import pytest
-from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, shorten, unread, wrong
-from waiting import passes
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
+from waiting import passes, until
+from worker_pools import shorten, unread
 
-from megatron_scalerl.rewards.pool import CHUNK
-from megatron_scalerl.rewards.worker_process import WorkerProcess
+from megatron_scalerl.processes.worker import FRAME
+from megatron_scalerl.processes.worker_pool import _Worker
 from megatron_scalerl.types import Score
 
 PROMPT = prompt()
@@ -34,7 +36,7 @@ def test_every_answer_gets_its_own_score():
 @pytest.mark.slow
 @pytest.mark.parametrize("hang", ["sleep", "spin"])
 def test_a_hung_check_is_wrong_and_later_checks_run(hang, monkeypatch):
-    shorten(monkeypatch, "result", [1, 3])
+    shorten(monkeypatch, [2, 5])
     scores, counters = run_pool("faulty", [f"{hang} 1", "7", f"{hang} 2", "8", "9"])
     assert scores == [wrong("timeout"), RIGHT, wrong("timeout"), WRONG, WRONG]
     assert counters == {"checks": 5, "correct": 1, "timeout": 2, "restarts": 2}
@@ -53,7 +55,7 @@ def test_a_hung_check_is_killed_with_its_child_processes(tmp_path, monkeypatch):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     read = subprocess.Popen(["cat", str(fifo)], stdout=subprocess.PIPE, text=True)
-    shorten(monkeypatch, "result", [1], ready=lambda: unread(read.stdout))
+    shorten(monkeypatch, [2], ready=lambda: unread(read.stdout))
     scores, _ = run_pool("faulty", [f"fifo {fifo}"])
     assert scores == [wrong("timeout")]
     pids, _ = read.communicate(timeout=60)
@@ -160,7 +162,7 @@ def test_an_invalid_verifier_is_refused_in_one_line_at_the_start(spec, tmp_path)
 
 def test_a_verifier_that_never_imports_is_refused_in_time(tmp_path):
     (tmp_path / "sleepy.py").write_text("import time; time.sleep(10**6)")
-    with pytest.raises(ValueError, match="ready within 2 s, found nothing"):
+    with pytest.raises(ValueError, match="ready within 2 s, found no answer"):
         asyncio.run(pool_of("sleepy:f", start_timeout_s=2.0).start())
 
 
@@ -168,9 +170,9 @@ def test_a_process_that_died_idle_is_replaced_and_no_completion_is_wrong():
     async def main():
         async with pool_of("same") as pool:
             await pool.score("7", PROMPT)
-            process = pool._processes[0]._process
-            process.kill()
-            await process.wait()
+            [worker] = pool._workers._workers
+            os.kill(worker.pid, signal.SIGKILL)
+            await until(lambda: not worker.alive)
             return await pool.score("8", PROMPT), pool.counters
 
     score, counters = asyncio.run(main())
@@ -180,33 +182,20 @@ def test_a_process_that_died_idle_is_replaced_and_no_completion_is_wrong():
 
 @pytest.mark.slow
 def test_a_late_event_loop_is_not_a_time_out(monkeypatch):
-    """The loop stands still past the limit while the result is in the pipe; the check was in time."""
-    began = WorkerProcess.began
+    """The loop stands still past the limit while the result is in the socket; the check was in time."""
+    exchange = _Worker._exchange
 
-    def stand_still(replies):
+    def stand_still(socket):
         begin = time.monotonic()
-        while unread(replies) <= len('{"began": 1}\n') or time.monotonic() < begin + 1.5:
+        while unread(socket) <= FRAME.size or time.monotonic() < begin + 1.5:
             time.sleep(0.01)
 
-    async def late(process, serial, timeout_s):
-        asyncio.get_running_loop().call_soon(stand_still, process._pipes.replies._transport.get_extra_info("pipe"))
-        await began(process, serial, timeout_s)
+    async def late(worker, *request):
+        asyncio.get_running_loop().call_soon(stand_still, worker._socket)
+        return await exchange(worker, *request)
 
-    monkeypatch.setattr(WorkerProcess, "began", late)
+    monkeypatch.setattr(_Worker, "_exchange", late)
     assert run_pool("same", ["7"], timeout_s=1.0)[0] == [RIGHT]
-
-
-def test_outstanding_checks_are_bounded():
-    async def main():
-        async with pool_of("same") as pool:
-            calls = [asyncio.create_task(pool.score(str(n), PROMPT)) for n in range(200)]
-            longest = 0
-            for call in calls:
-                await call
-                longest = max(longest, len(pool._outstanding), pool._queue.qsize())
-            return longest
-
-    assert asyncio.run(main()) <= 2 * CHUNK
 
 
 def test_a_cancelled_caller_does_not_affect_others():
@@ -244,4 +233,4 @@ def test_a_closed_pool_fails_outstanding_and_later_checks():
 @pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (3, 3), (64, 8)])
 def test_there_is_a_process_for_each_cpu_up_to_eight(cpus, workers, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
-    assert len(pool_of("same", workers=None)._processes) == workers
+    assert len(pool_of("same", workers=None)._workers._workers) == workers

@@ -10,6 +10,8 @@ import time
 
 import numpy
 
+from megatron_scalerl.processes.worker import FRAME, REPLY
+
 calls = 0
 kept = []
 
@@ -139,10 +141,10 @@ def noisy(answer_text, reference, extra):
 
 
 def forging(answer_text, reference, extra):
-    """Writes a result for another check into every open pipe."""
+    """Writes the reply to another check into everything that is open."""
     for descriptor in range(256):
         with contextlib.suppress(OSError):
-            os.write(descriptor, b'{"serial": 0, "value": true, "retire": false}\n')
+            os.write(descriptor, FRAME.pack(1, REPLY, 15, 0) + b'{"value": true}')
     return False
 
 

@@ -1,14 +1,9 @@
 """Verifier pools with the verifiers of users_verifiers.py, for tests of checks and processes."""
 
 import asyncio
-import fcntl
-import termios
-
-from waiting import until
 
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.rewards.worker_process import WorkerProcess
 from megatron_scalerl.types import Prompt, Score
 
 RIGHT = Score(correct=True, reward=1.0)
@@ -29,28 +24,6 @@ def pool_of(function, *, start_timeout_s=60.0, **rewards):
     verifier = function if ":" in function or function == "mathe" else f"users_verifiers:{function}"
     section = {"workers": 1, "timeout_s": 60.0, "cpu_s": 60.0, **rewards}
     return VerifierPool(RewardsSection(verifier=verifier, **section), start_timeout_s=start_timeout_s)
-
-
-def shorten(monkeypatch, method, serials, *, limit_s=0.5, ready=lambda: True):
-    """The first WorkerProcess.`method` of each of these checks waits limit_s, counted from `ready` on.
-
-    So a test waits for the limit of a check that hangs, and a busy host does not take the others past theirs.
-    """
-    original, left = getattr(WorkerProcess, method), set(serials)
-
-    async def shortened(process, serial, timeout_s):
-        if serial in left:
-            left.remove(serial)
-            await until(ready)
-            timeout_s = limit_s
-        return await original(process, serial, timeout_s)
-
-    monkeypatch.setattr(WorkerProcess, method, shortened)
-
-
-def unread(file):
-    """Bytes that wait in a pipe."""
-    return int.from_bytes(fcntl.ioctl(file.fileno(), termios.FIONREAD, bytes(4)), "little")
 
 
 def run_pool(function, answers, *, extra=None, **rewards):

@@ -4,20 +4,19 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from decoder_pools import TOKENIZER, pool_of
 from fakes.server import StandInServer, answer
-from waiting import passes, until, wait_until
+from waiting import passes, until
+from worker_pools import shorten
 
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, read, rollout_of
 from megatron_scalerl.engine.answers import EngineError, completion
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.processes.worker_pool import MAX_EARLY_LOSSES, _Worker
 from megatron_scalerl.rollouts import decoder_pool
 from megatron_scalerl.rollouts.decoder_pool import SLOTS
 from megatron_scalerl.types import CompletionLost
@@ -101,7 +100,7 @@ def test_the_results_are_those_of_decoding_in_this_process(tmp_path):
 
 async def stop_with_a_body(pool):
     os.kill(pool.pids[0], signal.SIGSTOP)
-    await until(lambda: pool._queue.qsize() < len(pool._outstanding))
+    await until(lambda: pool._workers._queue.qsize() < len(pool._workers._outstanding))
 
 
 def test_a_decoder_that_is_killed_with_a_body_is_replaced_and_nothing_is_lost(tmp_path):
@@ -115,32 +114,29 @@ def test_a_decoder_that_is_killed_with_a_body_is_replaced_and_nothing_is_lost(tm
     assert (counters["restarts"], counters["decoded"], counters["decoder_lost"]) == (1, SLOTS + 6, 0)
 
 
-def test_a_decoder_that_hangs_with_a_body_is_replaced_and_nothing_is_lost(tmp_path):
-    async def stop(pool):
-        await stop_with_a_body(pool)
-        pool._timeout_s = 60.0  # of what is asked later
-
-    found, counters = decoded(tmp_path, LONG, LONG, answer(), meanwhile=stop, timeout_s=2.0)
+def test_a_decoder_that_hangs_with_a_body_is_replaced_and_nothing_is_lost(tmp_path, monkeypatch):
+    shorten(monkeypatch, [2])
+    found, counters = decoded(tmp_path, LONG, LONG, answer(), meanwhile=stop_with_a_body)
     assert [f.completion.tokens for f in found[1:]] == [found[0].completion.tokens, 2]
     assert (counters["restarts"], counters["decoder_lost"]) == (1, 0)
 
 
 def die_with(monkeypatch, *, times):
     """The first `times` processes that get a body of 3 tokens are killed."""
-    ask, left = decoder_pool._DecoderProcess.ask, [times]
+    ask, left = _Worker.ask, [times]
 
-    async def dying(self, job, body):
+    async def dying(self, head, body, *others):
         if b"[5, 6, 7]" in body and left[0]:
             left[0] -= 1
             os.kill(self.pid, signal.SIGKILL)
-        return await ask(self, job, body)
+        return await ask(self, head, body, *others)
 
-    monkeypatch.setattr(decoder_pool._DecoderProcess, "ask", dying)
+    monkeypatch.setattr(_Worker, "ask", dying)
     return answer(token_ids=(5, 6, 7), logprobs=(-0.5,) * 3)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_body_that_ends_two_processes_is_lost_and_the_others_are_not(tmp_path, monkeypatch, times):
+@pytest.mark.parametrize("times", [1, MAX_EARLY_LOSSES])
+def test_a_body_that_ends_its_processes_is_lost_and_the_others_are_not(tmp_path, monkeypatch, times):
     found, counters = decoded(tmp_path, answer(), die_with(monkeypatch, times=times), answer())
     assert found[0].data == found[2].data
     assert counters["restarts"] == times
@@ -148,24 +144,23 @@ def test_a_body_that_ends_two_processes_is_lost_and_the_others_are_not(tmp_path,
         assert found[1].completion.tokens == 3
         return
     assert isinstance(found[1], CompletionLost) and found[1].reason == "decoder_lost"
-    with pytest.raises(CompletionLost, match=r"engine-4: .* found 2 decoder processes ended with its .*code -9"):
+    with pytest.raises(CompletionLost, match=r"engine-4: .* found none .* the last problem: its exit with code -9"):
         raise found[1]
 
 
 def test_bodies_that_end_every_process_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(decoder_pool, "MAX_LOST_IN_A_ROW", 2)
     body = die_with(monkeypatch, times=99)
-    with pytest.raises(
-        RuntimeError, match=r"found 2 decoder processes ended, 2 times in a row; .* exited with code -9"
-    ):
+    with pytest.raises(RuntimeError, match=r"its exit with code -9 \(Killed\), 2 times in a row"):
         decoded(tmp_path, body, body, body)
 
 
 async def test_a_process_that_does_not_start_is_an_error(tmp_path):
     pool = pool_of(tmp_path)
-    pool._processes[0]._setup = b"\0" * 15 + b"\1" + b"{"
-
-    with pytest.raises(RuntimeError, match=r"decoder-0 exited with code 1; the end of .*decoder-0.log:\nTraceback"):
+    [worker] = pool._workers._workers
+    worker._program = replace(worker._program, setup=b"{")
+    found = r"found its exit with code 1; the end of .*decoder-0.log:\nTraceback"
+    with pytest.raises(RuntimeError, match=f"rollouts.decoders: expected its process to be ready .* {found}"):
         async with pool:
             pass
 
@@ -175,8 +170,8 @@ async def test_bodies_are_read_when_there_is_room_for_them_and_wait_in_their_soc
         os.kill(pool.pids[0], signal.SIGSTOP)
         spec = SamplingSpec(max_tokens=2)
         calls = [asyncio.create_task(client.generate([1], sampling=spec, decoder=pool)) for _ in range(40)]
-        await until(lambda: not client.in_flight and len(pool._outstanding) == SLOTS)
-        held = len(pool._outstanding)
+        await until(lambda: not client.in_flight and len(pool._workers._outstanding) == SLOTS)
+        held = len(pool._workers._outstanding)
         os.kill(pool.pids[0], signal.SIGCONT)
         held, found, counters = held, await asyncio.gather(*calls), pool.counters
     assert held == SLOTS
@@ -196,43 +191,3 @@ def test_a_cancelled_completion_frees_its_slot(tmp_path):
     found, counters = decoded(tmp_path, *[answer()] * (SLOTS + 1), meanwhile=cancel)
     assert [f.completion.tokens for f in found] == [2] * (SLOTS + 1)
     assert not counters["restarts"]
-
-
-def test_a_pool_that_is_closed_fails_what_is_outstanding(tmp_path):
-    async def close(pool):
-        os.kill(pool.pids[0], signal.SIGSTOP)
-        await pool.close()
-
-    with pytest.raises(RuntimeError, match="the decoder pool is closed"):
-        decoded(tmp_path, LONG, answer(), meanwhile=close)
-
-
-def test_decoders_end_with_a_controller_that_is_killed(tmp_path):
-    controller = f"""
-        import asyncio, sys
-        from pathlib import Path
-        from decoder_pools import pool_of
-
-        async def main():
-            async with pool_of(Path({str(tmp_path)!r}), workers=2) as pool:
-                print(*pool.pids, flush=True)
-                await asyncio.sleep(3600)
-
-        asyncio.run(main())
-    """
-    path = os.pathsep.join(
-        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    )
-    argv = [sys.executable, "-c", textwrap.dedent(controller)]
-    with subprocess.Popen(argv, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True) as process:
-        pids = process.stdout.readline().split()
-        process.kill()
-    assert len(pids) == 2
-    wait_until(lambda: all(state(pid) == "Z" for pid in pids))
-
-
-def state(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"

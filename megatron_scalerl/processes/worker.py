@@ -1,0 +1,88 @@
+"""The worker's side of a `worker_pool`, which describes the protocol. Imports neither asyncio nor anything heavy."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+SOCKET_VARIABLE = "MSRL_WORKER_FD"
+"""Environment variable with the number of the inherited socket."""
+FRAME = struct.Struct("!QBQQ")
+"""Number of the request, kind of frame, bytes of the head, bytes of the body."""
+REQUEST, READ, REPLY, LAST_REPLY = range(4)
+"""Kinds of frames."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a worker answers to a request."""
+
+    head: object
+    """Becomes JSON."""
+    body: bytes = b""
+    last: bool = False
+    """The worker ends with this answer, and another one takes its place."""
+
+
+def serve(load: Callable[[bytes], Callable[[bytes, bytes], Answer] | str]) -> None:
+    """Answer requests until the pool closes the socket or an answer is the last.
+
+    load: makes, of the setup, the function that answers (head, body). A text: why there is none, in one line.
+    """
+    with _connection() as connection:
+        number, setup, _ = _receive(connection)
+        answer = load(setup)
+        if isinstance(answer, str):
+            _send(connection, number, Answer(head=answer, last=True))
+            return
+        given = Answer(head="")
+        _send(connection, number, given)
+        while not given.last:
+            number, head, body = _receive(connection)
+            given = answer(head, body)
+            _send(connection, number, given)
+
+
+@contextmanager
+def _connection() -> Iterator[socket.socket]:
+    """The socket. The end of this process closes it, so that it has an exit code when the pool notices."""
+    connection = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
+    connection.set_inheritable(False)
+    try:
+        yield connection
+    finally:
+        connection.detach()
+
+
+def _receive(connection: socket.socket) -> tuple[int, bytes, bytes]:
+    """(number, head, body) of the next request, after the pool was told that it is read."""
+    number, _, *sizes = FRAME.unpack(_read(connection, FRAME.size))
+    head, body = (_read(connection, size) for size in sizes)
+    connection.sendall(FRAME.pack(number, READ, 0, 0))
+    return number, head, body
+
+
+def _send(connection: socket.socket, number: int, answer: Answer) -> None:
+    head = msgspec.json.encode(answer.head)
+    kind = LAST_REPLY if answer.last else REPLY
+    connection.sendall(FRAME.pack(number, kind, len(head), len(answer.body)) + head)
+    connection.sendall(answer.body)
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    """The next `size` bytes. Ends this process if the pool has closed the socket."""
+    buffer = bytearray(size)
+    view, done = memoryview(buffer), 0
+    while done < size:
+        received = connection.recv_into(view[done:])
+        if not received:
+            sys.exit()
+        done += received
+    return bytes(buffer)

@@ -1,0 +1,418 @@
+"""Worker processes that can be killed, behind asyncio: a request gets its reply, or the reason why it has none.
+
+    ask() --> queue --> one task per worker --socket--> process
+
+Protocol: a worker inherits one end of a socket pair, whose number is in MSRL_WORKER_FD. All that passes are frames
+(`worker.FRAME`): number of the request, kind, two sizes; then a head, which is JSON in replies, and a body of bytes.
+The first request is the setup; the reply is "", or why the worker cannot be used. The worker says by an empty frame
+that it has read a request, then sends the reply. After a `LAST_REPLY`, or when the socket is closed, it ends.
+
+Life of a worker: it is started in a process group that ends with this process. It works on one request at a time. One
+that exits, exceeds the time limit or sends anything else is killed with its children. Then it is replaced, and the
+request is repeated, up to MAX_LOSSES workers; those that ended before they had read it are counted apart.
+
+Where no replacement starts in START_TRIES tries, the current request is lost. The worker takes no others and goes on
+trying; after START_ROUNDS such rounds for every worker, with none alive, the pool ends: `ask` raises RuntimeError.
+
+The queue holds what the callers of `ask` wait for: they bound it. The request of a cancelled caller is not begun; one
+that a worker has begun runs to its end.
+
+Not concurrent.futures: where its process is killed while it writes a result, the thread that reads results waits
+forever, and with it the exit of the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_end, within
+from megatron_scalerl.processes.logs import printable
+from megatron_scalerl.processes.worker import FRAME, LAST_REPLY, READ, REPLY, REQUEST, SOCKET_VARIABLE
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Head = TypeVar("Head")
+
+MAX_LOSSES = 2
+"""Workers that may end with one request."""
+MAX_EARLY_LOSSES = 3
+"""Workers that may end before they have read one request."""
+START_TRIES = 4
+START_PAUSE_S = 0.5
+"""A round of START_TRIES to replace a process, with pauses that double."""
+ROUND_PAUSE_S = 20.0
+"""Pause between two rounds."""
+START_ROUNDS = 3
+"""Failed rounds per worker, with none alive, after which the pool ends: about a minute."""
+END_TIMEOUT_S = 10.0
+"""Seconds for a killed process to exit; after that it is left behind."""
+MAX_REPLY = 2**32
+"""Bytes of a reply."""
+
+
+class WorkerDied(Exception):
+    """A worker ended with a request. The message is what was found in place of a reply."""
+
+    def __init__(self, found: str, *, read: bool = False, late: bool = False, code: int | None = None) -> None:
+        super().__init__(found)
+        self.read = read
+        """It had read the request."""
+        self.late = late
+        """It exceeded the time limit."""
+        self.code = code
+        """Its exit code, negative for a signal; None: it did not end by itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What every worker of a pool runs."""
+
+    name: str
+    """Workers are called NAME-N."""
+    module: str
+    """Calls `worker.serve`."""
+    setup: bytes
+    """Head of the first request."""
+    environment: Mapping[str, str]
+    """The complete environment, but for the socket's number."""
+    subject: str
+    """What an error at the start is about."""
+    timeout_s: float
+    """Time limit of a request."""
+    start_timeout_s: float
+    logs: Path | None = None
+    """Folder for the logs, NAME-N.log. None: output goes to the stderr of this process."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Request(Generic[Head]):
+    """One outstanding request; its caller awaits `reply`."""
+
+    head: bytes
+    body: bytes
+    reply: asyncio.Future[tuple[Head, bytes]]
+    losses: int = 0
+    early_losses: int = 0
+
+    def fail(self, problem: Exception) -> None:
+        """Raise `problem` for the caller, unless it was cancelled or has its reply."""
+        if not self.reply.done():
+            self.reply.set_exception(problem)
+
+
+class WorkerPool(Generic[Head]):
+    """Workers that all run one program. `counters`: restarts."""
+
+    def __init__(
+        self,
+        program: Program,
+        count: int,
+        reply_type: type[Head],
+        *,
+        counters: Counter[str],
+        settles: Callable[[WorkerDied], bool] = lambda death: False,
+    ) -> None:
+        """reply_type: of the heads of replies. settles: whether a death ends its request, without a repeat."""
+        self._program = program
+        self._output = _Output()
+        self._workers = [_Worker(f"{program.name}-{n}", program, self._output) for n in range(count)]
+        self._decode = msgspec.json.Decoder(reply_type).decode
+        self._settles = settles
+        self._counters = counters
+        self._queue: asyncio.Queue[_Request[Head]] = asyncio.Queue()
+        self._outstanding: set[_Request[Head]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failed_rounds = self._failed_tries = 0  # since a process was last started
+        self._end: Exception | None = RuntimeError(f"the {program.name} pool was not started")
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run."""
+        return [pid for worker in self._workers if (pid := worker.pid) is not None]
+
+    async def start(self) -> None:
+        """Start all processes; none is left after an error.
+
+        Raises ValueError if the program refuses its setup, ProcessDied if it does not answer to it, OSError.
+        """
+        assert not self._tasks, "started twice"
+        if self._program.logs is None:
+            self._output.open()
+        try:
+            for result in await asyncio.gather(*(w.start() for w in self._workers), return_exceptions=True):
+                if result is not None:
+                    raise result
+        except BaseException:
+            await self.close()
+            raise
+        self._end = None
+        self._tasks = [asyncio.create_task(self._work(w), name=w.name) for w in self._workers]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
+
+    async def close(self) -> None:
+        """Kill all processes and fail what is outstanding; may be called twice."""
+        self.end(RuntimeError(f"the {self._program.name} pool is closed"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
+        self._output.close()
+
+    def end(self, problem: Exception) -> None:
+        """Raise `problem` in every pending and later `ask`."""
+        self._end = problem
+        for request in self._outstanding:
+            request.fail(problem)
+
+    async def ask(self, head: bytes, body: bytes = b"") -> tuple[Head, bytes]:
+        """(head, body) of the reply to a request.
+
+        Raises WorkerDied, the last death if there were several, with `read` false if none had begun, and the reason
+        of the end if the pool has ended.
+        """
+        if self._end is not None:
+            raise self._end
+        request = _Request[Head](head=head, body=body, reply=asyncio.get_running_loop().create_future())
+        self._outstanding.add(request)
+        self._queue.put_nowait(request)
+        try:
+            return await request.reply
+        finally:
+            self._outstanding.discard(request)
+            request.body = b""  # that of a cancelled caller is in the queue until its turn
+
+    async def _work(self, worker: _Worker) -> None:
+        while True:
+            while not worker.alive and not await self._replace(worker):
+                await asyncio.sleep(ROUND_PAUSE_S)
+            request = await self._queue.get()
+            while not request.reply.done():  # its caller may have been cancelled
+                if worker.alive or await self._replace(worker):
+                    await self._try(worker, request)
+                else:
+                    request.fail(WorkerDied(f"no {self._program.name} process that starts"))
+
+    async def _try(self, worker: _Worker, request: _Request[Head]) -> None:
+        """Resolve the request by its reply or by too many deaths; or leave it as it is, to be repeated."""
+        try:
+            reply = await worker.ask(request.head, request.body, self._program.timeout_s, self._decode)
+        except WorkerDied as death:
+            request.losses += death.read
+            request.early_losses += not death.read
+            many = request.losses >= MAX_LOSSES or request.early_losses >= MAX_EARLY_LOSSES
+            if self._settles(death) or many:
+                request.fail(death)
+        else:
+            if not request.reply.done():
+                request.reply.set_result(reply)
+
+    async def _replace(self, worker: _Worker) -> bool:
+        """One round of tries to restart a worker; False if all failed.
+
+        Raises RuntimeError after too many failed rounds with no worker of the pool alive.
+        """
+        problem: Exception | None = None
+        for attempt in range(START_TRIES):
+            if attempt:
+                await asyncio.sleep(START_PAUSE_S * 2 ** (attempt - 1))
+            try:
+                await worker.start()
+            except (ValueError, OSError, ProcessDied) as error:  # transient: the program has started before
+                problem = error
+                self._failed_tries += 1
+                continue
+            self._counters["restarts"] += 1
+            self._failed_rounds = self._failed_tries = 0
+            return True
+        logger.warning("%s could not be replaced, retrying: %s", worker.name, problem)
+        if not any(other.alive for other in self._workers):
+            self._failed_rounds += 1
+        if self._failed_rounds >= START_ROUNDS * len(self._workers):
+            expected = f"expected a {self._program.name} process to start again"
+            raise RuntimeError(f"{expected}, found {self._failed_tries} tries in a row failing, last: {problem}")
+        return False
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            assert isinstance(problem, Exception)
+            self.end(problem)
+
+
+class _Worker:
+    """One process and the socket to it; `start` takes the place of one that has ended."""
+
+    def __init__(self, name: str, program: Program, output: _Output) -> None:
+        self.name = name
+        self._program = program
+        self._output = output
+        self._log = Path(os.devnull) if program.logs is None else program.logs / f"{name}.log"
+        self._child: ChildProcess | None = None
+        self._socket: socket.socket | None = None
+        self._number = 0
+        """Of the last request."""
+        self._read = False
+        """The worker has read it."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, None if it does not run."""
+        return self._child.pid if self._child is not None else None
+
+    @property
+    def alive(self) -> bool:
+        """False before `start`, after `kill`, and once the exit of the process was noticed."""
+        return self._child is not None and self._child.running
+
+    async def start(self) -> None:
+        """Start the process and wait until it is ready; once more if a signal ends it meanwhile.
+
+        Raises as `WorkerPool.start`.
+        """
+        try:
+            try:
+                refusal = await self._start()
+            except WorkerDied as death:
+                if death.code is None or death.code >= 0:
+                    raise
+                refusal = await self._start()
+        except WorkerDied as death:
+            expected = f"expected its process to be ready within {self._program.start_timeout_s:g} s"
+            end = "" if self._program.logs is None else log_end(self._log)
+            raise ProcessDied(f"{self._program.subject}: {expected}, found {death}{end}") from None
+        if refusal:
+            raise ValueError(refusal)
+
+    async def _start(self) -> str:
+        """Start the process; the reply to its setup."""
+        await self.kill()
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        with theirs:
+            argv, passed = [sys.executable, "-m", self._program.module], theirs.fileno()
+            environment = {**self._program.environment, SOCKET_VARIABLE: str(passed)}
+            self._child = await ChildProcess.start(
+                self.name, argv, environment, self._log, pass_fds=(passed,), output=self._output.writer
+            )
+        decode = msgspec.json.Decoder(str).decode
+        return (await self.ask(self._program.setup, b"", self._program.start_timeout_s, decode))[0]
+
+    async def ask(self, head: bytes, body: bytes, timeout_s: float, decode: Callable[[bytes], T]) -> tuple[T, bytes]:
+        """(decoded head, body) of the reply. Raises WorkerDied; then, and after a last reply, the process is dead.
+
+        Cancelled, it is of no use any more: kill it.
+        """
+        self._number, self._read = self._number + 1, False
+        try:
+            last, reply, data = await within(timeout_s, self._exchange(head, body))
+            found = decode(reply)
+        except TimeoutError:
+            await self.kill()
+            raise WorkerDied(f"no answer within {timeout_s:g} s", read=self._read, late=True) from None
+        except (OSError, EOFError):
+            # A process that closed its socket has exited, with its code fixed, or can no longer be trusted.
+            code = await self.kill()
+            raise WorkerDied(_ended(code), read=self._read, code=code) from None
+        except ValueError:
+            await self.kill()
+            raise WorkerDied("bytes in its socket that are no reply", read=self._read) from None
+        if last:
+            await self.kill()
+        return found, data
+
+    async def kill(self) -> int | None:
+        """End the process and all its children at once; its exit code, None if there is none. May be called twice."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        child, self._child = self._child, None
+        if child is None:
+            return None
+        child.kill()
+        try:
+            return await asyncio.wait_for(child.wait(), END_TIMEOUT_S)
+        except TimeoutError:
+            logger.warning("%s (%d) is still running %g s after SIGKILL", self.name, child.pid, END_TIMEOUT_S)
+            return None
+
+    async def _exchange(self, head: bytes, body: bytes) -> tuple[bool, bytes, bytes]:
+        """(whether it is the last, head, body) of the reply to a request."""
+        assert self._socket is not None, "started"
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._socket, FRAME.pack(self._number, REQUEST, len(head), len(body)) + head)
+        await loop.sock_sendall(self._socket, body)
+        await self._receive(READ)
+        self._read = True
+        kind, head, body = await self._receive(REPLY, LAST_REPLY)
+        return kind == LAST_REPLY, head, body
+
+    async def _receive(self, *kinds: int) -> tuple[int, bytes, bytes]:
+        """(kind, head, body) of the next frame. Raises OSError, EOFError; ValueError if it is none of these kinds."""
+        number, kind, *sizes = FRAME.unpack(await self._bytes(FRAME.size))
+        if number != self._number or kind not in kinds or sum(sizes) > MAX_REPLY:
+            raise ValueError
+        head, body = [await self._bytes(size) for size in sizes]
+        return kind, head, body
+
+    async def _bytes(self, size: int) -> bytes:
+        assert self._socket is not None, "started"
+        buffer = bytearray(size)
+        view, done = memoryview(buffer), 0
+        while done < size:
+            received = await asyncio.get_running_loop().sock_recv_into(self._socket, view[done:])
+            if not received:
+                raise EOFError
+            done += received
+        return bytes(buffer)
+
+
+def _ended(code: int | None) -> str:
+    if code is None:
+        return "a closed socket"
+    return f"its exit with code {code}" + (f" ({signal.strsignal(-code)})" if code < 0 else "")
+
+
+class _Output:
+    """A pipe from the workers of a pool to the stderr of this process.
+
+    They do not inherit stderr itself, because a worker's limit on file sizes would apply to a log file too. It is no
+    pipe of asyncio's subprocess, which waits for children that a worker left and that hold its other end.
+    """
+
+    writer: int | None = None
+    """Descriptor that workers write to; None if it is not open."""
+
+    def open(self) -> None:
+        """Forward from now on what is written."""
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        asyncio.get_running_loop().add_reader(self._reader, self._forward)
+
+    def close(self) -> None:
+        """Forward the remaining output and close the pipe; may be called twice."""
+        if self.writer is None:
+            return
+        os.close(self.writer)
+        self.writer = None
+        asyncio.get_running_loop().remove_reader(self._reader)
+        self._forward()
+        os.close(self._reader)
+
+    def _forward(self) -> None:
+        """Forward what is in the pipe, which holds no more at once."""
+        with contextlib.suppress(BlockingIOError):
+            part = os.read(self._reader, 1 << 16)
+            sys.stderr.write(printable(part.decode(errors="replace")))

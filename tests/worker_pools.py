@@ -1,0 +1,31 @@
+"""The workers of a `WorkerPool` as tests reach for them."""
+
+import asyncio
+import fcntl
+import termios
+
+from waiting import until
+
+from megatron_scalerl.processes.worker_pool import _Worker
+
+
+def shorten(monkeypatch, numbers, *, ready=lambda: True):
+    """A worker's requests of these numbers, setups counted, have half a second, from `ready` on.
+
+    So a test waits for the limit of a request that hangs, and a busy host does not take the others past theirs.
+    """
+    exchange = _Worker._exchange
+
+    async def shortened(worker, *request):
+        if worker._number not in numbers:
+            return await exchange(worker, *request)
+        reply = asyncio.create_task(exchange(worker, *request))
+        await until(ready)
+        return await asyncio.wait_for(reply, 0.5)
+
+    monkeypatch.setattr(_Worker, "_exchange", shortened)
+
+
+def unread(file):
+    """Bytes that wait in a pipe or a socket."""
+    return int.from_bytes(fcntl.ioctl(file.fileno(), termios.FIONREAD, bytes(4)), "little")
