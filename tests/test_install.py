@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 LOCKS = ROOT / "tools" / "locks"
 GPU_LOCKS = ("gpu-py311.txt", "gpu-py312.txt")
 OURS = ".".join(map(str, sys.version_info[:2]))
+TRANSFORMER_ENGINE = {"3.11": "2.11.0", "3.12": "2.20.2"}[OURS]
 
 
 def script(path, text):
@@ -202,7 +203,10 @@ def test_the_gpu_installation_takes_its_steps_in_order(checkout, tmp_path):
     assert "transformer-engine-cu13==" in rest and "transformer-engine-torch==" not in rest
     for call in (tools, rest):
         assert "--no-deps --require-hashes --only-binary :all:" in call
-    assert "--no-build-isolation --require-hashes" in engine and "\ntransformer-engine-torch==2.11.0" in engine
+    assert (
+        "--no-build-isolation --require-hashes" in engine
+        and f"\ntransformer-engine-torch=={TRANSFORMER_ENGINE}" in engine
+    )
     assert f"\nCUDA_HOME={checkout}/cuda\n" in engine and "\nMAX_JOBS=3\n" in engine
     assert "\nNVTE_PYTORCH_FORCE_BUILD=TRUE\n" in engine and "nvidia/cudnn/include" in engine
     assert "-e ." in itself and "pip check" in check
