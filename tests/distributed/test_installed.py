@@ -1,4 +1,4 @@
-"""Versions of packages against the ones that the tests ran with: a warning for others, a refusal for broken ones.
+"""Versions of packages against the ones that setup.cfg pins: a warning for others, a refusal for broken ones.
 
 Why this matters: a version that breaks says so after hours of a queue, or computes something else in silence.
 """
@@ -12,7 +12,7 @@ import pytest
 from megatron_scalerl.distributed.installed import check_installed, installed_versions
 
 
-def test_the_installed_versions_are_those_of_the_tests(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_installed_versions_are_pinned(caplog: pytest.LogCaptureFixture) -> None:
     assert {"torch", "megatron-core"} <= installed_versions().keys()
     check_installed()
     assert not caplog.records
@@ -24,9 +24,13 @@ def test_the_installed_versions_are_those_of_the_tests(caplog: pytest.LogCapture
         ("megatron-core", "0.16.1", ""),
         ("megatron-core", "0.19.2", ""),
         ("torch", "2.13.0+cu130", ""),
-        ("megatron-core", "0.20.0", "megatron-core 0.20.0 is installed; the tests ran with ==0.16.1 and ==0.19.2"),
-        ("torch", "2.14.0", "torch 2.14.0 is installed; the tests ran with ==2.13.0"),
-        ("vllm", "0.31.0", "vllm 0.31.0 is installed; the tests ran with ==0.32.0"),
+        (
+            "megatron-core",
+            "0.20.0",
+            "megatron-core 0.20.0 is installed, and untested: setup.cfg pins ==0.16.1 and ==0.19.2",
+        ),
+        ("torch", "2.14.0", "torch 2.14.0 is installed, and untested: setup.cfg pins ==2.13.0"),
+        ("vllm", "0.31.0", "vllm 0.31.0 is installed, and untested: setup.cfg pins ==0.32.0"),
     ],
 )
 def test_an_unknown_version_is_one_warning(

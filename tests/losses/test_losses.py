@@ -280,9 +280,11 @@ def test_a_loss_may_live_outside_the_package():
     plain, half = run(make_loss(name, {"scale": 1.0}), **TWO, rollout_probs=[0.05, 0.5], advantages=[1.0, -2.0])
     assert output.loss.item() == pytest.approx(2 * plain.loss.item()) and torch.equal(grad, 2 * half)
     assert is_separable(name) and is_separable("cispo") and not is_separable("gspo")
-    with pytest.raises(ValueError, match=r"loss.options: expected scale for loss.name .*:reinforce, found none"):
+    with pytest.raises(ValueError, match=r"loss.options: .*:reinforce takes, found {} \(missing a required .*scale"):
         make_loss(name, {})
     with pytest.raises(ValueError, match=r"loss.max_is_weight: expected none .*, which takes scale, found 5.0"):
         make_loss(name, {"scale": 1.0, "max_is_weight": 5.0})
     with pytest.raises(ValueError, match=r"loss.name: expected a function to import, found 'nowhere:loss'"):
         make_loss("nowhere:loss", {})
+    with pytest.raises(ValueError, match=r"loss.options: .* math:pi takes, found {}"):
+        make_loss("math:pi", {})
