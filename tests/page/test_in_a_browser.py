@@ -18,11 +18,14 @@ TEXT = "document.getElementById('text')"
 UNBROKEN = "[typeof window.broken, document.scripts.length, document.images.length]"
 
 
-def set_value(name, value, event="change"):
-    return (
-        f"(() => {{ const it = document.getElementById('{name}'); it.value = {json.dumps(value)};"
-        f" it.dispatchEvent(new Event('{event}', {{ bubbles: true }})); return true; }})()"
-    )
+async def set_value(tab, name, value, event="change"):
+    """Set a control once the page has it, with this choice where it is a list of choices."""
+    await tab.until(f"""(() => {{
+        const it = document.getElementById('{name}'), value = {json.dumps(value)};
+        if (it === null || (it.options && ![...it.options].some((each) => each.value === value))) return false;
+        it.value = value;
+        it.dispatchEvent(new Event('{event}', {{ bubbles: true }}));
+        return true; }})()""")
 
 
 @pytest.fixture
@@ -32,9 +35,8 @@ def run(tmp_path):
 
 async def read_hostile_group(tab):
     """Open group 1 of step 1, whose prompt and completions are hostile, and compare what is shown."""
-    await tab.evaluate(set_value("step", "1"))
-    await tab.until("[...document.querySelectorAll('#pick option')].some((each) => each.value === '1')")
-    await tab.evaluate(set_value("pick", "1"))
+    await set_value(tab, "step", "1")
+    await set_value(tab, "pick", "1")
     await tab.until(f"{TEXT}?.textContent.includes('</script><script>')")
     shown = await tab.evaluate(f"{TEXT}.textContent")
     prompt = await tab.evaluate("document.querySelector('.prompt').textContent")
@@ -48,9 +50,9 @@ async def read_hostile_group(tab):
 
 async def use_reader(tab):
     """Sort, color, search and step through the tokens of group 0."""
-    await tab.evaluate(set_value("pick", "0"))
+    await set_value(tab, "pick", "0")
     await tab.until(f"{TEXT}?.textContent.includes('therefore')")
-    await tab.evaluate(set_value("sort", "worst first"))
+    await set_value(tab, "sort", "worst first")
     first = "document.querySelector('#list button')"
     assert (await tab.evaluate(f"{first}.textContent")).startswith("✗ wrong -1 (no_answer)")
     await tab.evaluate(f"{first}.click()")
@@ -58,7 +60,7 @@ async def use_reader(tab):
     assert await tab.evaluate("document.querySelector('.text [data-token=\"0\"]').className") == "warm4"
     assert "forced" in await tab.evaluate("document.querySelector('.text [data-token=\"1\"]').className")
     for color, level in (("advantage", "warm3"), ("mismatch", "warm4"), ("entropy", "violet3")):
-        await tab.evaluate(set_value("color", color))
+        await set_value(tab, "color", color)
         assert await tab.evaluate("document.querySelector('.text [data-token=\"0\"]').className") == level
     assert "scored" in await tab.evaluate(f"{first}.textContent")
     await tab.evaluate("document.querySelector('#list [data-index=\"0\"]').click()")
@@ -70,12 +72,12 @@ async def use_reader(tab):
     assert (await tab.evaluate("document.getElementById('detail').textContent")).startswith(
         'token 0: "b", id 1, log-prob -2 (p 0.135), mismatch -0.3, entropy 0.7, version 0, '
     )
-    await tab.evaluate(set_value("search", "therefore", "input"))
+    await set_value(tab, "search", "therefore", "input")
     await tab.until(f"{TEXT}.querySelector('.hit')?.textContent === ' therefore'")
     assert (
         await tab.evaluate("document.getElementById('found').textContent") == "1 of 2 completions; hit in this one: 1"
     )
-    await tab.evaluate(set_value("search", "", "input"))
+    await set_value(tab, "search", "", "input")
 
 
 async def check_figures(tab):
@@ -115,9 +117,9 @@ async def test_the_file_works_and_asks_for_nothing(run, tmp_path):
         assert (await tab.evaluate(cells))[:3] == [HOSTILE[0], "30", "@16 0.250"]
         await read_hostile_group(tab)
         await use_reader(tab)
-        await tab.evaluate(set_value("sort", "best first"))
-        await tab.evaluate(set_value("step", "2"))
-        await tab.evaluate(set_value("pick", "2"))
+        await set_value(tab, "sort", "best first")
+        await set_value(tab, "step", "2")
+        await set_value(tab, "pick", "2")
         assert await tab.until(f"{TEXT}?.textContent.length > 1e6 && {TEXT}.scrollWidth <= {TEXT}.clientWidth")
         await tab.call("Emulation.setDeviceMetricsOverride", width=800, height=900, deviceScaleFactor=1, mobile=False)
         assert await tab.until("document.documentElement.scrollWidth <= 800")
@@ -151,11 +153,10 @@ async def test_the_search_finds_what_is_not_on_the_page_yet(run, tmp_path):
     async with opened(tmp_path / "profile") as tab:
         await tab.open((tmp_path / "page.html").as_uri())
         await tab.until("document.getElementById('step')?.value === '3' && document.getElementById('text') !== null")
-        await tab.evaluate(set_value("step", "2"))
-        await tab.until("document.querySelector('#pick option[value=\"3\"]') !== null")
-        await tab.evaluate(set_value("pick", "3"))
+        await set_value(tab, "step", "2")
+        await set_value(tab, "pick", "3")
         await tab.until("state.content?.pieces.length === 9001 && state.shown === 4000")
-        await tab.evaluate(set_value("search", "THEREFORE", "input"))
+        await set_value(tab, "search", "THEREFORE", "input")
         found = "document.getElementById('found').textContent"
         assert await tab.evaluate(found) == "1 of 2 completions; hit in this one: 1"
         assert await tab.evaluate("state.shown") == 4000  # nothing is shown for it before it is asked for

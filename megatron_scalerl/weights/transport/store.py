@@ -181,9 +181,9 @@ class StoreWriter:
             self._close_files()
             return
         logger.warning("weights.store: %s: off until engines join or leave: %s", self._folder, why)
-        self._failed = True
         with contextlib.suppress(OSError):
             self._delete_all()
+        self._failed = True  # after the files: who finds it set waits for this thread no more
 
     def _files(self) -> list[Path]:
         """All of this sender, those first without which nobody begins to read."""
