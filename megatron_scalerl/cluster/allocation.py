@@ -71,11 +71,6 @@ def allocate(recipes: Sequence[Recipe], partition: Partition, asked: Asked) -> A
     )
 
 
-def devices_of(recipe: Recipe) -> int:
-    """Devices of a run: one for each rank and for each device of an engine."""
-    return recipe.trainer.world_size + recipe.engine.count * recipe.engine.devices_per_engine
-
-
 def default_gpus(recipe: Recipe, partition: Partition) -> bool:
     """Whether a run takes GPUs, if nothing else is said."""
     return bool(partition.gpus) and recipe.weights.transport not in ("gloo", "shm")
@@ -105,7 +100,7 @@ def check_plan(
     from megatron_scalerl.plan.text import verdict
 
     folder = config_folder(recipe.policy.path, recipe_file or Path.cwd() / "recipe.yaml")
-    plan = make_plan(recipe, folder, devices_of(recipe), GPUS[models[0]], Assumptions())
+    plan = make_plan(recipe, folder, recipe.devices, GPUS[models[0]], Assumptions())
     if problems := plan.problems():
         raise ValueError(f"{recipe.name}: plan --check: {problems[0]}")
     return verdict(plan)
@@ -113,7 +108,7 @@ def check_plan(
 
 def _gpus(recipe: Recipe, partition: Partition, asked: Asked) -> int:
     """GPUs of a node: as given, else on one node one for each rank and engine device, on several all of a node's."""
-    devices, given = devices_of(recipe), asked.gpus
+    devices, given = recipe.devices, asked.gpus
     if given is None:
         given = (devices if asked.nodes == 1 else partition.gpus) if default_gpus(recipe, partition) else 0
         if asked.slots is not None and given and asked.nodes > 1:
@@ -141,10 +136,10 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Asked) -> int:
 
 def _fewest_slots(recipe: Recipe, nodes: int) -> int:
     """The fewest devices of a node with which a run fits on so many nodes."""
-    for slots in range(recipe.engine.devices_per_engine, devices_of(recipe)):
+    for slots in range(recipe.engine.devices_per_engine, recipe.devices):
         if (needed := hosts_needed(recipe, slots)) is not None and needed <= nodes:
             return slots
-    return devices_of(recipe)
+    return recipe.devices
 
 
 def _checked_need(recipe: Recipe, slots: int, nodes: int) -> int:
@@ -174,4 +169,4 @@ def _cpus(recipe: Recipe, partition: Partition, gpus: int, slots: int | None, gi
         return given
     if gpus:
         return None if gpus == partition.gpus else max(1, partition.cpus * gpus // partition.gpus)
-    return min(partition.cpus, 2 + 2 * (slots or devices_of(recipe)))
+    return min(partition.cpus, 2 + 2 * (slots or recipe.devices))

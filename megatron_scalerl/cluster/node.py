@@ -97,7 +97,7 @@ def gpus_needed(recipe: Recipe | None, given: int | None, *, gpu_environment: bo
     transport = recipe.weights.transport
     if transport in ("gloo", "shm") or (transport == "auto" and not gpu_environment):
         return 0
-    return recipe.trainer.world_size + recipe.engine.count * recipe.engine.devices_per_engine
+    return recipe.devices
 
 
 def _machine() -> Machine | Check:

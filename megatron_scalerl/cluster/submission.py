@@ -154,6 +154,8 @@ def _plan(
     asked = request.asked
     if (asked.nodes > 1 or asked.engine_nodes) and site.container != "none":
         raise ValueError(f"{request.site}: container: expected none with several nodes, found {site.container}")
+    if (asked.nodes > 1 or asked.engine_nodes) and any(recipe.engine.colocate for recipe in recipes):
+        raise ValueError(f"--nodes: expected 1 with engine.colocate, found {asked.nodes + asked.engine_nodes}")
     allocation, engines = _allocated(recipes, request, partitions)
     times = [checks.times_of(run, startup_s=request.startup_s, save_s=request.save_s) for run in runs]
     for each in times:

@@ -322,7 +322,7 @@ def _resume(folder: RunFolder, console: Console) -> _Resumed:
 def _print_fleet(fleet: Fleet, console: Console) -> None:
     info, devices = fleet.info, fleet.devices
     console.print(
-        f"{info.parameters:,} parameters, {devices.trainer} trainer and {devices.engine} engine devices "
+        f"{info.parameters:,} parameters, {devices.trainer:g} trainer and {devices.engine:g} engine devices "
         f"({info.device}, {info.backend}), logits {info.logits}",
         highlight=False,
     )

@@ -301,7 +301,9 @@ class WeightSync:
         plan = await self._trainer.plan_weights(parsed)
         plans = await asyncio.to_thread(lambda: [to_json(plan.of_shard(shard)) for shard in range(len(shards))])
         connection = Connection(
-            backend=resolve_transport(section.transport, self._trainer.rendezvous),
+            backend=resolve_transport(
+                section.transport, self._trainer.rendezvous, colocated=self._recipe.engine.colocate
+            ),
             rendezvous=self._trainer.rendezvous,
             group=f"weights-{uuid.uuid4().hex}",
             world_sizes=tuple(1 + count for count in members),

@@ -118,7 +118,7 @@ class LivePart:
             target.copy_(source)
         elif len(scattered) == 1:
             [(place, here)] = scattered.items()
-            target.index_copy_(place, here.to(target.device), source.to(target.dtype))
+            target.index_copy_(place, here.to(target.device), source.to(target))
         else:
             places = [scattered.get(place, torch.arange(size)) for place, size in enumerate(target.shape)]
             mesh = torch.meshgrid(*places, indexing="ij")

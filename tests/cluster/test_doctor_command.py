@@ -95,6 +95,9 @@ def test_an_environment_for_gpus_needs_them_even_if_the_driver_is_broken():
     assert gpus_needed(recipe, None, gpu_environment=False) == 0
     assert gpus_needed(recipe, 4, gpu_environment=False) == 4
     assert gpus_needed(None, None, gpu_environment=True) is None
+    room = "engine.vllm={kv_cache_memory_bytes: 1, gpu_memory_utilization: 0.1}"
+    one = load_recipe(RECIPE, ["engine.colocate=true", room])
+    assert gpus_needed(one, None, gpu_environment=True) == 1
     forced = {name: load_recipe(RECIPE, [f"weights.transport={name}"]) for name in ("gloo", "nccl")}
     assert gpus_needed(forced["gloo"], None, gpu_environment=True) == 0
     assert gpus_needed(forced["nccl"], None, gpu_environment=False) == 2

@@ -53,6 +53,16 @@ def refusal(words, capsys):
         ),
         (["--nodes", "5"], "--nodes: expected 1 to 4, the nodes of gpu, found 5"),
         (["--nodes", "2", "--gpus-per-node", "1"], "--nodes: expected at least 3 with 1 devices each"),
+        (
+            [
+                "--nodes",
+                "2",
+                "engine.colocate=true",
+                "engine.count=2",
+                "engine.vllm={kv_cache_memory_bytes: 1, gpu_memory_utilization: 0.1}",
+            ],
+            "--nodes: expected 1 with engine.colocate, found 2",
+        ),
         (["--nodes", "2"], "--nodes: expected 1, which the fleet fills with 8 devices each, found 2"),
         (
             ["--nodes", "2", "--gpus-per-node", "2", "output_dir=/dev/shm/r"],
