@@ -122,7 +122,7 @@ class LivePart:
         else:
             places = [scattered.get(place, torch.arange(size)) for place, size in enumerate(target.shape)]
             mesh = torch.meshgrid(*places, indexing="ij")
-            target[tuple(each.to(target.device) for each in mesh)] = source.to(target.dtype)
+            target[tuple(each.to(target.device) for each in mesh)] = source.to(target)
 
     def digest(self, number: int, dtype: torch.dtype) -> int:
         """Digest of its values as they are now, as `dtype`, the tensor's; number: of the tensor.
