@@ -69,6 +69,12 @@ def _mistral(**settings: Any) -> Any:
     return MistralConfig(**{**_SHARED, "head_dim": 24, "sliding_window": None, **settings})
 
 
+def _olmo2(**settings: Any) -> Any:
+    from transformers import Olmo2Config
+
+    return Olmo2Config(**{**_SHARED, **settings})
+
+
 def _qwen3(**settings: Any) -> Any:
     """head_dim is 24, where hidden size / heads is 16."""
     from transformers import Qwen3Config
@@ -120,6 +126,8 @@ KINDS: dict[str, Callable[..., Any]] = {
     "llama_tied": partial(_llama, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
     "llama_biased": partial(_llama, attention_bias=True, rope_parameters=YARN_ROPE),
     "mistral": _mistral,
+    "olmo2": _olmo2,
+    "olmo2_tied": partial(_olmo2, tie_word_embeddings=True, num_key_value_heads=4),
     "qwen2": _qwen2,
     "qwen2_tied": partial(_qwen2, tie_word_embeddings=True, rope_parameters=YARN_ROPE),
     "qwen3": _qwen3,
