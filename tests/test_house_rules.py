@@ -233,9 +233,9 @@ OF_ONE_FILE = {
     "engine/test_bodies.py: StandInDecoder",
     "test_command_line.py: StandInLauncher",
     "launch/test_launcher.py: StandInProcess",
-    "controller/test_sending.py: StandInSender",
+    "controller/test_overlap.py: StandInSender",
     "rewards/test_lost_workers.py: StandInSpawn",
-    "controller/test_sending.py: StandInStream",
+    "controller/test_overlap.py: StandInStream",
 }
 """Stand-ins beside tests/fakes: of an interface that one file alone replaces."""
 

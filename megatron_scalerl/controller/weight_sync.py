@@ -57,8 +57,8 @@ logger = logging.getLogger(__name__)
 _TRIES = 3
 """Attempts at an update whose broadcast fails although no engine is known to be gone."""
 
-NO_UPDATE = {"publish_seconds": 0.0, "engine_paused_seconds": 0.0}
-"""What the record of a step without a weight update says of it."""
+NO_UPDATE = {"publish_seconds": 0.0, "engine_paused_seconds": 0.0, "pinned_seconds": 0.0}
+"""What the record of a batch without a weight update says of it."""
 
 
 class WeightUpdateError(RuntimeError):
