@@ -13,7 +13,7 @@ slurm_status    a run's job, its progress and its last error
 slurm_nodes     the nodes of its job that are unfit or down
 
 doctor_command -> node: one list of `check.Check` and the facts that nodes are compared by
-                  nvml (a process) -> gpus; versions; limits; space; output; host; digests
+                  gpus (NVML, in a process); versions; limits; space; output; host
                   head: what several nodes share
                -> doctor_report: table, JSON, and the differences between the JSON files of several nodes
                -> doctor_nodes: all nodes of a Slurm job at once, and which of them are unfit

@@ -105,11 +105,10 @@ def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
     """
     place = next(place for place in (run, *run.parents) if place.is_dir())
     mount = mount_of(place)
-    kind = mount.kind if mount is not None else "unknown"
-    private = kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
-    if not private and kind not in _LOCAL_DISKS:
+    private = mount.kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
+    if not private and mount.kind not in _LOCAL_DISKS:
         return None
-    found = f"{place}, {kind} at {mount.point if mount is not None else '?'}"
+    found = f"{place}, {mount.kind} at {mount.point}"
     if private and several and not anywhere:
         raise ValueError(
             f"output_dir: expected a folder that the other nodes see under the same path, found {found}; "
