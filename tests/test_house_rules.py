@@ -49,9 +49,7 @@ WALL_CLOCK = {
     "cluster/node.py": "the date of the report",
     "page/run_summary.py": "how long ago a run wrote, and part of a file's identity, compared for equality",
     "plan/assumptions_file.py": "the date of a new file",
-    "cluster/slurm_engines.py": "records it",
-    "cluster/slurm_nodes.py": "which attempts belong to the last submission",
-    "cluster/slurm_status.py": "which attempt started last, and until when a job may run",
+    "cluster/slurm_status.py": "which attempts belong to the last submission, and until when a job may run",
     "cluster/submission.py": "records it",
     "processes/spans.py": "records it",
 }

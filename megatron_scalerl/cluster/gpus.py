@@ -43,7 +43,7 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
     """Number and model of the GPUs that the run may use, such as "8 x NVIDIA H100 80GB HBM3"."""
     driver: str = ""
     """Its version; "" if it is not known."""
-    cuda: str = ""
+    cuda_version: str = ""
     """The newest CUDA that the driver supports, such as "13.0"; "" if it is not known."""
 
 
@@ -108,11 +108,11 @@ def _examined(nvml: Any, needed: int | None, visible: str | None) -> GpuReport:
     gpus, unknown = visible_gpus(nvml, range(count), visible)
     if not gpus and not unknown:
         why = f"CUDA_VISIBLE_DEVICES is {visible!r}" if count else "NVML lists none"
-        return GpuReport(checks=_without_gpus(why, needed), driver=version, cuda=cuda)
+        return GpuReport(checks=_without_gpus(why, needed), driver=version, cuda_version=cuda)
     names = [_name(nvml, gpu) for gpu in gpus]
     summary = ", ".join(f"{number} x {name}" for name, number in Counter(names).items())
     checks = [_count(names, summary, unknown, needed), *(_checked(nvml, rule, gpus) for rule in _RULES)]
-    return GpuReport(checks=[*checks, _links(nvml, gpus), driver], names=summary, driver=version, cuda=cuda)
+    return GpuReport(checks=[*checks, _links(nvml, gpus), driver], names=summary, driver=version, cuda_version=cuda)
 
 
 def _failure(found: str) -> GpuReport:

@@ -66,7 +66,7 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None, he
     parameters = _parameters(recipe, recipe_file)
     number = parameters if isinstance(parameters, int) else None
     checks = list(reading.checks)
-    checks += version_checks(machine, reading.cuda) if isinstance(machine, Machine) else [machine]
+    checks += version_checks(machine, reading.cuda_version) if isinstance(machine, Machine) else [machine]
     checks += limit_checks(recipe)
     checks += node_space()
     if recipe is not None:
@@ -151,7 +151,7 @@ def _facts(reading: GpuReport, machine: Machine | Check, recipe: Recipe | None) 
     return {
         GPUS: reading.names,
         "driver": reading.driver,
-        "driver's CUDA": reading.cuda,
+        "driver's CUDA": reading.cuda_version,
         "torch's CUDA": details.get("cuda_version") or "",
         "NCCL": details.get("nccl") or "",
         "Python": platform.python_version(),

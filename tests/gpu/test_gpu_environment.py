@@ -23,7 +23,7 @@ IDLE_MIB = 3 * 1024
 @pytest.mark.slow
 def test_versions_are_those_that_the_package_pins(record_property: Any) -> None:
     """Packages, and on a GPU the driver's CUDA and the loaded NCCL: the doctor's checks."""
-    for check in version_checks(probe_machine(hide_gpus=True), gpus_in_process(None).cuda):
+    for check in version_checks(probe_machine(hide_gpus=True), gpus_in_process(None).cuda_version):
         record_property(check.name, check.found)
         assert check.status != "failed", check
 
