@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import time
@@ -11,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.checkpoints.jsonl import JsonlWriter
+from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
+from megatron_scalerl.checkpoints.jsonl import append_row
 from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster import slurm_checks as checks
 from megatron_scalerl.cluster.allocation import Request, allocate, check_plan, components
@@ -176,9 +175,7 @@ def _submit(plan: JobPlan) -> tuple[str, ...]:
 
 def record(file: Path, jobs: Sequence[str], row: Mapping[str, object]) -> None:
     """Append a submission to a file of the run's folder."""
-    with contextlib.closing(JsonlWriter(file)) as writer:
-        writer.append({"jobs": list(jobs), **row, "unix_time": time.time()})
-        writer.sync()
+    append_row(file, {"jobs": list(jobs), **row, "unix_time": time.time()})
 
 
 @contextlib.contextmanager
@@ -195,12 +192,11 @@ def submitted_whole() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def submitting(run: Path) -> Iterator[None]:
     """One submission of a run at a time. Raises ValueError if another one is in progress."""
-    handle = os.open(run / SLURM / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{run}: expected one submission at a time, found another one in progress") from None
+        handle = lock_file(run / SLURM / "lock")
+    except BlockingIOError:
+        raise ValueError(f"{run}: expected one submission at a time, found another one in progress") from None
+    try:
         yield
     finally:
         os.close(handle)

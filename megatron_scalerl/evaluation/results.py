@@ -9,7 +9,6 @@ another evaluation (policy, problems, seed, settings) is refused. Rows may be in
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
 from megatron_scalerl.evaluation.estimators import Counts
 
@@ -152,13 +151,10 @@ def _problem_of(key: Key) -> tuple[str, int, int | None]:
 
 
 def _locked(folder: Path) -> int:
-    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_file(folder / "lock")
     except BlockingIOError:
-        os.close(lock)
         raise ResultInUse(f"{folder}: expected one evaluation in it at a time, found another running") from None
-    return lock
 
 
 def _rows(path: Path, header: Header) -> dict[Key, Row]:

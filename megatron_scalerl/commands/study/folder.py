@@ -11,7 +11,6 @@ table.md table.csv comparison.json study.png curves.png study.html
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,8 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
+from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
+from megatron_scalerl.checkpoints.jsonl import append_row, read_jsonl, rewrite
 from megatron_scalerl.fit.inputs import differing
 from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.recipe import Recipe
@@ -146,13 +145,8 @@ class StudyFolder:
 
     def ended(self, run: PlannedRun, *, code: int, seconds: float, fresh: bool) -> None:
         """Record an end. fresh: the run began in this process, so that its seconds are those of the whole run."""
-        writer = JsonlWriter(self.path / "runs.jsonl")
-        try:
-            row = {"run": run.name, "arm": run.arm, "seed": run.seed, "steps": run.recipe.steps, "code": code}
-            writer.append(row | {"seconds": round(seconds, 1), "fresh": fresh})
-            writer.sync()
-        finally:
-            writer.close()
+        row = {"run": run.name, "arm": run.arm, "seed": run.seed, "steps": run.recipe.steps, "code": code}
+        append_row(self.path / "runs.jsonl", row | {"seconds": round(seconds, 1), "fresh": fresh})
 
     def times(self) -> list[tuple[str, int, float]]:
         """(arm, steps, seconds) of every finished run that one process made from its start."""
@@ -177,13 +171,10 @@ class StudyFolder:
 
 def lock(path: Path) -> int:
     """Descriptor of a file that is locked until it is closed. Raises StudyInUse if another process has it."""
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_file(path)
     except BlockingIOError:
-        os.close(descriptor)
         raise StudyInUse(f"{path.parent}: expected a folder that no other study uses, found it locked") from None
-    return descriptor
 
 
 def digest(path: Path) -> str:
