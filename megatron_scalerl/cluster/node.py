@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -29,8 +30,6 @@ from megatron_scalerl.recipe.file import check_policy, check_prompts, dump_recip
 PACKAGE = Path(megatron_scalerl.__file__).parent
 _DIGITS = 16
 """Of a digest, hexadecimal."""
-FORMAT = 1
-"""Version of the JSON file."""
 GPUS = "GPUs"
 """The fact in which only nodes of the same kind have to agree."""
 
@@ -38,8 +37,8 @@ GPUS = "GPUs"
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `doctor` found on one node. Produced by `examine`; `--json` writes it."""
 
-    format: int
-    """`FORMAT`."""
+    format: Literal[1] = 1
+    """Version of the JSON file."""
     host: str
     time: str
     """UTC, ISO 8601."""
@@ -81,7 +80,6 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None, he
     facts = _facts(reading, machine, recipe)
     checks.append(ok("code and recipe", f"digests {facts['code']} and {facts['recipe'] or '(no recipe)'}"))
     return NodeReport(
-        format=FORMAT,
         host=socket.gethostname(),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         facts=facts,

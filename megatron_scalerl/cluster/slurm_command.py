@@ -60,16 +60,6 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
     job.add_argument("--time", metavar="T", help="time limit of one job: MINUTES, H:MM:SS or D-HH:MM:SS")
     job.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: %(default)s)")
     job.add_argument(
-        "--gpus-per-node",
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="GPUs of a node (default: on one node one for each rank and engine device, on several all that it has)",
-    )
-    job.add_argument(
-        "--slots", type=int, metavar="N", help="on CPUs: ranks and engine devices of a node (default: the fewest)"
-    )
-    job.add_argument(
         "--engine-nodes",
         type=int,
         default=0,
@@ -77,9 +67,15 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
         help="nodes for the engines alone: heterogeneous jobs, in a --chain, whose --nodes have the trainer",
     )
     job.add_argument("--engine-partition", metavar="P", help="their partition (default: --partition)")
-    job.add_argument("--engine-gpus-per-node", type=int, metavar="N", help="GPUs of each of them (default: all)")
-    job.add_argument("--engine-slots", type=int, metavar="N", help="on CPUs: engine devices of each of them")
-    job.add_argument("--cpus", type=int, metavar="N", help="CPUs of a node (default: the GPUs' share of the node)")
+    of_node = "one for each rank and engine device on one node, on several all that it has"
+    for names, text in (
+        (("--gpus-per-node", "--gpus"), f"GPUs of a node (default: {of_node})"),
+        (("--slots",), "on CPUs: ranks and engine devices of a node (default: the fewest)"),
+        (("--cpus",), "CPUs of a node (default: the GPUs' share of the node)"),
+        (("--engine-gpus-per-node",), "GPUs of each of the --engine-nodes (default: all)"),
+        (("--engine-slots",), "on CPUs: engine devices of each of the --engine-nodes"),
+    ):
+        job.add_argument(*names, type=int, metavar="N", help=text)
     job.add_argument(
         "--gpu-hours", type=float, metavar="H", help="budget: what all attempts together may hold, by the ledger"
     )
@@ -162,17 +158,8 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     if array and request.throttle is None:
         request = replace(request, throttle=len(recipes))
     name = array_name(source, arguments.base) if array else recipes[0].name
-    done = submit(recipes, name, request, recipe_file=None if array else source, dry_run=arguments.dry_run)
-    yield from (f"warning: {line}" for line in done.warnings)
-    yield f"plan --check: {done.fits}"
-    yield f"job script: {done.plan.script}"
-    yield f"sbatch --test-only: {done.expected}"
-    if not done.jobs:
-        yield "dry run: nothing is submitted"
-        return
-    yield f"submitted: job {', '.join(done.jobs)}; asked to save {done.plan.lead_s} s before its time limit"
-    yield f"output: {done.plan.outputs}; logs: RUN/slurm and RUN/logs"
-    yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in done.plan.runs)
+    recipe_file = None if array else source
+    yield from submit(recipes, name, request, recipe_file=recipe_file, dry_run=arguments.dry_run)
 
 
 def _alone(arguments: argparse.Namespace, name: str) -> bool:

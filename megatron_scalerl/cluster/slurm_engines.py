@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.cluster import cluster, slurm_checks
 from megatron_scalerl.cluster.allocation import Allocation, Request, joining
 from megatron_scalerl.cluster.job import job_options, output_options, program_of, rendered
 from megatron_scalerl.cluster.site import Site, read_site
-from megatron_scalerl.cluster.submission import record, submitted_whole, submitting
+from megatron_scalerl.cluster.submission import record, submitted_whole, submitting, write_script
 from megatron_scalerl.controller.run_folder import END, SLURM
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
@@ -57,12 +56,8 @@ def add_engines(run_dir: Path, request: Request, *, dry_run: bool) -> Iterator[s
     plan = plan_engines(run, recipe, request, partition)
     with submitting(run):
         main = check_joinable(run)
-        write_durably(plan.script, render(plan).encode())
-        cluster.check_syntax(plan.script)
-        yield f"job script: {plan.script}"
-        yield f"sbatch --test-only: {cluster.test_only(plan.script)}"
+        yield from write_script(plan.script, render(plan), dry_run=dry_run)
         if dry_run:
-            yield "dry run: nothing is submitted"
             return
         with submitted_whole() as jobs:
             jobs.append(cluster.submit(plan.script))

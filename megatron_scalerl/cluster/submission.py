@@ -7,7 +7,6 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
@@ -22,20 +21,6 @@ from megatron_scalerl.controller.run_folder import SLURM, check_recipe
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.collection import listed, resolve, resolve_seeds, same_recipes
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
-
-
-@dataclass(frozen=True, kw_only=True)
-class Submission:
-    """A job whose script is written and was accepted by `sbatch --test-only`."""
-
-    plan: JobPlan
-    expected: str
-    """What Slurm says about its start."""
-    fits: str
-    """What `plan --check` says, or why it was skipped."""
-    warnings: tuple[str, ...] = ()
-    jobs: tuple[str, ...] = ()
-    """Ids of the submitted jobs; none after a dry run."""
 
 
 def recipes_of(
@@ -75,13 +60,12 @@ def array_name(folder: str, base: str | None) -> str:
 
 def submit(
     recipes: Sequence[Recipe], name: str, request: Request, *, recipe_file: str | None, dry_run: bool
-) -> Submission:
-    """Check everything, write the job script, submit it. More than one recipe, or a throttle: an array.
+) -> Iterator[str]:
+    """Check everything, write the job script, submit it; yields what to tell the user.
 
-    name: of the job. recipe_file: of the only recipe. Raises ValueError for user errors, before which nothing is
-    submitted, and RuntimeError where Slurm fails.
+    More than one recipe, or a throttle: an array. name: of the job. recipe_file: of the only recipe. Raises
+    ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
-    cluster.require()
     site = read_site(request.site)
     partitions = cluster.partitions()
     partition = checks.check_partition(request.partition, partitions)
@@ -96,6 +80,8 @@ def submit(
         warnings.append(checks.check_shared(run, several=plan.several, anywhere=request.any_file_system))
         others = partitions[request.engine_partition or partition.name] if plan.engines is not None else None
         fits = check_plan(recipe, recipe_file, partition, plan.nodes.gpus, others)
+    yield from (f"warning: {line}" for line in dict.fromkeys(warnings) if line is not None)
+    yield f"plan --check: {fits}"
     with contextlib.ExitStack() as stack:
         for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
             (run / SLURM).mkdir(parents=True, exist_ok=True)
@@ -106,12 +92,23 @@ def submit(
         for recipe, run in zip(resolved, plan.runs, strict=True):
             write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
         # last: end.json of a finished run is compared with it
-        write_durably(plan.script, render(plan).encode())
-        cluster.check_syntax(plan.script)
-        expected = cluster.test_only(plan.script)
-        jobs = () if dry_run else _submit(plan)
-    said = tuple(dict.fromkeys(line for line in warnings if line is not None))
-    return Submission(plan=plan, expected=expected, fits=fits, warnings=said, jobs=jobs)
+        yield from write_script(plan.script, render(plan), dry_run=dry_run)
+        if dry_run:
+            return
+        jobs = _submit(plan)
+    yield f"submitted: job {', '.join(jobs)}; asked to save {plan.lead_s} s before its time limit"
+    yield f"output: {plan.outputs}; logs: RUN/slurm and RUN/logs"
+    yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in plan.runs)
+
+
+def write_script(script: Path, text: str, *, dry_run: bool) -> Iterator[str]:
+    """Write a job script and have it checked; yields what to tell the user. Raises ValueError for a refusal."""
+    write_durably(script, text.encode())
+    cluster.check_syntax(script)
+    yield f"job script: {script}"
+    yield f"sbatch --test-only: {cluster.test_only(script)}"
+    if dry_run:
+        yield "dry run: nothing is submitted"
 
 
 def _plan(
@@ -152,7 +149,7 @@ def _plan(
     )
 
 
-def _submit(plan: JobPlan) -> tuple[str, ...]:
+def _submit(plan: JobPlan) -> list[str]:
     """Submit the job, or the jobs of its chain; all of them are recorded, or canceled."""
     asked = plan.request
     with submitted_whole() as jobs:
@@ -170,7 +167,7 @@ def _submit(plan: JobPlan) -> tuple[str, ...]:
         for index, run in enumerate(plan.runs):
             mine = [f"{job}_{index}" for job in jobs] if asked.throttle else jobs
             record(run / SLURM / checks.JOBS, mine, row)
-    return tuple(jobs)
+    return jobs
 
 
 def record(file: Path, jobs: Sequence[str], row: Mapping[str, object]) -> None:
