@@ -98,6 +98,7 @@ def test_nodes_are_alike_and_filled(fleet, partition, wanted, found):
         ((2, 2, 1), H100, asked(2, slots=2), "--slots requires --gpus-per-node 0"),
         ((2, 2, 1), CPUS, asked(slots=2), "--slots requires --nodes of at least 2"),
         ((2, 2, 1), CPUS, asked(2, cpus=33), "--cpus: expected 1 to 32"),
+        ((2, 2, 1), H100, asked(gpus_per_node=2), "--gpus-per-node: expected at least 4, one for each rank"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(fleet, partition, wanted, said):
@@ -244,6 +245,12 @@ def test_the_components_of_a_heterogeneous_job(fleet, partitions, wanted, traine
             (H100, L40S),
             asked(4, gpus_per_node=4, engine_nodes=5),
             "--gpus-per-node: expected 0 or 8, ",
+        ),
+        (
+            (16, 8, 2),
+            (H100, L40S),
+            asked(2, engine_nodes=4, engine_gpus_per_node=-1),
+            "--engine-gpus-per-node: expected 0 to 4",
         ),
         ((16, 8, 2), (H100, L40S), asked(2, cpus=4, engine_nodes=4), "--cpus: expected none with --engine-nodes"),
         ((16, 8, 2), (H100, CPUS), asked(2, engine_nodes=4), "--engine-gpus-per-node: expected GPUs, as for the"),
