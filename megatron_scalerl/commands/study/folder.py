@@ -14,11 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
@@ -94,15 +93,12 @@ class StudyFolder:
         """Release the lock."""
         os.close(self._lock)
 
-    def begin(
-        self, runs: Sequence[PlannedRun], *, redo: bool, known: Mapping[str, str] = MappingProxyType({})
-    ) -> list[str]:
+    def begin(self, runs: Sequence[PlannedRun], *, redo: bool) -> list[str]:
         """Record what the study runs; returns names of runs that were replaced.
 
         redo: move runs of changed recipes away, with changed files all. Otherwise RecipeError is raised, one line.
-        known: digests of files that were just made.
         """
-        inputs = {os.path.abspath(path): made for path, made in _digests(runs[0].recipe, known).items()}
+        inputs = {os.path.abspath(path): made for path, made in _digests(runs[0].recipe).items()}
         before = self._inputs()
         other = sorted(path for path, now in inputs.items() if before.get(path, now) != now)
         changed = [run for run in self.known() if other] if redo else []
@@ -183,18 +179,16 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digests(paths: Iterable[Path], known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Path -> digest of the files, and of those in the folders, that exist. known: digests that were just made."""
+def digests(paths: Iterable[Path]) -> dict[str, str]:
+    """Path -> digest of the files, and of those in the folders, that exist."""
     files = [f for path in paths for f in (sorted(path.iterdir()) if path.is_dir() else [path]) if f.is_file()]
-    left = [file for file in files if str(file) not in (known or {})]
     with ThreadPoolExecutor(READERS) as pool:
-        made = dict(zip(map(str, left), pool.map(digest, left)))
-    return {str(file): (made | dict(known or {}))[str(file)] for file in files}
+        return dict(zip(map(str, files), pool.map(digest, files)))
 
 
-def _digests(recipe: Recipe, known: Mapping[str, str]) -> dict[str, str]:
+def _digests(recipe: Recipe) -> dict[str, str]:
     data = [path for task in tasks_of(recipe) for path in (task.prompts.path, task.prompts.held_out_path)]
-    return digests((Path(path) for path in (*data, recipe.policy.path) if path is not None), known)
+    return digests(Path(path) for path in (*data, recipe.policy.path) if path is not None)
 
 
 def check_shared(runs: Sequence[PlannedRun]) -> None:
