@@ -85,7 +85,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     runs = [_run_report(curve, options) for curve in _with_unique_names(_read(options))]
     comparison = _comparison(runs, options) if options.compare else None
-    out: dict[str, Any] = {"fits": [fit_json(r.fit, r.predictions, r.decision) for r in runs]}
+    fits = [{"read": r.curve.read, **fit_json(r.fit, r.predictions, r.decision)} for r in runs]
+    out: dict[str, Any] = {"fits": fits}
     if comparison is not None:
         out["comparison"] = comparison_json(comparison)
     text = json.dumps(out, indent=2, allow_nan=False) + "\n"
@@ -214,6 +215,8 @@ def _print(runs: list["RunReport"], comparison: "Comparison | None", options: ar
     def show(table: tables.Table) -> None:
         console.print(table.rich())
 
+    for each in runs:
+        print(each.curve.read)
     show(tables.parameters_table(runs))
     show(tables.predictions_table(runs))
     for each in runs:
