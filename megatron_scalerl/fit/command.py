@@ -40,6 +40,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("inputs", nargs="+", metavar="INPUT", help="run folder, or CSV, JSONL or JSON file")
     p.add_argument("--compute", metavar="COL", help="column with the compute (or the step)")
     p.add_argument("--score", metavar="COL", help="column with the pass rate")
+    p.add_argument("--score-range", metavar="LO,HI", help="range of the score, mapped to [0, 1]: --score-range=-1,1")
     p.add_argument(
         "--task", metavar="NAME", help="task of a mixture, from the columns pass_rate/NAME and prompts/NAME"
     )
@@ -119,6 +120,7 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
         score=options.score,
         task=options.task,
         series=tuple(series),
+        score_range=_score_range(options.score_range),
         hours_per_step=options.hours_per_step,
     )
     given = {"initial": options.r0, "prompts": options.prompts, "initial_generations": options.generations}
@@ -127,6 +129,18 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
     if options.generations is None:
         return curves
     return [replace(curve, generations=np.full(len(curve.compute), float(options.generations))) for curve in curves]
+
+
+def _score_range(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        low = high = 0.0
+    if not -float("inf") < low < high < float("inf"):
+        raise ValueError(f"--score-range: expected two numbers like -1,1, found {text!r}")
+    return low, high
 
 
 def _with_unique_names(curves: list["Curve"]) -> list["Curve"]:
@@ -150,11 +164,15 @@ def _run_report(curve: "Curve", options: argparse.Namespace) -> "RunReport":
     result = _fit(curve, options, options.fixed_asymptote)
     computes = _computes(options.predict) or [k * float(result.compute.max()) for k in (2, 5, 10)]
     worth = WORTH if options.worth is None else options.worth
+    rest = curve.part(curve.compute > (options.fit_until or float("inf")))
     return RunReport(
         curve=curve,
         fit=result,
         predictions=tuple(result.predict(computes)),
         decision=decide(result, budget=options.budget, worth=worth, target=options.target),
+        evaluation=result.evaluate(rest.compute, rest.pass_rate, completions=rest.completions)
+        if rest.compute.size
+        else None,
     )
 
 
@@ -220,14 +238,9 @@ def _print(runs: list["RunReport"], comparison: "Comparison | None", options: ar
     show(tables.parameters_table(runs))
     show(tables.predictions_table(runs))
     for each in runs:
-        later = each.curve.compute > (options.fit_until or float("inf"))
-        if later.any():
-            rest = each.curve.part(later)
-            evaluation = each.fit.evaluate(rest.compute, rest.pass_rate, completions=rest.completions)
-            show(tables.evaluation_table(evaluation))
-            inside = f"{evaluation.covered.sum():.0f} of {len(evaluation.covered)}"
-            error = abs(evaluation.errors).mean()
-            print(f"mean absolute error {error:.4f}; {inside} measurements inside their interval")
+        if each.evaluation is not None:
+            show(tables.evaluation_table(each.evaluation))
+            print(each.evaluation.summary())
     for each in runs:
         if len(runs) > 1:
             print(f"\n{each.fit.name}")

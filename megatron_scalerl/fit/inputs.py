@@ -50,6 +50,8 @@ class ColumnOptions:
     """Task of a mixture: its pass rate and prompts are the columns pass_rate/TASK and prompts/TASK."""
     series: tuple[tuple[str, str], ...] = ()
     """(column, value) pairs that a row must match; the value "*" makes one run of each value."""
+    score_range: tuple[float, float] | None = None
+    """(lowest, highest) value of the score, mapped to 0 and 1; None: (0, 1), or (0, 100) for percent."""
     hours_per_step: float | None = None
     """Hours per step: compute = steps x this constant, as in Khatri et al. (2025)."""
 
@@ -241,7 +243,7 @@ class _Point(NamedTuple):
 def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") -> Curve:
     score, *others = _scores(table, options)
     compute, scale, unit = _compute(table, options, score)
-    found, said = _points(table, compute, scale, score, others)
+    found, said = _points(table, options, (compute, scale), score, others)
     starts = [point for point in found if point.compute == 0 or point.row.get("step") == 0]
     points, notes = _ordered([point for point in found if point not in starts], compute)
     if not points:
@@ -312,9 +314,10 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
 
 
 def _points(
-    table: TableFile, compute: str, scale: float, score: str, others: Sequence[str]
+    table: TableFile, options: ColumnOptions, axis: tuple[str, float], score: str, others: Sequence[str]
 ) -> tuple[list[_Point], list[str]]:
-    """The points of the rows with both numbers, and what was skipped and converted."""
+    """The points of the rows with both numbers, and what was skipped and converted. axis: compute column, factor."""
+    compute, scale = axis
     found, blank, no_number = [], 0, 0
     for number, row in table.rows:
         x, y = (_number(table, number, column, row) for column in (compute, score))
@@ -334,14 +337,19 @@ def _points(
         found.append(_Point(x * scale, y, row, number))
     if not found:
         raise ValueError(f"{table.path}: expected rows with {score} and {compute}, found none")
-    said = []
-    if _is_percent(score, found):
-        found = [point._replace(pass_rate=point.pass_rate / 100) for point in found]
+    said, (low, high) = [], options.score_range or (0.0, 1.0)
+    if options.score_range is None and _is_percent(score, found):
+        high = 100.0
         said.append("percent, divided by 100")
+    elif options.score_range is not None:
+        said.append(f"{low:g} to {high:g} mapped to 0 to 1")
+    found = [point._replace(pass_rate=(point.pass_rate - low) / (high - low)) for point in found]
     wrong = next((point for point in found if not 0.0 <= point.pass_rate <= 1.0), None)
     if wrong is not None:
         expected = f"expected a pass rate in [0, 1], found {wrong.pass_rate:g}"
         hint = f"; other columns: {', '.join(others[:2])} (--score)" if others else ""
+        if columns.is_reward(score) and options.score_range is None:
+            hint += "; or map its range with --score-range=LO,HI"
         raise ValueError(f"{table.path}: row {wrong.number}: {score}: {expected}{hint}")
     skipped = [
         f"{count} {what}" for count, what in ((blank, "without a number"), (no_number, "NaN or infinite")) if count

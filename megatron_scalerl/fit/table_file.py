@@ -78,12 +78,15 @@ def read_tables(path: Path) -> list[TableFile]:
         raise ValueError(f"{path}: expected a header and rows, found an empty file")
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     start = text.lstrip()[:2]
-    if start[0] == "[" or suffix == ".json" or (start[0] == "{" and start != "{'" and suffix != ".jsonl"):
+    if suffix not in (".json", ".jsonl", ".ndjson", ".csv", ".tsv") and (logged := _from_console(path, text)):
+        return [logged]
+    if suffix in (".log", ".out", ".err"):
+        raise ValueError(
+            f"{path}: expected lines like step:5 - reward:0.1 or {{'reward': 0.1, 'epoch': 1}}, found none"
+        )
+    if start[0] == "[" or suffix == ".json" or (start[0] == "{" and suffix not in (".jsonl", ".ndjson")):
         return [_from_json(path, text)]
-    if suffix in (".jsonl", ".ndjson"):
-        return [_from_jsonl(path, text)]
-    logged = _from_console(path, text)
-    return [logged] if logged else _from_csv(path, text)
+    return [_from_jsonl(path, text)] if suffix in (".jsonl", ".ndjson") else _from_csv(path, text)
 
 
 def _text(path: Path, data: bytes) -> str:
