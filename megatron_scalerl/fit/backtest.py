@@ -57,7 +57,9 @@ class Backtest:
         right = [p for p in self.points if self.settled_from is not None and p.compute >= self.settled_from]
         errors = [abs(p.forecast - self.final_pass_rate) for p in self.points[: len(self.points) - len(right)]]
         off = f"{', before it' if right else ':'} up to {max(errors):.3f} off" if errors else ""
-        fell = f"; {self.fall}, which none made before it foresaw" if self.fall and errors else ""
+        before = [p for p in self.points if self.fall is not None and p.compute <= self.fall.compute]
+        unseen = before and all(abs(p.forecast - self.final_pass_rate) > MARGIN for p in before)
+        fell = f"; {self.fall}, which no forecast before it foresaw" if unseen else ""
         what = f"{self.name}: the forecast of the last point, {self.final_pass_rate:.4f} at "
         what += f"{short_number(self.final_compute)}, "
         if self.settled_from is None:

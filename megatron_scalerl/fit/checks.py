@@ -74,6 +74,11 @@ def curve_warnings(
         notes.append(
             f"falling tail: {fall}; a sigmoid cannot fall, so the run may be unstable and the forecast too high"
         )
+    elif len(pass_rate) > 3 and pass_rate[-1] < 0.5 * pass_rate[-4:-1].min():
+        notes.append(
+            f"the last pass rate, {pass_rate[-1]:.3f}, is less than half of those before it: one bad validation, "
+            "or the first of a collapse"
+        )
     return notes
 
 

@@ -128,13 +128,10 @@ def _fit(
         found = len(curve.compute)
         raise ValueError(f"{curve.name}: expected at least 3 points with compute > 0 in the window, found {found}")
     prior, solve = (prior, _solve_robust) if method == "robust" else (FLAT_PRIOR, _solve_paper)
-    highest = fixed_asymptote
-    if method == "paper" and fixed_asymptote is None:
-        highest = float(ASYMPTOTES[-1])
-        lowest = initial_candidates(curve.pass_rate)[0] if curve.initial is None else curve.initial
-        if lowest >= highest:
-            raise ValueError(f"method paper: expected R_0 below its highest A, {highest:g}, found {lowest:.3f}")
-    observations = observe(curve, prior, highest=highest)
+    start = float(curve.pass_rate[0]) if curve.initial is None else curve.initial
+    if method == "paper" and fixed_asymptote is None and start >= ASYMPTOTES[-1]:
+        raise ValueError(f"method paper: expected R_0 below its highest A, {ASYMPTOTES[-1]:g}, found {start:.3f}")
+    observations = observe(curve, prior, highest=fixed_asymptote)
     solution = solve(observations, prior, fixed_asymptote, draws, seed)
     notes = _initial_notes(curve) + notes + solution.notes
     return _result(curve, solution, notes + checks.truncation_warnings(curve.compute, curve.truncated_share), method)

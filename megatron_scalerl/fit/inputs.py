@@ -33,7 +33,7 @@ RECORD_COLUMNS = (
 SEED_COLUMN = "seed"
 """Name of the column with the seed of a run."""
 FEW_ROWS, MANY_RUNS = 3, 24
-"""Rows of a run, below which the column that tells runs apart is taken for something else; and runs of one table."""
+"""Rows of a run, below which it cannot be fitted; and runs of one table that are fitted unasked."""
 MISSING = frozenset(("", "-", "none", "null", "na", "n/a", "<na>", "nan", "inf", "infinity", "undefined"))
 """Cells that are no number and no mistake, in lower case, a sign apart."""
 
@@ -76,10 +76,13 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
             failed.append(error)
     if not curves:
         raise failed[0]
-    if failed:
-        left_out = f"{len(failed)} of {len(tables)} runs were left out; the first: {failed[0]}"
-        curves[0] = replace(curves[0], notes=(*curves[0].notes, left_out))
-    return curves
+    long = [curve for curve in curves if len(curve.compute) >= FEW_ROWS] or curves
+    left_out = [str(error) for error in failed]
+    left_out += [f"{curve.name} has fewer than {FEW_ROWS} points" for curve in curves if curve not in long]
+    if left_out:
+        note = f"{len(left_out)} runs of {path.name} were left out: {left_out[0]}"
+        long[0] = replace(long[0], notes=(*long[0].notes, note))
+    return long
 
 
 def _curves_of(table: TableFile, options: ColumnOptions) -> list[Curve]:
@@ -281,7 +284,8 @@ def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
         return found
     if candidates:
         raise ValueError(f"{table.path}: expected rows with {candidates[0]}, found none with a number")
-    names = columns.some_of([c for c in table.columns if c], ("pass rate", "accuracy", "score", "reward", "success"))
+    others = [c for c in table.columns if c and (len(table.columns) < 7 or c not in columns.computes(table.columns))]
+    names = columns.some_of(others, ("pass rate", "accuracy", "score", "reward", "success"))
     raise ValueError(f"{table.path}: row 1: expected a score column (name it with --score), found {names}")
 
 

@@ -79,7 +79,7 @@ def _finish(figure: "Figure", axes: "Axes", title: str, *, note: str = "") -> No
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(3, 105 // (max(map(len, labels)) + 7)))
     style: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": 9, "title_fontsize": 8}
-    figure.legend(handles, labels, ncols=columns, title=textwrap.fill(note, 120), **style)
+    figure.legend(handles, labels, ncols=columns, title=textwrap.fill(note, 130), **style)
 
 
 def new_figure() -> tuple["Figure", "Axes"]:

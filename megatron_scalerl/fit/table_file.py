@@ -30,7 +30,8 @@ WRAPPERS = ("data", "metrics", "logs", "log", "values", "scalars")
 """Keys of objects that are no part of a metric's name: verl's file logger writes {"step": 1, "data": {...}}."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _STEP_LINE = re.compile(r"\bstep:\s*(\d+) - (\S+:.*)")
-"""verl: `(TaskRunner pid=7) step:5 - critic/score/mean:0.1 - actor/lr:np.float64(1e-06)`."""
+"""verl: `(TaskRunner pid=7) step:5 - critic/score/mean:0.1 - actor/lr:1e-06`."""
+_NUMPY = re.compile(r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor)\d*\(([^()]*)\)")
 _DICT_LINE = re.compile(r"\{'[^{}]*\}")
 """transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`."""
 
@@ -62,7 +63,7 @@ def read_tables(path: Path) -> list[TableFile]:
     if path.is_dir():
         for name in FOLDER:
             if inside := sorted(path.glob(name), key=lambda p: [int(n) for n in re.findall(r"\d+", p.parent.name)]):
-                return read_tables(inside[-1])
+                return [replace(table, run=path.resolve().name) for table in read_tables(inside[-1])]
     if path.is_dir() or "tfevents" in path.name:
         return _from_tensorboard(path)
     data = path.read_bytes()
@@ -200,7 +201,9 @@ def _from_object(path: Path, value: Mapping[str, Any]) -> TableFile:
     """A JSON object that holds a list of rows (trainer_state.json: log_history), several, or columns (pandas)."""
     lists = {k: v for k, v in value.items() if isinstance(v, list) and v and all(isinstance(r, dict) for r in v)}
     if "log_history" in lists:
-        return _table(path, "trainer_state", [(n, _flat(row)) for n, row in enumerate(lists["log_history"], start=1)])
+        return _table(
+            path, "trainer_state.json", [(n, _flat(row)) for n, row in enumerate(lists["log_history"], start=1)]
+        )
     if lists:
         named = [
             ({"kind": key} if len(lists) > 1 else {}) | _flat(row) for key, rows in lists.items() for row in rows
@@ -233,11 +236,10 @@ def _items(row: Row, prefix: str) -> Iterator[tuple[str, Any]]:
 def _from_console(path: Path, text: str) -> TableFile | None:
     """The metrics of verl's and transformers' lines in a console's output; None if there are none."""
     rows: list[tuple[int, Row]] = []
-    for number, line in enumerate(_ANSI.sub("", text).split("\n"), start=1):
+    for number, line in enumerate(_NUMPY.sub(r"\1", _ANSI.sub("", text)).split("\n"), start=1):
         if found := _STEP_LINE.search(line):
             pairs = (item.strip().rpartition(":") for item in found[2].split(" - "))
-            numbers = {k: re.sub(r"^\w+[.\w]*\((.*)\)$", r"\1", (v.split() or [""])[0]) for k, _, v in pairs if k}
-            rows.append((number, {"step": found[1], **numbers}))
+            rows.append((number, {"step": found[1], **{k: (v.split() or [""])[0] for k, _, v in pairs if k}}))
         elif found := _DICT_LINE.search(line):
             try:
                 row = ast.literal_eval(re.sub(r"\b(?:nan|inf)\b", "None", found[0]))
@@ -284,6 +286,6 @@ def _from_tensorboard(path: Path) -> list[TableFile]:
                     row[value.tag] = float(tensor.reshape(()))
     named = {f: str(f.relative_to(path)) if path.is_dir() and f != path else f.resolve().name for f in folders}
     return [
-        _table(path, "event files", list(enumerate(rows, start=1)), run=named[folder], x="step")
+        _table(path, "event files", list(enumerate(rows, start=1)), run=named[folder])
         for folder, rows in folders.items()
     ]
