@@ -76,10 +76,10 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
             failed.append(error)
     if not curves:
         raise failed[0]
+    short = [curve.name for curve in curves if len(curve.compute) < FEW_ROWS]
     long = [curve for curve in curves if len(curve.compute) >= FEW_ROWS] or curves
-    left_out = [str(error) for error in failed]
-    left_out += [f"{curve.name} has fewer than {FEW_ROWS} points" for curve in curves if curve not in long]
-    if left_out:
+    left_out = [*map(str, failed), *(f"{name} has fewer than {FEW_ROWS} points" for name in short)]
+    if left_out and long is not curves:
         note = f"{len(left_out)} runs of {path.name} were left out: {left_out[0]}"
         long[0] = replace(long[0], notes=(*long[0].notes, note))
     return long
@@ -247,8 +247,9 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     score, *others = _scores(table, options)
     compute, scale, unit = _compute(table, options, score)
     found, said = _points(table, options, (compute, scale), score, others)
-    starts = [point for point in found if point.compute == 0 or point.row.get("step") == 0]
-    points, notes = _ordered([point for point in found if point not in starts], compute)
+    at_start = [point.compute == 0 or point.row.get("step") == 0 for point in found]
+    starts = [point for point, start in zip(found, at_start) if start]
+    points, notes = _ordered([point for point, start in zip(found, at_start) if not start], compute)
     if not points:
         raise ValueError(f"{table.path}: expected rows with {compute} > 0, found none")
     notes = _identity_notes(table) + [f"{table.path.name}: {text}" for text in notes]
@@ -303,7 +304,8 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
             names = columns.some_of([c for c in table.columns if c], ("step", "epoch", "tokens", "hours"))
             expected = "expected a compute column (name it with --compute)"
             raise ValueError(f"{table.path}: row 1: {expected}, found {names}")
-        column = usable[0]
+        alike = [c for c in usable if columns.unit_of(c) == columns.unit_of(usable[0])]
+        column = max(alike, key=lambda c: sum(_has_number(row, c) for row in measured))  # verl's step 0 lacks some
     units = [(n, row["unit"]) for n, row in table.rows if not _blank(row.get("unit"))] if column == "compute" else []
     if units:
         _same(table, "unit", units)
@@ -487,7 +489,7 @@ def _variance(table: TableFile, points: list[_Point]) -> float | None:
 
 def _column_values(table: TableFile, points: list[_Point], key: str, *, missing: float | None = None) -> Array | None:
     """[n] numbers of a column; None where none, or without `missing` one, is there. Raises ValueError for a text."""
-    numbers = [_number(table, point.number, key, point.row) for point in points]
+    numbers = [_number(table, point.number, key, point.row) for point in points if key in table.columns]
     if all(value is None for value in numbers) or (missing is None and None in numbers):
         return None
     return np.array([missing if value is None else value for value in numbers], dtype=float)
