@@ -30,15 +30,17 @@ PIPE_WIDTH = 200
 EPILOG = """example:
   megatron-scalerl fit runs/my_run --fit-until 8000 --predict 16000,50000 --html report.html
 
-Every interval has a coverage of 90 %. docs/forecast.md says what to type for which file, docs/forecast_method.md how the
-forecast works."""
+Every interval has a coverage of 90 %. docs/forecast.md says what to type for which file,
+docs/forecast_method.md how the forecast works."""
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     p.description = "Fit a run's compute-performance curve, forecast it, and decide whether to continue the run."
     p.epilog = EPILOG
-    p.add_argument("inputs", nargs="+", metavar="INPUT", help="run folder, or file of W&B, TRL, verl, TensorBoard and others")
+    p.add_argument(
+        "inputs", nargs="+", metavar="INPUT", help="run folder, or file of W&B, TRL, verl, TensorBoard and others"
+    )
     p.add_argument("--compute", metavar="COL", help="column with the compute (or the step)")
     p.add_argument("--score", metavar="COL", help="column with the pass rate")
     p.add_argument("--score-range", metavar="LO,HI", help="range of the score, mapped to [0, 1]: --score-range=-1,1")

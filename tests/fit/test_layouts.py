@@ -396,7 +396,7 @@ def test_the_nearest_names_are_proposed_where_none_fits(tmp_path):
         (
             "a.json",
             '{"rows": 3, "x": [1, 2], "y": [1]}',
-            "expected a JSON list of rows, found an object with rows, x, y",
+            "expected a JSON list of rows, found dict with rows, x, y",
         ),
     ],
 )
