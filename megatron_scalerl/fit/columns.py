@@ -110,6 +110,7 @@ def is_reward(name: str) -> bool:
 
 def some_of(names: Sequence[str], wanted: Sequence[str]) -> str:
     """All names if they are few, else their number and the three nearest to the wanted ones."""
+    names = [name for name in names if name]
     if len(names) <= 6:
         return ", ".join(names)
 

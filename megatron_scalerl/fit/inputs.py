@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.noise import HIGHEST_VARIANCE
 from megatron_scalerl.fit.sigmoid import Array
-from megatron_scalerl.fit.table_file import Row, TableFile, read_tables
+from megatron_scalerl.fit.table_file import Row, TableFile, read_tables, refused
 
 IDENTITY_COLUMNS = ("run", "run_id", "run_name", "series", "name", "figure", "recipe", "experiment", "model", "seed")
 """Columns that identify a run: a table is read as one run of each value, where each has a few rows."""
@@ -34,6 +35,10 @@ SEED_COLUMN = "seed"
 """Name of the column with the seed of a run."""
 FEW_ROWS, MANY_RUNS = 3, 24
 """Rows of a run, below which it cannot be fitted; and runs of one table that are fitted unasked."""
+Check = tuple[str, Callable[[float], bool]]
+"""(what is expected, whether a number is it)."""
+SIZE: Check = ("a whole number >= 1", lambda value: value >= 1 and value % 1 == 0)
+VARIANCE: Check = (f"a variance in [0, {HIGHEST_VARIANCE:g}]", lambda value: 0 <= value <= HIGHEST_VARIANCE)
 MISSING = frozenset(("", "-", "none", "null", "na", "n/a", "<na>", "nan", "inf", "infinity", "undefined"))
 """Cells that are no number and no mistake, in lower case, a sign apart."""
 
@@ -154,16 +159,23 @@ def _one_place(key: str, *values: object) -> bool:
     return key.endswith("path") and None not in values and len({os.path.abspath(str(v)) for v in values}) == 1
 
 
-def _candidates(table: TableFile, options: ColumnOptions) -> list[str]:
-    """Columns that the pass rate may be in, best first."""
+def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
+    """Columns that the pass rate may be in, best first; of those that have numbers."""
+    if options.task and options.score:
+        raise ValueError(f"--task: expected no --score beside it, found --score {options.score}")
     if options.task or options.score:
-        option = "--task" if options.task else "--score"
         name = f"pass_rate/{options.task}" if options.task else str(options.score)
-        return [_named(table, name, option)]
-    known = columns.scores(table.columns)
-    if not known and table.x and len(table.columns) == 2:  # a chart of one metric: the user has chosen it
-        return list(table.columns[1:])
-    return known
+        known = [_named(table, name, "--task" if options.task else "--score")]
+    elif not (known := columns.scores(table.columns)) and table.x and len(table.columns) == 2:
+        known = [table.columns[1]]  # a chart of one metric: the user has chosen it
+    if not known:
+        others = [c for c in table.columns if len(table.columns) < 7 or c not in columns.computes(table.columns)]
+        names = columns.some_of(others, ("pass rate", "accuracy", "score", "reward", "success"))
+        raise refused(table.path, "a score column (name it with --score)", names, "row 1")
+    found = [column for column in known if any(_has_number(row, column) for _, row in table.rows)]
+    if not found:
+        raise refused(table.path, f"rows with {known[0]}", "none with a number")
+    return found
 
 
 def _one_kind(table: TableFile, options: ColumnOptions) -> tuple[TableFile, str]:
@@ -173,10 +185,10 @@ def _one_kind(table: TableFile, options: ColumnOptions) -> tuple[TableFile, str]
     """
     said = []
     for column in (c for c in table.columns if c.lower() in RECORD_COLUMNS and c not in dict(options.series)):
-        candidates = _candidates(table, options)
+        scores = _scores(table, options)
         kinds: dict[str, list[tuple[int, Row]]] = {}
         for number, row in table.rows:
-            if any(_has_number(row, candidate) for candidate in candidates):
+            if any(_has_number(row, score) for score in scores):
                 kinds.setdefault(str(row.get(column)), []).append((number, row))
         ranked = sorted(kinds, key=_kind_rank)
         if len(ranked) < 2:
@@ -186,8 +198,8 @@ def _one_kind(table: TableFile, options: ColumnOptions) -> tuple[TableFile, str]
             continue
         best = [kind for kind in ranked if _kind_rank(kind) == _kind_rank(ranked[0])]
         if len(best) > 1 and not is_metric:
-            choice = f"choose with --series {column}=VALUE"
-            raise ValueError(f"{table.path}: expected rows of one {column}, found {', '.join(best[:8])}; {choice}")
+            choices = f"{', '.join(best[:8])}; choose with --series {column}=VALUE"
+            raise refused(table.path, f"rows of one {column}", choices)
         table = replace(table, rows=tuple(kinds[ranked[0]]))
         said.append(f"rows with {column} = {ranked[0]}, not {', '.join(ranked[1:4])}")
     return table, "; ".join(said)
@@ -220,12 +232,10 @@ def _selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, Tab
     if not groups:
         column, value = series[-1]
         values = sorted({str(row.get(column)) for _, row in table.rows})[:8]
-        raise ValueError(f"{table.path}: expected rows with {column} = {value}, found {column} in {values}")
+        raise refused(table.path, f"rows with {column} = {value}", f"{column} in {values}")
     if len(groups) > MANY_RUNS and not options.series:
-        raise ValueError(
-            f"{table.path}: expected at most {MANY_RUNS} runs, found {len(groups)}; "
-            f"choose with --series {series[0][0]}=VALUE, or * for all"
-        )
+        how = f"{len(groups)}; choose with --series {series[0][0]}=VALUE, or * for all"
+        raise refused(table.path, f"at most {MANY_RUNS} runs", how)
     starred = [n for n, (_, value) in enumerate(series) if value == "*"] or [len(series) - 1]
     return [("/".join(key[n] for n in starred), replace(table, rows=tuple(rows))) for key, rows in groups.items()]
 
@@ -251,12 +261,19 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     starts = [point for point, start in zip(found, at_start) if start]
     points, notes = _ordered([point for point, start in zip(found, at_start) if not start], compute)
     if not points:
-        raise ValueError(f"{table.path}: expected rows with {compute} > 0, found none")
-    notes = _identity_notes(table) + [f"{table.path.name}: {text}" for text in notes]
+        raise refused(table.path, f"rows with {compute} > 0", "none")
+    for column in _identity(table, 1):
+        different = f"{len({str(row.get(column)) for _, row in table.rows})} different {column}"
+        notes.append(f"rows of {different} were fitted as one run; choose with --series {column}=VALUE")
     over = f"{compute} x {options.hours_per_step:g} h" if options.hours_per_step is not None else compute
     ends = f"{short_number(points[0].compute)} to {short_number(points[-1].compute)}"
     read = f"read {name}: {table.layout}, {len(points)} points of {score} over {over} ({ends} {unit_name(unit)})"
     also = f"also there: {', '.join(others[:2])} (--score)" if others else ""
+    size = _column_values(table, starts[:1], "generations", SIZE)
+    within, at_first = (
+        None if options.task else _column_values(table, rows, "within_variance", VARIANCE, missing=math.nan)
+        for rows in (points, starts[:1])
+    )
     return Curve(
         name=name,
         source=table.path,
@@ -264,30 +281,15 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
         pass_rate=np.array([p.pass_rate for p in points]),
         initial=float(np.mean([p.pass_rate for p in starts])) if starts else None,
         prompts=_prompts(table, points, f"prompts/{options.task}" if options.task else "prompts"),
-        generations=_sizes(table, points, "generations"),
-        initial_generations=None if (first := _sizes(table, starts[:1], "generations")) is None else int(first[0]),
-        within_variance=None if options.task else _variances(table, points),
-        initial_within_variance=None if options.task else _variance(table, starts),
+        generations=_column_values(table, points, "generations", SIZE),
+        initial_generations=None if size is None else int(size[0]),
+        within_variance=within,
+        initial_within_variance=None if at_first is None else float(at_first[0]),
         truncated_share=_column_values(table, points, "truncated_share"),
         unit=unit,
-        notes=tuple(notes),
+        notes=tuple(f"{table.path.name}: {note}" for note in notes),
         read="; ".join(text for text in (read + (", R_0" if starts else ""), *said, kind, also) if text),
     )
-
-
-def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
-    """Columns with the pass rate, best first; of those that have numbers."""
-    if options.task and options.score:
-        raise ValueError(f"--task: expected no --score beside it, found --score {options.score}")
-    candidates = _candidates(table, options)
-    found = [c for c in candidates if any(_has_number(row, c) for _, row in table.rows)]
-    if found:
-        return found
-    if candidates:
-        raise ValueError(f"{table.path}: expected rows with {candidates[0]}, found none with a number")
-    others = [c for c in table.columns if c and (len(table.columns) < 7 or c not in columns.computes(table.columns))]
-    names = columns.some_of(others, ("pass rate", "accuracy", "score", "reward", "success"))
-    raise ValueError(f"{table.path}: row 1: expected a score column (name it with --score), found {names}")
 
 
 def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str, float, str]:
@@ -301,9 +303,8 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
         steps = [c for c in known if columns.unit_of(c) == "steps"]
         usable = known if options.hours_per_step is None else steps or known
         if not usable:
-            names = columns.some_of([c for c in table.columns if c], ("step", "epoch", "tokens", "hours"))
-            expected = "expected a compute column (name it with --compute)"
-            raise ValueError(f"{table.path}: row 1: {expected}, found {names}")
+            names = columns.some_of(table.columns, ("step", "epoch", "tokens", "hours"))
+            raise refused(table.path, "a compute column (name it with --compute)", names, "row 1")
         alike = [c for c in usable if columns.unit_of(c) == columns.unit_of(usable[0])]
         column = max(alike, key=lambda c: sum(_has_number(row, c) for row in measured))  # verl's step 0 lacks some
     units = [(n, row["unit"]) for n, row in table.rows if not _blank(row.get("unit"))] if column == "compute" else []
@@ -313,9 +314,8 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
     if options.hours_per_step is None:
         return column, 1.0, unit
     if unit != "steps":
-        raise ValueError(
-            f"--hours-per-step: expected a column of steps to multiply, found {column} ({unit_name(unit)})"
-        )
+        found = f"{column} ({unit_name(unit)})"
+        raise ValueError(f"--hours-per-step: expected a column of steps to multiply, found {found}")
     return column, options.hours_per_step, "gpu_hours"
 
 
@@ -324,43 +324,34 @@ def _points(
 ) -> tuple[list[_Point], list[str]]:
     """The points of the rows with both numbers, and what was skipped and converted. axis: compute column, factor."""
     compute, scale = axis
-    found, blank, no_number = [], 0, 0
+    found, skipped = [], Counter[str]()
     for number, row in table.rows:
         x, y = (_number(table, number, column, row) for column in (compute, score))
         if x is None or y is None:
             lacking = [row.get(column) for column, value in ((compute, x), (score, y)) if value is None]
-            if any(map(_blank, lacking)):
-                blank += 1
-            else:
-                no_number += 1
+            skipped["without a number" if any(map(_blank, lacking)) else "NaN or infinite"] += 1
             continue
-        where = f"{table.path}: row {number}"
-        if x < 0:
-            raise ValueError(f"{where}: {compute}: expected compute >= 0, found {x:g}")
-        if columns.is_time_of_day(compute, x):
-            how = "a time of day; export steps or the relative time, or name a column with --compute"
-            raise ValueError(f"{where}: {compute}: expected compute since the start, found {how}")
+        if x < 0 or columns.is_time_of_day(compute, x):
+            expected = "compute >= 0" if x < 0 else "compute since the start"
+            what = f"{x:g}" if x < 0 else "a time of day; export steps or the relative time, or choose with --compute"
+            raise refused(table.path, expected, what, f"row {number}", compute)
         found.append(_Point(x * scale, y, row, number))
     if not found:
-        raise ValueError(f"{table.path}: expected rows with {score} and {compute}, found none")
-    said, (low, high) = [], options.score_range or (0.0, 1.0)
-    if options.score_range is None and _is_percent(score, found):
-        high = 100.0
-        said.append("percent, divided by 100")
-    elif options.score_range is not None:
-        said.append(f"{low:g} to {high:g} mapped to 0 to 1")
+        raise refused(table.path, f"rows with {score} and {compute}", "none")
+    said, (low, high) = [], options.score_range or (0.0, 100.0 if _is_percent(score, found) else 1.0)
+    if (low, high) != (0.0, 1.0):
+        said.append(f"{low:g} to {high:g} mapped to 0 to 1" if options.score_range else "percent, divided by 100")
     found = [point._replace(pass_rate=(point.pass_rate - low) / (high - low)) for point in found]
     wrong = next((point for point in found if not 0.0 <= point.pass_rate <= 1.0), None)
     if wrong is not None:
-        expected = f"expected a pass rate in [0, 1], found {wrong.pass_rate:g}"
         hint = f"; other columns: {', '.join(others[:2])} (--score)" if others else ""
         if columns.is_reward(score) and options.score_range is None:
             hint += "; or map its range with --score-range=LO,HI"
-        raise ValueError(f"{table.path}: row {wrong.number}: {score}: {expected}{hint}")
-    skipped = [
-        f"{count} {what}" for count, what in ((blank, "without a number"), (no_number, "NaN or infinite")) if count
-    ]
-    return found, said + ([f"skipped rows: {', '.join(skipped)}"] if skipped else [])
+        what = f"{wrong.pass_rate:g}{hint}"
+        raise refused(table.path, "a pass rate in [0, 1]", what, f"row {wrong.number}", score)
+    if skipped:
+        said.append("skipped rows: " + ", ".join(f"{count} {why}" for why, count in skipped.items()))
+    return found, said
 
 
 def _is_percent(score: str, points: Sequence[_Point]) -> bool:
@@ -382,39 +373,22 @@ def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str
     went_back = any(a.compute > b.compute for a, b in zip(points, points[1:]))
     latest = {point.compute: point for point in points}
     repeated = {point.compute for point in points if latest[point.compute] is not point}
-    if repeated and not went_back and 2 * len(repeated) >= len(latest):
-        return _measured_again(points)
-    notes = []
-    if repeated:
-        notes.append(f"{len(points) - len(latest)} rows have a {compute} that a later row has again; the last counts")
-    elif went_back:
-        notes.append(f"rows were not sorted by {compute}; they were sorted")
-    return sorted(latest.values(), key=lambda point: point.compute), notes
-
-
-def _measured_again(points: list[_Point]) -> tuple[list[_Point], list[str]]:
-    first = {(point.compute, point.pass_rate): point for point in reversed(points)}
-    kept, notes = list(reversed(first.values())), []
-    if copies := len(points) - len(kept):
-        notes.append(f"{copies} rows repeat another row's compute and pass rate; each was counted once")
-    if again := len(kept) - len({point.compute for point in kept}):
-        notes.append(f"{again} points share their compute with another one; all were kept as measurements")
-    return kept, notes
-
-
-def _identity_notes(table: TableFile) -> list[str]:
-    return [
-        f"{table.path.name}: rows of {len({str(row.get(column)) for _, row in table.rows})} different {column} "
-        f"were fitted as one run; choose with --series {column}=VALUE"
-        for column in _identity(table, 1)
-    ]
+    if not repeated or went_back or 2 * len(repeated) < len(latest):
+        again = f"{len(points) - len(latest)} rows have a {compute} that a later row has again; the last counts"
+        order = [f"rows were not sorted by {compute}; they were sorted"] if went_back else []
+        return sorted(latest.values(), key=lambda point: point.compute), [again] if repeated else order
+    different = {(point.compute, point.pass_rate): point for point in reversed(points)}
+    copies, again_measured = len(points) - len(different), len(different) - len(latest)
+    notes = [f"{copies} rows repeat another row's compute and pass rate; each was counted once"] if copies else []
+    if again_measured:
+        notes.append(f"{again_measured} points share their compute with another one; all were kept as measurements")
+    return list(different.values())[::-1], notes
 
 
 def _named(table: TableFile, name: str, option: str) -> str:
     if name in table.columns:
         return name
-    names = columns.some_of(table.columns, (name,))
-    raise ValueError(f"{table.path}: row 1: expected column {name!r} ({option}), found {names}")
+    raise refused(table.path, f"column {name!r} ({option})", columns.some_of(table.columns, (name,)), "row 1")
 
 
 def _blank(value: Any) -> bool:
@@ -439,24 +413,13 @@ def _number(table: TableFile, number: int, column: str, row: Row) -> float | Non
     except (TypeError, ValueError, OverflowError):
         parsed = None
     if parsed is None:
-        raise ValueError(f"{table.path}: row {number}: {column}: expected a finite number, found {value!r:.80}")
+        raise refused(table.path, "a finite number", f"{value!r:.80}", f"row {number}", column)
     return parsed if math.isfinite(parsed) else None
-
-
-def _sizes(table: TableFile, points: list[_Point], key: str) -> Array | None:
-    """[n] whole numbers >= 1 of a column; None where one is missing."""
-    found = _column_values(table, points, key)
-    for point, value in zip(points, () if found is None else found):
-        if value < 1 or value % 1 != 0:
-            raise ValueError(
-                f"{table.path}: row {point.number}: {key}: expected a whole number >= 1, found {value:g}"
-            )
-    return found
 
 
 def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
     """How many there are: one number, as pass rates over different prompts are different curves."""
-    found = _sizes(table, points, key)
+    found = _column_values(table, points, key, SIZE)
     if found is None:
         return None
     _same(table, key, [(point.number, f"{value:.0f}") for point, value in zip(points, found)])
@@ -468,28 +431,17 @@ def _same(table: TableFile, key: str, values: Sequence[tuple[int, object]]) -> N
     first, expected = values[0]
     for number, value in values:
         if value != expected:
-            what = f"{key}: expected {expected} as in row {first}, found {value}"
-            raise ValueError(f"{table.path}: row {number}: {what}")
+            raise refused(table.path, f"{expected} as in row {first}", value, f"row {number}", key)
 
 
-def _variances(table: TableFile, points: list[_Point]) -> Array | None:
-    """[n] within_variance, NaN where it was not measured; None if it never was."""
-    found = _column_values(table, points, "within_variance", missing=math.nan)
-    for point, value in zip(points, () if found is None else found):
-        if not (0.0 <= value <= HIGHEST_VARIANCE or math.isnan(value)):
-            where = f"{table.path}: row {point.number}: within_variance"
-            raise ValueError(f"{where}: expected a variance in [0, {HIGHEST_VARIANCE:g}], found {value:g}")
-    return found
-
-
-def _variance(table: TableFile, points: list[_Point]) -> float | None:
-    found = _variances(table, points[:1])
-    return None if found is None else float(found[0])
-
-
-def _column_values(table: TableFile, points: list[_Point], key: str, *, missing: float | None = None) -> Array | None:
-    """[n] numbers of a column; None where none, or without `missing` one, is there. Raises ValueError for a text."""
+def _column_values(
+    table: TableFile, points: list[_Point], key: str, check: Check | None = None, *, missing: float | None = None
+) -> Array | None:
+    """[n] numbers of a column; None where none, or without `missing` one, is there. Raises ValueError for others."""
     numbers = [_number(table, point.number, key, point.row) for point in points if key in table.columns]
     if all(value is None for value in numbers) or (missing is None and None in numbers):
         return None
+    for point, value in zip(points, numbers):
+        if check and value is not None and not check[1](value):
+            raise refused(table.path, check[0], f"{value:g}", f"row {point.number}", key)
     return np.array([missing if value is None else value for value in numbers], dtype=float)
