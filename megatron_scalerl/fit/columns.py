@@ -112,7 +112,7 @@ def some_of(names: Sequence[str], wanted: Sequence[str]) -> str:
     """All names if they are few, else their number and the three nearest to the wanted ones."""
     names = [name for name in names if name]
     if len(names) <= 6:
-        return ", ".join(names)
+        return ", ".join(names) or "none"
 
     def nearness(name: str) -> float:
         parts = [words(name), *words(name).split()]

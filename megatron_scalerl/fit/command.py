@@ -118,12 +118,15 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
         if not equals or not column:
             raise ValueError(f"--series: expected COL=VALUE, found {pair!r}")
         series.append((column, value))
+    ends = _numbers(options.score_range, "--score-range", "-1,1")
+    if ends and not (len(ends) == 2 and ends[0] < ends[1]):
+        raise ValueError(f"--score-range: expected the lowest and the highest value, found {options.score_range!r}")
     columns = ColumnOptions(
         compute=options.compute,
         score=options.score,
         task=options.task,
         series=tuple(series),
-        score_range=_score_range(options.score_range),
+        score_range=(ends[0], ends[1]) if ends else None,
         hours_per_step=options.hours_per_step,
     )
     given = {"initial": options.r0, "prompts": options.prompts, "initial_generations": options.generations}
@@ -132,18 +135,6 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
     if options.generations is None:
         return curves
     return [replace(curve, generations=np.full(len(curve.compute), float(options.generations))) for curve in curves]
-
-
-def _score_range(text: str | None) -> tuple[float, float] | None:
-    if text is None:
-        return None
-    try:
-        low, high = map(float, text.split(","))
-    except ValueError:
-        low = high = 0.0
-    if not -float("inf") < low < high < float("inf"):
-        raise ValueError(f"--score-range: expected two numbers like -1,1, found {text!r}")
-    return low, high
 
 
 def _with_unique_names(curves: list["Curve"]) -> list["Curve"]:
@@ -192,14 +183,20 @@ def _fit(curve: "Curve", options: argparse.Namespace, fixed_asymptote: float | N
     )
 
 
-def _computes(text: str | None) -> list[float]:
-    if text is None:
-        return []
+def _numbers(text: str | None, option: str, example: str) -> list[float]:
+    """The finite numbers of an option; none where it is not given."""
     try:
-        values = [float(part) for part in text.split(",") if part.strip()]
+        values = [float(part) for part in (text or "").split(",") if part.strip()]
     except ValueError:
-        raise ValueError(f"--predict: expected computes like 16000,50000, found {text!r}") from None
-    if not values or not all(0 < value < float("inf") for value in values):
+        values = []
+    if text is not None and not (values and all(abs(value) < float("inf") for value in values)):
+        raise ValueError(f"{option}: expected numbers like {example}, found {text!r}")
+    return values
+
+
+def _computes(text: str | None) -> list[float]:
+    values = _numbers(text, "--predict", "16000,50000")
+    if any(value <= 0 for value in values):
         raise ValueError(f"--predict: expected computes > 0, found {text!r}")
     return values
 

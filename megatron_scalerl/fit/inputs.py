@@ -219,7 +219,7 @@ def _kind_rank(kind: str) -> tuple[int, ...]:
 
 def _selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, TableFile]]:
     """(name, rows) of each run that --series chooses; without it of each run that the table tells apart."""
-    name = table.run or table.path.name.removesuffix(".gz").rpartition(".")[0]
+    name = table.run or Path(table.path.name.removesuffix(".gz")).stem
     series = options.series or tuple((column, "*") for column in _identity(table, FEW_ROWS))
     if not series:
         return [(name, table)]
@@ -341,7 +341,7 @@ def _points(
     said, (low, high) = [], options.score_range or (0.0, 100.0 if _is_percent(score, found) else 1.0)
     if (low, high) != (0.0, 1.0):
         said.append(f"{low:g} to {high:g} mapped to 0 to 1" if options.score_range else "percent, divided by 100")
-    found = [point._replace(pass_rate=(point.pass_rate - low) / (high - low)) for point in found]
+    found = [point._replace(pass_rate=_rounded((point.pass_rate - low) / (high - low))) for point in found]
     wrong = next((point for point in found if not 0.0 <= point.pass_rate <= 1.0), None)
     if wrong is not None:
         hint = f"; other columns: {', '.join(others[:2])} (--score)" if others else ""
@@ -352,6 +352,12 @@ def _points(
     if skipped:
         said.append("skipped rows: " + ", ".join(f"{count} {why}" for why, count in skipped.items()))
     return found, said
+
+
+def _rounded(pass_rate: float) -> float:
+    """0 or 1 for what exceeds them by no more than the rounding of a mean in single precision."""
+    nearest = min(max(pass_rate, 0.0), 1.0)
+    return nearest if abs(pass_rate - nearest) < 1e-5 else pass_rate
 
 
 def _is_percent(score: str, points: Sequence[_Point]) -> bool:
@@ -398,7 +404,7 @@ def _blank(value: Any) -> bool:
 def _has_number(row: Row, column: str) -> bool:
     value = row.get(column)
     if isinstance(value, int | float):
-        return math.isfinite(value)
+        return -math.inf < value < math.inf
     return isinstance(value, str) and value.strip().lstrip("+-").lower() not in MISSING
 
 

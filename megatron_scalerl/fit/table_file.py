@@ -24,6 +24,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.fit.columns import stage
+
 FOLDER = ("trainer_state.json", "checkpoint-*/trainer_state.json", "metrics.jsonl")
 """Files that are looked for in a folder, in this order; of several the one with the highest number is read."""
 WRAPPERS = ("data", "metrics", "logs", "log", "values", "scalars")
@@ -103,8 +105,10 @@ def _table(path: Path, layout: str, rows: Iterable[Row], numbers: Iterable[int] 
 
 
 def _from_csv(path: Path, text: str) -> list[TableFile]:
-    delimiter = max(",\t;", key=text.lstrip().partition("\n")[0].count)
-    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    text = re.sub(r"(?m)^#.*$", "", text)
+    first = text.lstrip().partition("\n")[0]
+    delimiter = max(",\t; ", key=lambda mark: (mark != " " and mark in first, first.count(mark)))
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=delimiter == " ")
     try:
         header = tuple(name.strip() for name in next(filter(any, lines), [""]))
         rows = [(lines.line_num, [cell.strip() for cell in cells]) for cells in lines if any(cells)]
@@ -190,7 +194,8 @@ def _rows_of_object(value: Any) -> tuple[str, list[Any]]:
     if "log_history" in lists:
         return "trainer_state.json", lists["log_history"]
     if lists:
-        named = [({"kind": key} if len(lists) > 1 else {}) | row for key, rows in lists.items() for row in rows]
+        column = "kind" if any(stage(key) != 1 for key in lists) else "run"
+        named = [({column: key} if len(lists) > 1 else {}) | row for key, rows in lists.items() for row in rows]
         return f"JSON, {', '.join(lists)}", named
     columns = {key: list(cells.values()) if isinstance(cells, dict) else cells for key, cells in held.items()}
     same = len({len(cells) for cells in columns.values()}) == 1

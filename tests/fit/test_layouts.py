@@ -296,8 +296,21 @@ def test_event_files_of_tensorboard(tmp_path, monkeypatch):
         table({"step": STEPS, "score": [f"{100 * r:.2f}%" for r in RATES]}).encode(),
         table({"step": STEPS[::-1], "score": RATES[::-1]}).encode(),
         gzip.compress(table({"step": STEPS, "score": RATES}).encode()),
+        ("# made by hand\nstep   score\n" + "".join(f"{s}  {r}\n" for s, r in zip(STEPS, RATES))).encode(),
     ],
-    ids=["utf-16", "mark", "spaces", "tabs", "commas", "pandas", "percent", "percent sign", "unsorted", "gzip"],
+    ids=[
+        "utf-16",
+        "mark",
+        "spaces",
+        "tabs",
+        "commas",
+        "pandas",
+        "percent",
+        "percent sign",
+        "unsorted",
+        "gzip",
+        "blanks",
+    ],
 )
 def test_tables_as_spreadsheets_and_pandas_write_them(tmp_path, data):
     (curve,) = read_curves(write(tmp_path, "run.csv", data))
@@ -315,6 +328,12 @@ def test_what_is_no_number_is_skipped_and_counted_and_text_is_not(tmp_path):
         read_curves(write(tmp_path, "run.csv", "step,score\n1,oops\n2,0.5\n"))
     with pytest.raises(ValueError, match="expected rows with score, found none with a number"):
         read_curves(write(tmp_path, "run.csv", "step,score\n1,nan\n2,\n"))
+
+
+def test_the_rounding_of_single_precision_is_no_mistake(tmp_path):
+    (curve,) = read_curves(write(tmp_path, "run.csv", "step,reward\n1,-1e-7\n2,0.5\n3,1.0000001\n"))
+    assert curve.pass_rate.tolist() == [0.0, 0.5, 1.0]
+    assert len(read_curves(write(tmp_path, "run", '{"step": 1, "acc": 0.5}\n' * 2))[0].compute) == 1
 
 
 def test_percent_is_converted_and_said_but_a_single_wrong_value_is_not_percent(tmp_path):
@@ -349,6 +368,10 @@ def test_a_long_table_and_a_table_of_runs(tmp_path):
     assert curve.pass_rate.tolist() == RATES and "rows with tag = eval/accuracy" in curve.read
     columns = {"run": ["a"] * 10 + ["b"] * 10, "step": STEPS * 2, "acc": RATES * 2}
     assert [c.name for c in read_curves(write(tmp_path, "runs.csv", table(columns)))] == ["a", "b"]
+    runs = {name: [{"step": s, "acc": r} for s, r in zip(STEPS, RATES)] for name in ("lr 1", "lr 2")}
+    assert [c.name for c in read_curves(write(tmp_path, "runs.json", json.dumps(runs)))] == ["lr 1", "lr 2"]
+    kinds = {"train": runs["lr 1"], "eval": runs["lr 2"][:5]}
+    assert len(read_curves(write(tmp_path, "kinds.json", json.dumps(kinds)))[0].compute) == 5
     many = {"run": [n // 10 for n in range(300)], "step": STEPS * 30, "acc": RATES * 30}
     with pytest.raises(ValueError, match=r"expected at most 24 runs, found 30; choose with --series run=VALUE"):
         read_curves(write(tmp_path, "runs.csv", table(many)))
@@ -390,6 +413,9 @@ def test_the_nearest_names_are_proposed_where_none_fits(tmp_path):
     ("name", "data", "message"),
     [
         ("a.csv", "10,0.1\n20,0.2\n", "row 1: expected names of columns, found the numbers 10, 0.1"),
+        ("a.csv", ",,,\n,,\n", "expected at least two columns, found one"),
+        ("a.jsonl", '{"step": 1' + "0" * 400 + ', "acc": 0.5}\n', "expected a finite number, found 1000"),
+        ("a.json", '{"a": {"b": 1}}', "expected a score column .*, found a$"),
         ("a.csv", "step,acc,acc\n1,0.1,0.2\n", "expected each column once, found 'acc' 2 times"),
         ("a.csv.gz", gzip.compress(b"step,acc\n1,0.1\n" * 99)[:-9], "expected a gzip file, found a damaged one"),
         ("a.csv", b"step,acc\n1,0.1\xff\n", "expected text in UTF-8, found byte 0xff"),
