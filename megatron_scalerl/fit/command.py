@@ -132,6 +132,10 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
     given = {"initial": options.r0, "prompts": options.prompts, "initial_generations": options.generations}
     given = {key: value for key, value in given.items() if value is not None}
     curves = [replace(curve, **given) for path in options.inputs for curve in read_curves(path, columns)]
+    units = {curve.unit: curve.name for curve in curves}
+    if len(units) > 1:
+        found = ", ".join(f"{unit} ({name})" for unit, name in units.items())
+        raise ValueError(f"expected runs over one unit of compute, found {found}; choose with --compute")
     if options.generations is None:
         return curves
     return [replace(curve, generations=np.full(len(curve.compute), float(options.generations))) for curve in curves]

@@ -176,6 +176,13 @@ def test_a_constant_curve_is_fitted(tmp_path, capsys, rates):
     assert "verdict: stop: 90 more steps buy +0.00" in capsys.readouterr().out
 
 
+def test_runs_over_different_units_are_refused(tmp_path, capsys):
+    hours = tmp_path / "hours.csv"
+    hours.write_text("gpu_hours,pass_rate\n1,0.4\n2,0.5\n3,0.6\n")
+    assert main([table_of(tmp_path, [0.1, 0.2, 0.3]), str(hours)]) == 2
+    assert "expected runs over one unit of compute, found steps (run), gpu_hours (hours)" in capsys.readouterr().err
+
+
 def test_too_few_points_are_one_line(tmp_path, capsys):
     assert main([table_of(tmp_path, [0.5])]) == 2
     assert capsys.readouterr().err.endswith(
