@@ -36,12 +36,13 @@ _NO_SCORE = re.compile(
 _WHOLE = {"all", "total", "overall", "average"}
 _AT = r"(?:(?:train|training|trainer|eval|val|progress)[/_])?"
 COMPUTES: tuple[tuple[str, str | None], ...] = (
-    (r"gpu[-_ ]?hours?", "gpu_hours"),
+    (r"(?:.*[^a-z])?gpu[-_ ]?(?:hours?|h)(?:[^a-z].*)?", "gpu_hours"),
     (r"device[-_ ]?hours?", "device_hours"),
     (r"compute|hours|flops", None),
-    (_AT + r"(?:global|optimizer|grpo|ppo|rl|policy|train|training)[-_ ]?steps?", "steps"),
+    (_AT + r"(?:global|opt\w*|grad\w*|grpo|ppo|rl|policy|train|training|update|num|env|time)[-_ ]?steps?", "steps"),
     (_AT + r"steps?", "steps"),
     (r"_step", "steps"),
+    (r"(?:checkpoint|ckpt)(?:_step)?", "steps"),
     (_AT + r"(?:batch|iteration|iter|update|round|episode)s?", None),
     (_AT + r"(?:(?:total|cumulative|num|input)_)*(?:tokens|samples)(?:_seen)?", None),
     (_AT + r"epochs?", None),
@@ -64,13 +65,18 @@ def stage(name: str) -> int:
     return next((n for n in (0, 2) if re.search(rf"\b(?:{STAGES[n]})\b", said)), 1)
 
 
+def may_be_score(name: str) -> bool:
+    """False for losses, lengths, spreads and the like."""
+    return _NO_SCORE.search(words(name)) is None
+
+
 def score_rank(name: str) -> tuple[int, ...] | None:
     """The lower, the rather it is the score; None if it is none.
 
     (stage, 0 for verl's core metrics, measure, 0 for the whole of several parts, words of the name)
     """
     said = words(name)
-    if _NO_SCORE.search(said):
+    if not may_be_score(name):
         return None
     found = [n for n, pattern in enumerate(SCORES) if re.search(rf"\b(?:{pattern})\b", said)]
     if not found or (found[0] == len(SCORES) - 1 and said != "value"):
@@ -104,8 +110,10 @@ def is_time_of_day(name: str, value: float) -> bool:
 
 def is_reward(name: str) -> bool:
     """Whether nothing says that its values lie in [0, 1]: a reward may be any number."""
-    rank = score_rank(name)
-    return rank is None or SCORES[rank[2]] in (SCORES[4], SCORES[6], SCORES[7])
+    return (
+        score_rank(name) is None
+        or re.search(rf"\b(?:{'|'.join(SCORES[n] for n in (4, 6, 7))})\b", words(name)) is not None
+    )
 
 
 def some_of(names: Sequence[str], wanted: Sequence[str]) -> str:

@@ -24,7 +24,23 @@ from megatron_scalerl.fit.noise import HIGHEST_VARIANCE
 from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.fit.table_file import Row, TableFile, read_tables, refused
 
-IDENTITY_COLUMNS = ("run", "run_id", "run_name", "series", "name", "figure", "recipe", "experiment", "model", "seed")
+IDENTITY_COLUMNS = (
+    *(
+        "run",
+        "run_id",
+        "run_name",
+        "series",
+        "name",
+        "figure",
+        "recipe",
+        "experiment",
+        "model",
+        "seed",
+        "group",
+        "arm",
+    ),
+    *("method", "algorithm", "algo", "variant", "condition", "config", "exp", "exp_name", "experiment_name"),
+)
 """Columns that identify a run: a table is read as one run of each value, where each has a few rows."""
 RECORD_COLUMNS = (
     *("type", "record_type", "kind", "event", "split", "phase", "stage", "mode", "subset", "metric", "tag", "key"),
@@ -166,8 +182,10 @@ def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
     if options.task or options.score:
         name = f"pass_rate/{options.task}" if options.task else str(options.score)
         known = [_named(table, name, "--task" if options.task else "--score")]
-    elif not (known := columns.scores(table.columns)) and table.x and len(table.columns) == 2:
-        known = [table.columns[1]]  # a chart of one metric: the user has chosen it
+    elif not (known := columns.scores(table.columns)):
+        axes = [table.x] if table.x else columns.computes(table.columns)
+        rest = [column for column in table.columns if column and column not in axes]
+        known = rest if axes and len(rest) == 1 and columns.may_be_score(rest[0]) else []  # gsm8k alone over step
     if not known:
         others = [c for c in table.columns if len(table.columns) < 7 or c not in columns.computes(table.columns)]
         names = columns.some_of(others, ("pass rate", "accuracy", "score", "reward", "success"))

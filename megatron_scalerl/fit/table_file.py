@@ -31,11 +31,11 @@ FOLDER = ("trainer_state.json", "checkpoint-*/trainer_state.json", "metrics.json
 WRAPPERS = ("data", "metrics", "logs", "log", "values", "scalars")
 """Keys of objects that are no part of a metric's name: verl's file logger writes {"step": 1, "data": {...}}."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_STEP_LINE = re.compile(r"\bstep:\s*(\d+) - (\S+:.*)")
+_STEP_LINE = re.compile(r"\bstep:\s*(\d+) - (.+:.+)")
 """verl: `(TaskRunner pid=7) step:5 - critic/score/mean:0.1 - actor/lr:1e-06`."""
 _NUMPY = re.compile(r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor)\d*\(([^()]*)\)")
-_DICT_LINE = re.compile(r"\{'[^{}]*\}")
-"""transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`."""
+_DICT_LINE = re.compile(r"(?:\b(?:step|rollout|iteration|eval) (\d+): )?(\{'[^{}]*\})")
+"""transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`; slime: `rollout 5: {'rollout/raw_reward': 0.1}`."""
 
 Row = dict[str, Any]
 
@@ -224,9 +224,10 @@ def _from_console(path: Path, text: str) -> TableFile | None:
             rows[number] = {"step": found[1], **{key: (value.split() or [""])[0] for key, _, value in pairs if key}}
         elif found := _DICT_LINE.search(line):
             try:
-                rows[number] = ast.literal_eval(re.sub(r"\b(?:nan|inf)\b", "None", found[0]))
+                row = ast.literal_eval(re.sub(r"\b(?:nan|inf)\b", "None", found[2]))
             except (ValueError, SyntaxError, MemoryError):
                 continue
+            rows[number] = ({"step": found[1]} if found[1] else {}) | row
     return _table(path, "console log", rows.values(), rows) if rows else None
 
 

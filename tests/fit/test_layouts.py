@@ -211,6 +211,22 @@ def test_the_console_log_of_transformers_and_a_log_without_metrics(tmp_path):
         read_curves(write(tmp_path, "other.log", "[06:01] done\n"))
 
 
+def test_the_console_log_of_slime(tmp_path):
+    said = "(RolloutManager pid=9) data.py:1 - rollout {}: {{'rollout/raw_reward': {}, 'rollout/lengths': 9.0}}\n"
+    (curve,) = read_curves(write(tmp_path, "run.log", "".join(said.format(s, r) for s, r in zip(STEPS, RATES))))
+    assert (curve.unit, curve.compute.tolist(), curve.pass_rate.tolist()) == ("steps", STEPS, RATES)
+
+
+@pytest.mark.parametrize("x", ["Training compute (GPU-hours)", "gpu_h", "H100 GPU hours"])
+def test_gpu_hours_by_other_names_and_the_only_other_column(tmp_path, x):
+    (curve,) = read_curves(write(tmp_path, "run.csv", table({x: STEPS, "GSM8K": RATES})))
+    assert curve.unit == "gpu_hours" and "points of GSM8K over" in curve.read
+    with pytest.raises(ValueError, match="expected a score column"):
+        read_curves(write(tmp_path, "run.csv", table({x: STEPS, "loss": RATES})))
+    with pytest.raises(ValueError, match="expected a score column"):
+        read_curves(write(tmp_path, "chart.csv", chart(x, STEPS, ("run", "train/loss", RATES))))
+
+
 def test_verls_file_logger_nests_its_metrics(tmp_path):
     rows = [{"step": s, "data": {"val-core/x/acc/mean@1": r, "actor/lr": 1e-6}} for s, r in zip(STEPS, RATES)]
     assert "points of val-core/x/acc/mean@1 over step" in read_curves(write(tmp_path, "m.jsonl", lines(rows)))[0].read
