@@ -110,10 +110,8 @@ def is_time_of_day(name: str, value: float) -> bool:
 
 def is_reward(name: str) -> bool:
     """Whether nothing says that its values lie in [0, 1]: a reward may be any number."""
-    return (
-        score_rank(name) is None
-        or re.search(rf"\b(?:{'|'.join(SCORES[n] for n in (4, 6, 7))})\b", words(name)) is not None
-    )
+    said = words(name).split()
+    return score_rank(name) is None or any(re.fullmatch("(?:score|reward|return|value)s?", word) for word in said)
 
 
 def some_of(names: Sequence[str], wanted: Sequence[str]) -> str:

@@ -385,7 +385,8 @@ def _is_percent(score: str, points: Sequence[_Point]) -> bool:
         return False
     if any(str(point.row.get(score)).endswith("%") for point in points) or re.search(r"%|percent|pct", score.lower()):
         return True
-    return sum(value > 1 for value in values) > len(values) / 2 and (max(values) > 10 or not columns.is_reward(score))
+    any_range = columns.is_reward(score) and (max(values) <= 10 or "reward" in score.lower())
+    return sum(value > 1 for value in values) > len(values) / 2 and not any_range
 
 
 def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str]]:

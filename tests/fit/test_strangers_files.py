@@ -359,6 +359,13 @@ def test_percent_is_converted_and_said_but_a_single_wrong_value_is_not_percent(t
         read_curves(write(tmp_path, "run.csv", table({"step": STEPS, "accuracy": [*RATES[:-1], 41]})))
 
 
+@pytest.mark.parametrize(("name", "most"), [("reward", 80), ("score", 4), ("value", 9)])
+def test_a_reward_of_another_range_is_not_taken_for_percent(tmp_path, name, most):
+    path = write(tmp_path, "run.csv", table({"step": STEPS, name: [most * r / max(RATES) for r in RATES]}))
+    with pytest.raises(ValueError, match=r"expected a pass rate in .*--score-range=LO,HI"):
+        read_curves(path)
+
+
 def test_rows_of_one_kind_are_read_and_equal_kinds_are_refused(tmp_path):
     rows = [{"type": "train", "step": s, "accuracy": 0.9} for s in range(1, 101)]
     rows += [{"type": "eval", "step": s, "accuracy": r} for s, r in zip(STEPS, RATES)]
