@@ -75,7 +75,7 @@ def plot_forecast(
 
 def _finish(figure: "Figure", axes: "Axes", title: str, *, note: str = "") -> None:
     """Set a title that fits, and the legend below the axes, where no point can be, under a note."""
-    axes.set_title(textwrap.fill(shortened(title, 150), 78), loc="left")
+    axes.set_title(textwrap.fill(shortened(title, 130), 66), loc="left", fontsize=11)
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(3, 105 // (max(map(len, labels)) + 7)))
     style: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": 9, "title_fontsize": 8}

@@ -201,7 +201,16 @@ def test_the_report_has_what_was_read_the_evaluation_and_why_its_lines_differ(tm
     assert "overflow-wrap: anywhere" in html
 
 
-@pytest.mark.parametrize("names", [["short"], ["n" * 150], ["a run with words " * 9], ["x" * 90, "y" * 90, "z" * 90]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["short"],
+        ["n" * 150],
+        ["a run with words " * 9],
+        ["Qwen3_8B_" * 7 + " words" * 9],
+        ["x" * 90, "y" * 90, "z" * 90],
+    ],
+)
 def test_titles_and_legends_of_figures_lie_inside_and_off_the_points(names, tmp_path, monkeypatch):
     from megatron_scalerl.fit import plot
     from megatron_scalerl.fit.forecast import fit
