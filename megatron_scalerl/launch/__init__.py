@@ -13,7 +13,6 @@ On another host:
 
     host_ranks.py            the host's trainer ranks, in one process
     agent.py                 one process for each start of an engine: starts the server, reports, ends with it
-    log_copy.py              passes the server's output on
 
 Between both:
 

@@ -7,11 +7,11 @@ The agent connects to the controller, starts vLLM's server with TLS at this host
 that it is up, and waits. Its exit code says how it ended:
 
     0   the controller let it stop
-    1   the server exited, or did not start; the controller has its last log lines
+    1   the server exited, or did not start
     3   the controller disconnected: it ended, or the network is gone (heartbeats); the server is killed at once
     4   the controller refused it, or did not answer
 
-The server dies with the agent (`processes.parent_death`), however that ends. Its output goes to the agent's stdout.
+The server dies with the agent (`processes.parent_death`), however that ends. It writes RUN/logs/NAME.log itself.
 MSRL_BIND_HOST: address of this host at which the server listens, in place of the one on the route.
 """
 
@@ -40,7 +40,6 @@ from megatron_scalerl.engine.certificate import Certificate, certificate_files
 from megatron_scalerl.launch import agent_messages as messages
 from megatron_scalerl.launch.control_folder import ControllerFile, read_controller, secret_file
 from megatron_scalerl.launch.local_server import STOP_S, LocalServer, ServerEnded, ServerPlace
-from megatron_scalerl.launch.log_copy import LogCopy, log_copy
 from megatron_scalerl.processes.logs import NAME_VARIABLE, log_to_stderr
 from megatron_scalerl.processes.secret_file import read_secret
 from megatron_scalerl.processes.signals import Stopped, run_until_signal
@@ -112,9 +111,7 @@ async def run_agent(arguments: argparse.Namespace) -> int:
         welcome = await link.receive()
         assert isinstance(welcome, messages.Welcome), welcome
         logger.info("%s: accepted by the controller at %s", arguments.name, link.endpoint)
-        with log_copy(sys.stdout.fileno()) as copy:
-            engine = _Engine(link, copy)
-            return await engine.run(partial(_server, arguments, controller, secret, welcome, copy))
+        return await _Engine(link).run(partial(_server, run, arguments, controller, secret, welcome))
     finally:
         link.close()
 
@@ -122,8 +119,8 @@ async def run_agent(arguments: argparse.Namespace) -> int:
 class _Engine:
     """The server of this agent, and its controller's messages about it."""
 
-    def __init__(self, link: ControllerLink, copy: LogCopy) -> None:
-        self._link, self._copy = link, copy
+    def __init__(self, link: ControllerLink) -> None:
+        self._link = link
         self._server: LocalServer | None = None
 
     async def run(self, server: Callable[[], AbstractContextManager[LocalServer]]) -> int:
@@ -172,9 +169,8 @@ class _Engine:
             reason = f"did not start: {error}"
         logger.error("the server %s", reason or f"exited with code {code}")
         await self._end(0.0)
-        log = (await asyncio.to_thread(self._copy.tail))[-messages.LOG_CHARACTERS :]
         reason = " ".join(reason.split())[: messages.REASON_CHARACTERS]
-        await self._link.send(messages.Exited(code=code, reason=reason, log=log))
+        await self._link.send(messages.Exited(code=code, reason=reason))
         return EXIT_SERVER
 
     async def _end(self, grace_s: float) -> int | None:
@@ -239,11 +235,11 @@ def _hello(arguments: argparse.Namespace, controller: ControllerFile) -> message
 
 @contextlib.contextmanager
 def _server(
+    run: Path,
     arguments: argparse.Namespace,
     controller: ControllerFile,
     secret: str,
     welcome: messages.Welcome,
-    copy: LogCopy,
 ) -> Iterator[LocalServer]:
     """The server, not started, with its certificate in files. Raises ValueError and OSError."""
     recipe = load_recipe(controller.recipe_file)
@@ -260,14 +256,8 @@ def _server(
             interface=interface_of(HostRendezvous(host=address, port=0)),
             tls=files,
         )
-        yield LocalServer(
-            recipe,
-            place,
-            name=arguments.name,
-            secret=secret,
-            log_path=Path(os.devnull),
-            output=copy.write,
-        )
+        log = run / "logs" / f"{arguments.name}.log"
+        yield LocalServer(recipe, place, name=arguments.name, secret=secret, log_path=log)
 
 
 def _devices_at(positions: Sequence[int]) -> str:

@@ -20,8 +20,6 @@ import msgspec
 
 LONGEST = 1 << 17
 """Bytes of the longest message. ZeroMQ closes the connection of a peer that sends a longer one."""
-LOG_CHARACTERS = 20_000
-"""Of the end of a server's log."""
 REASON_CHARACTERS = 1_000
 """Of a reason."""
 _NAME = r"^(engine-[0-9]{1,6}|extra-[A-Za-z0-9._-]{1,64})$"
@@ -84,8 +82,6 @@ class Exited(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Exit code of the server, negative for a signal; None if it was not started."""
     reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS)] = ""
     """Why it was not started."""
-    log: Annotated[str, msgspec.Meta(max_length=LOG_CHARACTERS)] = ""
-    """The last lines that the server wrote."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):

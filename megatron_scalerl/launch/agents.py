@@ -85,18 +85,20 @@ class Agents:
             *(("--gpus", ",".join(map(str, positions))) if positions is not None else ()),
         ]
         command = self._hosts.command(host, argv, {NAME_VARIABLE: name})
+        agent = f"agent-{index}"  # a log of its own: its host writes the server's
         server = RemoteServer(
             partial(self.registry.expect, name, start, host.name),
             name=name,
             host=host.name,
-            launch=partial(ChildProcess.start, name, command, os.environ, log),
+            launch=partial(ChildProcess.start, agent, command, os.environ, log.with_name(f"{agent}.log")),
             log_path=log,
         )
         return EngineProcess(self._recipe, server, secret=self._secret, tls=self._tls)
 
     def joined(self, link: AgentLink) -> EngineProcess:
         """The engine of an agent that has joined."""
-        server = RemoteServer(lambda: link, name=link.name, host=link.host, launch=None, log_path=Path(os.devnull))
+        log = self._attempt.folder / "logs" / f"{link.name}.log"
+        server = RemoteServer(lambda: link, name=link.name, host=link.host, launch=None, log_path=log)
         return EngineProcess(self._recipe, server, secret=self._secret, tls=self._tls)
 
     def close(self) -> None:

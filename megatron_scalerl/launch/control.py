@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import zmq
@@ -27,16 +26,6 @@ _DRAINED = 1024
 among them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """How an agent ended."""
-
-    reason: str
-    """As in "engine-3 (host b) REASON"."""
-    log: str = ""
-    """The last lines of its server, as far as the agent sent them."""
-
-
 class AgentLink:
     """One agent: its start was requested, or it has joined. The futures never have an exception.
 
@@ -50,7 +39,8 @@ class AgentLink:
         self.hello: asyncio.Future[messages.Hello] = loop.create_future()
         self.up: asyncio.Future[str] = loop.create_future()
         """URL of the server."""
-        self.ended: asyncio.Future[Ended] = loop.create_future()
+        self.ended: asyncio.Future[str] = loop.create_future()
+        """How, as in "engine-3 (host b) REASON"."""
         self._registry = registry
 
     @property
@@ -140,14 +130,14 @@ class EngineRegistry:
         """Send a message, if the agent is connected and reads its messages."""
         for identity, each in list(self._connected.items()):
             if each is link and not await self._sent(identity, message):
-                self._end(identity, Ended(reason="lost its agent, which disconnected"))
+                self._end(identity, "lost its agent, which disconnected")
 
     async def forget(self, link: AgentLink) -> None:
         """See `AgentLink.forget`."""
         self._expected.pop(link.start, None)
         await self.send(link, messages.Refused(reason="the controller has given this start up"))
         for identity in [identity for identity, each in self._connected.items() if each is link]:
-            self._end(identity, Ended(reason="was given up by the controller"))
+            self._end(identity, "was given up by the controller")
 
     async def _read(self) -> None:
         """Take one message."""
@@ -164,7 +154,7 @@ class EngineRegistry:
             link.up.set_result(message.url)
         elif isinstance(message, messages.Exited) and link is not None:
             how = f"exited with code {message.code}" + ("" if link.up.done() else " before it was up")
-            self._end(sender, Ended(reason=message.reason or how, log=message.log))
+            self._end(sender, message.reason or how)
         else:
             await self._refuse(sender, f"expected another message now, found {type(message).__name__}")
 
@@ -202,7 +192,7 @@ class EngineRegistry:
     async def _refuse(self, sender: bytes, reason: str) -> None:
         """Answer with Refused; if the sender was an agent of this run, it has ended."""
         await self._sent(sender, messages.Refused(reason=reason))
-        self._end(sender, Ended(reason=f"was refused: {reason}"))
+        self._end(sender, f"was refused: {reason}")
 
     async def _probe(self) -> None:
         """End the links of agents that are not connected any more."""
@@ -212,7 +202,7 @@ class EngineRegistry:
                 break
             await self._read()
         for identity in lost:
-            self._end(identity, Ended(reason="lost its agent, which disconnected"))
+            self._end(identity, "lost its agent, which disconnected")
 
     async def _sent(self, identity: bytes, message: messages.ToAgent) -> bool:
         """Send without waiting; False if the receiver is not connected. With a full queue nothing is sent."""
@@ -227,7 +217,7 @@ class EngineRegistry:
             return False
         return True
 
-    def _end(self, identity: bytes, ended: Ended) -> None:
+    def _end(self, identity: bytes, reason: str) -> None:
         link = self._connected.pop(identity, None)
         if link is not None and not link.ended.done():
-            link.ended.set_result(ended)
+            link.ended.set_result(reason)

@@ -25,7 +25,6 @@ from megatron_scalerl.launch.agent_messages import Hello
 from megatron_scalerl.launch.agents import Agents
 from megatron_scalerl.launch.control import AgentLink
 from megatron_scalerl.launch.hosts import Hosts, files_needed
-from megatron_scalerl.launch.local_server import LocalServer
 from megatron_scalerl.launch.placement import Attempt, Placement, gpus_at
 from megatron_scalerl.launch.process import EngineProcess
 from megatron_scalerl.processes.child_process import fatal_error
@@ -172,7 +171,7 @@ class Engines:
                 self.members.evict(process.client, str(error))
                 return str(error)
             reason = await evicted
-            if "EngineCore" in reason and isinstance(process.server, LocalServer):
+            if "EngineCore" in reason:
                 # vLLM's server only says that its core has died, and the core wrote why into the log that both share
                 cause = fatal_error(process.server.log_path)
                 reason += f" ({cause})" if cause else ""

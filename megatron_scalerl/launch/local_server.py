@@ -1,9 +1,8 @@
 """One vLLM server as a child process. Runs in the controller and, on other hosts, in the engine's agent.
 
 The parent binds the server's address and passes the listening socket on (`engine.server`), so that nobody takes a
-free port between its choice and its use. The server reports through a pipe that it is up (`engine.vllm_plugin`). Its
-output goes to a log file or, in an agent, to the pipe of `engine.log_copy`. It leads its own process group, so that
-its core and its workers stop with it.
+free port between its choice and its use. The server reports through a pipe that it is up (`engine.vllm_plugin`). It
+leads its own process group, so that its core and its workers stop with it.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ class Server(Protocol):
 
     name: str
     """engine-N"""
+    log_path: Path
 
     @property
     def where(self) -> str:
@@ -88,15 +88,11 @@ class LocalServer:
         name: str,
         secret: str,
         log_path: str | Path,
-        output: int | None = None,
     ) -> None:
-        """output: descriptor that gets the server's output in place of the log.
-
-        Binds the server's address. Raises ValueError for an option that vLLM does not know and for a port in use.
-        """
+        """Binds the address. Raises ValueError for an option that vLLM does not know and for a port in use."""
         self.name = name
         self.log_path = Path(log_path)
-        self._recipe, self._place, self._secret, self._output = recipe, place, secret, output
+        self._recipe, self._place, self._secret = recipe, place, secret
         self._socket = bind_server(place.host, place.port)
         self.port: int = self._socket.getsockname()[1]
         self._arguments = engine_arguments(recipe, host=place.host, port=self.port, tls=place.tls)
@@ -175,7 +171,7 @@ class LocalServer:
         command = engine_command(self._arguments)
         try:
             self._process = await ChildProcess.start(
-                self.name, command, env, self.log_path, pass_fds=(write, listening), output=self._output
+                self.name, command, env, self.log_path, pass_fds=(write, listening)
             )
         except BaseException:
             os.close(read)

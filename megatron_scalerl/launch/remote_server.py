@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.distributed import sockets
-from megatron_scalerl.launch.control import AgentLink, Ended
+from megatron_scalerl.launch.control import AgentLink
 from megatron_scalerl.launch.local_server import STOP_S, ServerEnded
-from megatron_scalerl.processes.child_process import LOG_END, ChildProcess, log_end
+from megatron_scalerl.processes.child_process import ChildProcess, log_end
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,11 @@ class RemoteServer:
     ) -> None:
         """link: called at the start; the agent that is expected then, or that has joined. host: its name.
 
-        launch: starts the command that starts the agent, None for an agent that has joined. log_path: of the command.
+        launch: starts the command that starts the agent, None for an agent that has joined. log_path: of the server,
+        in a folder that both hosts see.
         """
-        self.name, self.host = name, host
-        self._make_link, self._launch, self._log_path = link, launch, log_path
+        self.name, self.host, self.log_path = name, host, log_path
+        self._make_link, self._launch = link, launch
         self._link: AgentLink | None = None
         self._command: ChildProcess | None = None
         self._grace_s = STOP_S
@@ -78,9 +79,9 @@ class RemoteServer:
     async def wait(self) -> str:
         """Wait until the server or its agent has ended; how."""
         assert self._link is not None, "started"
-        ended: asyncio.Future[Ended] = self._link.ended
+        ended = self._link.ended
         if self._command is None:
-            return (await asyncio.shield(ended)).reason
+            return await asyncio.shield(ended)
         command = asyncio.create_task(self._command.wait())
         try:
             either: set[asyncio.Future[Any]] = {ended, command}
@@ -88,18 +89,16 @@ class RemoteServer:
             if self.reached:  # the agent may outlive its command; a lost connection ends it (`EngineRegistry`)
                 await asyncio.wait({ended})
             if ended.done():
-                return ended.result().reason
+                return ended.result()
             return f"lost the command that started its agent, which exited with code {command.result()}"
         finally:
             command.cancel()
             await asyncio.gather(command, return_exceptions=True)
 
     def log_end(self) -> str:
-        """The last lines of the server, as the agent sent them, or of the command."""
-        ended = self._link is not None and self._link.ended.done() and self._link.ended.result()
-        if ended and ended.log:
-            return f"{LOG_END}its log on {self.host}:\n{ended.log}"
-        return log_end(self._log_path) if self._launch is not None else ""
+        """The last lines of the server's log or, where the agent never connected, of the command's."""
+        command = None if self.reached else self._command
+        return log_end(self.log_path if command is None else command.log)
 
     def kill(self) -> None:
         """Let `stop` end the server by SIGKILL; does not wait."""

@@ -148,7 +148,7 @@ async def test_an_engine_whose_host_is_away_for_a_while_is_not_given_up(policy, 
         (tmp_path / "down").mkdir()
         (tmp_path / "down" / "b").touch()
         agents(run_folder)["engine-0"].kill()
-        log = run_folder / "logs" / "engine-0.log"
+        log = run_folder / "logs" / "agent-0.log"
         await until(lambda: log.read_text().count("no route to host") >= 3)
         (tmp_path / "down" / "b").unlink()
         await engines.members.until(lambda: bool(engines.members.stale))
@@ -184,7 +184,7 @@ async def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_
         agents(run_folder)["engine-0"].kill()
         with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(host b\) lost the command .* 1\)"):
             await engines.watch()
-        assert "no route to host" in (run_folder / "logs" / "engine-0.log").read_text()
+        assert "no route to host" in (run_folder / "logs" / "agent-0.log").read_text()
     assert held == [0]
 
 

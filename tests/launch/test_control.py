@@ -97,9 +97,8 @@ async def test_an_agent_says_hello_and_up_and_how_its_server_ended():
         assert await one.answer() == WELCOME and link.hello.result().devices == 2 and not link.joined
         await one.say(messages.Up(url=URL))
         assert await link.up == URL
-        await one.say(messages.Exited(code=-9, log="first\nlast"))
-        found = await ended(link)
-        assert (found.reason, found.log) == ("exited with code -9", "first\nlast")
+        await one.say(messages.Exited(code=-9))
+        assert await ended(link) == "exited with code -9"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def frames(draws):
     whole = [
         messages.Hello(name="engine-0", run_id="run", incarnation="1.0", start="s", host="b", devices=1),
         messages.Up(url=URL),
-        messages.Exited(code=1, log="x" * 100),
+        messages.Exited(code=1, reason="x" * 100),
         messages.Stop(grace_s=1.0),
     ]
     for number in range(60):
@@ -176,7 +175,7 @@ def frames(draws):
     yield [b"\x91" * 50_000]
     yield [msgspec.msgpack.encode({"type": "Up", "url": "https://127.0.0.2:1/steal"})]
     yield [msgspec.msgpack.encode({"type": "Up", "url": "http://127.0.0.2:1"})]
-    yield [msgspec.msgpack.encode({"type": "Exited", "log": "x" * (messages.LOG_CHARACTERS + 1)})]
+    yield [msgspec.msgpack.encode({"type": "Exited", "reason": "x" * (messages.REASON_CHARACTERS + 1)})]
 
 
 async def test_no_frame_ends_the_registry_and_one_that_is_invalid_ends_its_agent():
@@ -208,7 +207,7 @@ async def test_a_message_that_is_too_long_ends_the_connection():
         await one.hello()
         await one.answer()
         await one.socket.send(bytes(messages.LONGEST + 1))
-        assert "disconnected" in (await ended(link)).reason
+        assert "disconnected" in await ended(link)
 
 
 @pytest.mark.parametrize("say", [0, 1, 2])
@@ -224,7 +223,7 @@ async def test_the_loss_of_a_connection_is_noticed_in_every_state(say):
             await link.up
         one.close()
         if say:
-            assert (await ended(link)).reason == "lost its agent, which disconnected"
+            assert await ended(link) == "lost its agent, which disconnected"
         again = agent()
         await again.hello()  # before Hello it may come again; afterwards the start is over
         assert isinstance(await again.answer(), messages.Refused if say else messages.Welcome)
@@ -254,7 +253,7 @@ async def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch, tmp_pat
         )
         try:
             await asyncio.wait_for(asyncio.shield(link.hello), 240)
-            assert (await ended(link)).reason == "lost its agent, which disconnected"
+            assert await ended(link) == "lost its agent, which disconnected"
         finally:
             child.kill()
             await child.wait()
@@ -293,7 +292,7 @@ async def test_a_server_that_was_not_started_is_reported_with_the_reason():
         await one.join()
         link = await registry.joining.get()
         await one.say(messages.Exited(reason="did not start: engine.port: in use"))
-        assert (await ended(link)).reason == "did not start: engine.port: in use"
+        assert await ended(link) == "did not start: engine.port: in use"
 
 
 async def test_an_agent_is_stopped_or_given_up():
@@ -306,7 +305,7 @@ async def test_an_agent_is_stopped_or_given_up():
         assert await one.answer() == messages.Stop(grace_s=3.0)
         await link.forget()
         assert await one.refusal() == "the controller has given this start up"
-        assert (await ended(link)).reason == "was given up by the controller"
+        assert await ended(link) == "was given up by the controller"
         late = agent()
         never = registry.expect("engine-1", "late", "b")
         await never.forget()
@@ -337,7 +336,7 @@ async def test_a_command_whose_agent_does_not_connect_is_reported_with_its_outpu
             name="engine-0",
             host="b",
             launch=command(script, tmp_path),
-            log_path=tmp_path / "log",
+            log_path=tmp_path / "server.log",
         )
         with pytest.raises(ServerEnded, match=said):
             await server.start()
@@ -347,13 +346,13 @@ async def test_a_command_whose_agent_does_not_connect_is_reported_with_its_outpu
         await server.stop()
 
 
-async def test_an_agent_that_does_not_stop_may_hold_its_devices(monkeypatch):
+async def test_an_agent_that_does_not_stop_may_hold_its_devices(monkeypatch, tmp_path):
     monkeypatch.setattr("megatron_scalerl.launch.remote_server.ANSWER_S", 0.2)
     async with registry_of() as (registry, agent):
         one = agent()
         await one.join()
         link = await registry.joining.get()
-        server = RemoteServer(lambda: link, name="extra-7-0", host="b", launch=None, log_path=None)
+        server = RemoteServer(lambda: link, name="extra-7-0", host="b", launch=None, log_path=tmp_path / "log")
         await one.say(messages.Up(url=URL))
         assert await server.start() == URL
         server.kill()
