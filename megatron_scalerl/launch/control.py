@@ -8,11 +8,8 @@ frame ends it: an agent that sends an invalid one has ended, for the controller,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn
-
-import zmq
-import zmq.asyncio
 
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.launch import agent_messages as messages
@@ -88,20 +85,10 @@ class EngineRegistry:
         """By start, until Hello."""
         self._connected: dict[bytes, AgentLink] = {}
         """By ZeroMQ's identity, from Hello to the end."""
-        self._context = zmq.asyncio.Context()
-        self._authenticator = sockets.CurveAuthenticator(self._context, secret, sockets.Purpose.ENGINES)
-        self._authenticator.start()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.LONGEST)
-        self._socket.setsockopt(zmq.IPV6, int(":" in address))
-        sockets.secure_server(self._socket, secret, sockets.Purpose.ENGINES)
-        try:
-            self._socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
-        except zmq.ZMQError as error:
-            self.close()
-            raise ValueError(f"--address: expected an address of this host, found {address} ({error})") from None
-        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket = sockets.ControllerSocket(
+            secret, sockets.Purpose.ENGINES, address=address, longest=messages.LONGEST
+        )
+        self.endpoint = self._socket.endpoint
 
     def expect(self, name: str, start: str, host: str) -> AgentLink:
         """The agent of a start that is requested next; `start` is new for each."""
@@ -122,9 +109,7 @@ class EngineRegistry:
 
     def close(self) -> None:
         """Close the socket; agents that are connected end their servers and exit."""
-        if not self._socket.closed:
-            self._authenticator.stop()
-            self._context.destroy(linger=0)
+        self._socket.close()
 
     async def send(self, link: AgentLink, message: messages.ToAgent) -> None:
         """Send a message, if the agent is connected and reads its messages."""
@@ -135,16 +120,16 @@ class EngineRegistry:
     async def forget(self, link: AgentLink) -> None:
         """See `AgentLink.forget`."""
         self._expected.pop(link.start, None)
-        await self.send(link, messages.Refused(reason="the controller has given this start up"))
+        await self.send(link, sockets.Refused(reason="the controller has given this start up"))
         for identity in [identity for identity, each in self._connected.items() if each is link]:
             self._end(identity, "was given up by the controller")
 
     async def _read(self) -> None:
         """Take one message."""
-        sender, *frames = await self._socket.recv_multipart()
+        sender, frames = await self._socket.read()
         try:
             message = messages.decode_for_controller(frames)
-        except messages.InvalidMessage as error:
+        except sockets.InvalidMessage as error:
             await self._refuse(sender, str(error))
             return
         link = self._connected.get(sender)
@@ -173,11 +158,8 @@ class EngineRegistry:
 
     def _objection(self, hello: messages.Hello) -> str | None:
         """The reason why this agent is refused, or None."""
-        expected = {"run id": self._run_id, "incarnation": self._incarnation}
-        found = {"run id": hello.run_id, "incarnation": hello.incarnation}
-        for what, value in expected.items():
-            if found[what] != value:
-                return f"{what}: expected {value}, found {found[what]}"
+        if reason := hello.objection(self._run_id, self._incarnation):
+            return reason
         if any(link.name == hello.name for link in self._connected.values()):
             return f"{hello.name}: expected one agent, found a second"
         if not hello.name.startswith(messages.JOINING):
@@ -191,12 +173,12 @@ class EngineRegistry:
 
     async def _refuse(self, sender: bytes, reason: str) -> None:
         """Answer with Refused; if the sender was an agent of this run, it has ended."""
-        await self._sent(sender, messages.Refused(reason=reason))
+        await self._sent(sender, sockets.Refused(reason=reason))
         self._end(sender, f"was refused: {reason}")
 
     async def _probe(self) -> None:
         """End the links of agents that are not connected any more."""
-        lost = [identity for identity in list(self._connected) if not await self._sent(identity, messages.Ping())]
+        lost = [identity for identity in list(self._connected) if not await self._socket.connected(identity)]
         for _ in range(_DRAINED if lost else 0):
             if not await self._socket.poll(0):
                 break
@@ -206,16 +188,7 @@ class EngineRegistry:
 
     async def _sent(self, identity: bytes, message: messages.ToAgent) -> bool:
         """Send without waiting; False if the receiver is not connected. With a full queue nothing is sent."""
-        frames: Sequence[bytes] = [identity, messages.encode(message)]
-        try:
-            await self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
-        except zmq.Again:
-            return True
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
+        return await self._socket.send(identity, sockets.encode(message), wait=False)
 
     def _end(self, identity: bytes, reason: str) -> None:
         link = self._connected.pop(identity, None)

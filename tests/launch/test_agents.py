@@ -234,7 +234,7 @@ async def test_no_engine_joins_a_deterministic_run(policy, run_folder, monkeypat
     async with engines_of(recipe_for(policy, rollouts=deterministic), run_folder) as engines:
         joined = joining(run_folder, SLURM_JOB_ID="7")
         log = run_folder / "logs" / "extra-7-0.log"
-        await until(lambda: log.exists() and "refused this agent" in log.read_text())
+        await until(lambda: log.exists() and "refused this process" in log.read_text())
         joined.terminate()
         await asyncio.to_thread(joined.wait, 180)
         assert "rollouts.deterministic: expected the same engines" in log.read_text()

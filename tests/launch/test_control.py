@@ -44,18 +44,18 @@ class StandInAgent:
         await self.hello(**{"name": name, "start": ""} | changes)
 
     async def say(self, message):
-        await self.socket.send(messages.encode(message))
+        await self.socket.send(sockets.encode(message))
 
     async def answer(self):
         """The next message but pings."""
         while True:
             message = messages.decode_for_agent(await asyncio.wait_for(self.socket.recv_multipart(), 120))
-            if not isinstance(message, messages.Ping):
+            if not isinstance(message, sockets.Ping):
                 return message
 
     async def refusal(self):
         answer = await self.answer()
-        assert isinstance(answer, messages.Refused), answer
+        assert isinstance(answer, sockets.Refused), answer
         return answer.reason
 
     def close(self):
@@ -167,7 +167,7 @@ def frames(draws):
         messages.Stop(grace_s=1.0),
     ]
     for number in range(60):
-        data = bytearray(messages.encode(draws.choice(whole)))
+        data = bytearray(sockets.encode(draws.choice(whole)))
         for _ in range(draws.randint(1, 4)):
             data[draws.randrange(len(data))] = draws.randrange(256)
         yield [bytes(data[: draws.randint(0, len(data))] if number % 2 else data)]
@@ -189,7 +189,7 @@ async def test_no_frame_ends_the_registry_and_one_that_is_invalid_ends_its_agent
             for sender in (stranger, one):
                 await sender.socket.send_multipart(noise)
                 if sender is stranger:
-                    assert isinstance(await stranger.answer(), messages.Refused)
+                    assert isinstance(await stranger.answer(), sockets.Refused)
             # of what is left of a message some is valid, and says that the server is up or ended
             await asyncio.wait({link.ended, link.up}, return_when=asyncio.FIRST_COMPLETED)
             one.close()
@@ -226,7 +226,7 @@ async def test_the_loss_of_a_connection_is_noticed_in_every_state(say):
             assert await ended(link) == "lost its agent, which disconnected"
         again = agent()
         await again.hello()  # before Hello it may come again; afterwards the start is over
-        assert isinstance(await again.answer(), messages.Refused if say else messages.Welcome)
+        assert isinstance(await again.answer(), sockets.Refused if say else messages.Welcome)
 
 
 @pytest.mark.slow
@@ -243,8 +243,8 @@ async def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch, tmp_pat
             "socket = zmq.Context().socket(zmq.DEALER)\n"
             "sockets.secure_client(socket, sys.argv[2], sockets.Purpose.ENGINES)\n"
             "socket.connect(sys.argv[1])\n"
-            "socket.send(m.encode(m.Hello(name='engine-0', run_id='run', incarnation='1.0', start='s', host='b',"
-            " devices=1)))\n"
+            "socket.send(sockets.encode(m.Hello(name='engine-0', run_id='run', incarnation='1.0', start='s',"
+            " host='b', devices=1)))\n"
             "socket.recv()\n"
             "os.kill(os.getpid(), signal.SIGSTOP)\n"
         )
@@ -268,7 +268,7 @@ async def test_engines_that_join_are_queued_and_a_full_queue_refuses(monkeypatch
             await one.join(f"extra-7-{number}", devices=number + 1)
             answers.append(await one.answer())
         assert answers[:2] == [WELCOME, WELCOME]
-        assert answers[2] == messages.Refused(reason="2 engines are joining already")
+        assert answers[2] == sockets.Refused(reason="2 engines are joining already")
         link = registry.joining.get_nowait()
         assert (link.name, link.host, link.joined, link.hello.result().devices) == ("extra-7-0", "b", True, 1)
 
