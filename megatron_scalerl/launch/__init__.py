@@ -7,7 +7,6 @@ In the controller's process:
     process.py               starts an engine, watches and stops it
     local_server.py          its server as a child process (also in an agent)
     remote_server.py         its server on another host, behind an agent (agents.py starts it)
-    control.py               the socket to the agents
 
 On another host:
 

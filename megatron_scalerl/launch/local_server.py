@@ -13,7 +13,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK
 from megatron_scalerl.engine.certificate import CertificateFiles
@@ -28,37 +28,6 @@ _BACKLOG = 2048
 
 class ServerEnded(RuntimeError):
     """The server ended before it was up; the message continues "engine-0 (port 8000) ..."."""
-
-
-class Server(Protocol):
-    """One vLLM server, wherever it runs. `start` once; `kill` and `stop` at any time."""
-
-    name: str
-    """engine-N"""
-    log_path: Path
-
-    @property
-    def where(self) -> str:
-        """Where it runs, as part of an error message: a port, or a host."""
-
-    @property
-    def reached(self) -> bool:
-        """Whether its host was there when it was started."""
-
-    async def start(self) -> str:
-        """Start it and wait until it is up; its URL. Raises ServerEnded, and OSError if it cannot be started."""
-
-    async def wait(self) -> str:
-        """Wait until it has ended after its start; how, as the message of ServerEnded."""
-
-    def log_end(self) -> str:
-        """The last lines of its log as the end of an error message."""
-
-    def kill(self) -> None:
-        """Let `stop` end it at once, by SIGKILL; does not wait. A no-op before the start."""
-
-    async def stop(self) -> None:
-        """End it with all its processes. May be called twice. Raises RuntimeError if it may still be running."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +47,7 @@ class ServerPlace:
 
 
 class LocalServer:
-    """A `Server` that is a child of this process."""
+    """A server that is a child of this process. `start` once; `kill` and `stop` at any time."""
 
     def __init__(
         self,
