@@ -18,16 +18,13 @@ MSRL_BIND_HOST: address of this host at which the server listens, in place of th
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import zmq.asyncio
 
@@ -36,7 +33,8 @@ from megatron_scalerl.distributed.rendezvous import HostRendezvous, interface_of
 from megatron_scalerl.engine.certificate import Certificate, certificate_files
 from megatron_scalerl.launch import agent_messages as messages
 from megatron_scalerl.launch.control_folder import ControllerFile, read_controller, secret_file
-from megatron_scalerl.launch.local_server import STOP_S, LocalServer, ServerEnded, ServerPlace
+from megatron_scalerl.launch.local_server import STOP_S, LocalServer, ServerEnded, ServerPlace, gpus_at
+from megatron_scalerl.launch.race import race
 from megatron_scalerl.processes.logs import NAME_VARIABLE, log_to_stderr
 from megatron_scalerl.processes.secret_file import read_secret
 from megatron_scalerl.processes.signals import Stopped, run_until_signal
@@ -50,43 +48,116 @@ EXIT_SERVER = 1
 
 
 class Agent:
-    """The server of this process, and its controller's messages about it. Needs a running event loop."""
+    """One start of one engine: `join` its controller, then `serve`."""
 
-    def __init__(self, link: sockets.ControllerLink) -> None:
-        self._link = link
-        self._socket = zmq.asyncio.Socket(link.socket)
+    link: sockets.ControllerLink
+    _controller: ControllerFile
+    _secret: str
+    _welcome: messages.Welcome
+    _connection: zmq.asyncio.Socket
+    """The link's socket on the event loop."""
 
-    async def run(self, server: LocalServer, files: contextlib.ExitStack) -> int:
-        """Run the server until it or the controller ends it; the exit code. Raises RefusedError.
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._run = Path(arguments.run).absolute()
 
-        files: those that the server reads while it starts.
+    def join(self) -> None:
+        """Find the controller, and wait for its answer to Hello. Raises RefusedError without one.
+
+        RUN/control is read again and again meanwhile: a shared file system may show the files of an earlier start for
+        a while.
         """
-        serving = asyncio.create_task(self._serve(server, files))
-        stop = asyncio.create_task(self._until_stop())
-        tasks: list[asyncio.Task[Any]] = [serving, stop]
-        grace_s, reason = 0.0, ""
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                reason = serving.result()
-            else:
-                grace_s = stop.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if not grace_s:
-                server.kill()
-            await server.stop(grace_s or STOP_S)
-        code = await server.exit_code() if server.started else None
-        if serving.cancelled():
-            await self._send(messages.Exited(code=code))
-            return 0
-        logger.error("the server %s", reason or f"exited with code {code}")
-        await self._send(messages.Exited(code=code, reason=reason))
-        return EXIT_SERVER
+        used: tuple[ControllerFile, str] | None = None
+        end = time.monotonic() + sockets.GREETING_S
+        missing = ""
+        while time.monotonic() < end:
+            try:
+                found = self._files()
+            except (ValueError, OSError) as error:
+                missing, found = f": {error}", None
+            if found is not None and found != used:
+                if used is not None:
+                    self.link.abandon()
+                used = self._controller, self._secret = found
+                self._greet()
+            if used is None:
+                time.sleep(_READ_AGAIN_S)
+            elif (welcome := self.link.greet(_READ_AGAIN_S)) is not None:
+                self._welcome = welcome
+                return
+        if used is not None:
+            self.link.abandon()
+            missing = f" at {self.link.endpoint} (it has exited, or its secret is another one)"
+        raise sockets.RefusedError(
+            f"controller of {self._run}: expected an answer within {sockets.GREETING_S:g} s, found none{missing}"
+        )
 
-    async def _serve(self, server: LocalServer, files: contextlib.ExitStack) -> str:
+    def _files(self) -> tuple[ControllerFile, str]:
+        """What RUN/control says. Raises ValueError, also for another start of the controller, and OSError."""
+        controller, wanted = read_controller(self._run), self._arguments.incarnation
+        if wanted not in ("", controller.incarnation):
+            raise ValueError(f"{self._run}: expected the controller {wanted}, found {controller.incarnation}")
+        return controller, read_secret(secret_file(self._run))
+
+    def _greet(self) -> None:
+        """Connect to the controller of these files, and send Hello."""
+        self.link = sockets.ControllerLink(
+            self._controller.engines, self._secret, sockets.Purpose.ENGINES, messages.decode_for_agent
+        )
+        hello = messages.Hello(
+            name=self._arguments.name,
+            run_id=self._controller.run_id,
+            incarnation=self._controller.incarnation,
+            start=self._arguments.start,
+            host=socket.gethostname(),
+            devices=self._arguments.devices,
+        )
+        self.link.send(hello)
+
+    async def serve(self) -> int:
+        """Run the server until it or the controller ends it; the exit code. Raises RefusedError."""
+        self._connection = zmq.asyncio.Socket(self.link.socket)
+        with contextlib.ExitStack() as files:
+            try:
+                server = self._server(files)
+            except (ValueError, OSError) as error:
+                return await self._failed(None, messages.not_started(error))
+            grace_s, reason = 0.0, None
+            try:
+                async with race(self._until_ended(server, files), self._until_stop()) as (serving, stop):
+                    if serving.done():
+                        reason = serving.result()
+                    else:
+                        grace_s = stop.result()
+            finally:
+                if not grace_s:
+                    server.kill()
+                await server.stop(grace_s or STOP_S)
+        code = await server.exit_code() if server.started else None
+        if reason is not None:
+            return await self._failed(code, reason)
+        await self._send(messages.Exited(code=code))
+        return 0
+
+    def _server(self, files: contextlib.ExitStack) -> LocalServer:
+        """The server, not started. files: gets those that it reads while it starts. Raises ValueError and OSError."""
+        address = self._controller.engines.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        positions = self._arguments.gpus
+        if positions is None and self._welcome.transport == "nccl":
+            positions = list(range(self._arguments.devices))
+        certificate = Certificate(certificate=self._welcome.certificate, key=self._welcome.key)
+        place = ServerPlace(
+            host=os.environ.get("MSRL_BIND_HOST") or own_address(address),
+            port=self._arguments.port,
+            devices=gpus_at(positions),
+            interface=interface_of(HostRendezvous(host=address, port=0)),
+            tls=files.enter_context(certificate_files(certificate)),
+        )
+        recipe, name = load_recipe(self._controller.recipe_file), self._arguments.name
+        log = self._run / "logs" / f"{name}.log"
+        return LocalServer(recipe, place, name=name, secret=self._secret, log_path=log)
+
+    async def _until_ended(self, server: LocalServer, files: contextlib.ExitStack) -> str:
         """Start the server and wait for its end; why it was not started, or empty."""
         try:
             url = await server.start()
@@ -102,109 +173,18 @@ class Agent:
     async def _until_stop(self) -> float:
         """Wait for Stop; seconds between SIGTERM and SIGKILL. Raises RefusedError."""
         while True:
-            message = self._link.understood(await self._socket.recv_multipart())
+            message = self.link.understood(await self._connection.recv_multipart())
             if isinstance(message, messages.Stop):
                 return message.grace_s
 
     async def _send(self, message: messages.ToController) -> None:
-        await self._socket.send(sockets.encode(message))
+        await self._connection.send(sockets.encode(message))
 
-
-def join(run: Path, arguments: argparse.Namespace) -> tuple[sockets.ControllerLink, ControllerFile, str, Any]:
-    """A connection, the controller and its secret, and its answer to Hello. Raises RefusedError without one.
-
-    The files are read again and again meanwhile: a shared file system may show those of an earlier start for a while.
-    """
-    used: tuple[ControllerFile, str] | None = None
-    link: sockets.ControllerLink | None = None
-    end = time.monotonic() + sockets.GREETING_S
-    missing = ""
-    while time.monotonic() < end:
-        try:
-            found = _files(run, arguments.incarnation)
-        except (ValueError, OSError) as error:
-            missing, found = f": {error}", None
-        if found is not None and found != used:
-            if link is not None:
-                link.abandon()
-            used, (controller, secret) = found, found
-            link = sockets.ControllerLink(
-                controller.engines, secret, sockets.Purpose.ENGINES, messages.decode_for_agent
-            )
-            link.send(_hello(arguments, controller))
-        if link is None:
-            time.sleep(_READ_AGAIN_S)
-        elif (welcome := link.greet(_READ_AGAIN_S)) is not None:
-            return link, controller, secret, welcome
-    if link is not None:
-        link.abandon()
-        missing = f" at {link.endpoint} (it has exited, or its secret is another one)"
-    raise sockets.RefusedError(
-        f"controller of {run}: expected an answer within {sockets.GREETING_S:g} s, found none{missing}"
-    )
-
-
-def _files(run: Path, incarnation: str) -> tuple[ControllerFile, str]:
-    """What RUN/control says. Raises ValueError and OSError, also if it is about another start of the controller."""
-    controller = read_controller(run)
-    if incarnation not in ("", controller.incarnation):
-        raise ValueError(f"{run}: expected the controller {incarnation}, found {controller.incarnation}")
-    return controller, read_secret(secret_file(run))
-
-
-def _hello(arguments: argparse.Namespace, controller: ControllerFile) -> messages.Hello:
-    return messages.Hello(
-        name=arguments.name,
-        run_id=controller.run_id,
-        incarnation=controller.incarnation,
-        start=arguments.start,
-        host=socket.gethostname(),
-        devices=arguments.devices,
-    )
-
-
-async def serve(
-    run: Path,
-    arguments: argparse.Namespace,
-    link: sockets.ControllerLink,
-    controller: ControllerFile,
-    secret: str,
-    welcome: messages.Welcome,
-) -> int:
-    """One start of the engine, until it ends; the exit code. Raises RefusedError."""
-    address = controller.engines.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    positions = arguments.gpus
-    if positions is None and welcome.transport == "nccl":
-        positions = list(range(arguments.devices))
-    certificate = Certificate(certificate=welcome.certificate, key=welcome.key)
-    with contextlib.ExitStack() as files:
-        try:
-            place = ServerPlace(
-                host=os.environ.get("MSRL_BIND_HOST") or own_address(address),
-                port=arguments.port,
-                devices=None if positions is None else _devices_at(positions),
-                interface=interface_of(HostRendezvous(host=address, port=0)),
-                tls=files.enter_context(certificate_files(certificate)),
-            )
-            log = run / "logs" / f"{arguments.name}.log"
-            server = LocalServer(
-                load_recipe(controller.recipe_file), place, name=arguments.name, secret=secret, log_path=log
-            )
-        except (ValueError, OSError) as error:
-            reason = messages.not_started(error)
-            logger.error("the server %s", reason)
-            link.send(messages.Exited(reason=reason))
-            return EXIT_SERVER
-        return await Agent(link).run(server, files)
-
-
-def _devices_at(positions: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES with those of this process's GPUs. Raises ValueError if it has fewer."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(number) for number in range(max(positions) + 1)]
-    if max(positions) >= len(names):
-        raise ValueError(f"CUDA_VISIBLE_DEVICES: expected at least {max(positions) + 1} GPUs, found {visible}")
-    return ",".join(names[position] for position in positions)
+    async def _failed(self, code: int | None, reason: str) -> int:
+        """Tell the controller that there is no server; the exit code."""
+        logger.error("the server %s", reason or f"exited with code {code}")
+        await self._send(messages.Exited(code=code, reason=reason))
+        return EXIT_SERVER
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -223,27 +203,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Run the agent. Returns the exit code of one that the controller does not accept; others end here."""
-    arguments = _parser().parse_args()
-    run = Path(arguments.run).absolute()
+    agent = Agent(arguments := _parser().parse_args())
     os.environ.setdefault(NAME_VARIABLE, arguments.name)
     log_to_stderr()
     try:
-        link, controller, secret, welcome = join(run, arguments)
+        agent.join()
     except sockets.RefusedError as error:
         logger.error("%s", error)
         return sockets.EXIT_REFUSED
-    logger.info("%s: accepted by the controller at %s", arguments.name, link.endpoint)
-    code = EXIT_SERVER
+    logger.info("%s: accepted by the controller at %s", arguments.name, agent.link.endpoint)
     try:
-        code = run_until_signal(serve(run, arguments, link, controller, secret, welcome))
+        code = run_until_signal(agent.serve())
     except Stopped as stopped:
         code = stopped.exit_code
-    except sockets.RefusedError as error:
-        logger.error("%s", error)
-        code = sockets.EXIT_REFUSED
     except (RuntimeError, OSError) as error:
         logger.error("%s", error)
-    link.exit(code)
+        code = sockets.EXIT_REFUSED if isinstance(error, sockets.RefusedError) else EXIT_SERVER
+    agent.link.exit(code)
 
 
 if __name__ == "__main__":

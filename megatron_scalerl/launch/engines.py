@@ -24,8 +24,10 @@ from megatron_scalerl.engine.watchdog import EngineDied, LagClock
 from megatron_scalerl.launch.agent_messages import Hello
 from megatron_scalerl.launch.agents import Agents
 from megatron_scalerl.launch.hosts import Hosts, files_needed
-from megatron_scalerl.launch.placement import Attempt, Placement, gpus_at
+from megatron_scalerl.launch.local_server import gpus_at
+from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.launch.process import EngineProcess
+from megatron_scalerl.launch.race import race
 from megatron_scalerl.launch.remote_server import RemoteServer
 from megatron_scalerl.processes.child_process import fatal_error
 from megatron_scalerl.recipe import Recipe
@@ -165,10 +167,7 @@ class Engines:
 
     async def _until_evicted(self, process: EngineProcess) -> str:
         """Wait until the engine fails or is evicted; it is evicted then. Returns the reason."""
-        watch = asyncio.create_task(process.watch(self._lag))
-        evicted = asyncio.create_task(self.members.evicted(process.client))
-        try:
-            await asyncio.wait({watch, evicted}, return_when=asyncio.FIRST_COMPLETED)
+        async with race(process.watch(self._lag), self.members.evicted(process.client)) as (watch, evicted):
             if watch.done() and (error := watch.exception()) is not None:
                 self.members.evict(process.client, str(error))
                 return str(error)
@@ -178,10 +177,6 @@ class Engines:
                 cause = fatal_error(process.server.log_path)
                 reason += f" ({cause})" if cause else ""
             return reason
-        finally:
-            watch.cancel()
-            evicted.cancel()
-            await asyncio.gather(watch, evicted, return_exceptions=True)
 
     async def _restart(self, index: int, failures: int, reason: str, *, delay: float) -> bool:
         """End what is left of an engine's server and start another; False if it is given up or does not start.

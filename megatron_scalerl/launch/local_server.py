@@ -11,13 +11,14 @@ import asyncio
 import errno
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK
 from megatron_scalerl.engine.certificate import CertificateFiles
 from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
+from megatron_scalerl.launch.race import race
 from megatron_scalerl.processes.child_process import ChildProcess, log_end
 from megatron_scalerl.recipe import Recipe
 
@@ -160,17 +161,27 @@ class LocalServer:
             up.set_result(os.read(read, 1))
 
         loop.add_reader(read, readable)
-        exit_code = asyncio.create_task(self.exit_code())
         try:
-            either: set[asyncio.Future[Any]] = {up, exit_code}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not up.done() or not up.result():  # the write end was closed: the process is about to exit
-                raise ServerEnded(f"exited with code {await exit_code} before it was up")
+            async with race(self.exit_code(), asyncio.shield(up)) as (exit_code, _):
+                if not up.done() or not up.result():  # the write end was closed: the process is about to exit
+                    raise ServerEnded(f"exited with code {await exit_code} before it was up")
         finally:
             loop.remove_reader(read)
             os.close(read)
-            exit_code.cancel()
-            await asyncio.gather(exit_code, return_exceptions=True)
+
+
+def gpus_at(positions: Sequence[int] | None) -> str | None:
+    """CUDA_VISIBLE_DEVICES with the GPUs of this host at these positions; None without GPUs.
+
+    Raises ValueError if this process sees fewer.
+    """
+    if positions is None:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(max(positions) + 1)]
+    if max(positions) >= len(names):
+        raise ValueError(f"CUDA_VISIBLE_DEVICES: expected at least {max(positions) + 1} GPUs, found {visible}")
+    return ",".join(names[position] for position in positions)
 
 
 def bind_server(host: str, port: int) -> socket.socket:

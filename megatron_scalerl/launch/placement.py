@@ -97,14 +97,6 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(gpu_count())]
 
 
-def gpus_at(positions: tuple[int, ...] | None) -> str | None:
-    """CUDA_VISIBLE_DEVICES with the GPUs of this host at these positions; None without GPUs."""
-    if positions is None:
-        return None
-    names = visible_gpus()
-    return ",".join(names[position] for position in positions)
-
-
 def _ranks(count: int, hosts: Hosts, slots: int) -> list[HostRanks]:
     placed: list[HostRanks] = []
     for number, host in enumerate(hosts.of_trainer):

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.launch import agent_messages as messages
 from megatron_scalerl.launch.local_server import STOP_S, ServerEnded
+from megatron_scalerl.launch.race import race
 from megatron_scalerl.processes.child_process import ChildProcess, log_end
 
 HELLO_S = 120.0
@@ -93,18 +94,12 @@ class RemoteServer:
         """Wait until the server or its agent has ended; how."""
         if self._command is None:
             return await asyncio.shield(self.ended)
-        command = asyncio.create_task(self._command.wait())
-        try:
-            either: set[asyncio.Future[Any]] = {self.ended, command}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        async with race(self._command.wait(), asyncio.shield(self.ended)) as (command, _):
             if self.reached:  # the agent may outlive its command; a lost connection ends it (`Agents`)
                 await asyncio.wait({self.ended})
             if self.ended.done():
                 return self.ended.result()
             return f"lost the command that started its agent, which exited with code {command.result()}"
-        finally:
-            command.cancel()
-            await asyncio.gather(command, return_exceptions=True)
 
     def log_end(self) -> str:
         """The last lines of the server's log or, where the agent never connected, of the command's."""
@@ -163,11 +158,6 @@ class RemoteServer:
 
     async def _unless_ended(self, sign: asyncio.Future[Any]) -> None:
         """Wait for a sign of the agent. Raises ServerEnded if the agent or its command ends first."""
-        ending = asyncio.create_task(self.wait())
-        try:
-            await asyncio.wait({sign, ending}, return_when=asyncio.FIRST_COMPLETED)
+        async with race(self.wait(), asyncio.shield(sign)) as (ending, _):
             if not sign.done():
                 raise ServerEnded(ending.result())
-        finally:
-            ending.cancel()
-            await asyncio.gather(ending, return_exceptions=True)

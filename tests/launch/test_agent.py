@@ -10,17 +10,17 @@ from rich.console import Console
 
 from megatron_scalerl.commands import engine as join
 from megatron_scalerl.commands.engine import engine_name
-from megatron_scalerl.launch.agent import _devices_at
 from megatron_scalerl.launch.control_folder import ControllerFile, read_controller, write_controller
+from megatron_scalerl.launch.local_server import gpus_at
 
 
 def test_gpus_are_positions_among_the_visible_ones(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert _devices_at([2, 3]) == "2,3"
+    assert gpus_at([2, 3]) == "2,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5,6")
-    assert _devices_at([0, 1]) == "4,GPU-5"
+    assert gpus_at([0, 1]) == "4,GPU-5"
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES: expected at least 4 GPUs, found 4,GPU-5,6"):
-        _devices_at([3])
+        gpus_at([3])
 
 
 def test_the_controllers_file_is_private_and_anything_else_in_it_is_refused(tmp_path):

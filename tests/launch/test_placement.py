@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from recipe_files import small_recipe
 
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts
-from megatron_scalerl.launch.placement import Placement, gpus_at, hosts_needed
+from megatron_scalerl.launch.local_server import gpus_at
+from megatron_scalerl.launch.placement import Placement, hosts_needed
 
 
 def recipe(ranks, engines, each=1, transport="nccl"):
