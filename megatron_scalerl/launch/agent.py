@@ -121,7 +121,7 @@ class Agent:
             try:
                 server = self._server(files)
             except (ValueError, OSError) as error:
-                return await self._failed(None, messages.not_started(error))
+                return await self._leave(None, messages.not_started(error))
             grace_s, reason = 0.0, None
             try:
                 async with race(self._until_ended(server, files), self._until_stop()) as (serving, stop):
@@ -133,11 +133,7 @@ class Agent:
                 if not grace_s:
                     server.kill()
                 await server.stop(grace_s or STOP_S)
-        code = await server.exit_code() if server.started else None
-        if reason is not None:
-            return await self._failed(code, reason)
-        await self._send(messages.Exited(code=code))
-        return 0
+        return await self._leave(await server.exit_code() if server.started else None, reason)
 
     def _server(self, files: contextlib.ExitStack) -> LocalServer:
         """The server, not started. files: gets those that it reads while it starts. Raises ValueError and OSError."""
@@ -166,7 +162,7 @@ class Agent:
             await server.exit_code()
         except ServerEnded:
             return ""
-        except (RuntimeError, OSError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             return messages.not_started(error)
         return ""
 
@@ -180,11 +176,17 @@ class Agent:
     async def _send(self, message: messages.ToController) -> None:
         await self._connection.send(sockets.encode(message))
 
-    async def _failed(self, code: int | None, reason: str) -> int:
-        """Tell the controller that there is no server; the exit code."""
-        logger.error("the server %s", reason or f"exited with code {code}")
-        await self._send(messages.Exited(code=code, reason=reason))
-        return EXIT_SERVER
+    async def _leave(self, code: int | None, reason: str | None) -> int:
+        """Tell the controller how the server ended; this process's exit code.
+
+        code: the server's. reason: why it was not started, empty where it exited, None where the controller let it
+        stop.
+        """
+        if reason is not None:
+            logger.error("the server %s", reason or f"exited with code {code}")
+        self.link.leave()
+        await self._send(messages.Exited(code=code, reason=reason or ""))
+        return 0 if reason is None else EXIT_SERVER
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -69,12 +69,9 @@ class TrainerRanks:
 
     async def _exits(self, children: Sequence[ChildProcess]) -> None:
         """Wait until these have exited, _EXIT_S at most."""
-        waits = [asyncio.create_task(child.wait()) for child in children]
-        if waits:
-            await asyncio.wait(waits, timeout=_EXIT_S)
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EXIT_S):
+                await asyncio.gather(*(child.wait() for child in children))
 
     def _add(self, child: ChildProcess) -> None:
         self._children.append(child)
