@@ -71,7 +71,7 @@ def check_secrets(folder, processes):
     ]
 
 
-async def test_a_killed_agent_takes_its_server_along_and_a_killed_server_is_reported(policy, run_folder):
+async def test_a_killed_agent_takes_its_server_along_and_a_killed_server_is_reported(policy, run_folder, caplog):
     changes = []
     async with engines_of(recipe_for(policy), run_folder, changes.append) as engines:
         assert engines.members.stale[0].url.startswith("https://127.0.0.2:")
@@ -91,6 +91,7 @@ async def test_a_killed_agent_takes_its_server_along_and_a_killed_server_is_repo
     await none_left(last)
     assert [str(change.state) for change in changes] == ["stale", "draining", "lost", "starting"] * 2 + ["stale"]
     assert changes[5].reason == "engine-0 (host b) exited with code -9"
+    assert f"exited with code -9; the end of {run_folder}/logs/engine-0.log" in caplog.text
 
 
 def controller_process(policy, run_folder, **env):
