@@ -258,7 +258,7 @@ class ControllerSocket:
 
 
 class ControllerLink:
-    """A peer's end of its connection to the controller: `greet`, then send and receive, then `exit`."""
+    """A peer's end of its connection to the controller: send Hello, `greet`, send and receive, `leave`, `exit`."""
 
     def __init__(
         self, endpoint: str, secret: str, purpose: Purpose, decoded: Callable[[Sequence[Buffer]], Any]
@@ -275,7 +275,7 @@ class ControllerLink:
         self._leaving = threading.Event()
 
     def greet(self, within_s: float) -> Any:
-        """The controller's answer to Hello, None without one. Raises RefusedError, with its reason.
+        """The controller's answer to Hello, None where none arrives in time. Raises RefusedError, with its reason.
 
         From its Welcome on this process exits with EXIT_ORPHAN when the controller disconnects, or no heartbeat
         arrives any more, whatever it does meanwhile.
