@@ -226,7 +226,7 @@ def test_no_junk_drawers():
 
 
 OF_ONE_FILE = {
-    "launch/test_control.py: StandInAgent",
+    "launch/test_admission.py: StandInAgent",
     "engine/test_bodies.py: StandInDecoder",
     "test_command_line.py: StandInLauncher",
     "launch/test_launcher.py: StandInProcess",

@@ -1,9 +1,15 @@
-"""Encryption and liveness of the sockets between the controller and its peers (ZeroMQ's CURVE).
+"""How a process joins its controller: one protocol for the trainer's ranks and for the agents of engines.
+
+1. The peer connects a DEALER to the controller's ROUTER. CURVE proves to each that the other knows the secret.
+2. The peer sends Hello: the run, the start of the controller that it belongs to, and which rank or engine it is.
+3. The controller answers Welcome, or Refused with a reason: the peer exits. A wrong secret gets no answer.
+4. Both send heartbeats. A Ping shows the controller a lost peer; a peer that loses the controller exits at once.
+5. A peer that the controller lets stop, or that fails, says so last, and exits when that is delivered.
 
 For each purpose, two key pairs are derived from the run's secret: the controller's and its peers'. A peer accepts
 only a server that holds the first, the controller only clients that hold the second, so neither public key grants
 access, and a peer of one purpose is refused by the socket of another. CURVE's ephemeral keys make a recorded session
-useless, and every start of a run has a new secret.
+useless, and every start of a run has a new secret. Messages are msgpack of declared types.
 """
 
 from __future__ import annotations
@@ -12,11 +18,21 @@ import contextlib
 import enum
 import hashlib
 import hmac
-from collections.abc import Iterator
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
+import msgspec
 import zmq
+import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 5_000
 """Interval of ZeroMQ's heartbeats (milliseconds). Its I/O thread sends them, also during a long step."""
@@ -25,7 +41,75 @@ HEARTBEAT_TIMEOUT_MS = 60_000
 MAX_QUEUED = 16
 """Messages that may wait in the controller's socket, per peer and direction: there is one command at a time."""
 
+GREETING_S = 60.0
+"""Seconds in which the controller answers a Hello."""
+LEAVE_S = 10.0
+"""Seconds to deliver the last message to the controller."""
+EXIT_ORPHAN, EXIT_REFUSED = 3, 4
+"""Exit codes of a peer: the controller disconnected; it refused this peer, or did not answer."""
+LOCAL = "127.0.0.1"
+
 _ZAP_DOMAIN = b"megatron_scalerl"
+
+Buffer = bytes | memoryview
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Peer to controller: first message. Each kind of peer adds who it is."""
+
+    run_id: str
+    incarnation: str
+    """Of the start of the controller that the peer was started by, or wants to join."""
+
+    def objection(self, run_id: str, incarnation: str) -> str | None:
+        """The reason why the peer does not belong to this start of the controller, or None."""
+        for name, expected, found in (
+            ("run id", run_id, self.run_id),
+            ("incarnation", incarnation, self.incarnation),
+        ):
+            if found != expected:
+                return f"{name}: expected {expected}, found {found}"
+        return None
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Controller to peer: accepted."""
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Controller to peer: exit, for this reason."""
+
+    reason: str
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Controller to peer: no operation; sending it shows whether the peer is still connected."""
+
+
+class InvalidMessage(RuntimeError):
+    """Bytes that are not a message of this protocol: the peer is broken, or has another version."""
+
+
+class RefusedError(RuntimeError):
+    """The controller did not accept this peer, or gave it up."""
+
+
+def encode(message: Any) -> bytes:
+    """A message or a plain value as msgpack."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Buffer | msgspec.Raw]) -> Any:
+    """The message in one frame. Raises InvalidMessage for anything else."""
+    if len(frames) != 1:
+        raise InvalidMessage(f"expected a message in one frame, found {len(frames)}")
+    try:
+        return decoder.decode(frames[0])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        why = ascii(str(error))[1:-1][:300]  # it may quote the message
+        raise InvalidMessage(
+            f"expected a message, found {len(bytes(frames[0]))} bytes that do not decode ({why})"
+        ) from error
 
 
 class Purpose(enum.StrEnum):
@@ -90,16 +174,6 @@ def controller_key(secret: str, purpose: Purpose) -> str:
     return z85.decode(_keys(secret, purpose, Side.CONTROLLER)[0]).hex()
 
 
-@contextlib.contextmanager
-def ignore_disconnected() -> Iterator[None]:
-    """Leaves the block if a message cannot be routed because its receiver is not connected."""
-    try:
-        yield
-    except zmq.ZMQError as error:
-        if error.errno != zmq.EHOSTUNREACH:
-            raise
-
-
 def _keys(secret: str, purpose: Purpose, side: Side) -> tuple[bytes, bytes]:
     """Public and private key (Z85) of one side, the same for the same secret and purpose."""
     if not secret:
@@ -115,3 +189,148 @@ def _keep_alive(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.LINGER, 2_000)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+
+
+class ControllerSocket:
+    """The controller's end of the connections to all peers of one purpose. Needs a running event loop.
+
+    It queues at most MAX_QUEUED messages per peer and direction.
+    """
+
+    def __init__(self, secret: str, purpose: Purpose, *, address: str = LOCAL, longest: int = -1) -> None:
+        """address: of this host, where it listens at a free port. longest: bytes of a peer's message, -1: any.
+
+        Raises ValueError for an address that is not this host's.
+        """
+        self._context = zmq.asyncio.Context()
+        self.authenticator = CurveAuthenticator(self._context, secret, purpose)
+        self.authenticator.start()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, longest)
+        self._socket.setsockopt(zmq.IPV6, int(":" in address))
+        secure_server(self._socket, secret, purpose)
+        try:
+            self._socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"--address: expected an address of this host, found {address} ({error})") from None
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._socket.closed
+
+    async def poll(self, milliseconds: int) -> bool:
+        """Whether a message arrives within this time."""
+        return bool(await self._socket.poll(milliseconds))
+
+    async def read(self) -> tuple[bytes, list[bytes]]:
+        """A sender, as ZeroMQ identifies it, and the frames of its message."""
+        sender, *frames = await self._socket.recv_multipart()
+        return sender, frames
+
+    async def send(self, peer: bytes, *frames: Buffer, wait: bool = True) -> bool:
+        """Send a message, not copied; False if the peer is not connected.
+
+        wait: for room in its queue. Without, a message for which there is none is not sent.
+        """
+        try:
+            await self._socket.send_multipart([peer, *frames], flags=0 if wait else zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return True
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    async def connected(self, peer: bytes) -> bool:
+        """Whether a peer is connected."""
+        return await self.send(peer, encode(Ping()), wait=False)
+
+    def close(self) -> None:
+        """Close the connections; peers that have not left exit."""
+        if not self._socket.closed:
+            self.authenticator.stop()
+            self._context.destroy(linger=0)
+
+
+class ControllerLink:
+    """A peer's end of its connection to the controller: send Hello, `greet`, send and receive, `leave`, `exit`."""
+
+    def __init__(
+        self, endpoint: str, secret: str, purpose: Purpose, decoded: Callable[[Sequence[Buffer]], Any]
+    ) -> None:
+        """decoded: the controller's message in these frames, or InvalidMessage."""
+        self.endpoint = endpoint
+        self._decoded = decoded
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        secure_client(self.socket, secret, purpose)
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.socket.connect(endpoint)
+        self._leaving = threading.Event()
+
+    def greet(self, within_s: float) -> Any:
+        """The controller's answer to Hello, None where none arrives in time. Raises RefusedError, with its reason.
+
+        From its Welcome on this process exits with EXIT_ORPHAN when the controller disconnects, or no heartbeat
+        arrives any more, whatever it does meanwhile.
+        """
+        if not self.socket.poll(int(within_s * 1000)):
+            return None
+        answer, _ = self.receive()
+        threading.Thread(target=self._exit_on_disconnect, name="controller-watch", daemon=True).start()
+        return answer
+
+    def send(self, message: Any) -> None:
+        """Queue a message."""
+        self.socket.send(encode(message))
+
+    def receive(self) -> tuple[Any, list[memoryview]]:
+        """The next message, and all of its frames, not copied. Raises InvalidMessage, and RefusedError."""
+        while True:
+            frames = [frame.buffer for frame in self.socket.recv_multipart(copy=False)]
+            if (message := self.understood(frames)) is not None:
+                return message, frames
+
+    def understood(self, frames: Sequence[Buffer]) -> Any:
+        """The message in these frames, None for a Ping. Raises InvalidMessage, and RefusedError."""
+        message = self._decoded(frames)
+        if isinstance(message, Refused):
+            raise RefusedError(f"controller at {self.endpoint} refused this process: {message.reason}")
+        return None if isinstance(message, Ping) else message
+
+    def leave(self) -> None:
+        """Allow the controller to disconnect from now on: this process exits by itself."""
+        self._leaving.set()
+
+    def abandon(self) -> None:
+        """Close a connection on which nobody answers."""
+        self._context.destroy(linger=0)
+
+    def exit(self, status: int) -> NoReturn:
+        """End the process without the interpreter's cleanup, after messages to the controller are delivered.
+
+        Destructors of process groups wait: for peers inside a collective, and with NCCL for a GPU that may never
+        answer. Threads of gloo's groups abort the process while Python ends (`processes.child_process.end_with`).
+        """
+        self.leave()
+        self.socket.close(linger=int(LEAVE_S * 1000))
+        self._context.term()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    def _exit_on_disconnect(self) -> None:
+        # In a separate thread, because the main one computes for minutes without reading its socket.
+        with contextlib.suppress(zmq.ContextTerminated):
+            recv_monitor_message(self._monitor)
+        if self._leaving.is_set():
+            self._monitor.close(linger=0)
+            return
+        logger.error("the controller at %s disconnected, exiting", self.endpoint)
+        os._exit(EXIT_ORPHAN)

@@ -6,14 +6,13 @@ In the controller's process:
     launcher.py              starts the run's processes: trainer.py its ranks, engines.py its engines
     process.py               starts an engine, watches and stops it
     local_server.py          its server as a child process (also in an agent)
-    remote_server.py         its server on another host, behind an agent (agents.py starts it)
-    control.py               the socket to the agents
+    remote_server.py         its server on another host, behind an agent; agents.py has the socket to all agents
+    race.py                  waits for whichever comes first
 
 On another host:
 
     host_ranks.py            the host's trainer ranks, in one process
     agent.py                 one process for each start of an engine: starts the server, reports, ends with it
-    log_copy.py              passes the server's output on
 
 Between both:
 

@@ -1,4 +1,4 @@
-"""Messages between the controller and the agents of engines on other hosts, and their msgpack form.
+"""Messages between the controller and the agents of engines on other hosts. `distributed.sockets` has the connection.
 
     agent                          controller
     Hello           ------------>
@@ -7,21 +7,21 @@
     Exited          ------------>  (the server ended)
                     <------------  Stop (end the server)
 
-The controller binds a ROUTER socket, every agent connects a DEALER; `distributed.sockets` encrypts both. A message is
-one frame of at most LONGEST bytes, and every text in it has a limit of its own.
+A message is one frame of at most LONGEST bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
+from megatron_scalerl.distributed import sockets
+from megatron_scalerl.distributed.sockets import Buffer, Ping, Refused, decode
+
 LONGEST = 1 << 17
 """Bytes of the longest message. ZeroMQ closes the connection of a peer that sends a longer one."""
-LOG_CHARACTERS = 20_000
-"""Of the end of a server's log."""
 REASON_CHARACTERS = 1_000
 """Of a reason."""
 _NAME = r"^(engine-[0-9]{1,6}|extra-[A-Za-z0-9._-]{1,64})$"
@@ -30,18 +30,13 @@ _URL = r"^https://(\[[0-9A-Fa-f:.%a-z]{2,64}\]|[0-9.]{7,15}):[0-9]{1,5}$"
 JOINING = "extra-"
 """Names of engines that the controller did not start begin so; those of the others are engine-N."""
 
-Identifier = Annotated[str, msgspec.Meta(max_length=128)]
 
-
-class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Hello(sockets.Hello, tag=True, frozen=True, kw_only=True):
     """Agent to controller: first message."""
 
     name: Annotated[str, msgspec.Meta(pattern=_NAME)]
     """engine-N of an engine that the controller starts, extra-... of one that joins."""
-    run_id: Identifier
-    incarnation: Identifier
-    """Of the start of the controller that the agent was started by, or wants to join."""
-    start: Identifier
+    start: str
     """Identifies this start of the engine, as the controller chose it; empty for an engine that joins."""
     host: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,255}$")]
     """Name of the agent's host."""
@@ -49,7 +44,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Devices of the engine."""
 
 
-class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Welcome(sockets.Welcome, tag=True, frozen=True, kw_only=True):
     """Controller to agent: accepted, start the server."""
 
     certificate: str
@@ -58,16 +53,6 @@ class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """PEM; secret."""
     transport: str
     """Of the weights: gloo or nccl."""
-
-
-class Refused(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Controller to agent: end the server if there is one, and exit, for this reason."""
-
-    reason: str
-
-
-class Ping(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Controller to agent: no operation; sending it shows whether the agent is still connected."""
 
 
 class Up(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -84,8 +69,6 @@ class Exited(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Exit code of the server, negative for a signal; None if it was not started."""
     reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS)] = ""
     """Why it was not started."""
-    log: Annotated[str, msgspec.Meta(max_length=LOG_CHARACTERS)] = ""
-    """The last lines that the server wrote."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -102,35 +85,16 @@ _to_agent = msgspec.msgpack.Decoder(ToAgent)
 _to_controller = msgspec.msgpack.Decoder(ToController)
 
 
-class InvalidMessage(RuntimeError):
-    """Bytes that are not a message of this protocol: the peer is broken, or has another version."""
+def not_started(error: Exception) -> str:
+    """The reason that an agent reports for a server that it could not start."""
+    return f"did not start: {' '.join(str(error).split())}"[:REASON_CHARACTERS]
 
 
-def encode(message: Any) -> bytes:
-    """A message as msgpack."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode_for_agent(frames: Sequence[bytes]) -> ToAgent:
+def decode_for_agent(frames: Sequence[Buffer]) -> ToAgent:
     """A message of the controller. Raises InvalidMessage for anything else."""
-    return _decoded(_to_agent, frames)
+    return decode(_to_agent, frames)
 
 
-def decode_for_controller(frames: Sequence[bytes]) -> ToController:
+def decode_for_controller(frames: Sequence[Buffer]) -> ToController:
     """A message of an agent. Raises InvalidMessage for anything else."""
-    return _decoded(_to_controller, frames)
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> Any:
-    if len(frames) != 1 or len(frames[0]) > LONGEST:
-        raise InvalidMessage(
-            f"expected a message in one frame of at most {LONGEST} bytes, found {len(frames)} frames with "
-            f"{sum(map(len, frames))} bytes"
-        )
-    try:
-        return decoder.decode(frames[0])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = ascii(str(error))[1:-1][:300]  # it may quote the message
-        raise InvalidMessage(
-            f"expected a message, found {len(frames[0])} bytes that do not decode ({why})"
-        ) from error
+    return decode(_to_controller, frames)

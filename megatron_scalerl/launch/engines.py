@@ -4,7 +4,7 @@ One supervisor task per engine (`_supervise`). Consumes: the exits, stalls and e
 of these; then for the end of the engine's processes, for the delay, and for the new server. Unblocked by: the
 watchdog (`engine.watchdog`), or whoever evicts the engine (`engine.membership`). It ends when the engine is given up.
 
-With several hosts there are two tasks more: one reads the socket to the agents (`engine.control`), the other takes in
+With several hosts there are two tasks more: one reads the socket to the agents (`launch.agents`), the other takes in
 engines that join (`_take_in`), each with a task of its own until it is evicted or leaves (`_serve_joined`). The run
 does not start such an engine again: its own host does (`commands.engine`).
 """
@@ -23,11 +23,12 @@ from megatron_scalerl.engine.membership import Member, Membership
 from megatron_scalerl.engine.watchdog import EngineDied, LagClock
 from megatron_scalerl.launch.agent_messages import Hello
 from megatron_scalerl.launch.agents import Agents
-from megatron_scalerl.launch.control import AgentLink
 from megatron_scalerl.launch.hosts import Hosts, files_needed
-from megatron_scalerl.launch.local_server import LocalServer
-from megatron_scalerl.launch.placement import Attempt, Placement, gpus_at
+from megatron_scalerl.launch.local_server import gpus_at
+from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.launch.process import EngineProcess
+from megatron_scalerl.launch.race import race
+from megatron_scalerl.launch.remote_server import RemoteServer
 from megatron_scalerl.processes.child_process import fatal_error
 from megatron_scalerl.recipe import Recipe
 
@@ -80,7 +81,7 @@ class Engines:
         """Start all engines, which are stale then. Raises the first failure: a first start is not repeated."""
         if self._agents is not None:
             self._agent_tasks = [
-                asyncio.create_task(self._agents.registry.serve(), name="agents"),
+                asyncio.create_task(self._agents.serve(), name="agents"),
                 asyncio.create_task(self._take_in(self._agents), name="joining"),
             ]
             self._agents.announce()
@@ -121,19 +122,21 @@ class Engines:
             self._agents.close()
 
     def _make(self, index: int) -> EngineProcess:
-        host, positions = self._placement.engine_host(index), self._placement.engine_positions(index)
-        log = self._logs / f"engine-{index}.log"
-        if not host.here:
-            assert self._agents is not None, host
-            return self._agents.engine(host, index=index, log=log, positions=positions)
+        place = self._placement.engines[index]
+        if not place.host.here:
+            assert self._agents is not None, place
+            return self._remote(self._agents, self._agents.engine(index, place))
         return EngineProcess.local(
             self._recipe,
             index=index,
             secret=self._secret,
-            log_path=log,
-            devices=gpus_at(positions),
+            log_path=self._logs / f"engine-{index}.log",
+            devices=gpus_at(place.positions),
             interface=LOOPBACK if self._agents is None else self._agents.interface,
         )
+
+    def _remote(self, agents: Agents, server: RemoteServer) -> EngineProcess:
+        return EngineProcess(self._recipe, server, secret=self._secret, tls=agents.tls)
 
     async def _start(self, index: int) -> None:
         process = self._processes[index]
@@ -164,23 +167,16 @@ class Engines:
 
     async def _until_evicted(self, process: EngineProcess) -> str:
         """Wait until the engine fails or is evicted; it is evicted then. Returns the reason."""
-        watch = asyncio.create_task(process.watch(self._lag))
-        evicted = asyncio.create_task(self.members.evicted(process.client))
-        try:
-            await asyncio.wait({watch, evicted}, return_when=asyncio.FIRST_COMPLETED)
+        async with race(process.watch(self._lag), self.members.evicted(process.client)) as (watch, evicted):
             if watch.done() and (error := watch.exception()) is not None:
                 self.members.evict(process.client, str(error))
                 return str(error)
             reason = await evicted
-            if "EngineCore" in reason and isinstance(process.server, LocalServer):
+            if "EngineCore" in reason:
                 # vLLM's server only says that its core has died, and the core wrote why into the log that both share
                 cause = fatal_error(process.server.log_path)
                 reason += f" ({cause})" if cause else ""
             return reason
-        finally:
-            watch.cancel()
-            evicted.cancel()
-            await asyncio.gather(watch, evicted, return_exceptions=True)
 
     async def _restart(self, index: int, failures: int, reason: str, *, delay: float) -> bool:
         """End what is left of an engine's server and start another; False if it is given up or does not start.
@@ -192,7 +188,7 @@ class Engines:
         process = self._processes[index]
         given_up = failures > self._recipe.engine.max_restarts
         host_gone = not process.reached
-        host = self._placement.engine_host(index).name
+        host = self._placement.engines[index].host.name
         if host_gone and host in await asyncio.to_thread(self._hosts.have_left):
             given_up, reason = True, f"its host has left the job ({reason})"
         try:
@@ -214,23 +210,22 @@ class Engines:
         return True
 
     async def _take_in(self, agents: Agents) -> NoReturn:
-        """Serve every engine that joins. Consumes `registry.joining`, and waits for it alone."""
+        """Serve every engine that joins. Consumes `agents.joining`, and waits for it alone."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                link = await agents.registry.joining.get()
-                if self._held(link.name):
-                    await link.forget()
+                server = await agents.joining.get()
+                if self._held(server.name):
+                    await server.forget()
                     continue
-                index = self.members.add(link.name, link.hello.result().devices)
-                tasks.create_task(self._serve_joined(index, link, agents.joined(link)), name=link.name)
+                index = self.members.add(server.name, server.hello.result().devices)
+                tasks.create_task(self._serve_joined(index, self._remote(agents, server)), name=server.name)
         raise AssertionError("it ends by being cancelled")
 
-    async def _serve_joined(self, index: int, link: AgentLink, process: EngineProcess) -> None:
+    async def _serve_joined(self, index: int, process: EngineProcess) -> None:
         """Use an engine that has joined, until it is evicted or leaves."""
         reason = "the run ends"
-        logger.info(
-            "%s joins from host %s with %d devices", link.name, link.host, self.members.members[index].devices
-        )
+        devices = self.members.members[index].devices
+        logger.info("%s joins from %s with %d devices", process.name, process.server.where, devices)
         try:
             await process.start()
             self.members.join(index, process.client)
@@ -245,7 +240,7 @@ class Engines:
                 _log_failed_stop(process, error)
             self._lag.forget(process.name)
             self.members.lose(index, reason)
-            logger.warning("%s has left: %s", link.name, reason)
+            logger.warning("%s has left: %s", process.name, reason)
 
     def _held(self, name: str) -> bool:
         """Whether an engine of this name is there."""

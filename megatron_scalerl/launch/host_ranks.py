@@ -32,14 +32,6 @@ from megatron_scalerl.trainer.client import BLAME_S
 
 logger = logging.getLogger("megatron_scalerl.launch.host_ranks")  # also where this module is __main__
 
-_VARIABLES = (
-    "MSRL_RANKS",
-    "MSRL_SECRET_FILE",
-    "MSRL_CONTROLLER_KEY",
-    "MSRL_CONTROLLER",
-    "MSRL_RECIPE",
-    "MSRL_LOGS",
-)
 _OTHERS_S = BLAME_S + 20.0
 """Seconds for the host's other ranks to exit by themselves after the failure of one: most when they lose its
 connection, the rest with the controller's, which may be held up. After that they are ended."""
@@ -48,10 +40,7 @@ SECRET_S, _READ_AGAIN_S = 60.0, 2.0
 
 
 async def serve() -> int:
-    """Start the ranks and wait until all have exited; the exit code. Raises ValueError for the environment."""
-    missing = [name for name in _VARIABLES if not os.environ.get(name)]
-    if missing:
-        raise ValueError(f"environment: expected {', '.join(_VARIABLES)}, missing {', '.join(missing)}")
+    """Start the ranks and wait until all have exited; the exit code. Raises ValueError and OSError for the secret."""
     first, count = map(int, os.environ["MSRL_RANKS"].split(":"))
     controller = os.environ["MSRL_CONTROLLER"].removeprefix("tcp://").rpartition(":")[0].strip("[]")
     env = {"MSRL_SECRET": await _secret(Path(os.environ["MSRL_SECRET_FILE"]), os.environ["MSRL_CONTROLLER_KEY"])}

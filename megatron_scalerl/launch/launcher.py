@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any, NoReturn, TypeVar
 
 from megatron_scalerl.engine.membership import Member
@@ -18,6 +19,7 @@ from megatron_scalerl.launch.control_folder import secret_file, withdraw
 from megatron_scalerl.launch.engines import Engines
 from megatron_scalerl.launch.hosts import ONE_HOST, Hosts
 from megatron_scalerl.launch.placement import Attempt, Devices, Fleet, Placement
+from megatron_scalerl.launch.race import race
 from megatron_scalerl.launch.trainer import TrainerRanks, trainer_ranks
 from megatron_scalerl.processes.secret_file import write_secret
 from megatron_scalerl.recipe import Recipe
@@ -35,11 +37,9 @@ class Launcher:
         self._hosts, self._placement = hosts, placement
         self._starting: asyncio.Task[None] | None = None
 
-    @contextlib.asynccontextmanager
-    async def trainer(self, attempt: Attempt) -> AsyncIterator[TrainerRanks]:
+    def trainer(self, attempt: Attempt) -> AbstractAsyncContextManager[TrainerRanks]:
         """The trainer of one attempt; its processes are stopped on exit from the block."""
-        async with trainer_ranks(self._recipe, attempt, self._secret, self._hosts, self._placement) as trainer:
-            yield trainer
+        return trainer_ranks(self._recipe, attempt, self._secret, self._hosts, self._placement)
 
     async def start(self, trainer: TrainerRanks) -> Fleet:
         """Start the trainer and, the first time, the engines; wait until all are ready. Raises the first failure."""
@@ -69,17 +69,10 @@ class Launcher:
 
 async def until_failure(work: Coroutine[Any, Any, T], *watches: Watch) -> T:
     """The result of `work`, which is cancelled when the first of `watches` raises; that is raised then."""
-    task = asyncio.ensure_future(work)
-    watching = [asyncio.create_task(watch()) for watch in watches]
-    try:
-        await asyncio.wait({task, *watching}, return_when=asyncio.FIRST_COMPLETED)
+    async with race(work, *(watch() for watch in watches)) as (task, *watching):
         if not task.done():
             next(watch for watch in watching if watch.done()).result()
         return task.result()
-    finally:
-        for unfinished in (task, *watching):
-            unfinished.cancel()
-        await asyncio.gather(task, *watching, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -1,9 +1,8 @@
 """One vLLM server as a child process. Runs in the controller and, on other hosts, in the engine's agent.
 
 The parent binds the server's address and passes the listening socket on (`engine.server`), so that nobody takes a
-free port between its choice and its use. The server reports through a pipe that it is up (`engine.vllm_plugin`). Its
-output goes to a log file or, in an agent, to the pipe of `engine.log_copy`. It leads its own process group, so that
-its core and its workers stop with it.
+free port between its choice and its use. The server reports through a pipe that it is up (`engine.vllm_plugin`). It
+leads its own process group, so that its core and its workers stop with it.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ import asyncio
 import errno
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK
 from megatron_scalerl.engine.certificate import CertificateFiles
 from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
+from megatron_scalerl.launch.race import race
 from megatron_scalerl.processes.child_process import ChildProcess, log_end
 from megatron_scalerl.recipe import Recipe
 
@@ -29,36 +29,6 @@ _BACKLOG = 2048
 
 class ServerEnded(RuntimeError):
     """The server ended before it was up; the message continues "engine-0 (port 8000) ..."."""
-
-
-class Server(Protocol):
-    """One vLLM server, wherever it runs. `start` once; `kill` and `stop` at any time."""
-
-    name: str
-    """engine-N"""
-
-    @property
-    def where(self) -> str:
-        """Where it runs, as part of an error message: a port, or a host."""
-
-    @property
-    def reached(self) -> bool:
-        """Whether its host was there when it was started."""
-
-    async def start(self) -> str:
-        """Start it and wait until it is up; its URL. Raises ServerEnded, and OSError if it cannot be started."""
-
-    async def wait(self) -> str:
-        """Wait until it has ended after its start; how, as the message of ServerEnded."""
-
-    def log_end(self) -> str:
-        """The last lines of its log as the end of an error message."""
-
-    def kill(self) -> None:
-        """Let `stop` end it at once, by SIGKILL; does not wait. A no-op before the start."""
-
-    async def stop(self) -> None:
-        """End it with all its processes. May be called twice. Raises RuntimeError if it may still be running."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +48,7 @@ class ServerPlace:
 
 
 class LocalServer:
-    """A `Server` that is a child of this process."""
+    """A server that is a child of this process. `start` once; `kill` and `stop` at any time."""
 
     def __init__(
         self,
@@ -88,15 +58,11 @@ class LocalServer:
         name: str,
         secret: str,
         log_path: str | Path,
-        output: int | None = None,
     ) -> None:
-        """output: descriptor that gets the server's output in place of the log.
-
-        Binds the server's address. Raises ValueError for an option that vLLM does not know and for a port in use.
-        """
+        """Binds the address. Raises ValueError for an option that vLLM does not know and for a port in use."""
         self.name = name
         self.log_path = Path(log_path)
-        self._recipe, self._place, self._secret, self._output = recipe, place, secret, output
+        self._recipe, self._place, self._secret = recipe, place, secret
         self._socket = bind_server(place.host, place.port)
         self.port: int = self._socket.getsockname()[1]
         self._arguments = engine_arguments(recipe, host=place.host, port=self.port, tls=place.tls)
@@ -175,7 +141,7 @@ class LocalServer:
         command = engine_command(self._arguments)
         try:
             self._process = await ChildProcess.start(
-                self.name, command, env, self.log_path, pass_fds=(write, listening), output=self._output
+                self.name, command, env, self.log_path, pass_fds=(write, listening)
             )
         except BaseException:
             os.close(read)
@@ -195,17 +161,27 @@ class LocalServer:
             up.set_result(os.read(read, 1))
 
         loop.add_reader(read, readable)
-        exit_code = asyncio.create_task(self.exit_code())
         try:
-            either: set[asyncio.Future[Any]] = {up, exit_code}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not up.done() or not up.result():  # the write end was closed: the process is about to exit
-                raise ServerEnded(f"exited with code {await exit_code} before it was up")
+            async with race(self.exit_code(), asyncio.shield(up)) as (exit_code, _):
+                if not up.done() or not up.result():  # the write end was closed: the process is about to exit
+                    raise ServerEnded(f"exited with code {await exit_code} before it was up")
         finally:
             loop.remove_reader(read)
             os.close(read)
-            exit_code.cancel()
-            await asyncio.gather(exit_code, return_exceptions=True)
+
+
+def gpus_at(positions: Sequence[int] | None) -> str | None:
+    """CUDA_VISIBLE_DEVICES with the GPUs of this host at these positions; None without GPUs.
+
+    Raises ValueError if this process sees fewer.
+    """
+    if positions is None:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(max(positions) + 1)]
+    if max(positions) >= len(names):
+        raise ValueError(f"CUDA_VISIBLE_DEVICES: expected at least {max(positions) + 1} GPUs, found {visible}")
+    return ",".join(names[position] for position in positions)
 
 
 def bind_server(host: str, port: int) -> socket.socket:

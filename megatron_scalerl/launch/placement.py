@@ -89,14 +89,6 @@ class Placement:
             raise ValueError(f"engine.count: expected at least {needed} visible GPUs for the engines, found {slots}")
         return cls(trainer=(), engines=tuple(_engines(recipe, ONE_HOST, [], slots or needed, gpus=gpus)))
 
-    def engine_host(self, index: int) -> Host:
-        """The host of engine `index`."""
-        return self.engines[index].host
-
-    def engine_positions(self, index: int) -> tuple[int, ...] | None:
-        """The devices of engine `index`, as indices into its host's visible GPUs; None without GPUs."""
-        return self.engines[index].positions
-
 
 def visible_gpus() -> list[str]:
     """Names of the GPUs that a process on this host sees, as CUDA_VISIBLE_DEVICES has them."""
@@ -106,14 +98,6 @@ def visible_gpus() -> list[str]:
     from megatron_scalerl.distributed.device import gpu_count  # imports torch
 
     return [str(number) for number in range(gpu_count())]
-
-
-def gpus_at(positions: tuple[int, ...] | None) -> str | None:
-    """CUDA_VISIBLE_DEVICES with the GPUs of this host at these positions; None without GPUs."""
-    if positions is None:
-        return None
-    names = visible_gpus()
-    return ",".join(names[position] for position in positions)
 
 
 def _ranks(count: int, hosts: Hosts, slots: int) -> list[HostRanks]:

@@ -1,6 +1,6 @@
 """Starts, watches and stops one engine: its server, wherever it runs, and the client to it. Runs in the controller.
 
-The server is a child process (`engine.local_server`), or on another host, behind an agent (`engine.remote_server`).
+The server is a child process (`launch.local_server`), or on another host, behind an agent (`launch.remote_server`).
 Its end is awaited, its progress watched (`engine.watchdog`), and the last lines of its log are part of the error when
 it dies. An engine that ended is not started again: another `EngineProcess` is (`launch.engines`).
 """
@@ -18,14 +18,18 @@ from megatron_scalerl.engine.answers import EngineError, EngineInfo
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.numerics import check_engine
 from megatron_scalerl.engine.watchdog import EngineDied, LagClock, watch_progress
-from megatron_scalerl.launch.local_server import LocalServer, Server, ServerEnded, ServerPlace
+from megatron_scalerl.launch.local_server import LocalServer, ServerEnded, ServerPlace
+from megatron_scalerl.launch.race import race
+from megatron_scalerl.launch.remote_server import RemoteServer
 from megatron_scalerl.recipe import Recipe
 
 
 class EngineProcess:
     """One engine. `start` it, then use `client`; `watch` never returns; `stop` may be called at any time."""
 
-    def __init__(self, recipe: Recipe, server: Server, *, secret: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, server: LocalServer | RemoteServer, *, secret: str, tls: ssl.SSLContext | None = None
+    ) -> None:
         """tls: for a server with TLS, the context that trusts its certificate."""
         self._recipe, self.server = recipe, server
         self.name = server.name
@@ -90,21 +94,15 @@ class EngineProcess:
 
         lag: compares this engine with others that it watches too; one that lags behind them raises as well.
         """
-        ended = asyncio.create_task(self.server.wait())
-        progress = asyncio.create_task(watch_progress(self.client, self._recipe.engine, lag))
-        try:
-            await asyncio.wait({ended, progress}, return_when=asyncio.FIRST_COMPLETED)
+        progress = watch_progress(self.client, self._recipe.engine, lag)
+        async with race(self.server.wait(), progress) as (ended, hung):
             if ended.done():
                 raise self._died(ended.result())
-            progress.result()
-        except EngineDied as died:
-            if ended.done():
-                raise
-            raise EngineDied(f"{died}{self.server.log_end()}") from None
-        finally:
-            ended.cancel()
-            progress.cancel()
-            await asyncio.gather(ended, progress, return_exceptions=True)
+            try:
+                hung.result()
+            except EngineDied as died:
+                raise EngineDied(f"{died}{self.server.log_end()}") from None
+        raise AssertionError("watch_progress raises")
 
     def kill(self) -> None:
         """Let `stop` end the server at once, by SIGKILL; does not wait. A no-op before the start."""

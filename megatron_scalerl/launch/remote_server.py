@@ -1,7 +1,7 @@
-"""One vLLM server on another host, behind an agent (`engine.agent`). Runs in the controller.
+"""One vLLM server on another host, behind an agent (`launch.agent`). Runs in the controller.
 
 The controller starts the agent by a command, such as ssh or srun, which is its child process, or the agent has joined
-by itself. Either way the agent's connection (`engine.control`) says what becomes of the server: the command may end
+by itself. Either way the agent's connection (`launch.agents`) says what becomes of the server: the command may end
 while the agent goes on, and the other way round.
 """
 
@@ -9,42 +9,58 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.distributed import sockets
-from megatron_scalerl.launch.control import AgentLink, Ended
+from megatron_scalerl.launch import agent_messages as messages
 from megatron_scalerl.launch.local_server import STOP_S, ServerEnded
-from megatron_scalerl.processes.child_process import LOG_END, ChildProcess, log_end
-
-logger = logging.getLogger(__name__)
+from megatron_scalerl.launch.race import race
+from megatron_scalerl.processes.child_process import ChildProcess, log_end
 
 HELLO_S = 120.0
 """Seconds from the start of an agent's command to its first message: for the step to be scheduled, and imports."""
 ANSWER_S = 15.0
 """Seconds for an agent to report the end of its server, once that is due."""
-
 EXIT_S = 5.0
 """Seconds for an agent that has reported the end of its server to exit."""
+DISCONNECTED = "lost its agent, which disconnected"
 
 Launch = Callable[[], Awaitable[ChildProcess]]
 
 
 class RemoteServer:
-    """A `Server` behind an agent."""
+    """A server whose agent was requested, or has joined. Same use as `LocalServer`.
+
+    `Agents.serve` resolves the futures, in this order, but `ended` at any time; each once, none with an exception.
+    """
 
     def __init__(
-        self, link: Callable[[], AgentLink], *, name: str, host: str, launch: Launch | None, log_path: Path
+        self,
+        socket: sockets.ControllerSocket,
+        *,
+        name: str,
+        host: str,
+        log_path: Path,
+        start_id: str = "",
+        launch: Launch | None = None,
     ) -> None:
-        """link: called at the start; the agent that is expected then, or that has joined. host: its name.
+        """log_path: of the server, in a folder that both hosts see.
 
-        launch: starts the command that starts the agent, None for an agent that has joined. log_path: of the command.
+        start_id: by which the agent is recognized, and launch: starts the command that starts it; both are missing of
+        an agent that has joined.
         """
-        self.name, self.host = name, host
-        self._make_link, self._launch, self._log_path = link, launch, log_path
-        self._link: AgentLink | None = None
+        loop = asyncio.get_running_loop()
+        self.name, self.host, self.log_path, self.start_id = name, host, log_path, start_id
+        self.identity: bytes | None = None
+        """ZeroMQ's of its agent, from Hello on."""
+        self.hello: asyncio.Future[messages.Hello] = loop.create_future()
+        self.up: asyncio.Future[str] = loop.create_future()
+        """URL of the server."""
+        self.ended: asyncio.Future[str] = loop.create_future()
+        """How, as in "engine-3 (host b) REASON"."""
+        self._socket, self._launch = socket, launch
         self._command: ChildProcess | None = None
         self._grace_s = STOP_S
 
@@ -56,50 +72,39 @@ class RemoteServer:
     @property
     def reached(self) -> bool:
         """Whether the agent has connected: its host was there."""
-        return self._link is not None and self._link.hello.done()
+        return self.hello.done()
 
     async def start(self) -> str:
         """Start the agent and wait until its server is up; its URL. Raises ServerEnded, and OSError."""
-        assert self._link is None, "a server starts once"
-        link = self._link = self._make_link()
+        assert self._command is None, "a server starts once"
         if self._launch is not None:
             self._command = await self._launch()
             try:
                 async with asyncio.timeout(HELLO_S):
-                    await self._unless_ended(link.hello)
+                    await self._unless_ended(self.hello)
             except TimeoutError:
                 raise ServerEnded(
                     f"no message from the agent within {HELLO_S:g} s: the command that starts it hangs, or it does "
                     "not reach the controller"
                 ) from None
-        await self._unless_ended(link.up)
-        return link.up.result()
+        await self._unless_ended(self.up)
+        return self.up.result()
 
     async def wait(self) -> str:
         """Wait until the server or its agent has ended; how."""
-        assert self._link is not None, "started"
-        ended: asyncio.Future[Ended] = self._link.ended
         if self._command is None:
-            return (await asyncio.shield(ended)).reason
-        command = asyncio.create_task(self._command.wait())
-        try:
-            either: set[asyncio.Future[Any]] = {ended, command}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self.reached:  # the agent may outlive its command; a lost connection ends it (`EngineRegistry`)
-                await asyncio.wait({ended})
-            if ended.done():
-                return ended.result().reason
+            return await asyncio.shield(self.ended)
+        async with race(self._command.wait(), asyncio.shield(self.ended)) as (command, _):
+            if self.reached:  # the agent may outlive its command; a lost connection ends it (`Agents`)
+                await asyncio.wait({self.ended})
+            if self.ended.done():
+                return self.ended.result()
             return f"lost the command that started its agent, which exited with code {command.result()}"
-        finally:
-            command.cancel()
-            await asyncio.gather(command, return_exceptions=True)
 
     def log_end(self) -> str:
-        """The last lines of the server, as the agent sent them, or of the command."""
-        ended = self._link is not None and self._link.ended.done() and self._link.ended.result()
-        if ended and ended.log:
-            return f"{LOG_END}its log on {self.host}:\n{ended.log}"
-        return log_end(self._log_path) if self._launch is not None else ""
+        """The last lines of the server's log or, where the agent never connected, of the command's."""
+        command = None if self.reached else self._command
+        return log_end(self.log_path if command is None else command.log)
 
     def kill(self) -> None:
         """Let `stop` end the server by SIGKILL; does not wait."""
@@ -110,26 +115,40 @@ class RemoteServer:
 
         Raises RuntimeError if the agent is connected and does not report the end: the server may hold its devices.
         """
-        link = self._link
-        if link is None:
-            return
         answered = True
         try:
-            if link.hello.done() and not link.ended.done():
-                await link.stop(self._grace_s)
-                _, unfinished = await asyncio.wait({link.ended}, timeout=self._answer_s)
+            if self.reached and not self.ended.done():
+                await self.tell(messages.Stop(grace_s=self._grace_s))
+                _, unfinished = await asyncio.wait({self.ended}, timeout=self._answer_s)
                 answered = not unfinished
         finally:
-            await link.forget()
+            await self.forget()
             if self._command is not None:
                 with contextlib.suppress(TimeoutError):  # the agent exits; a signal would look like a failure
-                    await asyncio.wait_for(self._command.wait(), EXIT_S if answered and link.hello.done() else 0.0)
+                    await asyncio.wait_for(self._command.wait(), EXIT_S if answered and self.reached else 0.0)
                 await self._command.stop(STOP_S)
         if not answered:
             raise RuntimeError(
                 f"{self.name} (host {self.host}): its agent is connected and did not end the server within "
                 f"{self._answer_s:g} s"
             )
+
+    async def tell(self, message: messages.ToAgent) -> None:
+        """Send the agent a message, if it is connected and reads its messages."""
+        if self.identity is None or self.ended.done():
+            return
+        if not await self._socket.send(self.identity, sockets.encode(message), wait=False):
+            self.end(DISCONNECTED)
+
+    async def forget(self) -> None:
+        """Refuse the agent from now on, connected or not; it ends its server then."""
+        await self.tell(sockets.Refused(reason="the controller has given this start up"))
+        self.end("was given up by the controller")
+
+    def end(self, reason: str) -> None:
+        """The agent has ended, for this reason. No effect if it has already."""
+        if not self.ended.done():
+            self.ended.set_result(reason)
 
     @property
     def _answer_s(self) -> float:
@@ -139,12 +158,6 @@ class RemoteServer:
 
     async def _unless_ended(self, sign: asyncio.Future[Any]) -> None:
         """Wait for a sign of the agent. Raises ServerEnded if the agent or its command ends first."""
-        assert self._link is not None
-        ending = asyncio.create_task(self.wait())
-        try:
-            await asyncio.wait({sign, ending}, return_when=asyncio.FIRST_COMPLETED)
+        async with race(self.wait(), asyncio.shield(sign)) as (ending, _):
             if not sign.done():
                 raise ServerEnded(ending.result())
-        finally:
-            ending.cancel()
-            await asyncio.gather(ending, return_exceptions=True)

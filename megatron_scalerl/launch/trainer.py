@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from megatron_scalerl.distributed.rendezvous import private_folder
-from megatron_scalerl.distributed.sockets import Purpose, controller_key
+from megatron_scalerl.distributed.sockets import LOCAL, Purpose, controller_key
 from megatron_scalerl.launch import host_ranks
 from megatron_scalerl.launch.control_folder import secret_file
 from megatron_scalerl.launch.hosts import Hosts
@@ -26,7 +26,7 @@ from megatron_scalerl.launch.placement import Attempt, HostRanks, Placement
 from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.trainer.client import BLAME_S, LOOPBACK_ENDPOINT, TrainerClient
+from megatron_scalerl.trainer.client import BLAME_S, TrainerClient
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.trainer.ranks import environment
 
@@ -69,12 +69,9 @@ class TrainerRanks:
 
     async def _exits(self, children: Sequence[ChildProcess]) -> None:
         """Wait until these have exited, _EXIT_S at most."""
-        waits = [asyncio.create_task(child.wait()) for child in children]
-        if waits:
-            await asyncio.wait(waits, timeout=_EXIT_S)
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EXIT_S):
+                await asyncio.gather(*(child.wait() for child in children))
 
     def _add(self, child: ChildProcess) -> None:
         self._children.append(child)
@@ -180,7 +177,7 @@ async def trainer_ranks(
             incarnation=attempt.incarnation,
             secret=secret,
             rendezvous=None if address else stack.enter_context(private_folder()),
-            bind=f"tcp://{f'[{address}]' if ':' in address else address}:*" if address else LOOPBACK_ENDPOINT,
+            address=address or LOCAL,
             command_timeout_s=recipe.trainer.step_timeout_s,
         )
         trainer = TrainerRanks(recipe, attempt, client, hosts, placement)

@@ -10,8 +10,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from megatron_scalerl.batching.assignment import ReadCompletions, StepPlan
 from megatron_scalerl.distributed import sockets
@@ -22,7 +20,6 @@ from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.plan import Connection, Manifest, Needs, SendReport, WeightPlan
 
-LOOPBACK_ENDPOINT = "tcp://127.0.0.1:*"  # at a free port, of a run on one host
 STOP_TIMEOUT_S = 30.0
 """Seconds for all ranks to leave their process groups at the end; a hung rank must not block the others' devices."""
 PROBE_INTERVAL_MS = 1_000
@@ -58,7 +55,7 @@ class TrainerClient:
         incarnation: str,
         secret: str,
         rendezvous: FolderRendezvous | None,
-        bind: str = LOOPBACK_ENDPOINT,
+        address: str = sockets.LOCAL,
         command_timeout_s: float = 3600.0,
     ) -> None:
         self.world_size = world_size
@@ -78,15 +75,8 @@ class TrainerClient:
         self._identities: dict[int, bytes] = {}
         self._calls = 0
         self._busy, self._sending = asyncio.Lock(), asyncio.Lock()
-        self._context = zmq.asyncio.Context()
-        self._authenticator = sockets.CurveAuthenticator(self._context, secret, sockets.Purpose.TRAINER)
-        self._authenticator.start()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.IPV6, int("[" in bind))
-        sockets.secure_server(self._socket, secret, sockets.Purpose.TRAINER)
-        self._socket.bind(bind)
-        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket = sockets.ControllerSocket(secret, sockets.Purpose.TRAINER, address=address)
+        self.endpoint = self._socket.endpoint
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -209,9 +199,7 @@ class TrainerClient:
 
     def close(self) -> None:
         """Close the sockets; running ranks exit."""
-        if not self._socket.closed:
-            self._authenticator.stop()
-            self._context.destroy(linger=0)
+        self._socket.close()
 
     async def _call(
         self,
@@ -266,7 +254,8 @@ class TrainerClient:
             if reason is None:
                 self._identities[message.rank] = sender
                 self._rendezvous = self._rendezvous or (message.bound if message.rank == 0 else None)
-            await self._answer(sender, answer)
+            # A process that has disconnected needs no answer; if it was a rank, the next probe finds it.
+            await self._socket.send(sender, messages.encode(answer))
             await self._send_rendezvous()
             return
         assert isinstance(message, messages.Ready), message
@@ -282,11 +271,6 @@ class TrainerClient:
         if rank == 0:
             self.info = message.info
 
-    async def _answer(self, sender: bytes, answer: messages.Welcome | messages.Refused) -> None:
-        # A process that has disconnected needs no answer; if it was a rank, the next probe finds it.
-        with sockets.ignore_disconnected():
-            await self._socket.send_multipart([sender, messages.encode(answer)])
-
     async def _send_rendezvous(self) -> None:
         """Send Meet to all ranks that have joined, once the rendezvous is known."""
         if self._rendezvous is None:
@@ -297,8 +281,12 @@ class TrainerClient:
 
     def _objection(self, hello: messages.Hello) -> str | None:
         """The reason why this rank may not join, or None."""
-        if reason := hello.objection(self._run_id, self._incarnation, self.world_size):
+        if reason := hello.objection(self._run_id, self._incarnation):
             return reason
+        if hello.world_size != self.world_size:
+            return f"world size: expected {self.world_size}, found {hello.world_size}"
+        if not 0 <= hello.rank < self.world_size:
+            return f"rank: expected 0 to {self.world_size - 1}, found {hello.rank}"
         if hello.rank == 0 and self._rendezvous is None and hello.bound is None:
             return "MSRL_BIND_HOST: expected the address where rank 0 binds the store of the run, found none"
         return f"rank {hello.rank}: expected one process, found a second" if hello.rank in self._identities else None
@@ -307,10 +295,8 @@ class TrainerClient:
         """Send the frames of a message, not copied. Raises TrainerError if the rank cannot be reached."""
         if rank not in self._identities:
             raise TrainerError(f"trainer rank {rank}: expected a process that has joined, found none")
-        with sockets.ignore_disconnected():
-            await self._socket.send_multipart([self._identities[rank], *frames], copy=False)
-            return
-        raise await self._last_words(rank)
+        if not await self._socket.send(self._identities[rank], *frames):
+            raise await self._last_words(rank)
 
     async def _last_words(self, rank: int) -> TrainerError:
         """The error that says why this rank, which is not connected any more, has left."""
@@ -341,14 +327,14 @@ class TrainerClient:
 
     async def _read(self) -> tuple[bytes, messages.ToController | None]:
         """A sender and its message, None if it is not a rank of this run. Raises TrainerError for an invalid one."""
-        sender, *frames = await self._socket.recv_multipart()
+        sender, frames = await self._socket.read()
         rank = next((rank for rank, identity in self._identities.items() if identity == sender), None)
         try:
             message = messages.decode_for_controller(frames)
         except messages.InvalidMessage as error:
             if rank is not None:
                 raise TrainerError(f"trainer rank {rank}: {error}") from error
-            await self._answer(sender, messages.Refused(reason=str(error)))
+            await self._socket.send(sender, messages.encode(messages.Refused(reason=str(error))))
             return sender, None
         if isinstance(message, messages.Hello):
             return sender, message
@@ -372,15 +358,8 @@ class TrainerClient:
 
     async def _lost(self, *, heard: Set[int] = frozenset()) -> int | None:
         """The first rank, not one of `heard`, that has joined and is no longer connected; None if all are."""
-        ping = messages.encode(messages.Ping())
         for rank in sorted(self._identities.keys() - heard):
-            try:
-                await self._socket.send_multipart([self._identities[rank], ping], flags=zmq.DONTWAIT)
-            except zmq.Again:  # connected, but its queue is full
-                continue
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
+            if not await self._socket.connected(self._identities[rank]):
                 return rank
         return None
 

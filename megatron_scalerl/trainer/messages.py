@@ -1,8 +1,7 @@
 """Messages between the controller and the trainer's ranks, and their msgpack form.
 
-The controller binds a ROUTER socket, every rank connects a DEALER; `distributed.sockets` encrypts both. A rank's
-first message names the run and the incarnation that it belongs to. A message is one frame; only Prepare is followed
-by others.
+`distributed.sockets` has the connection, and the messages by which a rank joins. A message is one frame; only Prepare
+is followed by others.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from typing import Any
 import msgspec
 
 from megatron_scalerl.batching.assignment import RankPlan
+from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous
+from megatron_scalerl.distributed.sockets import Buffer, InvalidMessage, Ping, Refused, Welcome, decode, encode
 from megatron_scalerl.processes.spans import Spans
 from megatron_scalerl.weights.plan import Connection, Needs
 
@@ -40,28 +41,13 @@ class TrainerInfo:
     """Precision of the logit projection: fp32 or model."""
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Hello(sockets.Hello, tag=True, frozen=True, kw_only=True):
     """Rank to controller: first message."""
 
     rank: int
     world_size: int
-    run_id: str
-    incarnation: str
     bound: HostRendezvous | None = None
     """On several hosts, from rank 0: address of the run's store, which it has bound."""
-
-    def objection(self, run_id: str, incarnation: str, world_size: int) -> str | None:
-        """The reason why the rank is not one of the run, or None."""
-        expected = {"run id": run_id, "incarnation": incarnation, "world size": world_size}
-        found = {"run id": self.run_id, "incarnation": self.incarnation, "world size": self.world_size}
-        for name, value in expected.items():
-            if found[name] != value:
-                return f"{name}: expected {value}, found {found[name]}"
-        return None if 0 <= self.rank < world_size else f"rank: expected 0 to {world_size - 1}, found {self.rank}"
-
-
-class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Controller to rank: accepted, wait for Meet."""
 
 
 class Meet(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -69,16 +55,6 @@ class Meet(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     rendezvous: Rendezvous
     """On several hosts the address in rank 0's Hello, for which the others wait."""
-
-
-class Ping(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Controller to rank: no operation; sending it shows whether the rank is still connected."""
-
-
-class Refused(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Controller to rank: exit, for this reason."""
-
-    reason: str
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -214,20 +190,9 @@ Command = (
 )
 ToRank = Welcome | Meet | Ping | Refused | Prepare | Command
 ToController = Hello | Ready | Held | Done | Failed
-Buffer = bytes | memoryview
-
 
 _to_rank = msgspec.msgpack.Decoder(ToRank)
 _to_controller = msgspec.msgpack.Decoder(ToController)
-
-
-class InvalidMessage(RuntimeError):
-    """Bytes that are not a message of this protocol: the peer is broken, or has another version."""
-
-
-def encode(message: Any) -> bytes:
-    """A message or a plain value as msgpack."""
-    return msgspec.msgpack.encode(message)
 
 
 def batch_frames(plan: RankPlan, completions: Sequence[Buffer]) -> list[Buffer]:
@@ -242,7 +207,7 @@ def decode_for_rank(frames: Sequence[Buffer]) -> ToRank:
     """
     if not frames:
         raise InvalidMessage("expected a message, found no frame")
-    message: ToRank = _decoded(_to_rank, frames[0])
+    message: ToRank = decode(_to_rank, frames[:1])
     if isinstance(message, Prepare):
         _check_sizes(message, frames[1:])
     elif len(frames) != 1:
@@ -264,21 +229,9 @@ def _check_sizes(message: Prepare, completions: Sequence[Buffer]) -> None:
 
 def decode_for_controller(frames: Sequence[bytes]) -> ToController:
     """A message of a rank, in one frame. Raises InvalidMessage for anything else."""
-    if len(frames) != 1:
-        raise InvalidMessage(f"expected a message in one frame, found {len(frames)}")
-    return _decoded(_to_controller, frames[0])
+    return decode(_to_controller, frames)
 
 
 def decode_value(data: msgspec.Raw, kind: Any) -> Any:
     """The value of a Done. Raises InvalidMessage if it is not of type `kind`."""
-    return _decoded(msgspec.msgpack.Decoder(kind), data)
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: Buffer | msgspec.Raw) -> Any:
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = ascii(str(error))[1:-1]  # it may quote the message
-        raise InvalidMessage(
-            f"expected a message, found {len(bytes(data))} bytes that do not decode ({why})"
-        ) from error
+    return decode(msgspec.msgpack.Decoder(kind), [data])

@@ -11,25 +11,20 @@ with 3, at once, also in the middle of a step, so that no orphan holds devices.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from megatron_scalerl.distributed import sockets
-from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous, address_of, listen_on, serve_store
+from megatron_scalerl.distributed.rendezvous import Rendezvous, address_of, listen_on, serve_store
 from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.processes.spans import RANK, RankTrace, span
 from megatron_scalerl.recipe import Recipe
@@ -41,13 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("megatron_scalerl.trainer.worker")  # also where this module is __main__
 
-GREETING_TIMEOUT_S = 60.0
-"""Seconds for the controller to answer a greeting. With a wrong secret it never does."""
-LEAVE_S = 10.0
-"""Seconds to deliver a failure message to the controller."""
 EXIT_FAILED = 1
-EXIT_ORPHAN = 3
-EXIT_REFUSED = 4
 
 _VARIABLES = (
     "RANK",
@@ -71,7 +60,7 @@ class WorkerSettings:
     secret: str
     rank: int
     world_size: int
-    greeting_timeout_s: float = GREETING_TIMEOUT_S
+    greeting_timeout_s: float = sockets.GREETING_S
     bind_host: str | None = None
     """Address of this host at which rank 0 binds the run's store; None: the ranks meet in a folder."""
 
@@ -89,98 +78,9 @@ class WorkerSettings:
             secret=environment["MSRL_SECRET"],
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
-            greeting_timeout_s=float(environment.get("MSRL_GREETING_TIMEOUT_S", GREETING_TIMEOUT_S)),
+            greeting_timeout_s=float(environment.get("MSRL_GREETING_TIMEOUT_S", sockets.GREETING_S)),
             bind_host=environment.get("MSRL_BIND_HOST"),
         )
-
-
-class RefusedError(RuntimeError):
-    """The controller did not accept this rank."""
-
-
-class ControllerLink:
-    """The rank's socket to its controller. As a context manager it reports an exception to the controller."""
-
-    def __init__(self, settings: WorkerSettings) -> None:
-        self._settings = settings
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IPV6, int("[" in settings.endpoint))
-        sockets.secure_client(self._socket, settings.secret, sockets.Purpose.TRAINER)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(settings.endpoint)
-        self._leaving = threading.Event()
-
-    def greet(self, bound: HostRendezvous | None = None) -> None:
-        """Join the run; `bound`: the address of the store, if this rank has bound it.
-
-        Raises RefusedError, with the controller's reason, if this rank is not accepted.
-        """
-        s = self._settings
-        hello = messages.Hello(
-            rank=s.rank, world_size=s.world_size, run_id=s.run_id, incarnation=s.incarnation, bound=bound
-        )
-        self.send(hello)
-        if not self._socket.poll(int(s.greeting_timeout_s * 1000)):
-            self._socket.setsockopt(zmq.LINGER, 0)
-            raise RefusedError(
-                f"controller at {s.endpoint}: expected an answer within {s.greeting_timeout_s:g} s, found none "
-                "(it has exited, or MSRL_SECRET is another run's)"
-            )
-        answer, _ = self.receive()
-        if isinstance(answer, messages.Refused):
-            raise RefusedError(f"controller at {s.endpoint} refused this rank: {answer.reason}")
-        assert isinstance(answer, messages.Welcome), answer
-        threading.Thread(target=self._exit_on_disconnect, name="controller-watch", daemon=True).start()
-
-    def leave(self) -> None:
-        """Allow the controller to disconnect from now on: this rank exits by itself."""
-        self._leaving.set()
-
-    def send(self, message: Any) -> None:
-        self._socket.send(messages.encode(message))
-
-    def receive(self) -> tuple[messages.ToRank, list[memoryview]]:
-        """The next message other than a Ping, and all of its frames, not copied. Raises InvalidMessage."""
-        while True:
-            frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
-            message = messages.decode_for_rank(frames)
-            if not isinstance(message, messages.Ping):
-                return message, frames
-
-    def _exit_on_disconnect(self) -> None:
-        # In a separate thread, because the main one computes for minutes without reading its socket.
-        with contextlib.suppress(zmq.ContextTerminated):
-            recv_monitor_message(self._monitor)
-        if self._leaving.is_set():
-            self._monitor.close(linger=0)
-            return
-        logger.error("the controller disconnected, exiting")
-        os._exit(EXIT_ORPHAN)
-
-    def __enter__(self) -> "ControllerLink":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None or isinstance(error, RefusedError):
-            return
-        line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        self.send(messages.Failed(rank=self._settings.rank, error=line))
-
-    def exit_now(self, status: int) -> NoReturn:
-        """End the process without the interpreter's cleanup, after messages to the controller are delivered.
-
-        Destructors of process groups wait: for peers inside a collective, and with NCCL for a GPU that may never
-        answer. Threads of gloo's groups abort the process while Python ends (`processes.ending`).
-        """
-        self._leaving.set()
-        self._socket.close(linger=int(LEAVE_S * 1000))
-        self._context.term()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
 
 
 class Worker:
@@ -261,7 +161,27 @@ class Worker:
         raise AssertionError(f"unknown command {command}")
 
 
-def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.socket | None = None) -> None:
+def greet(link: sockets.ControllerLink, settings: WorkerSettings, listening: socket.socket | None) -> None:
+    """Join the run. Raises RefusedError if this rank is not accepted."""
+    s = settings
+    hello = messages.Hello(
+        rank=s.rank,
+        world_size=s.world_size,
+        run_id=s.run_id,
+        incarnation=s.incarnation,
+        bound=None if listening is None else address_of(listening),
+    )
+    link.send(hello)
+    answer = link.greet(s.greeting_timeout_s)
+    if answer is None:
+        raise sockets.RefusedError(
+            f"controller at {s.endpoint}: expected an answer within {s.greeting_timeout_s:g} s, found none "
+            "(it has exited, or MSRL_SECRET is another run's)"
+        )
+    assert isinstance(answer, messages.Welcome), answer
+
+
+def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: socket.socket | None = None) -> None:
     """Build the trainer, then execute commands until Stop. `listening`: the store's socket, if it is this rank's."""
     recipe = load_recipe(settings.recipe_path)
     from megatron_scalerl.distributed.parallel import shutdown_parallel
@@ -282,7 +202,7 @@ def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.sock
                 held = worker.hold(frames)
             link.send(held)
             continue
-        assert not isinstance(command, messages.Welcome | messages.Meet | messages.Refused | messages.Ping), command
+        assert not isinstance(command, messages.Welcome | messages.Meet), command
         if isinstance(command, messages.Stop):
             shutdown_parallel()
             del store
@@ -301,19 +221,23 @@ def main() -> int:
     settings = WorkerSettings.from_environment(os.environ)
     del os.environ["MSRL_SECRET"]  # child processes do not need it
     listening = listen_on(settings.bind_host) if settings.bind_host and settings.rank == 0 else None
-    link = ControllerLink(settings)
+    link = sockets.ControllerLink(
+        settings.endpoint, settings.secret, sockets.Purpose.TRAINER, messages.decode_for_rank
+    )
     try:
-        link.greet(None if listening is None else address_of(listening))
-    except RefusedError as error:
+        greet(link, settings, listening)
+    except sockets.RefusedError as error:
         logger.error("%s", error)
-        return EXIT_REFUSED
+        link.abandon()
+        return sockets.EXIT_REFUSED
     try:
-        with link:
-            serve(link, settings, listening)
-    except BaseException:
+        serve(link, settings, listening)
+    except BaseException as error:
         logger.exception("failed, exiting")
-        link.exit_now(EXIT_FAILED)
-    link.exit_now(0)
+        line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        link.send(messages.Failed(rank=settings.rank, error=line))
+        link.exit(EXIT_FAILED)
+    link.exit(0)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def run_agent() -> int:
     from megatron_scalerl.launch import agent
 
     if limit := float(os.environ.get("STAND_IN_LIMIT_S", "0")):
-        agent.GREETING_S = limit
+        sockets.GREETING_S = limit
         sockets.HEARTBEAT_MS, sockets.HEARTBEAT_TIMEOUT_MS = int(limit * 200), int(limit * 1000)
     del sys.argv[1]
     return agent.main()

@@ -1,8 +1,7 @@
-"""Parts of an agent that need no controller: its output, its GPUs, its name, and the files that it reads."""
+"""Parts of an agent that need no controller: its GPUs, its name, and the files that it reads."""
 
 import asyncio
 import os
-import subprocess
 import sys
 import time
 
@@ -11,46 +10,17 @@ from rich.console import Console
 
 from megatron_scalerl.commands import engine as join
 from megatron_scalerl.commands.engine import engine_name
-from megatron_scalerl.launch.agent import _devices_at
 from megatron_scalerl.launch.control_folder import ControllerFile, read_controller, write_controller
-from megatron_scalerl.launch.log_copy import log_copy
-
-
-def copied(script, descriptor):
-    """The last lines of a child's output, which was copied to `descriptor`."""
-    with log_copy(descriptor) as copy:
-        subprocess.run([sys.executable, "-c", script], stdout=copy.write, check=True)
-        return copy.tail()
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    monkeypatch.setattr("megatron_scalerl.launch.log_copy._END_S", 60.0)
-
-
-def test_output_is_passed_on_and_its_last_lines_are_kept(tmp_path):
-    with open(tmp_path / "out", "wb") as out:
-        tail = copied("import sys; sys.stdout.buffer.write(b'\\xff line\\n' * 50_000 + b'last')", out.fileno())
-    assert (tmp_path / "out").read_bytes() == b"\xff line\n" * 50_000 + b"last"
-    assert tail.splitlines() == ["\ufffd line"] * 14 + ["last"]
-
-
-def test_a_reader_that_is_gone_does_not_stop_the_process():
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        assert copied("print('x' * 100_000); print('last')", write).endswith("last")
-    finally:
-        os.close(write)
+from megatron_scalerl.launch.local_server import gpus_at
 
 
 def test_gpus_are_positions_among_the_visible_ones(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert _devices_at([2, 3]) == "2,3"
+    assert gpus_at([2, 3]) == "2,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5,6")
-    assert _devices_at([0, 1]) == "4,GPU-5"
+    assert gpus_at([0, 1]) == "4,GPU-5"
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES: expected at least 4 GPUs, found 4,GPU-5,6"):
-        _devices_at([3])
+        gpus_at([3])
 
 
 def test_the_controllers_file_is_private_and_anything_else_in_it_is_refused(tmp_path):

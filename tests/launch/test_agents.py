@@ -71,7 +71,7 @@ def check_secrets(folder, processes):
     ]
 
 
-async def test_a_killed_agent_takes_its_server_along_and_a_killed_server_is_reported(policy, run_folder):
+async def test_a_killed_agent_takes_its_server_along_and_a_killed_server_is_reported(policy, run_folder, caplog):
     changes = []
     async with engines_of(recipe_for(policy), run_folder, changes.append) as engines:
         assert engines.members.stale[0].url.startswith("https://127.0.0.2:")
@@ -91,6 +91,7 @@ async def test_a_killed_agent_takes_its_server_along_and_a_killed_server_is_repo
     await none_left(last)
     assert [str(change.state) for change in changes] == ["stale", "draining", "lost", "starting"] * 2 + ["stale"]
     assert changes[5].reason == "engine-0 (host b) exited with code -9"
+    assert f"exited with code -9; the end of {run_folder}/logs/engine-0.log" in caplog.text
 
 
 def controller_process(policy, run_folder, **env):
@@ -148,7 +149,7 @@ async def test_an_engine_whose_host_is_away_for_a_while_is_not_given_up(policy, 
         (tmp_path / "down").mkdir()
         (tmp_path / "down" / "b").touch()
         agents(run_folder)["engine-0"].kill()
-        log = run_folder / "logs" / "engine-0.log"
+        log = run_folder / "logs" / "agent-0.log"
         await until(lambda: log.read_text().count("no route to host") >= 3)
         (tmp_path / "down" / "b").unlink()
         await engines.members.until(lambda: bool(engines.members.stale))
@@ -184,7 +185,7 @@ async def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_
         agents(run_folder)["engine-0"].kill()
         with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(host b\) lost the command .* 1\)"):
             await engines.watch()
-        assert "no route to host" in (run_folder / "logs" / "engine-0.log").read_text()
+        assert "no route to host" in (run_folder / "logs" / "agent-0.log").read_text()
     assert held == [0]
 
 
@@ -234,7 +235,7 @@ async def test_no_engine_joins_a_deterministic_run(policy, run_folder, monkeypat
     async with engines_of(recipe_for(policy, rollouts=deterministic), run_folder) as engines:
         joined = joining(run_folder, SLURM_JOB_ID="7")
         log = run_folder / "logs" / "extra-7-0.log"
-        await until(lambda: log.exists() and "refused this agent" in log.read_text())
+        await until(lambda: log.exists() and "refused this process" in log.read_text())
         joined.terminate()
         await asyncio.to_thread(joined.wait, 180)
         assert "rollouts.deterministic: expected the same engines" in log.read_text()

@@ -18,6 +18,7 @@ from megatron_scalerl.launch.engines import Engines
 from megatron_scalerl.launch.hosts import ONE_HOST
 from megatron_scalerl.launch.launcher import until_failure
 from megatron_scalerl.launch.placement import Attempt, Placement
+from megatron_scalerl.launch.race import race
 from megatron_scalerl.launch.trainer import TrainerRanks
 from megatron_scalerl.processes.child_process import LOG_END, ChildProcess, ProcessDied
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
@@ -93,6 +94,27 @@ def test_a_trainer_that_never_answers_the_stop_command_does_not_block_the_end(tr
 
     run(scenario())
     assert "its trainer did not stop gracefully: no answer" in caplog.text
+
+
+def test_whoever_comes_second_is_cancelled_and_has_ended_when_the_race_is_over(run):
+    async def scenario():
+        ended = []
+
+        async def late():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("late")
+
+        kept, given = (asyncio.get_running_loop().create_future() for _ in range(2))
+        given.set_result("first")
+        with pytest.raises(KeyError, match="of the block"):
+            async with race(late(), given, asyncio.shield(kept)) as (second, first, _):
+                assert first.result() == "first" and not second.done()
+                raise KeyError("of the block")
+        return ended, kept.cancelled()
+
+    assert run(scenario()) == (["late"], False)
 
 
 def test_the_first_rank_that_exits_ends_the_work(trainer, run, tmp_path):

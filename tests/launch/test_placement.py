@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from recipe_files import small_recipe
 
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts
-from megatron_scalerl.launch.placement import Devices, Placement, gpus_at, hosts_needed
+from megatron_scalerl.launch.local_server import gpus_at
+from megatron_scalerl.launch.placement import Devices, Placement, hosts_needed
 
 
 def recipe(ranks, engines, each=1, transport="nccl"):
@@ -28,7 +29,7 @@ def test_ranks_fill_hosts_and_engines_follow():
         ("h3", (0, 1, 2, 3)),
         ("h3", (4, 5, 6, 7)),
     ]
-    assert made.engine_host(1).name == "h2" and made.engine_positions(2) == (4, 5, 6, 7)
+    assert made.engines[1].host.name == "h2" and made.engines[2].positions == (4, 5, 6, 7)
 
 
 @given(ranks=st.integers(1, 40), engines=st.integers(1, 20), each=st.integers(1, 8), slots=st.integers(1, 8))
@@ -82,7 +83,7 @@ def test_one_host_has_the_gpus_that_are_visible(monkeypatch):
         Placement.of(recipe(1, 4), ONE_HOST)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr("megatron_scalerl.distributed.device.gpu_count", lambda: 2)
-    assert gpus_at(Placement.of(recipe(1, 1), ONE_HOST).engine_positions(0)) == "1"
+    assert gpus_at(Placement.of(recipe(1, 1), ONE_HOST).engines[0].positions) == "1"
 
 
 def colocated(ranks, engines, each=1):

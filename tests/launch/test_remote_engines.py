@@ -59,5 +59,5 @@ async def test_a_server_behind_an_agent_speaks_tls_and_dies_with_it(policy, tmp_
         await none_left(processes)
         with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(host b\) lost "):
             await engines.watch()
-    log = Path(tmp_path, "logs", "engine-0.log").read_text()
-    assert re.search(r"INFO +engine-0 vllm\.", log) and "accepted by the controller" in log
+    server, agent = (Path(tmp_path, "logs", f"{name}-0.log").read_text() for name in ("engine", "agent"))
+    assert re.search(r"INFO +engine-0 vllm\.", server) and "accepted by the controller" in agent

@@ -58,13 +58,13 @@ def test_the_socket_of_several_hosts_may_have_an_address_of_ipv6():
 
     async def scenario():
         trainer = TrainerClient(
-            world_size=1, run_id="run", incarnation="1.0", secret="a secret", rendezvous=None, bind="tcp://[::1]:*"
+            world_size=1, run_id="run", incarnation="1.0", secret="a secret", rendezvous=None, address="::1"
         )
         assert trainer.endpoint.startswith("tcp://[::1]:")
         return await outcome(trainer, environment(trainer, MSRL_RUN_ID="other"), fails=False)
 
     code, last, _ = asyncio.run(scenario())
-    assert code == worker.EXIT_REFUSED and "run id: expected run, found other" in last
+    assert code == sockets.EXIT_REFUSED and "run id: expected run, found other" in last
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_strangers_are_refused_with_a_reason(changes, reason):
         return await outcome(trainer, environment(trainer, **changes), fails=False)
 
     status, line, failure = asyncio.run(scenario())
-    assert status == worker.EXIT_REFUSED
+    assert status == sockets.EXIT_REFUSED
     assert line.endswith(reason)
     assert failure == ""  # the client goes on waiting for its own
 
@@ -94,7 +94,7 @@ def test_a_wrong_secret_gets_no_answer():
         return await outcome(trainer, env, fails=False)
 
     status, line, failure = asyncio.run(scenario())
-    assert status == worker.EXIT_REFUSED
+    assert status == sockets.EXIT_REFUSED
     assert "found none (it has exited, or MSRL_SECRET is another run's)" in line
     assert failure == ""
 
@@ -140,7 +140,7 @@ def test_the_controller_s_public_key_alone_opens_nothing():
 
 def test_nobody_is_admitted_while_nobody_answers_for_the_door():
     async def scenario(trainer, start):
-        trainer._authenticator.stop()
+        trainer._socket.authenticator.stop()
         with StandInRank(trainer) as ours:
             await ours.hello(0)
             with pytest.raises(TimeoutError):

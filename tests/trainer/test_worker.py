@@ -20,9 +20,9 @@ from waiting import passes, until
 
 from megatron_scalerl.checkpoints.to_hf import to_hf
 from megatron_scalerl.distributed.rendezvous import private_folder
+from megatron_scalerl.distributed.sockets import EXIT_ORPHAN
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
-from megatron_scalerl.trainer.worker import EXIT_ORPHAN
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import Connection, all_of
 from megatron_scalerl.weights.transport.frames import Told, assembled, receive

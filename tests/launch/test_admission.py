@@ -1,4 +1,4 @@
-"""Who may be an agent of a run, and what follows from its messages: raw sockets against a real registry."""
+"""Who may be an agent of a run, and what follows from its messages: raw sockets against real `Agents`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import os
 import random
 import re
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from recipe_files import small_recipe
 
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.launch import agent_messages as messages
-from megatron_scalerl.launch import control
-from megatron_scalerl.launch.control import EngineRegistry
+from megatron_scalerl.launch import agents as agents_module
+from megatron_scalerl.launch.agents import Agents
+from megatron_scalerl.launch.hosts import Hosts
 from megatron_scalerl.launch.local_server import ServerEnded
-from megatron_scalerl.launch.remote_server import RemoteServer
+from megatron_scalerl.launch.placement import Attempt
 from megatron_scalerl.processes.child_process import ChildProcess
 
 SECRET = "the secret of this run"
-WELCOME = messages.Welcome(certificate="c", key="k", transport="gloo")
 URL = "https://127.0.0.2:1234"
 
 
@@ -44,18 +46,18 @@ class StandInAgent:
         await self.hello(**{"name": name, "start": ""} | changes)
 
     async def say(self, message):
-        await self.socket.send(messages.encode(message))
+        await self.socket.send(sockets.encode(message))
 
     async def answer(self):
         """The next message but pings."""
         while True:
             message = messages.decode_for_agent(await asyncio.wait_for(self.socket.recv_multipart(), 120))
-            if not isinstance(message, messages.Ping):
+            if not isinstance(message, sockets.Ping):
                 return message
 
     async def refusal(self):
         answer = await self.answer()
-        assert isinstance(answer, messages.Refused), answer
+        assert isinstance(answer, sockets.Refused), answer
         return answer.reason
 
     def close(self):
@@ -63,10 +65,11 @@ class StandInAgent:
 
 
 @contextlib.asynccontextmanager
-async def registry_of(**options):
+async def registry_of(*, address="127.0.0.1", folder=Path(os.devnull), **options):
     """A registry that is being served, and a function that makes agents of it."""
-    settings = {"address": "127.0.0.1", "secret": SECRET, "run_id": "run", "incarnation": "1.0", "welcome": WELCOME}
-    registry = EngineRegistry(**settings | options)
+    hosts = Hosts(hosts=(), slots=None, address=address)
+    attempt = Attempt(run_id="run", incarnation="1.0", folder=folder, recipe_file=folder / "recipe.yaml")
+    registry = Agents(small_recipe(), hosts=hosts, attempt=attempt, secret=SECRET, **options)
     serving = asyncio.create_task(registry.serve())
     agents = []
 
@@ -91,15 +94,14 @@ async def ended(link):
 
 async def test_an_agent_says_hello_and_up_and_how_its_server_ended():
     async with registry_of() as (registry, agent):
-        link = registry.expect("engine-0", "s", "b")
+        link = registry.expect("engine-0", "b", "s")
         one = agent()
         await one.hello()
-        assert await one.answer() == WELCOME and link.hello.result().devices == 2 and not link.joined
+        assert await one.answer() == registry.welcome and link.hello.result().devices == 2
         await one.say(messages.Up(url=URL))
         assert await link.up == URL
-        await one.say(messages.Exited(code=-9, log="first\nlast"))
-        found = await ended(link)
-        assert (found.reason, found.log) == ("exited with code -9", "first\nlast")
+        await one.say(messages.Exited(code=-9))
+        assert await ended(link) == "exited with code -9"
 
 
 @pytest.mark.parametrize(
@@ -109,11 +111,11 @@ async def test_a_wrong_key_gets_no_answer(peer):
     """Neither the secret of another run, nor the key of the trainer's ranks."""
 
     async with registry_of() as (registry, agent):
-        link = registry.expect("engine-0", "s", "b")
+        link = registry.expect("engine-0", "b", "s")
         stranger, one = agent(**peer), agent()
         await stranger.hello()
         await one.hello()
-        assert await one.answer() == WELCOME
+        assert await one.answer() == registry.welcome
         assert not await stranger.socket.poll(300) and link.hello.done()
 
 
@@ -132,7 +134,7 @@ async def test_a_wrong_key_gets_no_answer(peer):
 )
 async def test_a_foreign_agent_is_refused_with_a_reason(changes, reason):
     async with registry_of() as (registry, agent):
-        link = registry.expect("engine-0", "s", "b")
+        link = registry.expect("engine-0", "b", "s")
         one = agent()
         await one.hello(**changes)
         assert re.fullmatch(f"(?s){reason}.*", await one.refusal())
@@ -141,21 +143,21 @@ async def test_a_foreign_agent_is_refused_with_a_reason(changes, reason):
 
 async def test_two_agents_with_one_name():
     async with registry_of() as (registry, agent):
-        link = registry.expect("engine-0", "s", "b")
+        link = registry.expect("engine-0", "b", "s")
         first, second, third, fourth = (agent() for _ in range(4))
         await first.hello()
         await first.answer()
         await second.hello()
         assert await second.refusal() == "engine-0: expected one agent, found a second"
         await third.join()
-        assert await third.answer() == WELCOME
+        assert await third.answer() == registry.welcome
         await fourth.join()
         assert await fourth.refusal() == "extra-7-0: expected one agent, found a second"
         third.close()
         await ended(registry.joining.get_nowait())
         fifth = agent()
         await fifth.join()
-        assert await fifth.answer() == WELCOME
+        assert await fifth.answer() == registry.welcome
         assert not link.ended.done()
 
 
@@ -164,11 +166,11 @@ def frames(draws):
     whole = [
         messages.Hello(name="engine-0", run_id="run", incarnation="1.0", start="s", host="b", devices=1),
         messages.Up(url=URL),
-        messages.Exited(code=1, log="x" * 100),
+        messages.Exited(code=1, reason="x" * 100),
         messages.Stop(grace_s=1.0),
     ]
     for number in range(60):
-        data = bytearray(messages.encode(draws.choice(whole)))
+        data = bytearray(sockets.encode(draws.choice(whole)))
         for _ in range(draws.randint(1, 4)):
             data[draws.randrange(len(data))] = draws.randrange(256)
         yield [bytes(data[: draws.randint(0, len(data))] if number % 2 else data)]
@@ -176,45 +178,45 @@ def frames(draws):
     yield [b"\x91" * 50_000]
     yield [msgspec.msgpack.encode({"type": "Up", "url": "https://127.0.0.2:1/steal"})]
     yield [msgspec.msgpack.encode({"type": "Up", "url": "http://127.0.0.2:1"})]
-    yield [msgspec.msgpack.encode({"type": "Exited", "log": "x" * (messages.LOG_CHARACTERS + 1)})]
+    yield [msgspec.msgpack.encode({"type": "Exited", "reason": "x" * (messages.REASON_CHARACTERS + 1)})]
 
 
 async def test_no_frame_ends_the_registry_and_one_that_is_invalid_ends_its_agent():
     async with registry_of() as (registry, agent):
         for number, noise in enumerate(frames(random.Random(7))):
             start = f"s{number}"
-            link = registry.expect(f"engine-{number}", start, "b")
+            link = registry.expect(f"engine-{number}", "b", start)
             one, stranger = agent(), agent()
             await one.hello(name=link.name, start=start)
-            assert await one.answer() == WELCOME
+            assert await one.answer() == registry.welcome
             for sender in (stranger, one):
                 await sender.socket.send_multipart(noise)
                 if sender is stranger:
-                    assert isinstance(await stranger.answer(), messages.Refused)
+                    assert isinstance(await stranger.answer(), sockets.Refused)
             # of what is left of a message some is valid, and says that the server is up or ended
             await asyncio.wait({link.ended, link.up}, return_when=asyncio.FIRST_COMPLETED)
             one.close()
             stranger.close()
         good = agent()
-        registry.expect("engine-0", "good", "b")
+        registry.expect("engine-0", "b", "good")
         await good.hello(start="good")
-        assert await good.answer() == WELCOME
+        assert await good.answer() == registry.welcome
 
 
 async def test_a_message_that_is_too_long_ends_the_connection():
     async with registry_of() as (registry, agent):
-        link = registry.expect("engine-0", "s", "b")
+        link = registry.expect("engine-0", "b", "s")
         one = agent()
         await one.hello()
         await one.answer()
         await one.socket.send(bytes(messages.LONGEST + 1))
-        assert "disconnected" in (await ended(link)).reason
+        assert "disconnected" in await ended(link)
 
 
 @pytest.mark.parametrize("say", [0, 1, 2])
 async def test_the_loss_of_a_connection_is_noticed_in_every_state(say):
     async with registry_of() as (registry, agent):
-        link = registry.expect("engine-0", "s", "b")
+        link = registry.expect("engine-0", "b", "s")
         one = agent()
         if say >= 1:
             await one.hello()
@@ -224,10 +226,10 @@ async def test_the_loss_of_a_connection_is_noticed_in_every_state(say):
             await link.up
         one.close()
         if say:
-            assert (await ended(link)).reason == "lost its agent, which disconnected"
+            assert await ended(link) == "lost its agent, which disconnected"
         again = agent()
         await again.hello()  # before Hello it may come again; afterwards the start is over
-        assert isinstance(await again.answer(), messages.Refused if say else messages.Welcome)
+        assert isinstance(await again.answer(), sockets.Refused if say else messages.Welcome)
 
 
 @pytest.mark.slow
@@ -236,7 +238,7 @@ async def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch, tmp_pat
     monkeypatch.setattr(sockets, "HEARTBEAT_MS", 1_000)
     monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 8_000)
     async with registry_of() as (registry, _):
-        link = registry.expect("engine-0", "s", "b")
+        link = registry.expect("engine-0", "b", "s")
         script = (
             "import sys, time, zmq, os, signal\n"
             "from megatron_scalerl.distributed import sockets\n"
@@ -244,8 +246,8 @@ async def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch, tmp_pat
             "socket = zmq.Context().socket(zmq.DEALER)\n"
             "sockets.secure_client(socket, sys.argv[2], sockets.Purpose.ENGINES)\n"
             "socket.connect(sys.argv[1])\n"
-            "socket.send(m.encode(m.Hello(name='engine-0', run_id='run', incarnation='1.0', start='s', host='b',"
-            " devices=1)))\n"
+            "socket.send(sockets.encode(m.Hello(name='engine-0', run_id='run', incarnation='1.0', start='s',"
+            " host='b', devices=1)))\n"
             "socket.recv()\n"
             "os.kill(os.getpid(), signal.SIGSTOP)\n"
         )
@@ -254,24 +256,24 @@ async def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch, tmp_pat
         )
         try:
             await asyncio.wait_for(asyncio.shield(link.hello), 240)
-            assert (await ended(link)).reason == "lost its agent, which disconnected"
+            assert await ended(link) == "lost its agent, which disconnected"
         finally:
             child.kill()
             await child.wait()
 
 
 async def test_engines_that_join_are_queued_and_a_full_queue_refuses(monkeypatch):
-    monkeypatch.setattr(control, "MAX_JOINING", 2)
+    monkeypatch.setattr(agents_module, "MAX_JOINING", 2)
     async with registry_of() as (registry, agent):
         agents = [agent() for _ in range(3)]
         answers = []
         for number, one in enumerate(agents):
             await one.join(f"extra-7-{number}", devices=number + 1)
             answers.append(await one.answer())
-        assert answers[:2] == [WELCOME, WELCOME]
-        assert answers[2] == messages.Refused(reason="2 engines are joining already")
+        assert answers[:2] == [registry.welcome, registry.welcome]
+        assert answers[2] == sockets.Refused(reason="2 engines are joining already")
         link = registry.joining.get_nowait()
-        assert (link.name, link.host, link.joined, link.hello.result().devices) == ("extra-7-0", "b", True, 1)
+        assert (link.name, link.host, link.start_id, link.hello.result().devices) == ("extra-7-0", "b", "", 1)
 
 
 async def test_a_controller_that_takes_no_engine_says_why():
@@ -293,22 +295,22 @@ async def test_a_server_that_was_not_started_is_reported_with_the_reason():
         await one.join()
         link = await registry.joining.get()
         await one.say(messages.Exited(reason="did not start: engine.port: in use"))
-        assert (await ended(link)).reason == "did not start: engine.port: in use"
+        assert await ended(link) == "did not start: engine.port: in use"
 
 
 async def test_an_agent_is_stopped_or_given_up():
     async with registry_of() as (registry, agent):
-        link = registry.expect("engine-0", "s", "b")
+        link = registry.expect("engine-0", "b", "s")
         one = agent()
         await one.hello()
         await one.answer()
-        await link.stop(3.0)
+        await link.tell(messages.Stop(grace_s=3.0))
         assert await one.answer() == messages.Stop(grace_s=3.0)
         await link.forget()
         assert await one.refusal() == "the controller has given this start up"
-        assert (await ended(link)).reason == "was given up by the controller"
+        assert await ended(link) == "was given up by the controller"
         late = agent()
-        never = registry.expect("engine-1", "late", "b")
+        never = registry.expect("engine-1", "b", "late")
         await never.forget()
         await late.hello(name="engine-1", start="late")
         assert "not expected" in await late.refusal()
@@ -331,14 +333,8 @@ async def test_a_command_whose_agent_does_not_connect_is_reported_with_its_outpu
     tmp_path, monkeypatch, script, within_s, said
 ):
     monkeypatch.setattr("megatron_scalerl.launch.remote_server.HELLO_S", within_s)
-    async with registry_of() as (registry, _):
-        server = RemoteServer(
-            lambda: registry.expect("engine-0", "s", "b"),
-            name="engine-0",
-            host="b",
-            launch=command(script, tmp_path),
-            log_path=tmp_path / "log",
-        )
+    async with registry_of(folder=tmp_path) as (registry, _):
+        server = registry.expect("engine-0", "b", "s", command(script, tmp_path))
         with pytest.raises(ServerEnded, match=said):
             await server.start()
         assert server.where == "host b" and not server.reached
@@ -352,13 +348,12 @@ async def test_an_agent_that_does_not_stop_may_hold_its_devices(monkeypatch):
     async with registry_of() as (registry, agent):
         one = agent()
         await one.join()
-        link = await registry.joining.get()
-        server = RemoteServer(lambda: link, name="extra-7-0", host="b", launch=None, log_path=None)
+        server = await registry.joining.get()
         await one.say(messages.Up(url=URL))
         assert await server.start() == URL
         server.kill()
         monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 100)  # after the sockets were made
         with pytest.raises(RuntimeError, match=r"its agent is connected and did not end the server within 0\.3 s"):
             await server.stop()
-        assert await one.answer() == WELCOME and await one.answer() == messages.Stop(grace_s=0.0)
+        assert await one.answer() == registry.welcome and await one.answer() == messages.Stop(grace_s=0.0)
         await server.stop()
