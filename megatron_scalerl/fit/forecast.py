@@ -146,6 +146,11 @@ class _Solution:
 def _result(curve: Curve, solution: _Solution, notes: list[str], method: str) -> FitResult:
     c, y, (a, b, m, r0) = curve.compute, curve.pass_rate, solution.parameters
     residual = y - sigmoid(c, asymptote=a, exponent=b, midpoint=m, initial=r0)
+    intervals, reached = _intervals(solution.posterior, a, b, m), checks.highest_level(y)
+    low, high = intervals["asymptote"]
+    if low < high < reached and checks.falling_tail(c, y) is None:  # A is not held
+        intervals["asymptote"] = (low, reached)
+        notes = [*notes, f"the sigmoid does not describe this run: A lies below {reached:.3f}, which was measured"]
     notes = notes + checks.curve_warnings(c, y, exponent=b, midpoint=m, posterior=solution.posterior)
     return FitResult(
         name=curve.name,
@@ -154,7 +159,7 @@ def _result(curve: Curve, solution: _Solution, notes: list[str], method: str) ->
         exponent=b,
         midpoint=m,
         initial=r0,
-        intervals=_intervals(solution.posterior, a, b, m),
+        intervals=intervals,
         n_points=len(c),
         rmse=float(np.sqrt(np.mean(residual**2))),
         warnings=tuple(dict.fromkeys(notes)),

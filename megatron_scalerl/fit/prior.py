@@ -2,7 +2,7 @@
 
 It is a mixture of kinds of runs; the points of a run weigh the kinds. No number here has a compute unit: the midpoint
 is relative to the largest fitted compute, the asymptote a share of the room above R_0, the discrepancy a share of
-sqrt(p (1 - p)). The values are the result of `study.learning.learn()` on published and tiny runs.
+sqrt(p (1 - p)). The kinds are the result of `tools/forecast/learning.py` on published and tiny runs.
 """
 
 from __future__ import annotations
@@ -86,6 +86,19 @@ class Bounds:
 
 DEFAULT_BOUNDS = Bounds()
 """The bounds of `method="robust"`."""
+DISCREPANCIES = tuple(
+    Discrepancy(deviation=deviation, length=length, weight=weight)
+    for deviation, length, weight in (
+        (0.0, 0.5, 0.20),
+        (0.018, 1.0, 0.20),
+        (0.035, 2.0, 0.15),
+        (0.07, 2.0, 0.20),
+        (0.14, 2.0, 0.19),
+        (1.0, 4.0, 0.06),
+    )
+)
+"""A ladder of deviations, each about twice the one before, and a collapse: chosen by the back-test of other people's
+curves (docs/forecast_method.md), not learned."""
 DEFAULT_PRIOR = Prior(
     kinds=(
         Kind(
@@ -129,13 +142,7 @@ DEFAULT_PRIOR = Prior(
             gain_beta=1.0,
         ),
     ),
-    discrepancies=(
-        Discrepancy(deviation=0.0, length=0.5, weight=0.35),
-        Discrepancy(deviation=0.018, length=1.0, weight=0.068),
-        Discrepancy(deviation=0.03, length=2.0, weight=0.2362),
-        Discrepancy(deviation=0.03, length=4.0, weight=0.3052),
-        Discrepancy(deviation=1.0, length=4.0, weight=0.0406),
-    ),
+    discrepancies=DISCREPANCIES,
 )
 """The prior of `method="robust"`."""
 
