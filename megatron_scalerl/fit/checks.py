@@ -77,7 +77,7 @@ def curve_warnings(
         )
     elif (gain := rising_forecast(compute, pass_rate, posterior)) is not None:
         notes.append(
-            f"the last third of the points does not rise, but the forecast does, by {gain:.3f} up to twice the compute: "
+            f"the last third of the points does not rise, but the forecast does, by {gain:.3f} at twice the compute: "
             "the run may have reached its plateau"
         )
     return notes
