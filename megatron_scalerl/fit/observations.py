@@ -88,10 +88,9 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
         variance, shape = share * float(spread.mean()), prior.noise_shape
     else:
         variance, shape = prior.unknown_noise**2 / float(completions.mean()), prior.unknown_noise_shape
-    if curve.initial is not None and prior is FLAT_PRIOR:
-        initials, weights = (curve.initial,), (1.0,)
-    else:
-        initials, weights = _initials(curve, share / noise.initial_completions if noise is not None else 0.0)
+    exact = curve.initial is not None and prior is FLAT_PRIOR
+    of_initial = share / noise.initial_completions if noise is not None else 0.0
+    initials, weights = ((curve.initial or 0.0,), (1.0,)) if exact else _initials(curve, of_initial)
     if highest is not None:
         kept = [node for node in zip(initials, weights) if node[0] < highest]
         if not kept:

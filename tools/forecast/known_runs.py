@@ -20,7 +20,7 @@ from megatron_scalerl.fit.result import FitResult, ForecastEvaluation
 from megatron_scalerl.fit.tiny_runs import TinyRun, tiny_runs
 
 Mask = NDArray[np.bool_]
-PUBLISHED, TINY, OTHERS = "published", "tiny", "others"
+PUBLISHED, TINY, FOREIGN = "published", "tiny", "foreign"
 MIN_POINTS = 3
 """Fitted points below which nothing is forecast."""
 
@@ -30,7 +30,7 @@ class KnownRun:
     """One run as one figure or file shows it."""
 
     world: str
-    """`PUBLISHED`, `TINY` or `OTHERS`."""
+    """`PUBLISHED`, `TINY` or `FOREIGN`."""
     run: str
     """The physical run: several figures can show one. It is left out as a whole."""
     setting: str
@@ -100,7 +100,7 @@ def others(folder: Path) -> tuple[KnownRun, ...]:
         curve = _curve(row["name"], compute, pass_rate, initial=float(first[0, 1]) if len(first) else None, **sizes)
         runs.append(
             KnownRun(
-                world=OTHERS,
+                world=FOREIGN,
                 run=row["name"],
                 setting=row.get("setting") or row["repo"],
                 curve=curve,

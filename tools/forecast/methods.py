@@ -101,7 +101,7 @@ def random_walk(task: Task) -> Outcome:
 
 
 def _printed_grid(task: Task, c: Array, y: Array) -> Callable[[Array], Array]:
-    """The paper's procedure with the grid of C_mid as printed: 100 values on 100..40000 (A.5); rescaled for others."""
+    """The paper's procedure with the grid of C_mid as printed: 100 values on 100..40000 (A.5), rescaled."""
     initial = float(y[0] if task.known.curve.initial is None else task.known.curve.initial)
     grid = np.linspace(100.0, 40000.0, 100) * (1.0 if task.known.world == PUBLISHED else c.max() / MIDPOINT_REFERENCE)
     _, asymptote, midpoint, exponent = best_cell(c, y, initial, ASYMPTOTES, grid)
