@@ -334,7 +334,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskPassRate:
-    """The part of one task in a validation. Produced by `controller.validation`.
+    """The part of one task in a validation. Produced by `controller.measure`.
 
     Example:
         >>> part = TaskPassRate(pass_rate=0.5, prompts=200)
@@ -348,7 +348,7 @@ class TaskPassRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassRate:
-    """One validation: mean@k on the held-out prompts at one policy version. Produced by `controller.validation`.
+    """One validation: mean@k on the held-out prompts at one policy version. Produced by `controller.measure`.
 
     Example: a row of RUN/validation.jsonl, a point of the forecast's curve.
         >>> point = PassRate(
@@ -388,7 +388,7 @@ class PassRate:
     lost_completions: int = 0
     """Completions left out of all of the above (`CompletionLost`)."""
     within_variance: float | None = None
-    """`controller.outcomes.within_variance`; None with one generation."""
+    """`controller.metrics.within_variance`; None with one generation."""
     tasks: Mapping[str, TaskPassRate] = field(default_factory=dict)
     """Of a mixture: task -> its part. RUN/validation.jsonl has them as columns pass_rate/TASK and prompts/TASK."""
 

@@ -27,7 +27,7 @@ from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.evaluation.inputs import recipe_of_task
 from megatron_scalerl.evaluation.problems import read_problems, split_schema
 from megatron_scalerl.evaluation.results import Header, ResultFile
-from megatron_scalerl.fit.table_file import read_table
+from megatron_scalerl.fit.table_file import read_tables
 from megatron_scalerl.prompts.sources import read_rows
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.rewards.code_tests import parse_tests
@@ -360,7 +360,7 @@ def tables(folder: Path) -> Iterator[Case]:
     ):
         path = folder / f"points{number}.{suffix}"
         path.write_text(text)
-        yield "points to fit", what, lambda path=path: read_table(path)
+        yield "points to fit", what, lambda path=path: read_tables(path)
     for what, text in {
         "no JSON": "{",
         "a list of numbers": "[1]",

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Llama4TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_scalerl.models import family
 
@@ -35,6 +43,7 @@ CONFIGS = {
     "llama tied": lambda: LlamaConfig(**LLAMA, tie_word_embeddings=True),
     "llama biased": lambda: LlamaConfig(**LLAMA, attention_bias=True),
     "mistral": lambda: MistralConfig(**{**LLAMA, "head_dim": 10}, sliding_window=None),
+    "olmo2": lambda: Olmo2Config(**LLAMA),
     "qwen2": lambda: Qwen2Config(**LLAMA),
     "qwen3": lambda: Qwen3Config(**{**LLAMA, "head_dim": 10}),
     "qwen3 tied": lambda: Qwen3Config(**LLAMA, tie_word_embeddings=True),

@@ -69,6 +69,12 @@ def _mistral(**settings: Any) -> Any:
     return MistralConfig(**{**_SHARED, "head_dim": 24, "sliding_window": None, **settings})
 
 
+def _olmo2(**settings: Any) -> Any:
+    from transformers import Olmo2Config
+
+    return Olmo2Config(**{**_SHARED, **settings})
+
+
 def _qwen3(**settings: Any) -> Any:
     """head_dim is 24, where hidden size / heads is 16."""
     from transformers import Qwen3Config
@@ -120,6 +126,8 @@ KINDS: dict[str, Callable[..., Any]] = {
     "llama_tied": partial(_llama, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
     "llama_biased": partial(_llama, attention_bias=True, rope_parameters=YARN_ROPE),
     "mistral": _mistral,
+    "olmo2": _olmo2,
+    "olmo2_tied": partial(_olmo2, tie_word_embeddings=True, num_key_value_heads=4),
     "qwen2": _qwen2,
     "qwen2_tied": partial(_qwen2, tie_word_embeddings=True, rope_parameters=YARN_ROPE),
     "qwen3": _qwen3,
@@ -153,21 +161,42 @@ def make(
     the fp32 model instead. Rotary frequencies of the returned model are rounded to `dtype`, those of a model loaded
     from the folder are not.
     """
+    return save(
+        KINDS[kind](**settings),
+        path,
+        dtype=dtype,
+        std=std,
+        layers_std=std / 2 if kind in SMALL_WEIGHTS else std,
+        init=init,
+        original=kind not in FUSED,
+    )
+
+
+def save(
+    config: Any,
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    std: float = 0.3,
+    layers_std: float | None = None,
+    init: Callable[[Any], None] | None = None,
+    original: bool = True,
+) -> Any:
+    """`make` for a config of transformers. layers_std: in the layers, None: as outside. original: as published."""
     from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     torch.manual_seed(20251013)
-    config = KINDS[kind](**settings)
     whole = config.model_type == "llama4"
     model: Any = Llama4ForConditionalGeneration(config) if whole else AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         if init is None:
-            _large_weights(model, std=std, layers_std=std / 2 if kind in SMALL_WEIGHTS else std)
+            _large_weights(model, std=std, layers_std=std if layers_std is None else layers_std)
         else:
             init(model)
     model = model.to(dtype).eval()
-    model.save_pretrained(path, save_original_format=kind not in FUSED)
+    model.save_pretrained(path, save_original_format=original)
     return model
 
 

@@ -47,12 +47,9 @@ WALL_CLOCK = {
     "checkpoints/views.py": "part of a file's identity, compared for equality",
     "distributed/rendezvous.py": "age of a leftover folder that no process holds a lock on",
     "cluster/node.py": "the date of the report",
-    "cluster/space.py": "age of a leftover segment that no process uses",
     "page/run_summary.py": "how long ago a run wrote, and part of a file's identity, compared for equality",
     "plan/assumptions_file.py": "the date of a new file",
-    "cluster/slurm_engines.py": "records it",
-    "cluster/slurm_nodes.py": "which attempts belong to the last submission",
-    "cluster/slurm_status.py": "which attempt started last, and until when a job may run",
+    "cluster/slurm_status.py": "which attempts belong to the last submission, and until when a job may run",
     "cluster/submission.py": "records it",
     "processes/spans.py": "records it",
 }
@@ -233,9 +230,9 @@ OF_ONE_FILE = {
     "engine/test_bodies.py: StandInDecoder",
     "test_command_line.py: StandInLauncher",
     "launch/test_launcher.py: StandInProcess",
-    "controller/test_sending.py: StandInSender",
+    "controller/test_overlap.py: StandInSender",
     "rewards/test_lost_workers.py: StandInSpawn",
-    "controller/test_sending.py: StandInStream",
+    "controller/test_overlap.py: StandInStream",
 }
 """Stand-ins beside tests/fakes: of an interface that one file alone replaces."""
 

@@ -14,7 +14,7 @@ from fakes.sync import StandInSync
 from fakes.trainer import TRAIN_S
 from waiting import passes
 
-from megatron_scalerl.controller.loop import Controller
+from megatron_scalerl.controller.overlap import Overlap
 from megatron_scalerl.engine.membership import EngineState
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerError
@@ -82,13 +82,13 @@ def test_not_in_a_deterministic_run(tmp_path):
     async def step():
         return 3
 
-    assert asyncio.run(Controller._while_stepping(controller, step())) == 3
+    assert asyncio.run(Overlap.while_stepping(controller, step())) == 3
 
 
 def stepping(step, join):
-    """`_while_stepping` of a step beside an engine that joins."""
+    """`while_stepping` of a step beside an engine that joins."""
     controller = SimpleNamespace(_recipe=Recipe.model_validate(MINIMAL), _join_from_store=join)
-    return Controller._while_stepping(controller, step)
+    return Overlap.while_stepping(controller, step)
 
 
 MINIMAL = {"name": "r", "steps": 1, "policy": {"path": "p"}, "prompts": {"path": "q"}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,17 @@ def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
         raise
     draft.replace(path)
     sync(path.parent)
+
+
+def lock_file(path: Path) -> int:
+    """Descriptor of a file that is locked (flock) until it is closed. Raises BlockingIOError if it is locked."""
+    handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
 
 
 def write_all(handle: int, data: bytes) -> None:

@@ -69,6 +69,13 @@ class JsonlWriter:
             self._fd = -1
 
 
+def append_row(path: str | Path, row: Any) -> None:
+    """Append one row to a file and return once it is on the disk. Raises OSError naming the file."""
+    with contextlib.closing(JsonlWriter(path)) as writer:
+        writer.append(row)
+        writer.sync()
+
+
 def recover(path: str | Path) -> None:
     """Make the file end with a complete line: a last line without newline gets one, or is truncated if it is torn.
 

@@ -9,11 +9,10 @@ job             the job script, rendered from templates/job.sbatch
 submission      writes the script, has it checked, submits it
 slurm_engines   a job of engines that join a run: templates/engines.sbatch
 budget          GPU-hours spent and left
-slurm_status    a run's job, its progress and its last error
-slurm_nodes     the nodes of its job that are unfit or down
+slurm_status    a run's job and the nodes of it that are unfit or down, its progress and its last error
 
 doctor_command -> node: one list of `check.Check` and the facts that nodes are compared by
-                  nvml (a process) -> gpus; versions; limits; space; output; host; digests
+                  gpus (NVML, in a process); versions; limits; space; output; host
                   head: what several nodes share
                -> doctor_report: table, JSON, and the differences between the JSON files of several nodes
                -> doctor_nodes: all nodes of a Slurm job at once, and which of them are unfit

@@ -1,4 +1,10 @@
-"""What a job asks Slurm for: nodes, and the GPUs or slots and the CPUs of each one."""
+"""What a job asks Slurm for: nodes, and the GPUs or slots and the CPUs of each one.
+
+A heterogeneous job has nodes for the controller and the trainer, and others for the engines. Both components take
+whole nodes, so that no node is in both. Such jobs are a chain (`--chain`): Slurm 22.05 queues the first component of
+a heterogeneous job alone again, which then waits for the other one without end. It ends such a job that loses a node,
+also with --no-kill, where the trainer has one node; else the component runs on without it.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +18,47 @@ from megatron_scalerl.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the user asks for; None for what follows from the recipe."""
+class Request:
+    """What the user asks for: the options of `submit`. None for what follows from the recipe or the run's records."""
 
+    partition: str
+    time: str
+    """Time limit of one job, in Slurm's notation."""
     nodes: int
-    gpus: int | None
-    """GPUs of a node."""
+    gpus_per_node: int | None
     slots: int | None
     """Without GPUs: ranks and engine devices of a node."""
     cpus: int | None
     """CPUs of a node."""
-    engine_nodes: int = 0
+    engine_nodes: int
     """Nodes of a component of its own for the engines; 0: no heterogeneous job."""
-    engine_gpus: int | None = None
-    """GPUs of each of these."""
-    engine_slots: int | None = None
+    engine_partition: str | None
+    """Of the engines' nodes in a heterogeneous job; None for `partition`."""
+    engine_gpus_per_node: int | None
+    engine_slots: int | None
     """Without GPUs: engine devices of each of these."""
+    gpu_hours: float | None
+    """Device-hours that the run may take in all, after which its job is not queued again; None without a budget."""
+    check_seconds: float
+    """Within which each of several nodes has to report."""
+    any_file_system: bool
+    """Also where other nodes seem not to see the output folder."""
+    site: str | None
+    """Path of the site file."""
+    max_requeues: int
+    """How often one job is queued again; with `chain`, jobs after the first."""
+    max_failures: int
+    """Starts after a failure without a new checkpoint, within one job."""
+    chain: bool
+    throttle: int | None
+    """Tasks of an array that run at a time; None: no array."""
+    startup_seconds: float | None
+    save_seconds: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """One homogeneous allocation, or a component of a heterogeneous one. Produced by `allocate`, `components`."""
+    """A homogeneous job, or a component of a heterogeneous one. Produced by `allocate`, `components`."""
 
     nodes: int
     gpus: int
@@ -43,12 +69,11 @@ class Allocation:
     """CPUs of a node, None for whole nodes."""
 
 
-def allocate(recipes: Sequence[Recipe], partition: Partition, asked: Asked) -> Allocation:
+def allocate(recipes: Sequence[Recipe], partition: Partition, asked: Request) -> Allocation:
     """What the largest of the recipes needs. Raises ValueError."""
-    if not 1 <= asked.nodes <= partition.nodes:
-        raise ValueError(
-            f"--nodes: expected 1 to {partition.nodes}, the nodes of {partition.name}, found {asked.nodes}"
-        )
+    check_nodes("--nodes", asked.nodes, partition)
+    if asked.nodes == 1 and asked.slots is not None:
+        raise ValueError(f"--slots requires --nodes of at least 2: one node runs all, found {asked.slots}")
     gpus = max(_gpus(recipe, partition, asked) for recipe in recipes)
     slots = None
     if asked.nodes > 1:
@@ -59,21 +84,61 @@ def allocate(recipes: Sequence[Recipe], partition: Partition, asked: Asked) -> A
                 f"--nodes: expected {needed}, which the fleet fills with {slots} devices each, found {asked.nodes}: "
                 "the others would be idle"
             )
-    elif asked.slots is not None:
-        raise ValueError(f"--slots requires --nodes of at least 2: one node runs all, found {asked.slots}")
-    cpus = [_cpus(recipe, partition, gpus, slots, asked.cpus) for recipe in recipes]
-    whole = None in cpus
-    return Allocation(
-        nodes=asked.nodes,
-        gpus=gpus,
-        slots=slots,
-        cpus=None if whole else max(count for count in cpus if count is not None),
+    cpus = asked.cpus
+    if cpus is None and not (gpus and gpus == partition.gpus):  # else whole nodes
+        devices = max(recipe.devices for recipe in recipes)
+        cpus = share_of_cpus(partition, gpus, 2 + 2 * (slots or devices))
+    elif cpus is not None and not 0 < cpus <= partition.cpus:
+        raise ValueError(f"--cpus: expected 1 to {partition.cpus}, what a node of {partition.name} has, found {cpus}")
+    return Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=cpus)
+
+
+def components(
+    recipe: Recipe, partition: Partition, engine_partition: Partition, asked: Request
+) -> tuple[Allocation, Allocation]:
+    """The nodes of the trainer and those of the engines. Raises ValueError for fewer or more than the fleet fills."""
+    if asked.cpus is not None:
+        raise ValueError(f"--cpus: expected none with --engine-nodes, which takes whole nodes, found {asked.cpus}")
+    gpus = gpus_of_node(recipe, partition, asked.gpus_per_node, asked.slots)
+    engine_gpus = gpus_of_node(recipe, engine_partition, asked.engine_gpus_per_node, asked.engine_slots, "engine-")
+    if bool(gpus) != bool(engine_gpus):
+        raise ValueError(
+            f"--engine-gpus-per-node: expected {'GPUs' if gpus else '0'}, as for the trainer, found {engine_gpus}"
+        )
+    ranks, devices, count = recipe.trainer.world_size, recipe.engine.devices_per_engine, recipe.engine.count
+    slots = gpus or asked.slots or -(-ranks // asked.nodes)
+    engine_slots = engine_gpus or asked.engine_slots or devices * -(-count // asked.engine_nodes)
+    check_engine_fits(recipe, engine_gpus, engine_slots, "engine-")
+    what = f"{ranks} trainer ranks with {slots}"
+    check_nodes("--nodes", asked.nodes, partition, -(-ranks // slots), what)
+    if asked.nodes > 1 and 0 < gpus < partition.gpus:
+        raise ValueError(
+            f"--gpus-per-node: expected 0 or {partition.gpus}, all of a node, which the first of several whole nodes "
+            f"sees, found {gpus}"
+        )
+    needed, what = -(-count // (engine_slots // devices)), f"{count} engines of {devices} with {engine_slots}"
+    check_nodes("--engine-nodes", asked.engine_nodes, engine_partition, needed, what)
+    if partition.name == engine_partition.name and asked.nodes + asked.engine_nodes > partition.nodes:
+        raise ValueError(
+            f"--engine-nodes: expected at most {partition.nodes - asked.nodes}, what --nodes leaves of "
+            f"{partition.name}, found {asked.engine_nodes}"
+        )
+    return (
+        Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=None),
+        Allocation(nodes=asked.engine_nodes, gpus=engine_gpus, slots=engine_slots, cpus=None),
     )
 
 
-def devices_of(recipe: Recipe) -> int:
-    """Devices of a run: one for each rank and for each device of an engine."""
-    return recipe.trainer.world_size + recipe.engine.count * recipe.engine.devices_per_engine
+def joining(recipe: Recipe, partition: Partition, asked: Request) -> Allocation:
+    """Nodes for engines that join a run, as many on each as fit. Raises ValueError."""
+    check_nodes("--nodes", asked.nodes, partition)
+    gpus = gpus_of_node(recipe, partition, asked.gpus_per_node, asked.slots)
+    slots = gpus or asked.slots or recipe.engine.devices_per_engine
+    check_engine_fits(recipe, gpus, slots)
+    cpus = asked.cpus
+    if cpus is None and not (gpus and gpus == partition.gpus):
+        cpus = share_of_cpus(partition, gpus, 2 * slots)
+    return Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=cpus)
 
 
 def default_gpus(recipe: Recipe, partition: Partition) -> bool:
@@ -105,20 +170,59 @@ def check_plan(
     from megatron_scalerl.plan.text import verdict
 
     folder = config_folder(recipe.policy.path, recipe_file or Path.cwd() / "recipe.yaml")
-    plan = make_plan(recipe, folder, devices_of(recipe), GPUS[models[0]], Assumptions())
+    plan = make_plan(recipe, folder, recipe.devices, GPUS[models[0]], Assumptions())
     if problems := plan.problems():
         raise ValueError(f"{recipe.name}: plan --check: {problems[0]}")
     return verdict(plan)
 
 
-def _gpus(recipe: Recipe, partition: Partition, asked: Asked) -> int:
+def check_nodes(option: str, nodes: int, partition: Partition, needed: int | None = None, what: str = "") -> None:
+    """Raises ValueError for more nodes than the partition has, or for others than are needed for `what` on each."""
+    if not 1 <= nodes <= partition.nodes:
+        raise ValueError(f"{option}: expected 1 to {partition.nodes}, the nodes of {partition.name}, found {nodes}")
+    if needed is not None and nodes != needed:
+        raise ValueError(f"{option}: expected {needed} for {what} devices each, found {nodes}")
+
+
+def check_engine_fits(recipe: Recipe, gpus: int, slots: int, prefix: str = "") -> None:
+    """Raises ValueError for a node whose devices do not hold one engine. prefix: of the options' names."""
+    devices = recipe.engine.devices_per_engine
+    if slots < devices:
+        raise ValueError(
+            f"--{prefix}{'gpus-per-node' if gpus else 'slots'}: expected at least {devices}, the devices of an "
+            f"engine (engine.devices_per_engine), found {slots}"
+        )
+
+
+def gpus_of_node(recipe: Recipe, partition: Partition, given: int | None, slots: int | None, prefix: str = "") -> int:
+    """GPUs of a node: as given, else all, without GPUs 0. prefix: of the options' names. Raises ValueError."""
+    default = partition.gpus if slots is None and default_gpus(recipe, partition) else 0
+    gpus = default if given is None else given
+    if gpus and slots is not None:
+        raise ValueError(
+            f"--{prefix}slots: expected a run on CPUs (on GPUs set --{prefix}gpus-per-node), found {gpus} GPUs a node"
+        )
+    if not 0 <= gpus <= partition.gpus:
+        raise ValueError(
+            f"--{prefix}gpus-per-node: expected 0 to {partition.gpus}, what a node of {partition.name} has, "
+            f"found {gpus}"
+        )
+    return gpus
+
+
+def share_of_cpus(partition: Partition, gpus: int, without_gpus: int) -> int:
+    """CPUs of a node: the share of so many of its GPUs, or `without_gpus`, if it has as many."""
+    return max(1, partition.cpus * gpus // partition.gpus) if gpus else min(partition.cpus, without_gpus)
+
+
+def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
     """GPUs of a node: as given, else on one node one for each rank and engine device, on several all of a node's."""
-    devices, given = devices_of(recipe), asked.gpus
-    if given is None:
-        given = (devices if asked.nodes == 1 else partition.gpus) if default_gpus(recipe, partition) else 0
-        if asked.slots is not None and given and asked.nodes > 1:
-            raise ValueError("--slots requires --gpus-per-node 0: on GPUs a node's devices are its GPUs")
-        if given > partition.gpus:
+    devices, given = recipe.devices, asked.gpus_per_node
+    takes_gpus = given is None and default_gpus(recipe, partition)
+    if takes_gpus and asked.slots is not None:
+        raise ValueError("--slots requires --gpus-per-node 0: on GPUs a node's devices are its GPUs")
+    if takes_gpus and asked.nodes == 1:
+        if devices > partition.gpus:
             more = hosts_needed(recipe, partition.gpus)
             advice = f"; --nodes {more}" if more else f"; one engine takes {recipe.engine.devices_per_engine}"
             raise ValueError(
@@ -126,25 +230,21 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Asked) -> int:
                 f"{recipe.trainer.world_size} trainer and {devices - recipe.trainer.world_size} engine GPUs; a node "
                 f"of {partition.name} has {partition.gpus}{advice}"
             )
-    elif given and asked.slots is not None:
-        raise ValueError(f"--slots: expected a run on CPUs (on GPUs set --gpus-per-node), found {given} GPUs a node")
-    if not 0 <= given <= partition.gpus:
+        return devices
+    gpus = gpus_of_node(recipe, partition, given, asked.slots)
+    if asked.nodes == 1 and 0 < gpus < devices:
         raise ValueError(
-            f"--gpus-per-node: expected 0 to {partition.gpus}, what a node of {partition.name} has, found {given}"
+            f"--gpus-per-node: expected at least {devices}, one for each rank and engine device, found {gpus}"
         )
-    if asked.nodes == 1 and 0 < given < devices:
-        raise ValueError(
-            f"--gpus-per-node: expected at least {devices}, one for each rank and engine device, found {given}"
-        )
-    return given
+    return gpus
 
 
 def _fewest_slots(recipe: Recipe, nodes: int) -> int:
     """The fewest devices of a node with which a run fits on so many nodes."""
-    for slots in range(recipe.engine.devices_per_engine, devices_of(recipe)):
+    for slots in range(recipe.engine.devices_per_engine, recipe.devices):
         if (needed := hosts_needed(recipe, slots)) is not None and needed <= nodes:
             return slots
-    return devices_of(recipe)
+    return recipe.devices
 
 
 def _checked_need(recipe: Recipe, slots: int, nodes: int) -> int:
@@ -162,16 +262,3 @@ def _checked_need(recipe: Recipe, slots: int, nodes: int) -> int:
             f"ranks and {engines} ({recipe.name}), found {nodes}"
         )
     return needed
-
-
-def _cpus(recipe: Recipe, partition: Partition, gpus: int, slots: int | None, given: int | None) -> int | None:
-    """CPUs of a node: as given, else the GPUs' share of the node's; None for a whole node."""
-    if given is not None:
-        if not 0 < given <= partition.cpus:
-            raise ValueError(
-                f"--cpus: expected 1 to {partition.cpus}, what a node of {partition.name} has, found {given}"
-            )
-        return given
-    if gpus:
-        return None if gpus == partition.gpus else max(1, partition.cpus * gpus // partition.gpus)
-    return min(partition.cpus, 2 + 2 * (slots or devices_of(recipe)))

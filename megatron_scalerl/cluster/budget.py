@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.cluster.allocation import devices_of
 from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.recipe.file import load_recipe
 
@@ -33,4 +32,4 @@ def spent(run: Path) -> Spent:
 def seconds_left(recipe_file: str | Path, budget: float) -> int:
     """How long the fleet of a recipe's run may still be held (s). budget: device-hours. Raises ValueError."""
     recipe = load_recipe(recipe_file)
-    return max(0, int((budget - spent(Path(recipe.run_dir)).hours) * 3600 / devices_of(recipe)))
+    return max(0, int((budget - spent(Path(recipe.run_dir)).hours) * 3600 / recipe.devices))

@@ -24,7 +24,7 @@ docs/doctor.md describes the checks."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.description = "Check this node before a run starts on it: GPUs, packages, limits, disks, memory, clock."
+    parser.description = "Check this node before a run starts on it: GPUs, packages, limits, disks, memory."
     parser.epilog = EPILOG
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file; without one, its needs are unknown")
     parser.add_argument(

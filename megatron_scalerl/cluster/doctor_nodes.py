@@ -24,6 +24,7 @@ from megatron_scalerl.cluster.doctor_report import read_report
 from megatron_scalerl.cluster.head import NETWORK, offered
 from megatron_scalerl.cluster.node import GPUS, NodeReport
 from megatron_scalerl.launch.hosts import hosts_of_allocation, step_words
+from megatron_scalerl.processes.child_process import log_tail
 from megatron_scalerl.processes.logs import printable
 
 PROGRAM = (sys.executable, "-m", "megatron_scalerl")
@@ -32,7 +33,10 @@ BAD = "bad"
 """Name of the file with the unfit nodes."""
 _END_S = 5.0
 """From SIGTERM to SIGKILL of a step that is too late (s)."""
-_TAIL_BYTES = 20_000
+OWN = "megatron-scalerl: "
+"""Begins the lines of the program itself."""
+_LONGEST = 500
+"""Characters of a line that are shown."""
 
 
 def allocated() -> dict[str, int | None]:
@@ -179,9 +183,13 @@ def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 
 
 def _last_words(log: Path) -> str:
-    """What a step says about its failure: failed checks, else an error, else its last line."""
-    with open(log, "rb") as file:
-        file.seek(max(0, os.path.getsize(log) - _TAIL_BYTES))
-        lines = [line.strip() for line in file.read().decode("utf8", "replace").splitlines() if line.strip()]
-    wrong = [line for line in lines if line.startswith(("failed ", "megatron-scalerl: "))]
-    return printable("; ".join(wrong) or (lines or ["no output"])[-1])[:500]
+    """What a step says about its failure: failed checks, else its own or its last line."""
+    wrong = [line for line in log_tail(log).splitlines() if line.startswith("failed ")]
+    return printable("; ".join(wrong))[:_LONGEST] or own_line(log)
+
+
+def own_line(log: Path) -> str:
+    """The last line of the program itself in a log, else its last line at all."""
+    lines = [line.strip() for line in log_tail(log).splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith(OWN)]
+    return printable((own or lines or ["no output"])[-1].removeprefix(OWN))[:_LONGEST]

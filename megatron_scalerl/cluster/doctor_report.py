@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.cluster.check import Check, Status
-from megatron_scalerl.cluster.node import FORMAT, NodeReport
+from megatron_scalerl.cluster.node import NodeReport
 from megatron_scalerl.processes.logs import printable
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ _WIDTH = 160
 """Columns of the table where the output is no terminal."""
 _ORDER: tuple[Status, ...] = ("ok", "skipped", "warning", "failed")
 _COLORS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "bold red"}
-_LARGEST = 2**20
-"""Bytes of a JSON file that is read; a report has a few thousand."""
 
 
 def show(report: NodeReport, console: Console) -> None:
@@ -61,18 +59,13 @@ def write_report(report: NodeReport, path: Path) -> None:
 
 
 def read_report(path: Path) -> NodeReport:
-    """The report in a file. Raises ValueError for a file that is missing, too large or no report of this version."""
+    """The report in a file. Raises ValueError for a file that is missing or no report of this version."""
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"{path}: expected a report of doctor --json, found more than {_LARGEST} bytes")
-        found = msgspec.json.decode(path.read_bytes(), type=NodeReport)
+        return msgspec.json.decode(path.read_bytes(), type=NodeReport)
     except OSError as error:
         raise ValueError(f"{path}: expected a report of doctor --json, found: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected a report of doctor --json, found: {printable(str(error))}") from None
-    if found.format != FORMAT:
-        raise ValueError(f"{path}: format: expected {FORMAT}, found {found.format}")
-    return found
 
 
 def differences(reports: Sequence[tuple[str, NodeReport]]) -> list[str]:

@@ -1,15 +1,29 @@
-"""Checks of the GPUs that this process may use, from a reading of NVML."""
+"""Checks of the GPUs that this process may use. NVML (nvidia-ml-py) is asked in a process with a time limit, since a
+broken driver can hang.
+
+A query that fails is a fault of its GPU alone, so one lost GPU hides nothing about the others. No CUDA context is
+created and no setting is changed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_scalerl.cluster.check import Check, Status, failed, ok, skipped, some, warning
-from megatron_scalerl.cluster.nvml import GpuState, NvmlFailure, NvmlReading
+import msgspec
 
+from megatron_scalerl.cluster.check import MIB, Check, Status, failed, ok, skipped, some, warning
+
+LIMIT_S = 60.0
+"""Time limit of all queries together (s)."""
+_KILLED_S = 5.0
+"""After SIGKILL; a process inside the driver may not end (s)."""
 FOREIGN_MIB = 256
 """Device memory of other processes from which a GPU counts as in use (MiB): a CUDA context takes more, a monitoring
 agent or an MPS server less. An assumption."""
@@ -17,62 +31,150 @@ _OTHER_NODE = "take another node (sbatch --exclude) and report this one to its a
 _HARDWARE = {0x40: "hardware thermal slowdown", 0x80: "power brake", 0x08: "hardware slowdown"}
 _THERMAL = {0x20: "software thermal slowdown"}
 """nvmlClocksEventReasons; an idle GPU, a power cap and clocks that were set are no fault."""
+_UNNAMED = "(unnamed: "
+T = TypeVar("T")
 
 
-def gpu_checks(reading: NvmlReading, *, needed: int | None, visible: str | None) -> list[Check]:
+class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What NVML says about this node. Produced by `examine_gpus` and `gpus_in_process`."""
+
+    checks: list[Check]
+    names: str = ""
+    """Number and model of the GPUs that the run may use, such as "8 x NVIDIA H100 80GB HBM3"."""
+    driver: str = ""
+    """Its version; "" if it is not known."""
+    cuda_version: str = ""
+    """The newest CUDA that the driver supports, such as "13.0"; "" if it is not known."""
+
+
+def gpus_in_process(needed: int | None, limit_s: float = LIMIT_S) -> GpuReport:
+    """`examine_gpus` in another process, which is killed after `limit_s`."""
+    wrapper = ["-m", "megatron_scalerl.processes.parent_death", str(os.getpid())]
+    argv = [sys.executable, *wrapper, sys.executable, "-m", "megatron_scalerl.cluster.gpus"]
+    argv += [] if needed is None else [str(needed)]
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        output, log = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILLED_S)
+        return _failure(f"NVML did not answer within {limit_s:g} s")
+    try:
+        return msgspec.json.decode(output, type=GpuReport)
+    except msgspec.DecodeError:
+        last = (log.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        return _failure(f"the process that queries NVML ended with code {process.returncode}: {last}")
+
+
+def main() -> None:
+    """The process: print the report as JSON. Its only argument is `needed`."""
+    needed = int(sys.argv[1]) if len(sys.argv) > 1 else None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        report = GpuReport(checks=_without_gpus("package nvidia-ml-py is not installed", needed))
+    else:
+        report = examine_gpus(pynvml, needed=needed, visible=visible)
+    sys.stdout.buffer.write(msgspec.json.encode(report))
+
+
+def examine_gpus(nvml: Any, *, needed: int | None, visible: str | None) -> GpuReport:
     """All checks of GPUs.
 
-    needed: GPUs that the run takes on this node; None if unknown, 0 if none. visible: CUDA_VISIBLE_DEVICES, None if
-    unset; GPUs outside it belong to other jobs.
+    nvml: the module pynvml, or a stand-in with its functions, constants and NVMLError. needed: GPUs that the run
+    takes on this node, at least 1; None if unknown. visible: CUDA_VISIBLE_DEVICES, None if unset; GPUs outside it
+    belong to other jobs.
     """
-    if needed == 0:
-        return [skipped("GPUs", "the run takes none here")]
-    if reading.failure:
-        found, remedy = reading.failure, "run nvidia-smi; a driver that does not answer needs a reboot of the node"
-        return [failed("GPUs", expected="NVML's answer", found=found, remedy=remedy)]
-    gpus, unknown = visible_gpus(reading.gpus, visible)
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        if error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
+            return GpuReport(checks=_without_gpus(f"NVML: {error}", needed))
+        return _failure(f"NVML: {error}")
+    try:
+        return _examined(nvml, needed, visible)
+    except nvml.NVMLError as error:
+        return _failure(f"NVML: {error}")
+    finally:
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+
+def _examined(nvml: Any, needed: int | None, visible: str | None) -> GpuReport:
+    driver, version, cuda = _driver(nvml)
+    count = nvml.nvmlDeviceGetCount()
+    gpus, unknown = visible_gpus(nvml, range(count), visible)
     if not gpus and not unknown:
-        why = reading.absent or (f"CUDA_VISIBLE_DEVICES is {visible!r}" if reading.gpus else "NVML lists none")
-        if needed:
-            remedy = "install the driver, or ask Slurm for GPUs (--gpus-per-node)"
-            return [failed("GPUs", expected=f"{needed} GPUs", found=f"none: {why}", remedy=remedy)]
-        return [skipped("GPUs", f"no GPU: {why}")]
-    return [
-        _count(gpus, unknown, needed),
-        *(_checked(rule, gpus) for rule in _RULES),
-        _links(gpus),
-        _driver(reading),
-    ]
+        why = f"CUDA_VISIBLE_DEVICES is {visible!r}" if count else "NVML lists none"
+        return GpuReport(checks=_without_gpus(why, needed), driver=version, cuda_version=cuda)
+    names = [_name(nvml, gpu) for gpu in gpus]
+    summary = ", ".join(f"{number} x {name}" for name, number in Counter(names).items())
+    checks = [_count(names, summary, unknown, needed), *(_checked(nvml, rule, gpus) for rule in _RULES)]
+    return GpuReport(checks=[*checks, _links(nvml, gpus), driver], names=summary, driver=version, cuda_version=cuda)
 
 
-def visible_gpus(gpus: Sequence[GpuState], visible: str | None) -> tuple[list[GpuState], list[str]]:
-    """(the GPUs that CUDA_VISIBLE_DEVICES names, its entries that name none).
+def _failure(found: str) -> GpuReport:
+    """NVML as a whole does not answer."""
+    remedy = "run nvidia-smi; a driver that does not answer needs a reboot of the node"
+    return GpuReport(checks=[failed("GPUs", expected="NVML's answer", found=found, remedy=remedy)])
+
+
+def _without_gpus(why: str, needed: int | None) -> list[Check]:
+    if needed:
+        remedy = "install the driver, or ask Slurm for GPUs (--gpus-per-node)"
+        return [failed("GPUs", expected=f"{needed} GPUs", found=f"none: {why}", remedy=remedy)]
+    return [skipped("GPUs", f"no GPU: {why}")]
+
+
+def visible_gpus(nvml: Any, gpus: Sequence[int], visible: str | None) -> tuple[list[int], list[str]]:
+    """(NVML's indices of the GPUs that CUDA_VISIBLE_DEVICES names, its entries that name none).
 
     CUDA's own default order is by speed; it is that of PCI addresses, which NVML has, where all GPUs are equal.
     """
     if visible is None:
         return list(gpus), []
-    found, unknown = [], []
+    uuids, _, _ = _asked(nvml, gpus, nvml.nvmlDeviceGetUUID)
+    known, unknown = [], []
     for entry in (text.strip() for text in visible.split(",") if text.strip()):
-        named = [gpu for gpu in gpus if _is_named(gpu, entry)]
-        found += named[:1]
+        by_uuid = entry.startswith("GPU-")
+        named = [gpu for gpu in gpus if (uuids.get(gpu, "").startswith(entry) if by_uuid else entry == str(gpu))]
+        known += named[:1]
         unknown += [] if named else [entry]
-    return found, unknown
+    return known, unknown
 
 
-def names(gpus: Sequence[GpuState]) -> str:
-    """Number and model, such as "8 x NVIDIA H100 80GB HBM3"; "" without GPUs."""
-    counts = Counter(g.name if isinstance(g.name, str) else f"(unnamed: {g.name.text})" for g in gpus)
-    return ", ".join(f"{count} x {name}" for name, count in counts.items())
+def _asked(
+    nvml: Any, gpus: Sequence[int], query: Callable[[Any], T]
+) -> tuple[dict[int, T], dict[int, str], dict[int, str]]:
+    """(answers, errors, errors that only say that a GPU or the driver does not have the query), by NVML's index.
+
+    query: takes the handle of a GPU.
+    """
+    answers: dict[int, T] = {}
+    broken: dict[int, str] = {}
+    lacking: dict[int, str] = {}
+    for gpu in gpus:
+        try:
+            answers[gpu] = query(nvml.nvmlDeviceGetHandleByIndex(gpu))
+        except nvml.NVMLError as error:
+            (lacking if _is_lacking(nvml, error) else broken)[gpu] = str(error)
+    return answers, broken, lacking
 
 
-def _is_named(gpu: GpuState, entry: str) -> bool:
-    by_uuid = entry.startswith("GPU-") and isinstance(gpu.uuid, str) and gpu.uuid.startswith(entry)
-    return by_uuid or entry == str(gpu.index)
+def _is_lacking(nvml: Any, error: Any) -> bool:
+    lacking = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND, nvml.NVML_ERROR_NO_PERMISSION)
+    return error.value in lacking
 
 
-def _count(gpus: list[GpuState], unknown: list[str], needed: int | None) -> Check:
-    found = names(gpus) or "none"
+def _name(nvml: Any, gpu: int) -> str:
+    answers, broken, lacking = _asked(nvml, [gpu], nvml.nvmlDeviceGetName)
+    return answers.get(gpu) or f"{_UNNAMED}{(broken | lacking)[gpu]})"
+
+
+def _count(names: Sequence[str], summary: str, unknown: list[str], needed: int | None) -> Check:
+    found = summary or "none"
     if unknown:
         return failed(
             "GPUs",
@@ -80,13 +182,14 @@ def _count(gpus: list[GpuState], unknown: list[str], needed: int | None) -> Chec
             found=f"{found}; no GPU is called {some(unknown)}",
             remedy="a GPU fell off the bus, or the variable is another node's",
         )
-    if needed and len(gpus) < needed:
+    if needed and len(names) < needed:
         remedy = f"ask for more GPUs, or pass --gpus with what the run takes here; if one is lost, {_OTHER_NODE}"
         return failed("GPUs", expected=f"{needed} GPUs", found=found, remedy=remedy)
-    if len({g.name for g in gpus if isinstance(g.name, str)}) > 1:
+    models = {name for name in names if not name.startswith(_UNNAMED)}
+    if len(models) > 1:
         remedy = "take nodes of one type (sbatch --constraint or --gres=gpu:TYPE:N)"
         return failed("GPUs", expected="GPUs of one model", found=found, remedy=remedy)
-    if any(isinstance(g.name, NvmlFailure) for g in gpus):
+    if models != set(names):
         return failed("GPUs", expected="every GPU's name", found=found, remedy=_OTHER_NODE)
     return ok("GPUs", found)
 
@@ -96,153 +199,177 @@ class _Rule:
     """A check that looks at one GPU at a time."""
 
     name: str
-    read: Callable[[GpuState], Any]
-    """The state that is judged, or the failure to read it."""
-    judge: Callable[[Any], tuple[Status, str]]
-    """(status, what was found) of a state."""
+    judge: Callable[[Any, Any], tuple[Status, str]]
+    """Of pynvml and a GPU's handle: (status, what was found). Raises NVMLError."""
     expected: str
     remedy: str
 
 
-def _checked(rule: _Rule, gpus: Sequence[GpuState]) -> Check:
+def _checked(nvml: Any, rule: _Rule, gpus: Sequence[int]) -> Check:
     """The worst of all GPUs; skipped if none of them has the query."""
-    lacking: list[str] = []
-    faults: dict[Status, list[str]] = {"failed": [], "warning": []}
-    for gpu in gpus:
-        state = rule.read(gpu)
-        if isinstance(state, NvmlFailure):
-            (lacking if state.unsupported else faults["failed"]).append(f"GPU {gpu.index}: {state.text}")
-            continue
-        status, found = rule.judge(state)
-        if status != "ok":
-            faults[status].append(f"GPU {gpu.index}: {found}")
-    if faults["failed"]:
-        return failed(rule.name, expected=rule.expected, found="; ".join(faults["failed"]), remedy=rule.remedy)
-    if faults["warning"]:
-        return warning(rule.name, expected=rule.expected, found="; ".join(faults["warning"]), remedy=rule.remedy)
+    judged, broken, lacking = _asked(nvml, gpus, lambda handle: rule.judge(nvml, handle))
+    worst: Status = "failed" if broken or any(status == "failed" for status, _ in judged.values()) else "warning"
+    faults = {gpu: found for gpu, (status, found) in judged.items() if status == worst}
+    faults |= broken
+    if faults:
+        make = failed if worst == "failed" else warning
+        return make(rule.name, expected=rule.expected, found="; ".join(_lines(faults)), remedy=rule.remedy)
     if len(lacking) == len(gpus):
-        return skipped(rule.name, "; ".join(lacking[:1]))
-    return ok(rule.name, rule.expected + (f" (not known: {some(lacking)})" if lacking else ""))
+        return skipped(rule.name, _lines(lacking)[0])
+    return ok(rule.name, rule.expected + (f" (not known: {some(_lines(lacking))})" if lacking else ""))
 
 
-def _memory(gpu: GpuState) -> Any:
-    """(processes, used MiB): in a container the driver counts memory of processes that it does not list."""
-    for state in (gpu.processes, gpu.used_mib):
-        if isinstance(state, NvmlFailure) and not state.unsupported:
-            return state
-    if isinstance(gpu.used_mib, NvmlFailure):
-        return gpu.used_mib if isinstance(gpu.processes, NvmlFailure) else (gpu.processes, 0)
-    return [] if isinstance(gpu.processes, NvmlFailure) else gpu.processes, gpu.used_mib
+def _lines(texts: Mapping[int, str]) -> list[str]:
+    return [f"GPU {gpu}: {texts[gpu]}" for gpu in sorted(texts)]
 
 
-def _judge_memory(state: Any) -> tuple[Status, str]:
-    processes, used = state
-    listed = ", ".join(f"pid {p.pid} {'?' if p.mib is None else p.mib} MiB" for p in processes)
-    held = max(used, sum(p.mib or 0 for p in processes))
+def _judge_memory(nvml: Any, handle: Any) -> tuple[Status, str]:
+    """In a container the driver counts memory of processes that it does not list."""
+    errors = []
+    processes, used = [], 0
+    try:
+        used = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used // MIB  # without the driver's own
+    except nvml.NVMLError as error:
+        errors.append(error)
+    try:
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError as error:
+        errors.append(error)
+    unanswered = [error for error in errors if not _is_lacking(nvml, error)]
+    if unanswered or len(errors) == 2:
+        raise [*unanswered, *errors][0]
+    sizes = {p.pid: None if p.usedGpuMemory is None else p.usedGpuMemory // MIB for p in processes}
+    listed = ", ".join(f"pid {pid} {'?' if mib is None else mib} MiB" for pid, mib in sizes.items())
+    held = max(used, sum(mib or 0 for mib in sizes.values()))
     if held >= FOREIGN_MIB:
         return "failed", f"{held} MiB in use by {listed or 'processes that are not visible here'}"
-    return ("warning", f"in use by {listed}") if processes else ("ok", "")
+    return ("warning", f"in use by {listed}") if sizes else ("ok", "")
 
 
-def _judge_remapping(state: list[int]) -> tuple[Status, str]:
-    pending, broken = state
+def _judge_errors(nvml: Any, handle: Any, counter: int, status: Status) -> tuple[Status, str]:
+    count = nvml.nvmlDeviceGetTotalEccErrors(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter)
+    return _fault(count, status, f"{count} uncorrected errors")
+
+
+def _judge_remapping(nvml: Any, handle: Any) -> tuple[Status, str]:
+    pending, broken = nvml.nvmlDeviceGetRemappedRows(handle)[2:]
     found = [text for text, is_so in (("row remapping failed", broken), ("row remapping pending", pending)) if is_so]
-    return ("failed", " and ".join(found)) if found else ("ok", "")
+    return _fault(found, "failed", " and ".join(found))
 
 
-def _judge_clocks(mask: int) -> tuple[Status, str]:
+def _judge_clocks(nvml: Any, handle: Any) -> tuple[Status, str]:
+    try:
+        mask = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    except nvml.NVMLError as error:
+        if error.value != nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
+            raise
+        mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)  # its name before driver 535
     hardware = [text for bit, text in _HARDWARE.items() if mask & bit]
     thermal = [text for bit, text in _THERMAL.items() if mask & bit]
     status: Status = "failed" if hardware else "warning" if thermal else "ok"
     return status, ", ".join(hardware + thermal)
 
 
+def _fault(is_so: object, status: Status, text: str) -> tuple[Status, str]:
+    return (status, text) if is_so else ("ok", "")
+
+
 _RULES = (
     _Rule(
         name="GPU memory",
-        read=_memory,
         judge=_judge_memory,
         expected="no memory held by other processes",
         remedy="end the processes of earlier jobs on this node, or take another one",
     ),
     _Rule(
         name="ECC, since the driver was loaded",
-        read=lambda gpu: gpu.ecc_volatile,
-        judge=lambda count: ("failed", f"{count} uncorrected errors") if count else ("ok", ""),
+        judge=lambda nvml, gpu: _judge_errors(nvml, gpu, nvml.NVML_VOLATILE_ECC, "failed"),
         expected="no uncorrected errors",
         remedy=f"results on this GPU cannot be trusted: {_OTHER_NODE}",
     ),
     _Rule(
         name="ECC, over the GPU's life",
-        read=lambda gpu: gpu.ecc_aggregate,
-        judge=lambda count: ("warning", f"{count} uncorrected errors") if count else ("ok", ""),
+        judge=lambda nvml, gpu: _judge_errors(nvml, gpu, nvml.NVML_AGGREGATE_ECC, "warning"),
         expected="no uncorrected errors",
         remedy="harmless if the row remapping is in order; mention it to the administrator",
     ),
     _Rule(
         name="row remapping",
-        read=lambda gpu: gpu.remapping,
         judge=_judge_remapping,
         expected="none pending, none failed",
         remedy="pending: the GPU needs a reset by the administrator; failed: it needs to be replaced",
     ),
     _Rule(
         name="GPU clocks",
-        read=lambda gpu: gpu.clocks,
         judge=_judge_clocks,
         expected="not lowered for heat or power supply",
         remedy=f"the slowest GPU sets the pace of a step: {_OTHER_NODE}",
     ),
     _Rule(
         name="MIG",
-        read=lambda gpu: gpu.mig,
-        judge=lambda enabled: ("failed", "enabled") if enabled else ("ok", ""),
+        judge=lambda nvml, gpu: _fault(nvml.nvmlDeviceGetMigMode(gpu)[0] == 1, "failed", "enabled"),
         expected="disabled: a rank takes a whole GPU",
         remedy="take nodes without MIG",
     ),
     _Rule(
         name="persistence mode",
-        read=lambda gpu: gpu.persistent,
-        judge=lambda enabled: ("ok", "") if enabled else ("warning", "off"),
+        judge=lambda nvml, gpu: _fault(not nvml.nvmlDeviceGetPersistenceMode(gpu), "warning", "off"),
         expected="on",
         remedy="the driver is loaded anew when a GPU's last process ends; an administrator turns it on",
     ),
 )
 
 
-def _links(gpus: Sequence[GpuState]) -> Check:
+def _links(nvml: Any, gpus: Sequence[int]) -> Check:
     """A link that is down on one GPU and up on the others is a fault; a GPU without bridge has all of them down."""
     name, expected = "NVLink", "the same number of active links on every GPU"
-    states = {gpu.index: gpu.links for gpu in gpus}
-    broken = [f"GPU {i}: {s.text}" for i, s in states.items() if isinstance(s, NvmlFailure) and not s.unsupported]
+    states, broken, _ = _asked(nvml, gpus, lambda handle: _link_states(nvml, handle))
     if broken:
-        return failed(name, expected=expected, found="; ".join(broken), remedy=_OTHER_NODE)
-    links = {i: s for i, s in states.items() if isinstance(s, list) and s}
+        return failed(name, expected=expected, found="; ".join(_lines(broken)), remedy=_OTHER_NODE)
+    links = {gpu: own for gpu, own in states.items() if own}
     if not links:
         return skipped(name, "these GPUs report no NVLink")
-    active = {i: sum(s) for i, s in links.items()}
+    active = {gpu: sum(own) for gpu, own in links.items()}
     most = max(active.values())
-    short = [f"GPU {i}: {n} of {len(links[i])} links active" for i, n in active.items() if n < most]
-    short += [f"GPU {i}: no links" for i in states if i not in links]
+    short = {gpu: f"{count} of {len(links[gpu])} links active" for gpu, count in active.items() if count < most}
+    short |= {gpu: "no links" for gpu in gpus if gpu not in links}
     if short:
-        return failed(name, expected=f"{most} active links on every GPU", found="; ".join(short), remedy=_OTHER_NODE)
-    down = [f"GPU {i}: {len(s) - sum(s)} of {len(s)} links inactive" for i, s in links.items() if not all(s)]
+        found = "; ".join(_lines(short))
+        return failed(name, expected=f"{most} active links on every GPU", found=found, remedy=_OTHER_NODE)
+    down = {gpu: f"{len(own) - sum(own)} of {len(own)} links inactive" for gpu, own in links.items() if not all(own)}
     if down:
         remedy = "normal for GPUs without NVLink bridges; elsewhere collectives are slower than planned"
-        return warning(name, expected="all links active", found=some(down), remedy=remedy)
+        return warning(name, expected="all links active", found=some(_lines(down)), remedy=remedy)
     return ok(name, f"{most} active links on every GPU")
 
 
-def _driver(reading: NvmlReading) -> Check:
-    version = reading.driver
-    if isinstance(version, NvmlFailure):
-        if version.unsupported:
-            return skipped("driver", version.text)
-        return failed("driver", expected="its version", found=version.text, remedy=_OTHER_NODE)
-    cuda = cuda_text(reading.cuda_version)
-    return ok("driver", f"{version}, for CUDA up to {cuda}" if cuda else version)
+def _link_states(nvml: Any, handle: Any) -> list[bool]:
+    """Whether each link of this GPU is active; those beyond its last one are unsupported or invalid arguments."""
+    states = []
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            states.append(nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED)
+        except nvml.NVMLError as error:
+            if error.value not in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
+                raise
+    return states
 
 
-def cuda_text(version: int | NvmlFailure) -> str:
-    """NVML's CUDA version as text, "13.0" for 13000; "" if it is not known."""
-    return f"{version // 1000}.{version % 1000 // 10}" if isinstance(version, int) and version else ""
+def _driver(nvml: Any) -> tuple[Check, str, str]:
+    """(the check, the driver's version, the newest CUDA that it supports), "" for what is not known."""
+    try:
+        version = nvml.nvmlSystemGetDriverVersion()
+    except nvml.NVMLError as error:
+        if _is_lacking(nvml, error):
+            return skipped("driver", str(error)), "", ""
+        return failed("driver", expected="its version", found=str(error), remedy=_OTHER_NODE), "", ""
+    try:
+        number = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    except nvml.NVMLError:
+        return ok("driver", version), version, ""
+    cuda = f"{number // 1000}.{number % 1000 // 10}"
+    return ok("driver", f"{version}, for CUDA up to {cuda}"), version, cuda
+
+
+if __name__ == "__main__":
+    main()

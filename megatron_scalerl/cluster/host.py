@@ -1,15 +1,14 @@
-"""Checks of memory, processors, clock and name of this node."""
+"""Checks of memory, processors and name of this node."""
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalerl.cluster.check import GIB, MIB, Check, failed, guarded, ok, size, skipped, warning
+from megatron_scalerl.cluster.check import GIB, MIB, Check, failed, guarded, ok, size, warning
 from megatron_scalerl.recipe import Recipe
 
 CONTROLLER_BYTES = 1919 * MIB
@@ -22,18 +21,14 @@ CPU_BYTES = 16
 """Per parameter, of a rank or an engine on a CPU: fp32 weights, gradients and two moments. An assumption."""
 CGROUPS = Path("/sys/fs/cgroup")
 _NO_RESOURCES = "ask Slurm for more (--mem, --cpus-per-task and SRUN_CPUS_PER_TASK)"
-_UNSYNCHRONIZED = 0x40
-_ERROR = 5
-"""STA_UNSYNC and TIME_ERROR of adjtimex(2)."""
 
 
 def host_checks(recipe: Recipe | None, parameters: int | None, *, gpus: int) -> list[Check]:
-    """Memory, processors, clock, name. gpus: those of the run on this node; 0 if it runs on CPUs."""
+    """Memory, processors, name. gpus: those of the run on this node; 0 if it runs on CPUs."""
     return [
         guarded("memory", lambda: _memory(recipe, parameters, gpus)),
         _processors(recipe, gpus),
-        _clock(),
-        _name(),
+        name_check(socket.gethostname()),
     ]
 
 
@@ -113,46 +108,6 @@ def _processors(recipe: Recipe | None, gpus: int) -> Check:
     if usable < needed:
         return warning("processors", expected=f"{needed}: {text}", found=found, remedy=_NO_RESOURCES)
     return ok("processors", f"{found}, needed {needed}: {text}")
-
-
-class _Timex(ctypes.Structure):
-    """struct timex of adjtimex(2) up to its status; the rest is room for the kernel to write to."""
-
-    _fields_ = [
-        ("modes", ctypes.c_uint),
-        *((name, ctypes.c_long) for name in ("offset", "frequency", "maximum_error_us", "estimated_error_us")),
-        ("status", ctypes.c_int),
-        ("rest", ctypes.c_byte * 256),
-    ]
-
-
-def _clock() -> Check:
-    """Whether the kernel says that something keeps its clock synchronized; nothing is set (modes 0)."""
-    state, libc = _Timex(), ctypes.CDLL(None, use_errno=True)
-    try:
-        code = libc.adjtimex(ctypes.byref(state))
-    except AttributeError:
-        return skipped("clock", "no adjtimex in the C library")
-    if code < 0:
-        return skipped("clock", f"adjtimex: {os.strerror(ctypes.get_errno())}")
-    return clock_check(code, state.status, state.maximum_error_us)
-
-
-def clock_check(code: int, status: int, maximum_error_us: int) -> Check:
-    """The check of adjtimex's answer: its return value, status bits and bound on the error (microseconds)."""
-    if code == _ERROR or status & _UNSYNCHRONIZED:
-        return warning(
-            "clock",
-            expected="synchronized (NTP)",
-            found="the kernel says it is not",
-            remedy="records and logs of several hosts will disagree about time; in a virtual machine the host may "
-            "keep the clock unseen",
-        )
-    return ok("clock", f"synchronized, error at most {maximum_error_us / 1000:.1f} ms")
-
-
-def _name() -> Check:
-    return name_check(socket.gethostname())
 
 
 def name_check(hostname: str) -> Check:

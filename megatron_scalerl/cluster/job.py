@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from megatron_scalerl.cluster.allocation import Allocation, Request
 from megatron_scalerl.cluster.site import Site
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -24,18 +24,6 @@ EXPORTED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineNodes:
-    """Nodes of a component of its own for the engines, whole ones."""
-
-    partition: str
-    nodes: int
-    gpus: int
-    """GPUs of a node, 0 for a run on CPUs."""
-    slots: int
-    """Engine devices of a node."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class JobPlan:
     """Everything that the job script says."""
 
@@ -46,56 +34,39 @@ class JobPlan:
     """Folders of the runs, absolute; more than one: tasks of an array."""
     cwd: Path
     """Folder of the submission, to which the paths in the recipes are relative."""
-    partition: str
-    time: str
-    """Time limit of one job, in Slurm's notation."""
-    nodes: int = 1
-    gpus: int
-    """GPUs of a node, 0 for a run on CPUs."""
-    slots: int | None = None
-    """Ranks and engine devices of a node, where there are several."""
-    cpus: int | None
-    """CPUs of a node, None for whole nodes."""
+    request: Request
+    nodes: Allocation
+    engines: Allocation | None
+    """Component 1 of a heterogeneous job; then `nodes` are those of component 0, without engines."""
     lead_s: int
     """Seconds before the time limit at which the run is asked to save and exit."""
-    max_requeues: int
-    """How often one job is queued again; with `chain`, jobs after the first."""
-    chain: bool = False
-    throttle: int | None = None
-    """Tasks of an array that run at a time."""
-    max_failures: int
-    """Starts after a failure without a new checkpoint, within one job."""
-    gpu_hours: float | None = None
-    """Device-hours of the run, after which the job is not queued again."""
-    startup_s: int = 0
+    startup_s: int
     """Seconds until the first step: a budget that is left for fewer counts as spent."""
-    check_s: float
-    """Seconds within which each of several nodes has to report."""
-    engines: EngineNodes | None = None
-    """Component 1 of a heterogeneous job; then the fields above are those of component 0, without engines."""
     site: Site
 
     @property
     def several(self) -> bool:
         """Whether the job has more than one node."""
-        return self.nodes > 1 or self.engines is not None
+        return self.nodes.nodes > 1 or self.engines is not None
 
     @property
     def outputs(self) -> str:
         """Name of the job's output files, in Slurm's notation."""
         folder = str(self.script.parent).replace("%", "%%")
-        return f"{folder}/%A_%a.out" if self.throttle else f"{folder}/%j.out"
+        return f"{folder}/%A_%a.out" if self.request.throttle else f"{folder}/%j.out"
 
 
 def render(plan: JobPlan) -> str:
     """The text of the job script."""
-    train = ["train", "--supervise", "--max-failures", str(plan.max_failures)]
-    check = ["doctor", "--hosts", "slurm", "--gpus", str(plan.gpus), "--within", f"{plan.check_s:g}"]
+    asked, engines = plan.request, plan.engines
+    train = ["train", "--supervise", "--max-failures", str(asked.max_failures)]
+    check = ["doctor", "--hosts", "slurm", "--gpus", str(plan.nodes.gpus), "--within", f"{asked.check_seconds:g}"]
+    budget = ["submit", "--gpu-hours", f"{asked.gpu_hours or 0:g}", "--seconds-left"]
     if plan.several:
-        train += ["--hosts", "slurm", "--slots", str(plan.slots)]
-    if plan.engines is not None:
-        train += ["--engine-slots", str(plan.engines.slots)]
-        check += ["--engine-gpus", str(plan.engines.gpus)]
+        train += ["--hosts", "slurm", "--slots", str(plan.nodes.slots)]
+    if engines is not None:
+        train += ["--engine-slots", str(engines.slots)]
+        check += ["--engine-gpus", str(engines.gpus)]
     return rendered(
         "job.sbatch",
         plan.site,
@@ -103,28 +74,17 @@ def render(plan: JobPlan) -> str:
         script=plan.script,
         runs=plan.runs,
         cwd=plan.cwd,
-        nodes=plan.nodes + (plan.engines.nodes if plan.engines is not None else 0),
-        heterogeneous=plan.engines is not None,
-        chain=plan.chain,
-        max_requeues=plan.max_requeues,
-        cpus=plan.cpus,
-        gpu_hours=plan.gpu_hours,
+        nodes=plan.nodes.nodes + (engines.nodes if engines is not None else 0),
+        heterogeneous=engines is not None,
+        chain=asked.chain,
+        max_requeues=asked.max_requeues,
+        cpus=plan.nodes.cpus,
+        gpu_hours=asked.gpu_hours,
         startup_s=plan.startup_s,
         command=_command(plan, train),
         preflight=_command(plan, check),
-        budget=_command(plan, ["submit", "--gpu-hours", f"{plan.gpu_hours:g}", "--seconds-left"])
-        if plan.gpu_hours
-        else "",
+        budget=_command(plan, budget),
     )
-
-
-def runs_of(text: str) -> list[Path]:
-    """Folders of the runs in the text of a job script; none if it is another script."""
-    found = re.search(r"^runs=\(\n((?: .+\n)+)\)$|^run=(?!\$)(.+)$", text, re.MULTILINE)
-    try:
-        return [Path(word) for word in shlex.split(found[1] or found[2])] if found else []
-    except ValueError:  # edited by hand
-        return []
 
 
 def rendered(template: str, site: Site, **values: object) -> str:
@@ -150,55 +110,47 @@ def rendered(template: str, site: Site, **values: object) -> str:
 
 def _options(plan: JobPlan) -> Iterator[str]:
     """What follows #SBATCH, line by line."""
-    yield f"--job-name={escaped(plan.name)}"
-    yield f"--partition={plan.partition}"
-    yield f"--time={plan.time}"
-    yield from nodes_options(plan.nodes, plan.gpus, plan.cpus, several=plan.several)
-    yield f"--signal=B:USR1@{plan.lead_s}"
-    yield "--no-requeue" if plan.chain else "--requeue"
-    yield "--open-mode=append"
-    yield f"--output={escaped(plan.outputs)}"
-    if plan.throttle:
-        yield f"--array=0-{len(plan.runs) - 1}%{plan.throttle}"
-    yield f"--export={','.join(EXPORTED)}"
-    yield from site_options(plan.site, plan.site.sbatch)
+    asked, site = plan.request, plan.site
+    requeue = "--no-requeue" if asked.chain else "--requeue"
+    more = [f"--signal=B:USR1@{plan.lead_s}", requeue, *output_options(plan.outputs)]
+    if asked.throttle:
+        more.append(f"--array=0-{len(plan.runs) - 1}%{asked.throttle}")
+    more += site.options(site.sbatch)
+    yield from job_options(plan.name, asked.partition, asked.time, plan.nodes, more, several=plan.several)
     if plan.engines is not None:
-        yield from _engine_options(plan, plan.engines)
+        yield "hetjob"
+        # 22.05: components of one name wait for each other (singleton)
+        name, partition = f"{plan.name}-engines", asked.engine_partition or asked.partition
+        more = [requeue, *site.options(site.engine_sbatch)]
+        yield from job_options(name, partition, asked.time, plan.engines, more, several=True)
 
 
-def _engine_options(plan: JobPlan, engines: EngineNodes) -> Iterator[str]:
-    """Those of component 1."""
-    yield "hetjob"
-    # 22.05: components of one name wait for each other (singleton)
-    yield f"--job-name={escaped(plan.name + '-engines')}"
-    yield f"--partition={engines.partition}"
-    yield f"--time={plan.time}"
-    yield from nodes_options(engines.nodes, engines.gpus, None, several=True)
-    yield "--no-requeue" if plan.chain else "--requeue"
-    yield from site_options(plan.site, plan.site.engine_sbatch)
+def output_options(outputs: str) -> list[str]:
+    """Options of sbatch for the output of all attempts and for the variables of the job."""
+    return ["--open-mode=append", f"--output={escaped(outputs)}", f"--export={','.join(EXPORTED)}"]
 
 
-def nodes_options(nodes: int, gpus: int, cpus: int | None, *, several: bool) -> Iterator[str]:
-    """Options of sbatch for so many nodes with so many GPUs and CPUs each; cpus None: whole nodes.
+def job_options(
+    name: str, partition: str, limit: str, nodes: Allocation, more: Iterable[str], *, several: bool
+) -> Iterator[str]:
+    """Options of sbatch for one component of a job.
 
-    several: whether the job has more nodes than one.
+    limit: of its time. more: options that follow. several: whether the job has more nodes than one.
     """
-    yield f"--nodes={nodes}"
+    yield f"--job-name={escaped(name)}"
+    yield f"--partition={partition}"
+    yield f"--time={limit}"
+    yield f"--nodes={nodes.nodes}"
     yield "--ntasks-per-node=1"
     if several:
         yield "--no-kill"  # the job goes on where a node fails that is not its first
-    if gpus:
-        yield f"--gpus-per-node={gpus}"
-    if cpus is None:
+    if nodes.gpus:
+        yield f"--gpus-per-node={nodes.gpus}"
+    if nodes.cpus is None:
         yield "--exclusive"
         yield "--mem=0"
     else:
-        yield f"--cpus-per-task={cpus}"
-
-
-def site_options(site: Site, more: Sequence[str]) -> Iterator[str]:
-    """The site's own options, which come last, so that they win."""
-    yield from (f"--{key}={value}" for key in ("account", "qos") if (value := getattr(site, key)))
+        yield f"--cpus-per-task={nodes.cpus}"
     yield from more
 
 
@@ -227,5 +179,5 @@ def _command(plan: JobPlan, words: Sequence[str]) -> str:
         mounts = shlex.quote(",".join(folders))
         return f'{shlex.join(start)} --container-mounts={mounts},"$run:$run" {shlex.join(program)}'
     bound = [word for folder in folders for word in ("--bind", folder)]
-    start = ["apptainer", "exec", *(["--nv"] if plan.gpus else []), "--pwd", str(plan.cwd), *bound]
+    start = ["apptainer", "exec", *(["--nv"] if plan.nodes.gpus else []), "--pwd", str(plan.cwd), *bound]
     return f'{shlex.join(start)} --bind "$run:$run" {shlex.join([str(site.image), *program])}'

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 import platform
 import socket
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
+import megatron_scalerl
 from megatron_scalerl.cluster.check import Check, failed, guarded, ok, skipped
-from megatron_scalerl.cluster.digests import code_digest, names_digest, recipe_digest
-from megatron_scalerl.cluster.gpus import cuda_text, gpu_checks, names, visible_gpus
+from megatron_scalerl.cluster.gpus import GpuReport, gpus_in_process
 from megatron_scalerl.cluster.head import head_checks
 from megatron_scalerl.cluster.host import host_checks
 from megatron_scalerl.cluster.limits import limit_checks
 from megatron_scalerl.cluster.mounts import mount_of
-from megatron_scalerl.cluster.nvml import NvmlReading, read_in_process
 from megatron_scalerl.cluster.output import output_checks, place_of
 from megatron_scalerl.cluster.probe import Machine, probe_machine
 from megatron_scalerl.cluster.space import DiskNeed, disk_need, node_space, output_space
 from megatron_scalerl.cluster.versions import is_gpu_environment, version_checks
 from megatron_scalerl.distributed.installed import COMPARED
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import check_policy, check_prompts
+from megatron_scalerl.recipe.file import check_policy, check_prompts, dump_recipe
 
-FORMAT = 1
-"""Version of the JSON file."""
+PACKAGE = Path(megatron_scalerl.__file__).parent
+_DIGITS = 16
+"""Of a digest, hexadecimal."""
 GPUS = "GPUs"
 """The fact in which only nodes of the same kind have to agree."""
 
@@ -36,8 +37,8 @@ GPUS = "GPUs"
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `doctor` found on one node. Produced by `examine`; `--json` writes it."""
 
-    format: int
-    """`FORMAT`."""
+    format: Literal[1] = 1
+    """Version of the JSON file."""
     host: str
     time: str
     """UTC, ISO 8601."""
@@ -57,13 +58,14 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None, he
 
     Raises nothing for what a node lacks: that is a failed check.
     """
-    reading, machine = read_in_process(), _machine()
+    machine = _machine()
     on_gpus = isinstance(machine, Machine) and is_gpu_environment(machine)
     needed = gpus_needed(recipe, gpus, gpu_environment=on_gpus)
+    reading = GpuReport(checks=[skipped(GPUS, "the run takes none here")]) if needed == 0 else gpus_in_process(needed)
     parameters = _parameters(recipe, recipe_file)
     number = parameters if isinstance(parameters, int) else None
-    checks = gpu_checks(reading, needed=needed, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    checks += version_checks(machine, reading) if isinstance(machine, Machine) else [machine]
+    checks = list(reading.checks)
+    checks += version_checks(machine, reading.cuda_version) if isinstance(machine, Machine) else [machine]
     checks += limit_checks(recipe)
     checks += node_space()
     if recipe is not None:
@@ -75,10 +77,9 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None, he
         checks.append(skipped("output folder", "no recipe was given"))
     checks += host_checks(recipe, number, gpus=needed or 0)
     checks += head_checks(head) if head is not None else []
-    facts = _facts(reading, machine, recipe, needed=needed)
+    facts = _facts(reading, machine, recipe)
     checks.append(ok("code and recipe", f"digests {facts['code']} and {facts['recipe'] or '(no recipe)'}"))
     return NodeReport(
-        format=FORMAT,
         host=socket.gethostname(),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         facts=facts,
@@ -97,7 +98,7 @@ def gpus_needed(recipe: Recipe | None, given: int | None, *, gpu_environment: bo
     transport = recipe.weights.transport
     if transport in ("gloo", "shm") or (transport == "auto" and not gpu_environment):
         return 0
-    return recipe.trainer.world_size + recipe.engine.count * recipe.engine.devices_per_engine
+    return recipe.devices
 
 
 def _machine() -> Machine | Check:
@@ -142,16 +143,13 @@ def _inputs(recipe: Recipe) -> Check:
     return ok("inputs", f"policy {recipe.policy.path} and its prompts")
 
 
-def _facts(
-    reading: NvmlReading, machine: Machine | Check, recipe: Recipe | None, *, needed: int | None
-) -> dict[str, str]:
-    gpus, _ = visible_gpus(reading.gpus if needed != 0 else [], os.environ.get("CUDA_VISIBLE_DEVICES"))
+def _facts(reading: GpuReport, machine: Machine | Check, recipe: Recipe | None) -> dict[str, str]:
     details = machine.details if isinstance(machine, Machine) else {}
     packages = details.get("packages", {})
     return {
-        GPUS: names(gpus),
-        "driver": reading.driver if isinstance(reading.driver, str) else "",
-        "driver's CUDA": cuda_text(reading.cuda_version),
+        GPUS: reading.names,
+        "driver": reading.driver,
+        "driver's CUDA": reading.cuda_version,
         "torch's CUDA": details.get("cuda_version") or "",
         "NCCL": details.get("nccl") or "",
         "Python": platform.python_version(),
@@ -173,4 +171,35 @@ def _read(fact: Callable[[], str]) -> str:
 
 def _output_mount(run_dir: Path) -> str:
     mount = mount_of(place_of(run_dir))
-    return f"{mount.kind} at {mount.point}" if mount is not None else ""
+    return f"{mount.kind} at {mount.point}"
+
+
+def code_digest(package: Path = PACKAGE) -> str:
+    """SHA-256 of all files of the package with their names, without compiled ones; 16 hexadecimal digits.
+
+    Raises OSError.
+    """
+    total = hashlib.sha256()
+    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*") if path.is_file()}
+    for name in sorted(files):
+        if "__pycache__" not in name and not name.endswith(".pyc"):
+            content = hashlib.sha256(files[name].read_bytes()).hexdigest()
+            total.update(f"{len(name)} {name} {content}\n".encode())
+    return total.hexdigest()[:_DIGITS]
+
+
+def names_digest(folder: Path) -> str:
+    """SHA-256 of the names and sizes of all files of a folder; 16 hexadecimal digits, "" if there is no folder.
+
+    Copies of a policy on the nodes' own disks are compared by it: reading the weights would take minutes. Raises
+    OSError.
+    """
+    if not folder.is_dir():
+        return ""
+    files = sorted((path.relative_to(folder).as_posix(), path.stat().st_size) for path in folder.rglob("*"))
+    return hashlib.sha256(repr(files).encode()).hexdigest()[:_DIGITS]
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """SHA-256 of the resolved recipe; 16 hexadecimal digits."""
+    return hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:_DIGITS]

@@ -15,16 +15,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.cluster.check import Check, failed, guarded, ok, skipped, warning
+from megatron_scalerl.cluster.check import Check, failed, guarded, ok, warning
 from megatron_scalerl.cluster.mounts import mount_of
 
-RENAMES = 200
-"""Times a file is replaced while another thread reads it."""
 _ANOTHER = "choose an output_dir on another file system"
 _LOCK_LIMIT_S = 60.0
 """Time limit of the process that tries the lock (s); a lock server that is gone answers never."""
@@ -50,7 +47,7 @@ def place_of(run_dir: Path) -> Path:
 
 
 def output_checks(run_dir: Path) -> list[Check]:
-    """Kind of file system, canary, lock and rename; the run's folder itself is not created."""
+    """Kind of file system, canary and lock; the run's folder itself is not created."""
     place = run_dir
     try:
         place = place_of(run_dir)
@@ -59,7 +56,6 @@ def output_checks(run_dir: Path) -> list[Check]:
                 guarded("output folder", lambda: _kind(place)),
                 guarded("output folder: write and sync", lambda: _canary(folder)),
                 guarded("output folder: lock", lambda: lock_check(folder)),
-                guarded("output folder: rename", lambda: _rename(folder)),
             ]
     except OSError as error:
         found = f"{place}: {error.strerror}"
@@ -77,8 +73,6 @@ def _scratch(place: Path) -> Iterator[Path]:
 
 def _kind(place: Path) -> Check:
     mount = mount_of(place)
-    if mount is None:
-        return skipped("output folder", f"{place}: not in /proc/self/mountinfo")
     found = f"{place}: {mount.kind} at {mount.point}"
     if mount.local_locks:
         return warning(
@@ -130,36 +124,3 @@ def _try_lock(path: Path) -> str:
     except subprocess.TimeoutExpired:
         return f"no answer within {_LOCK_LIMIT_S:g} s"
     return str(done.returncode) + (f" ({done.stderr.strip()})" if done.stderr.strip() else "")
-
-
-def _rename(folder: Path) -> Check:
-    """A reader finds, at every moment, the file as it was before or after a rename; a folder can be renamed too."""
-    name, path, draft = "output folder: rename", folder / "name", folder / "draft"
-    contents = [bytes([i]) * 4096 for i in range(2)]
-    path.write_bytes(contents[0])
-    stop, torn = threading.Event(), list[str]()
-
-    def read() -> None:
-        while not stop.is_set() and not torn:
-            try:
-                found = path.read_bytes()
-            except OSError as error:
-                torn.append(f"the name was gone: {error.strerror}")
-            else:
-                torn.extend([] if found in contents else [f"{len(found)} bytes, neither file"])
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        for i in range(RENAMES):
-            draft.write_bytes(contents[i % 2])
-            draft.replace(path)
-    finally:
-        stop.set()
-        reader.join()
-    (folder / "step.partial").mkdir()
-    (folder / "step.partial").rename(folder / "step")
-    if torn:
-        expected = "the file before or after a rename, never none"
-        return failed(name, expected=expected, found=f"a reader met a rename: {torn[0]}", remedy=_ANOTHER)
-    return ok(name, f"{RENAMES} replacements under a reader, none seen in between")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.cluster.cluster import Job, Partition, seconds_of
-from megatron_scalerl.cluster.job import MARGIN_S, runs_of
+from megatron_scalerl.cluster.job import MARGIN_S
 from megatron_scalerl.cluster.mounts import mount_of
 from megatron_scalerl.controller.run_folder import SAVES, SLURM
 from megatron_scalerl.recipe.other_names import unknown_key
@@ -105,11 +106,10 @@ def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
     """
     place = next(place for place in (run, *run.parents) if place.is_dir())
     mount = mount_of(place)
-    kind = mount.kind if mount is not None else "unknown"
-    private = kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
-    if not private and kind not in _LOCAL_DISKS:
+    private = mount.kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
+    if not private and mount.kind not in _LOCAL_DISKS:
         return None
-    found = f"{place}, {kind} at {mount.point if mount is not None else '?'}"
+    found = f"{place}, {mount.kind} at {mount.point}"
     if private and several and not anywhere:
         raise ValueError(
             f"output_dir: expected a folder that the other nodes see under the same path, found {found}; "
@@ -127,12 +127,11 @@ def check_free(run: Path, jobs: Iterable[Job]) -> None:
 
 
 def check_script(script: Path, runs: Iterable[Path]) -> None:
-    """The script of an array, which is that of none of the `runs` only if it was written for others."""
-    if not script.is_file():
-        return
-    before = runs_of(script.read_text(encoding="utf8"))
-    if before and not {*before} & {*runs}:
-        raise ValueError(
-            f"{script.parent.parent}: expected the script of these runs, found that of others, {before[0]} first; "
-            "move it away, or rename the array's folder or base"
-        )
+    """The script of an array, which names none of the `runs` only if it was written for others."""
+    if script.is_file():
+        text = script.read_text(encoding="utf8")
+        if not any(f"{shlex.quote(str(run))}\n" in text for run in runs):
+            raise ValueError(
+                f"{script.parent.parent}: expected the script of these runs, found that of others; move it away, or "
+                "rename the array's folder or base"
+            )

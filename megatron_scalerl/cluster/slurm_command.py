@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from megatron_scalerl.cluster.doctor_command import WITHIN_S
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_scalerl.cluster.submission import Request
+    from megatron_scalerl.cluster.allocation import Request
 
 EPILOG = """examples:
   megatron-scalerl submit my_run.yaml --partition gpu --time 24:00:00 --site site.yaml
@@ -59,16 +60,6 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
     job.add_argument("--time", metavar="T", help="time limit of one job: MINUTES, H:MM:SS or D-HH:MM:SS")
     job.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: %(default)s)")
     job.add_argument(
-        "--gpus-per-node",
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="GPUs of a node (default: on one node one for each rank and engine device, on several all that it has)",
-    )
-    job.add_argument(
-        "--slots", type=int, metavar="N", help="on CPUs: ranks and engine devices of a node (default: the fewest)"
-    )
-    job.add_argument(
         "--engine-nodes",
         type=int,
         default=0,
@@ -76,9 +67,15 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
         help="nodes for the engines alone: heterogeneous jobs, in a --chain, whose --nodes have the trainer",
     )
     job.add_argument("--engine-partition", metavar="P", help="their partition (default: --partition)")
-    job.add_argument("--engine-gpus-per-node", type=int, metavar="N", help="GPUs of each of them (default: all)")
-    job.add_argument("--engine-slots", type=int, metavar="N", help="on CPUs: engine devices of each of them")
-    job.add_argument("--cpus", type=int, metavar="N", help="CPUs of a node (default: the GPUs' share of the node)")
+    of_node = "one for each rank and engine device on one node, on several all that it has"
+    for names, text in (
+        (("--gpus-per-node", "--gpus"), f"GPUs of a node (default: {of_node})"),
+        (("--slots",), "on CPUs: ranks and engine devices of a node (default: the fewest)"),
+        (("--cpus",), "CPUs of a node (default: the GPUs' share of the node)"),
+        (("--engine-gpus-per-node",), "GPUs of each of the --engine-nodes (default: all)"),
+        (("--engine-slots",), "on CPUs: engine devices of each of the --engine-nodes"),
+    ):
+        job.add_argument(*names, type=int, metavar="N", help=text)
     job.add_argument(
         "--gpu-hours", type=float, metavar="H", help="budget: what all attempts together may hold, by the ledger"
     )
@@ -126,7 +123,7 @@ def _lines(arguments: argparse.Namespace) -> Iterator[str]:
     """Do what is asked; what to tell the user."""
     for name in ("status", "seconds_left", "add_engines"):
         if getattr(arguments, name) is not None and not _alone(arguments, name):
-            raise ValueError(f"--{name.replace('_', '-')}: expected its value alone, found a recipe or a folder, too")
+            raise ValueError(f"{_option(name)}: expected its value alone, found a recipe or a folder, too")
     if arguments.status is not None:
         from megatron_scalerl.cluster.slurm_status import status
 
@@ -158,20 +155,11 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     source = arguments.array if array else arguments.recipe
     recipes, same = recipes_of(source, arguments.overrides, array=array, base=arguments.base, seeds=arguments.seeds)
     yield from (f"{name}: the same recipe as {other} here; left out" for name, other in same.items())
-    if array and arguments.throttle is None:
-        request = _request(arguments, throttle=len(recipes))
+    if array and request.throttle is None:
+        request = replace(request, throttle=len(recipes))
     name = array_name(source, arguments.base) if array else recipes[0].name
-    done = submit(recipes, name, request, recipe_file=None if array else source, dry_run=arguments.dry_run)
-    yield from (f"warning: {line}" for line in done.warnings)
-    yield f"plan --check: {done.fits}"
-    yield f"job script: {done.plan.script}"
-    yield f"sbatch --test-only: {done.expected}"
-    if not done.jobs:
-        yield "dry run: nothing is submitted"
-        return
-    yield f"submitted: job {', '.join(done.jobs)}; asked to save {done.plan.lead_s} s before its time limit"
-    yield f"output: {done.plan.outputs}; logs: RUN/slurm and RUN/logs"
-    yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in done.plan.runs)
+    recipe_file = None if array else source
+    yield from submit(recipes, name, request, recipe_file=recipe_file, dry_run=arguments.dry_run)
 
 
 def _alone(arguments: argparse.Namespace, name: str) -> bool:
@@ -180,9 +168,9 @@ def _alone(arguments: argparse.Namespace, name: str) -> bool:
     return all(getattr(arguments, other) is None for other in others if other != name)
 
 
-def _request(arguments: argparse.Namespace, *, throttle: int | None = None) -> Request:
-    from megatron_scalerl.cluster.allocation import Asked
-    from megatron_scalerl.cluster.submission import Request
+def _request(arguments: argparse.Namespace) -> Request:
+    """Raises ValueError for options that contradict each other."""
+    from megatron_scalerl.cluster.allocation import Request
 
     given = (arguments.recipe, arguments.array, arguments.add_engines)
     if sum(value is not None for value in given) != 1:
@@ -190,42 +178,25 @@ def _request(arguments: argparse.Namespace, *, throttle: int | None = None) -> R
     for key in ("partition", "time"):
         if getattr(arguments, key) is None:
             raise ValueError(f"--{key}: expected a value, found none")
-    for key in ("throttle", "base", "seeds"):
-        if getattr(arguments, key) is not None and arguments.array is None:
-            raise ValueError(f"--{key} requires --array")
+    for needed, keys in (
+        ("array", ("throttle", "base", "seeds")),
+        ("engine_nodes", ("engine_partition", "engine_gpus_per_node", "engine_slots")),
+    ):
+        for key in keys:
+            if getattr(arguments, key) is not None and not getattr(arguments, needed):
+                raise ValueError(f"{_option(key)} requires {_option(needed)}")
     at_least = dict.fromkeys(("throttle", "seeds", "nodes", "slots", "check_seconds", "engine_slots"), 1)
     more = ("max_requeues", "max_failures", "startup_seconds", "save_seconds", "engine_nodes")
     for key, least in (at_least | dict.fromkeys(more, 0)).items():
         if (value := getattr(arguments, key)) is not None and not value >= least:
-            raise ValueError(f"--{key.replace('_', '-')}: expected at least {least}, found {value}")
+            raise ValueError(f"{_option(key)}: expected at least {least}, found {value}")
     if (hours := arguments.gpu_hours) is not None and not 0 < hours < float("inf"):
         raise ValueError(f"--gpu-hours: expected more than 0, found {hours:g}")
-    for key in ("engine_partition", "engine_gpus_per_node", "engine_slots"):
-        if getattr(arguments, key) is not None and not arguments.engine_nodes:
-            raise ValueError(f"--{key.replace('_', '-')} requires --engine-nodes")
     if arguments.engine_nodes and arguments.add_engines is not None:
         raise ValueError("--engine-nodes: expected none with --add-engines, whose --nodes have engines alone")
-    return Request(
-        partition=arguments.partition,
-        engine_partition=arguments.engine_partition,
-        time=arguments.time,
-        asked=Asked(
-            nodes=arguments.nodes,
-            gpus=arguments.gpus_per_node,
-            slots=arguments.slots,
-            cpus=arguments.cpus,
-            engine_nodes=arguments.engine_nodes,
-            engine_gpus=arguments.engine_gpus_per_node,
-            engine_slots=arguments.engine_slots,
-        ),
-        gpu_hours=arguments.gpu_hours,
-        check_s=arguments.check_seconds,
-        any_file_system=arguments.any_file_system,
-        site=arguments.site,
-        max_requeues=arguments.max_requeues,
-        max_failures=arguments.max_failures,
-        chain=arguments.chain or arguments.engine_nodes > 0,  # slurm.components says why
-        throttle=throttle or arguments.throttle,
-        startup_s=arguments.startup_seconds,
-        save_s=arguments.save_seconds,
-    )
+    arguments.chain = arguments.chain or arguments.engine_nodes > 0  # cluster.allocation says why
+    return Request(**{field.name: getattr(arguments, field.name) for field in fields(Request)})
+
+
+def _option(key: str) -> str:
+    return f"--{key.replace('_', '-')}"

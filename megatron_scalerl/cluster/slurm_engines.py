@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.checkpoints.jsonl import JsonlWriter
 from megatron_scalerl.cluster import cluster, slurm_checks
-from megatron_scalerl.cluster.allocation import default_gpus
-from megatron_scalerl.cluster.job import EXPORTED, escaped, nodes_options, program_of, rendered, site_options
+from megatron_scalerl.cluster.allocation import Allocation, Request, joining
+from megatron_scalerl.cluster.job import job_options, output_options, program_of, rendered
 from megatron_scalerl.cluster.site import Site, read_site
-from megatron_scalerl.cluster.submission import Request, submitting
+from megatron_scalerl.cluster.submission import record, submitted_whole, submitting, write_script
 from megatron_scalerl.controller.run_folder import END, SLURM
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
@@ -30,19 +26,22 @@ class EnginesPlan:
 
     run: Path
     """Absolute."""
-    script: Path
-    partition: str
-    time: str
-    nodes: int
-    gpus: int
-    """GPUs of a node, 0 on CPUs."""
-    cpus: int | None
-    """CPUs of a node, None for whole nodes."""
-    per_node: int
-    """Engines of a node."""
+    request: Request
+    nodes: Allocation
+    """With `slots`."""
     devices: int
     """Devices of an engine."""
     site: Site
+
+    @property
+    def script(self) -> Path:
+        """Where the script is written; its output goes to the same folder."""
+        return self.run / SLURM / "engines.sbatch"
+
+    @property
+    def per_node(self) -> int:
+        """Engines of a node."""
+        return (self.nodes.slots or 0) // self.devices
 
 
 def add_engines(run_dir: Path, request: Request, *, dry_run: bool) -> Iterator[str]:
@@ -57,69 +56,27 @@ def add_engines(run_dir: Path, request: Request, *, dry_run: bool) -> Iterator[s
     plan = plan_engines(run, recipe, request, partition)
     with submitting(run):
         main = check_joinable(run)
-        write_durably(plan.script, render(plan).encode())
-        cluster.check_syntax(plan.script)
-        yield f"job script: {plan.script}"
-        yield f"sbatch --test-only: {cluster.test_only(plan.script)}"
+        yield from write_script(plan.script, render(plan), dry_run=dry_run)
         if dry_run:
-            yield "dry run: nothing is submitted"
             return
-        job = cluster.submit(plan.script)
-        try:
-            with contextlib.closing(JsonlWriter(run / SLURM / slurm_checks.ENGINE_JOBS)) as file:
-                file.append(
-                    {"jobs": [job], "script": str(plan.script), "nodes": plan.nodes, "unix_time": time.time()}
-                )
-                file.sync()
-        except BaseException:
-            cluster.cancel([job])
-            raise
-    yield f"submitted: job {job}; {plan.nodes * plan.per_node} engines join the run of job {main} when it starts"
-    yield f"output: {run / SLURM}/engines-%j.out; logs: RUN/slurm/{job}.0"
+        with submitted_whole() as jobs:
+            jobs.append(cluster.submit(plan.script))
+            row = {"script": str(plan.script), "nodes": plan.nodes.nodes}
+            record(run / SLURM / slurm_checks.ENGINE_JOBS, jobs, row)
+    count = plan.nodes.nodes * plan.per_node
+    yield f"submitted: job {jobs[0]}; {count} engines join the run of job {main} when it starts"
+    yield f"output: {run / SLURM}/engines-%j.out; logs: RUN/slurm/{jobs[0]}.0"
 
 
 def plan_engines(run: Path, recipe: Recipe, request: Request, partition: cluster.Partition) -> EnginesPlan:
     """As many engines on each node as fit. Raises ValueError."""
     if recipe.rollouts.deterministic:
         raise ValueError("rollouts.deterministic: expected false for engines that join, found true")
-    asked, each = request.asked, recipe.engine.devices_per_engine
     site = read_site(request.site)
     if site.container != "none":
         raise ValueError(f"{request.site}: container: expected none with --add-engines, found {site.container}")
-    if not 1 <= asked.nodes <= partition.nodes:
-        raise ValueError(
-            f"--nodes: expected 1 to {partition.nodes}, the nodes of {partition.name}, found {asked.nodes}"
-        )
-    gpus = asked.gpus
-    if gpus is None:
-        gpus = partition.gpus if default_gpus(recipe, partition) and asked.slots is None else 0
-    if not 0 <= gpus <= partition.gpus:
-        raise ValueError(
-            f"--gpus-per-node: expected at most {partition.gpus}, what a node of {partition.name} has, found {gpus}"
-        )
-    if gpus and asked.slots is not None:
-        raise ValueError(f"--slots: expected a run on CPUs (on GPUs set --gpus-per-node), found {gpus} GPUs a node")
-    slots = gpus or asked.slots or each
-    if slots < each:
-        raise ValueError(
-            f"--{'gpus-per-node' if gpus else 'slots'}: expected at least {each}, the devices of an engine "
-            f"(engine.devices_per_engine), found {slots}"
-        )
-    cpus = asked.cpus
-    if cpus is None and gpus != partition.gpus:
-        cpus = max(1, partition.cpus * gpus // partition.gpus) if gpus else min(partition.cpus, 2 * slots)
-    return EnginesPlan(
-        run=run,
-        script=run / SLURM / "engines.sbatch",
-        partition=partition.name,
-        time=request.time,
-        nodes=asked.nodes,
-        gpus=gpus,
-        cpus=cpus,
-        per_node=slots // each,
-        devices=each,
-        site=site,
-    )
+    nodes = joining(recipe, partition, request)
+    return EnginesPlan(run=run, request=request, nodes=nodes, devices=recipe.engine.devices_per_engine, site=site)
 
 
 def check_joinable(run: Path) -> str:
@@ -139,27 +96,20 @@ def check_joinable(run: Path) -> str:
 
 def render(plan: EnginesPlan) -> str:
     """The text of the job script."""
+    asked, nodes = plan.request, plan.nodes
+    more = ["--requeue", *output_options(str(plan.script.with_name("engines-%j.out")))]
+    more += plan.site.options(plan.site.sbatch)
+    several = nodes.nodes > 1
+    options = job_options(f"{plan.run.name}-engines", asked.partition, asked.time, nodes, more, several=several)
     return rendered(
         "engines.sbatch",
         plan.site,
-        options=list(_options(plan)),
+        options=list(options),
         run=plan.run,
         cwd=Path.cwd(),
-        nodes=plan.nodes,
-        cpus=plan.cpus,
+        nodes=nodes.nodes,
+        cpus=nodes.cpus,
         per_node=plan.per_node,
         devices=plan.devices,
         command=shlex.join([*program_of(plan.site), "engine", "--join"]),
     )
-
-
-def _options(plan: EnginesPlan) -> Iterator[str]:
-    yield f"--job-name={plan.run.name}-engines"
-    yield f"--partition={plan.partition}"
-    yield f"--time={plan.time}"
-    yield from nodes_options(plan.nodes, plan.gpus, plan.cpus, several=plan.nodes > 1)
-    yield "--requeue"
-    yield "--open-mode=append"
-    yield f"--output={escaped(str(plan.script.with_name('engines-%j.out')))}"
-    yield f"--export={','.join(EXPORTED)}"
-    yield from site_options(plan.site, plan.site.sbatch)

@@ -1,16 +1,13 @@
-"""Checks of the space that a run needs on a node's disks and in shared memory, and of what dead runs left there."""
+"""Checks of the space that a run needs on a node's disks and in shared memory."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalerl.cluster.check import GIB, MIB, Check, failed, guarded, ok, size, skipped, some, warning
+from megatron_scalerl.cluster.check import GIB, MIB, Check, failed, guarded, ok, size, skipped, warning
 from megatron_scalerl.recipe import Recipe
 
 SHM = Path("/dev/shm")
@@ -24,8 +21,6 @@ STATE_BYTES = {"float32": 12, "bfloat16": 14}
 """Bytes of a checkpoint per parameter by policy.dtype: weights, fp32 main weights if they are others, two moments."""
 _TOKEN_BYTES = 8
 """Of a stored completion, per token (docs/runs.md)."""
-_YOUNG_S = 600.0
-"""A segment younger than this may belong to a process that has not mapped it yet (s)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +67,10 @@ def output_space(place: Path, run_dir: Path, need: DiskNeed | str) -> Check:
 
 
 def node_space() -> list[Check]:
-    """Temporary folder, shared memory, and leftovers in both. No leftover is deleted."""
+    """Temporary folder and shared memory."""
     return [
         guarded("temporary folder", lambda: temporary_space(Path(tempfile.gettempdir()))),
         guarded("shared memory", lambda: shared_memory(SHM)),
-        guarded("leftovers in shared memory", lambda: leftover_segments(SHM)),
-        guarded("leftovers of rendezvous", _leftover_folders),
     ]
 
 
@@ -103,64 +96,6 @@ def shared_memory(folder: Path) -> Check:
         remedy = "in a container --ipc=host or --shm-size; elsewhere see what fills it"
         return make(name, expected=f"{size(SHM_BYTES)} free (assumed)", found=found, remedy=remedy)
     return ok(name, found)
-
-
-def leftover_segments(folder: Path, mapped: Callable[[], set[str]] | None = None) -> Check:
-    """Segments of this user that no process of this user maps or has open. Raises OSError.
-
-    mapped: paths in use, by default those that /proc names.
-    """
-    name = "leftovers in shared memory"
-    own = {}
-    for path in folder.iterdir():
-        try:
-            status = path.lstat()
-        except FileNotFoundError:  # deleted meanwhile
-            continue
-        if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _YOUNG_S:
-            own[str(path)] = status.st_size
-    used = (mapped or (lambda: _in_use(folder)))() if own else set()
-    left = sorted(path for path in own if path not in used)
-    if not left:
-        return ok(name, f"none among {len(own)} segments of this user")
-    total = size(sum(own[path] for path in left))
-    return warning(
-        name,
-        expected="no segment that no process uses",
-        found=f"{len(left)} segments, {total}: {some(left)}",
-        remedy="delete them if no other container or job of yours runs on this node",
-    )
-
-
-def _in_use(folder: Path) -> set[str]:
-    """Paths under `folder` that a readable process has mapped or open."""
-    found: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            for line in (process / "maps").read_text(errors="replace").splitlines():
-                path = line.split(maxsplit=5)[5:]
-                found.update(path if path and path[0].startswith(f"{folder}/") else ())
-            entries = list((process / "fd").iterdir())
-        except OSError:  # it has ended, or is another user's
-            continue
-        for entry in entries:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                found.add(os.readlink(entry))
-    return found
-
-
-def _leftover_folders() -> Check:
-    from megatron_scalerl.distributed.rendezvous import abandoned_folders
-
-    name, left = "leftovers of rendezvous", sorted(str(path) for path in abandoned_folders())
-    if not left:
-        return ok(name, f"none in {tempfile.gettempdir()}")
-    return warning(
-        name,
-        expected="no folder of a run that was killed",
-        found=f"{len(left)} folders: {some(left)}",
-        remedy="none needed: the next run of this user on this node deletes them",
-    )
 
 
 def _free(folder: Path) -> int:

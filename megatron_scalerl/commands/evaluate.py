@@ -64,8 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Evaluate. Raises ValueError for user errors, RuntimeError and OSError for failed processes."""
+    from rich.progress import Progress
+
     from megatron_scalerl.evaluation.inputs import check_evaluation, policy_digest, settings
-    from megatron_scalerl.evaluation.offline import VERSION, generate
+    from megatron_scalerl.evaluation.offline import VERSION, all_keys, generate
     from megatron_scalerl.evaluation.problems import read_problems, split_schema
     from megatron_scalerl.evaluation.results import Header, ResultFile
     from megatron_scalerl.launch.hosts import allow_open_files
@@ -91,10 +93,24 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         seed=arguments.seed,
         settings=settings(evaluated.recipe, k=k, budgets=evaluated.budgets),
     )
-    with ResultFile(arguments.out, header) as result, _Progress(console, evaluated, result, k) as progress:
-        run_until_signal(
-            generate(evaluated, result, k=k, seed=arguments.seed, ready=progress.ready, finished=progress.finished)
-        )
+    with ResultFile(arguments.out, header) as result:
+        keys = all_keys(evaluated, k)
+        left = len(result.missing(keys))
+        if left < len(keys):
+            console.print(f"{len(keys) - left} of {len(keys)} completions are there", highlight=False)
+        if left:
+            console.print("starting the engines", highlight=False)
+
+        def ready() -> None:
+            console.print(f"generating {left} completions", highlight=False)
+
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("completions", total=len(keys), completed=len(keys) - left)
+
+            def finished(_: Row) -> None:
+                bar.advance(task)
+
+            run_until_signal(generate(evaluated, result, k=k, seed=arguments.seed, ready=ready, finished=finished))
         _report(arguments, evaluated, result, contaminations, header, console)
     return 0
 
@@ -122,40 +138,6 @@ def _contaminations(sources: Sequence[str], evaluated: Evaluated) -> dict[str, A
         return {}
     training = list(chain.from_iterable(map(training_texts, sources)))
     return {file.name: contamination(training, problem_texts(file)) for file in evaluated.files}
-
-
-class _Progress:
-    """A bar on a terminal."""
-
-    def __init__(self, console: Console, evaluated: Evaluated, result: ResultFile, k: int) -> None:
-        from rich.progress import Progress
-
-        from megatron_scalerl.evaluation.offline import all_keys
-
-        keys = all_keys(evaluated, k)
-        self._console, self._total = console, len(keys)
-        self._done = self._total - len(result.missing(keys))
-        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("completions", total=self._total, completed=self._done)
-
-    def __enter__(self) -> _Progress:
-        if self._done:
-            self._console.print(f"{self._done} of {self._total} completions are there", highlight=False)
-        if self._done < self._total:
-            self._console.print("starting the engines", highlight=False)
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def ready(self) -> None:
-        """The engines serve."""
-        self._console.print(f"generating {self._total - self._done} completions", highlight=False)
-
-    def finished(self, row: Row) -> None:
-        """One more completion is there."""
-        self._bar.advance(self._task)
 
 
 def _report(

@@ -8,12 +8,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.text import Text
 
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.rollouts.group_files import ListedGroup, listed_groups
+from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.rollouts.run_text import decode, load_tokenizer
 
 EPILOG = """examples:
@@ -89,16 +89,7 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
 
 def trained_steps(run_dir: Path) -> dict[int, int]:
     """Group id -> optimizer step that trained it, from the run's journal if there is one."""
-    steps: dict[int, int] = {}
-    journal = run_dir / "journal.jsonl"
-    if not journal.is_file():
-        return steps
-    for line in journal.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):
-            event = msgspec.json.decode(line)
-            if event["event"] == "batch":
-                steps.update(dict.fromkeys(event["group_ids"], event["step"]))
-    return steps
+    return {group: record.step for record in read_history(run_dir).batches for group in record.group_ids}
 
 
 def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) -> None:

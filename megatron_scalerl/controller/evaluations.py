@@ -28,8 +28,9 @@ import msgspec
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
-from megatron_scalerl.controller.held_engine import HeldEngine, HeldEngineLost
+from megatron_scalerl.controller.held_engine import HeldEngine, HeldEngineLost, OneAtATime, losses_as_one
 from megatron_scalerl.controller.meter import Meter
+from megatron_scalerl.controller.run_folder import RunState
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.evaluation.completing import Holders, Request, complete_all
@@ -94,7 +95,7 @@ def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]
     )
 
 
-class Evaluations:
+class Evaluations(OneAtATime):
     """At most one evaluation at a time."""
 
     def __init__(
@@ -111,9 +112,9 @@ class Evaluations:
         meter: Meter,
     ) -> None:
         """folder: RUN. start_step: of the checkpoint from which this attempt goes on."""
+        super().__init__()
         self._recipe, self._inputs, self._folder, self._run_id = recipe, inputs, folder, run_id
         self._engines, self._held, self._sampler, self._meter = engines, held, sampler, meter
-        self._task: asyncio.Task[None] | None = None
         self._unfinished: set[int] = set()
         """Steps of evaluations that an earlier attempt began and this one may come to."""
         self._every = recipe.evaluation.every_steps
@@ -143,11 +144,6 @@ class Evaluations:
             else:
                 self._unfinished.add(step)
 
-    @property
-    def in_progress(self) -> bool:
-        """True between the begin of an evaluation and its end."""
-        return self._task is not None and not self._task.done()
-
     def due(self, step: int) -> bool:
         """True if `step` is a multiple of evaluation.every_steps, or the first step asked for from one on.
 
@@ -157,25 +153,21 @@ class Evaluations:
             return False
         return step // self._every > self._last // self._every
 
-    def begin(self, step: int, batches: int, digest: str, *, alone: bool = False) -> None:
-        """Start the evaluation of version `step` if it is due and an engine can be held, else leave it due.
+    def begin(self, state: RunState, *, alone: bool = False) -> None:
+        """Start the evaluation of the served version if it is due and an engine can be held, else leave it due.
 
-        batches: charged so far. digest: of the version's weights. alone: no other engine needs to serve. Raises the
-        failure of the evaluation before.
+        alone: no other engine needs to serve. Raises the failure of the evaluation before.
         """
         self.collect()
+        step = state.step
         if not self.due(step) or (engine := self._held.hold(step, "evaluation", alone=alone)) is None:
             return
         logger.info("evaluation of version %d on %s", step, engine.name)
         ledger = self._meter.ledger
-        axis = {"compute": ledger.axis_at(batches), "compute_total": ledger.hours(), "unit": ledger.unit}
-        self._task = asyncio.create_task(self._run(step, engine, axis, digest), name=f"evaluation of version {step}")
-
-    def collect(self) -> None:
-        """Forget an evaluation that has ended. Raises its failure."""
-        if self._task is not None and self._task.done():
-            task, self._task = self._task, None
-            task.result()
+        axis = {"compute": ledger.axis_at(state.batches), "compute_total": ledger.hours(), "unit": ledger.unit}
+        self._task = asyncio.create_task(
+            self._run(step, engine, axis, state.digest), name=f"evaluation of version {step}"
+        )
 
     async def end(self) -> None:
         """Wait for the evaluation in progress, if any. Raises its failure."""
@@ -185,9 +177,7 @@ class Evaluations:
 
     async def close(self) -> None:
         """Cancel the evaluation in progress, if any; its completions stay."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await super().close()
         if self._every:
             self._record.close()
 
@@ -233,7 +223,7 @@ class Evaluations:
             result.append(row)
 
         assert self._inputs.tokenizer is not None
-        try:
+        with losses_as_one():
             await complete_all(
                 self._requests(result.missing(self._keys())),
                 Holders(next=held_engine, evict=self._engines.evict),
@@ -243,11 +233,6 @@ class Evaluations:
                 tokenizer=self._inputs.tokenizer,
                 finished=finished,
             )
-        except BaseExceptionGroup as failures:
-            lost = failures.subgroup(HeldEngineLost)
-            if lost is None or lost.exceptions != failures.exceptions:
-                raise
-            raise HeldEngineLost(str(lost.exceptions[0])) from None
 
     def _keys(self) -> list[Key]:
         return [

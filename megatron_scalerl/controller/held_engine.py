@@ -9,7 +9,10 @@ left the version, so the measurement is lost (HeldEngineLost), and is made of a 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 
 from megatron_scalerl.controller.meter import Measurement, Meter
 from megatron_scalerl.engine.client import EngineClient
@@ -20,6 +23,43 @@ logger = logging.getLogger(__name__)
 
 class HeldEngineLost(RuntimeError):
     """The engine that kept the policy version of a measurement was evicted."""
+
+
+@contextlib.contextmanager
+def losses_as_one() -> Iterator[None]:
+    """Around a task group: where all of its failures are HeldEngineLost, one of them is raised in its place."""
+    try:
+        yield
+    except BaseExceptionGroup as failures:
+        lost = failures.subgroup(HeldEngineLost)
+        if lost is None or lost.exceptions != failures.exceptions:
+            raise
+        raise HeldEngineLost(str(lost.exceptions[0])) from None
+
+
+class OneAtATime:
+    """At most one task of a kind, beside the training."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+        """The one in progress, or one that has ended since the last `collect`."""
+
+    @property
+    def in_progress(self) -> bool:
+        """True between the begin of the task and its end."""
+        return self._task is not None and not self._task.done()
+
+    def collect(self) -> None:
+        """Forget a task that has ended. Raises its failure."""
+        if self._task is not None and self._task.done():
+            task, self._task = self._task, None
+            task.result()
+
+    async def close(self) -> None:
+        """Cancel the task in progress, if any."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
 
 class HeldEngine:

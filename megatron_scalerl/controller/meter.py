@@ -44,7 +44,7 @@ Measurement = Literal["validation", "evaluation"]
 class _Hold:
     """An engine that is held, within the current window."""
 
-    def __init__(self, engine: EngineClient, devices: int, purpose: Measurement, now: float) -> None:
+    def __init__(self, engine: EngineClient, devices: float, purpose: Measurement, now: float) -> None:
         self.engine, self.devices, self.purpose = engine, devices, purpose
         self.device_seconds, self._since = 0.0, now
         self.measured: dict[Role, int] = {"validation": 0, "evaluation": 0}
@@ -114,13 +114,13 @@ class Meter:
             return self._engine
         return (self._engine_seconds + self._engine * (now - self._engine_since)) / (now - self._since)
 
-    def hold_engine_devices(self, count: int) -> None:
+    def hold_engine_devices(self, count: float) -> None:
         """From now on, the engines hold so many devices: one joined, or its host left the run for good."""
         now = self._clock()
         self._engine_seconds += self._engine * (now - self._engine_since)
         self._engine, self._engine_since = count, now
 
-    def hold(self, engine: EngineClient, devices: int, purpose: Measurement) -> None:
+    def hold(self, engine: EngineClient, devices: float, purpose: Measurement) -> None:
         """From now on, this engine is held for measurements, first of all for this one."""
         self._holds[engine] = _Hold(engine, devices, purpose, self._clock())
 

@@ -1,6 +1,10 @@
 """Step and validation records: JSONL files are authoritative; TensorBoard and, if installed, W&B are sinks.
 
 Metrics of one batch of groups before filtering: rewards, lengths, staleness, shares; and of its step.
+
+The noise of a pass rate is that of its completions given their prompts: the variance within prompts. With
+validation.fresh_seeds off, the same completion of two validations has the same random numbers, and their noise is
+correlated: that is in the single outcomes, not in the pass rates. They are in RUN/validation_by_prompt.jsonl.
 """
 
 from __future__ import annotations
@@ -22,11 +26,15 @@ import msgspec
 
 from megatron_scalerl.checkpoints.atomic_io import naming, write_all, write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
-from megatron_scalerl.controller.outcomes import within_variance
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.types import PassRate, RolloutGroup, StepReport
 
 logger = logging.getLogger(__name__)
+
+
+Outcomes = tuple[tuple[bool | None, ...], ...]
+"""[prompts][generations] True: correct; None: lost, left out of every pass rate."""
+_LETTERS = {True: "1", False: "0", None: "-"}
 
 
 class Sink(Protocol):
@@ -187,7 +195,7 @@ class Metrics:
     def validation(self, result: PassRate, by_prompt: Sequence[float], outcomes: str = "") -> None:
         """Append one validation, and the pass rate of each held-out prompt for paired comparisons.
 
-        outcomes: of every completion, as `controller.outcomes.text` writes them.
+        outcomes: of every completion, as `text` writes them.
         Synced to disk when this returns, because it is expensive and a restart does not repeat it.
         """
         row = validation_row(result)
@@ -332,3 +340,25 @@ def _pass_rates_by_task(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     rates = {f"train_pass_rate/{task}": sum(correct) / len(correct) for task, correct in sorted(scores.items())}
     counts = {f"batch/groups/{task}": float(sum(g.prompt.task == task for g in groups)) for task in sorted(scores)}
     return rates | counts
+
+
+def means(outcomes: Outcomes) -> tuple[float, ...]:
+    """[prompts] pass rate of each prompt over the completions that were not lost."""
+    kept = [[x for x in row if x is not None] for row in outcomes]
+    return tuple(sum(row) / len(row) for row in kept)
+
+
+def text(outcomes: Outcomes) -> str:
+    """The outcomes as one letter per completion, prompt after prompt: 1 correct, 0 wrong, - lost."""
+    return "".join(_LETTERS[x] for row in outcomes for x in row)
+
+
+def within_variance(outcomes: Iterable[Sequence[bool | None]]) -> float | None:
+    """The mean over prompts of the variance p (1 - p) of one completion, unbiased; None below two completions each.
+
+    The binomial variance of a pass rate of N completions is this over N, given the prompts. p (1 - p) of the mean is
+    larger, by the variance between prompts. Prompts with fewer than two completions are left out.
+    """
+    kept = [[x for x in row if x is not None] for row in outcomes]
+    found = [sum(row) * (len(row) - sum(row)) / (len(row) * (len(row) - 1)) for row in kept if len(row) > 1]
+    return sum(found) / len(found) if found else None

@@ -108,6 +108,20 @@ _BEFORE_RECIPE = frozenset({"lock", ".recipe.yaml.draft", "recipe.yaml.tmp", *_F
 """Leftovers of an attempt that was killed before it wrote recipe.yaml; its folders are still empty."""
 
 
+class RunState:
+    """Where an attempt is. `loop` writes it; what goes on beside the step reads it."""
+
+    def __init__(self, *, step: int, batches: int, served: int = -1) -> None:
+        self.step = step
+        """Optimizer steps of the trainer, which is its policy version."""
+        self.batches = batches
+        """Batches of the run's lineage so far, those without a step too."""
+        self.served = served
+        """Policy version that the engines got last, -1 before the first."""
+        self.digest = ""
+        """Digest of its weights."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
     """The state from which an attempt starts."""

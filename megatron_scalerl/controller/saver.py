@@ -94,9 +94,20 @@ class Saver:
             total = begun.copy_seconds + max(written, seconds)
             await self._committed(begun.step, seconds=total, stopped_seconds=begun.stopped_seconds)
 
+    async def maybe(self, step: int, batches: int) -> None:
+        """Between two steps: save if a checkpoint is due, else complete the one that is being written, if it is."""
+        if (every := self._recipe.every_steps) and step % every == 0 and step > self._newest:
+            await self.save(step, batches)
+        else:
+            await self.commit(wait=False)
+
+    @property
+    def _newest(self) -> int:
+        return self.step if self._begun is None else self._begun.step
+
     async def save_last(self, step: int, batches: int) -> None:
         """Commit everything up to `step`; nothing is written afterwards."""
-        if step > (self.step if self._begun is None else self._begun.step):
+        if step > self._newest:
             await self.save(step, batches, last=True)
         await self.commit(wait=True)
 

@@ -34,6 +34,7 @@ from megatron_scalerl.controller.endpoint import serving_metrics
 from megatron_scalerl.controller.evaluations import write_contamination
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
+from megatron_scalerl.controller.measure import VersionLost
 from megatron_scalerl.controller.meter import Meter, metering
 from megatron_scalerl.controller.preflight import Inputs, check_inputs
 from megatron_scalerl.controller.probe import Probe
@@ -47,7 +48,6 @@ from megatron_scalerl.controller.run_folder import (
     resume_point,
 )
 from megatron_scalerl.controller.trace_file import trace_files
-from megatron_scalerl.controller.validation import VersionLost
 from megatron_scalerl.controller.weight_store import weight_store
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
 from megatron_scalerl.engine.membership import Member
@@ -110,8 +110,6 @@ def _failures(log: str | Path) -> Iterator[None]:
 def _first_of(error: Exception) -> Exception:
     return _first_of(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
 
-
-logger = logging.getLogger(__name__)
 
 _RESTART = (TrainerError, ProcessDied, WeightUpdateError, VersionLost)
 """Failures after which the trainer is started again; every other one ends the run."""
@@ -214,7 +212,7 @@ async def _attempts(run: _Run, resumed: _Resumed) -> str:
     resumed: where the first one starts.
     """
     restarts, newest = 0, -1
-    ended: float | None = None
+    held_since = time.monotonic() - held_uncharged()
     # private: a reason may quote what an engine answered
     with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as engines:
         record = partial(_record, engines)
@@ -224,13 +222,13 @@ async def _attempts(run: _Run, resumed: _Resumed) -> str:
                 run.collector.members = lambda: launcher.engines.members.members
             while True:
                 try:
-                    return await _attempt(run, launcher, resumed, since=ended)
+                    return await _attempt(run, launcher, resumed, held_since=held_since, first=newest == -1)
                 except _RESTART as error:
                     if run.takeover.happened:
                         raise RuntimeError(
                             f"a later attempt of the job has begun; this one failed: {error}"
                         ) from error
-                    ended = time.monotonic()
+                    held_since = time.monotonic()
                     await asyncio.to_thread(run.placement.check_present, run.hosts)
                     resumed = await asyncio.to_thread(_resume, run.folder, run.console)  # engines are watched
                     reached = resumed.start.step
@@ -253,19 +251,17 @@ def _record(engines: JsonlWriter, member: Member) -> None:
         logger.warning("a change of %s is not recorded: %s", member.name, error)
 
 
-async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, since: float | None) -> str:
+async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, held_since: float, first: bool) -> str:
     """One attempt.
 
-    since: when the attempt before it ended (monotonic
-    seconds). None for the first one, whose failure to start is final, as after a user's mistake.
+    held_since: when the devices were held, or the attempt before it ended (monotonic seconds). first: its failure to
+    start is final, as after a user's mistake.
     """
-    first = since is None
     recipe, folder, attempt = run.recipe, run.folder, run.folder.attempt
     start = resumed.start
     logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
     engines = launcher.engines.members
     devices = replace(Devices.of(recipe), engine=engines.devices)
-    held_since = time.monotonic() - held_uncharged() if since is None else since
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
     with contextlib.closing(ledger):
         meter = Meter(ledger, devices, start, since=held_since)
@@ -322,7 +318,7 @@ def _resume(folder: RunFolder, console: Console) -> _Resumed:
 def _print_fleet(fleet: Fleet, console: Console) -> None:
     info, devices = fleet.info, fleet.devices
     console.print(
-        f"{info.parameters:,} parameters, {devices.trainer} trainer and {devices.engine} engine devices "
+        f"{info.parameters:,} parameters, {devices.trainer:g} trainer and {devices.engine:g} engine devices "
         f"({info.device}, {info.backend}), logits {info.logits}",
         highlight=False,
     )

@@ -57,8 +57,8 @@ logger = logging.getLogger(__name__)
 _TRIES = 3
 """Attempts at an update whose broadcast fails although no engine is known to be gone."""
 
-NO_UPDATE = {"publish_seconds": 0.0, "engine_paused_seconds": 0.0}
-"""What the record of a step without a weight update says of it."""
+NO_UPDATE = {"publish_seconds": 0.0, "engine_paused_seconds": 0.0, "pinned_seconds": 0.0}
+"""What the record of a batch without a weight update says of it."""
 
 
 class WeightUpdateError(RuntimeError):
@@ -301,7 +301,9 @@ class WeightSync:
         plan = await self._trainer.plan_weights(parsed)
         plans = await asyncio.to_thread(lambda: [to_json(plan.of_shard(shard)) for shard in range(len(shards))])
         connection = Connection(
-            backend=resolve_transport(section.transport, self._trainer.rendezvous),
+            backend=resolve_transport(
+                section.transport, self._trainer.rendezvous, colocated=self._recipe.engine.colocate
+            ),
             rendezvous=self._trainer.rendezvous,
             group=f"weights-{uuid.uuid4().hex}",
             world_sizes=tuple(1 + count for count in members),

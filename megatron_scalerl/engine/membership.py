@@ -72,9 +72,9 @@ class Member:
     """True if it is not started again."""
     joined: bool = False
     """True for an engine that the run did not start: it may leave, and come back under its name."""
-    devices: int = 0
+    devices: float = 0
     """Devices that the run holds for it: of one that joined while it is there, of the others until they are given up
-    and their host is gone."""
+    and their host is gone. Half of those that the trainer shares."""
 
 
 class Membership:
@@ -85,7 +85,7 @@ class Membership:
         count: int,
         *,
         minimum: int = 1,
-        devices: int = 1,
+        devices: float = 1,
         record: Callable[[Member], None] = lambda member: None,
     ) -> None:
         """minimum: fewer engines that are not given up end the run. devices: of each of the `count` engines.
@@ -93,7 +93,7 @@ class Membership:
         record: called with every changed member.
         """
         self.epoch = 0
-        self.on_devices: Callable[[int], None] = lambda count: None
+        self.on_devices: Callable[[float], None] = lambda count: None
         """Called with every new value of `devices`, after the change of the member; must return at once."""
         self._minimum = minimum
         self._supervised = True
@@ -146,7 +146,7 @@ class Membership:
         return self._clients(*_THERE)
 
     @property
-    def devices(self) -> int:
+    def devices(self) -> float:
         """Devices that the run holds for its engines now."""
         return sum(member.devices for member in self._members)
 
@@ -190,7 +190,7 @@ class Membership:
         if (index := self._find(client)) is not None:
             self._set(index, state=EngineState.STALE)
 
-    def devices_of(self, client: EngineClient) -> int:
+    def devices_of(self, client: EngineClient) -> float:
         """Devices of the engine that answers through `client`; 0 if it is evicted."""
         index = self._find(client)
         return 0 if index is None else self._members[index].devices

@@ -9,7 +9,6 @@ another evaluation (policy, problems, seed, settings) is refused. Rows may be in
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
 from megatron_scalerl.evaluation.estimators import Counts
 
@@ -152,24 +151,28 @@ def _problem_of(key: Key) -> tuple[str, int, int | None]:
 
 
 def _locked(folder: Path) -> int:
-    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_file(folder / "lock")
     except BlockingIOError:
-        os.close(lock)
         raise ResultInUse(f"{folder}: expected one evaluation in it at a time, found another running") from None
-    return lock
 
 
 def _rows(path: Path, header: Header) -> dict[Key, Row]:
     """The rows of an existing file, none of a new one. Raises OtherResult."""
     try:
         found = read_jsonl(path)
-        if found:
-            _check_header(path, found[0].get("header"), header)
-        return {row.key: row for row in map(_row, _numbered(path, found[1:]))}
     except ValueError as error:
         raise OtherResult(str(error)) from None
+    if found:
+        _check_header(path, found[0].get("header"), header)
+    rows = {}
+    for number, data in enumerate(found[1:], 2):
+        try:
+            row = msgspec.convert(data, Row)
+        except msgspec.ValidationError as error:
+            raise OtherResult(f"{path} line {number}: expected a completion, found {error}") from None
+        rows[row.key] = row
+    return rows
 
 
 def _check_header(path: Path, before: Any, header: Header) -> None:
@@ -178,19 +181,7 @@ def _check_header(path: Path, before: Any, header: Header) -> None:
         before["policy"] = expected["policy"]  # the digest says what it is, wherever the folder is now
     if before != expected:
         difference = _difference(before, expected)
-        raise ValueError(f"{path}: expected a result of this evaluation, found another one: {difference}")
-
-
-def _numbered(path: Path, rows: Iterable[dict[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
-    return ((f"{path} line {number}", row) for number, row in enumerate(rows, 2))
-
-
-def _row(numbered: tuple[str, dict[str, Any]]) -> Row:
-    where, row = numbered
-    try:
-        return msgspec.convert(row, Row)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: expected a completion, found {error}") from None
+        raise OtherResult(f"{path}: expected a result of this evaluation, found another one: {difference}")
 
 
 def _difference(before: Any, expected: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_scalerl.fit.checks import Fall, falling_tail
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.formatting import short_number
@@ -48,16 +49,23 @@ class Backtest:
     """One per prefix, shortest first."""
     settled_from: float | None
     """Smallest compute from which every forecast is right within `MARGIN`; None if the longest prefix's is not."""
+    fall: Fall | None = None
+    """The fall of the pass rate in the whole run."""
 
     def summary(self) -> str:
-        """From which compute on the forecast was right, in one sentence."""
-        measured = f"{self.final_pass_rate:.4f} at {short_number(self.final_compute)}"
+        """Which forecasts were right and how wrong the others were, in one sentence."""
+        right = [p for p in self.points if self.settled_from is not None and p.compute >= self.settled_from]
+        errors = [abs(p.forecast - self.final_pass_rate) for p in self.points[: len(self.points) - len(right)]]
+        off = f"{', before it' if right else ':'} up to {max(errors):.3f} off" if errors else ""
+        before = [p for p in self.points if self.fall is not None and p.compute <= self.fall.compute]
+        unseen = before and all(abs(p.forecast - self.final_pass_rate) > MARGIN for p in before)
+        fell = f"; {self.fall}, which no forecast before it foresaw" if unseen else ""
+        what = f"{self.name}: the forecast of the last point, {self.final_pass_rate:.4f} at "
+        what += f"{short_number(self.final_compute)}, "
         if self.settled_from is None:
-            return f"{self.name}: the forecast of the last point ({measured}) never settled within {MARGIN:g}."
-        return (
-            f"{self.name}: from {short_number(self.settled_from)} on, the forecast of the last point ({measured}) "
-            f"stayed within {MARGIN:g}."
-        )
+            return f"{what}never settled within {MARGIN:g}{off}{fell}."
+        count = f"{len(right)} of {len(self.points)} forecasts"
+        return f"{what}stayed within {MARGIN:g} from {short_number(self.settled_from)} on ({count}){off}{fell}."
 
 
 def backtest(
@@ -106,6 +114,7 @@ def backtest(
         final_pass_rate=final,
         points=tuple(points),
         settled_from=_settled_from(points, final),
+        fall=falling_tail(c, curve.pass_rate),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from megatron_scalerl.fit.formatting import short_number
@@ -72,8 +74,12 @@ def curve_warnings(
     fall = falling_tail(compute, pass_rate)
     if fall is not None:
         notes.append(
-            f"falling tail: the pass rate drops by {fall[1]:.3f} after {short_number(fall[0])}; "
-            "a sigmoid cannot fall, so the run may be unstable and the forecast too high"
+            f"falling tail: {fall}; a sigmoid cannot fall, so the run may be unstable and the forecast too high"
+        )
+    elif len(pass_rate) > 3 and pass_rate[-1] < 0.5 * pass_rate[-4:-1].min():
+        notes.append(
+            f"the last pass rate, {pass_rate[-1]:.3f}, is less than half of those before it: one bad validation, "
+            "or the first of a collapse"
         )
     elif (gain := rising_forecast(compute, pass_rate, posterior)) is not None:
         notes.append(
@@ -115,8 +121,26 @@ def truncation_warnings(compute: Array, truncated: Array | None) -> list[str]:
     return [f"truncations reach {most:.0f} % (above 10 % first at {where}): 10-15 % destabilize training"]
 
 
-def falling_tail(compute: Array, pass_rate: Array) -> tuple[float, float] | None:
-    """(compute of the peak, drop after it) where the last points lie clearly below an earlier peak, else None.
+@dataclass(frozen=True, kw_only=True)
+class Fall:
+    """A fall of the pass rate after a peak."""
+
+    compute: float
+    """Of the peak."""
+    peak: float
+    """Pass rate there, smoothed."""
+    last: float
+    """The last pass rate."""
+    after: float
+    """The mean of those after the peak."""
+
+    def __str__(self) -> str:
+        level = f"{self.last:.3f} at the end" if self.last <= self.after else f"{self.after:.3f} on average since"
+        return f"the pass rate has fallen from {self.peak:.3f} at {short_number(self.compute)} to {level}"
+
+
+def falling_tail(compute: Array, pass_rate: Array) -> Fall | None:
+    """The fall after an earlier peak where the last points lie clearly below it, else None.
 
     The peak is the highest moving average over three points (an eighth of the points for a long run). The drop
     to the mean of the points after it counts when it exceeds 0.005 and 2.2 times its own standard error, which is
@@ -133,6 +157,8 @@ def falling_tail(compute: Array, pass_rate: Array) -> tuple[float, float] | None
     if len(after) < 2:
         return None
     noise = float(np.std(np.diff(pass_rate, n=2)) / np.sqrt(6.0))
-    drop = float(smooth[peak - half] - after.mean())
+    top, mean = float(smooth[peak - half]), float(after.mean())
     limit = 2.2 * noise * np.sqrt(1.0 / width + 1.0 / len(after))
-    return (float(compute[peak]), drop) if drop > max(limit, SMALL_DROP) else None
+    if top - mean <= max(limit, SMALL_DROP):
+        return None
+    return Fall(compute=float(compute[peak]), peak=top, last=float(pass_rate[-1]), after=mean)

@@ -30,16 +30,20 @@ PIPE_WIDTH = 200
 EPILOG = """example:
   megatron-scalerl fit runs/my_run --fit-until 8000 --predict 16000,50000 --html report.html
 
-Every interval has a coverage of 90 %. docs/forecast.md describes the methods and how to read the plots."""
+Every interval has a coverage of 90 %. docs/forecast.md says what to type for which file,
+docs/forecast_method.md how the forecast works."""
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     p.description = "Fit a run's compute-performance curve, forecast it, and decide whether to continue the run."
     p.epilog = EPILOG
-    p.add_argument("inputs", nargs="+", metavar="INPUT", help="run folder, or CSV, JSONL or JSON file")
+    p.add_argument(
+        "inputs", nargs="+", metavar="INPUT", help="run folder, or file of W&B, TRL, verl, TensorBoard and others"
+    )
     p.add_argument("--compute", metavar="COL", help="column with the compute (or the step)")
     p.add_argument("--score", metavar="COL", help="column with the pass rate")
+    p.add_argument("--score-range", metavar="LO,HI", help="range of the score, mapped to [0, 1]: --score-range=-1,1")
     p.add_argument(
         "--task", metavar="NAME", help="task of a mixture, from the columns pass_rate/NAME and prompts/NAME"
     )
@@ -85,7 +89,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     runs = [_run_report(curve, options) for curve in _with_unique_names(_read(options))]
     comparison = _comparison(runs, options) if options.compare else None
-    out: dict[str, Any] = {"fits": [fit_json(r.fit, r.predictions, r.decision) for r in runs]}
+    fits = [{"read": r.curve.read, **fit_json(r.fit, r.predictions, r.decision)} for r in runs]
+    out: dict[str, Any] = {"fits": fits}
     if comparison is not None:
         out["comparison"] = comparison_json(comparison)
     text = json.dumps(out, indent=2, allow_nan=False) + "\n"
@@ -113,16 +118,24 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
         if not equals or not column:
             raise ValueError(f"--series: expected COL=VALUE, found {pair!r}")
         series.append((column, value))
+    ends = _numbers(options.score_range, "--score-range", "-1,1")
+    if ends and not (len(ends) == 2 and ends[0] < ends[1]):
+        raise ValueError(f"--score-range: expected the lowest and the highest value, found {options.score_range!r}")
     columns = ColumnOptions(
         compute=options.compute,
         score=options.score,
         task=options.task,
         series=tuple(series),
+        score_range=(ends[0], ends[1]) if ends else None,
         hours_per_step=options.hours_per_step,
     )
     given = {"initial": options.r0, "prompts": options.prompts, "initial_generations": options.generations}
     given = {key: value for key, value in given.items() if value is not None}
     curves = [replace(curve, **given) for path in options.inputs for curve in read_curves(path, columns)]
+    units = {curve.unit: curve.name for curve in curves}
+    if len(units) > 1:
+        found = ", ".join(f"{unit} ({name})" for unit, name in units.items())
+        raise ValueError(f"expected runs over one unit of compute, found {found}; choose with --compute")
     if options.generations is None:
         return curves
     return [replace(curve, generations=np.full(len(curve.compute), float(options.generations))) for curve in curves]
@@ -149,11 +162,15 @@ def _run_report(curve: "Curve", options: argparse.Namespace) -> "RunReport":
     result = _fit(curve, options, options.fixed_asymptote)
     computes = _computes(options.predict) or [k * float(result.compute.max()) for k in (2, 5, 10)]
     worth = WORTH if options.worth is None else options.worth
+    rest = curve.part(curve.compute > (options.fit_until or float("inf")))
     return RunReport(
         curve=curve,
         fit=result,
         predictions=tuple(result.predict(computes)),
         decision=decide(result, budget=options.budget, worth=worth, target=options.target),
+        evaluation=result.evaluate(rest.compute, rest.pass_rate, completions=rest.completions)
+        if rest.compute.size
+        else None,
     )
 
 
@@ -170,14 +187,20 @@ def _fit(curve: "Curve", options: argparse.Namespace, fixed_asymptote: float | N
     )
 
 
-def _computes(text: str | None) -> list[float]:
-    if text is None:
-        return []
+def _numbers(text: str | None, option: str, example: str) -> list[float]:
+    """The finite numbers of an option; none where it is not given."""
     try:
-        values = [float(part) for part in text.split(",") if part.strip()]
+        values = [float(part) for part in (text or "").split(",") if part.strip()]
     except ValueError:
-        raise ValueError(f"--predict: expected computes like 16000,50000, found {text!r}") from None
-    if not values or not all(0 < value < float("inf") for value in values):
+        values = []
+    if text is not None and not (values and all(abs(value) < float("inf") for value in values)):
+        raise ValueError(f"{option}: expected numbers like {example}, found {text!r}")
+    return values
+
+
+def _computes(text: str | None) -> list[float]:
+    values = _numbers(text, "--predict", "16000,50000")
+    if any(value <= 0 for value in values):
         raise ValueError(f"--predict: expected computes > 0, found {text!r}")
     return values
 
@@ -214,17 +237,14 @@ def _print(runs: list["RunReport"], comparison: "Comparison | None", options: ar
     def show(table: tables.Table) -> None:
         console.print(table.rich())
 
+    for each in runs:
+        print(each.curve.read)
     show(tables.parameters_table(runs))
     show(tables.predictions_table(runs))
     for each in runs:
-        later = each.curve.compute > (options.fit_until or float("inf"))
-        if later.any():
-            rest = each.curve.part(later)
-            evaluation = each.fit.evaluate(rest.compute, rest.pass_rate, completions=rest.completions)
-            show(tables.evaluation_table(evaluation))
-            inside = f"{evaluation.covered.sum():.0f} of {len(evaluation.covered)}"
-            error = abs(evaluation.errors).mean()
-            print(f"mean absolute error {error:.4f}; {inside} measurements inside their interval")
+        if each.evaluation is not None:
+            show(tables.evaluation_table(each.evaluation))
+            print(each.evaluation.summary())
     for each in runs:
         if len(runs) > 1:
             print(f"\n{each.fit.name}")

@@ -42,6 +42,8 @@ class Curve:
     """Unit of compute, as the ledger names it."""
     notes: tuple[str, ...] = ()
     """Corrections made while reading, one sentence each."""
+    read: str = ""
+    """What was read, in one line; "" for points in memory."""
     recipe: Mapping[str, Any] | None = field(repr=False, default=None)
     """Key path -> value in the run folder's recipe.yaml; None without one."""
     seed: int | None = None

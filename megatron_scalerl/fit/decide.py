@@ -116,10 +116,7 @@ def _verdict(fit: FitResult, budget: float, worth: float, probability: float, ga
     if fit.posterior.observations.initial_given and below_initial(fit.pass_rate, fit.initial):
         return "stop", f"most points lie below R_0 = {fit.initial:.3f}; check R_0 and the run before spending more"
     if fall is not None:
-        return "stop", (
-            f"the pass rate has fallen by {fall[1]:.3f} since {short_number(fall[0])}; "
-            "find the instability before spending more"
-        )
+        return "stop", f"{fall}; find the instability before spending more"
     if fit.n_points < FEW_POINTS:
         return "too early to say", f"only {fit.n_points} points; measure at least {FEW_POINTS}"
     if probability >= LIKELY:

@@ -128,6 +128,9 @@ def _fit(
         found = len(curve.compute)
         raise ValueError(f"{curve.name}: expected at least 3 points with compute > 0 in the window, found {found}")
     prior, solve = (prior, _solve_robust) if method == "robust" else (FLAT_PRIOR, _solve_paper)
+    start = float(curve.pass_rate[0]) if curve.initial is None else curve.initial
+    if method == "paper" and fixed_asymptote is None and start >= ASYMPTOTES[-1]:
+        raise ValueError(f"method paper: expected R_0 below its highest A, {ASYMPTOTES[-1]:g}, found {start:.3f}")
     observations = observe(curve, prior, highest=fixed_asymptote)
     solution = solve(observations, prior, fixed_asymptote, draws, seed)
     notes = _initial_notes(curve) + notes + solution.notes
@@ -178,8 +181,6 @@ def _solve_robust(obs: Observations, prior: Prior, fixed_asymptote: float | None
 
 def _solve_paper(obs: Observations, prior: Prior, fixed_asymptote: float | None, draws: int, seed: int) -> _Solution:
     initial = obs.initials[0]
-    if initial >= ASYMPTOTES[-1] and fixed_asymptote is None:
-        raise ValueError(f"method paper: expected R_0 below its highest A, {ASYMPTOTES[-1]:g}, found {initial:.3f}")
     grid = fit_paper(obs.compute, obs.pass_rate, initial=initial, fixed_asymptote=fixed_asymptote)
     bounds = Bounds(
         asymptote=(float(ASYMPTOTES[0]), float(ASYMPTOTES[-1])),

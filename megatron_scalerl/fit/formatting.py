@@ -13,11 +13,20 @@ def short_number(value: float) -> str:
     return f"{value:.3g}"
 
 
+def shortened(name: str, most: int) -> str:
+    """A name of at most `most` characters; a longer one without its middle, as both ends tell runs apart."""
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[len(name) - (most - most // 2) + 1 :]}"
+
+
 def unit_label(unit: str) -> str:
-    """Axis label of a compute unit, given as the ledger names it."""
-    return "training steps" if unit == "steps" else "training compute, " + unit_name(unit)
+    """Axis label of a compute unit, given as the ledger or a file's column names it."""
+    whole = {"steps": "training steps", "seconds": "training time, seconds"}
+    return whole.get(unit) or ("training compute, " if unit in _NAMES else "training, ") + unit_name(unit)
+
+
+_NAMES = {"gpu_hours": "GPU-hours", "device_hours": "device-hours", "compute": "compute", "flops": "FLOPs"}
 
 
 def unit_name(unit: str) -> str:
-    """Display name of a compute unit, given as the ledger names it."""
-    return {"gpu_hours": "GPU-hours", "device_hours": "device-hours"}.get(unit, unit.replace("_", " "))
+    """Display name of a compute unit: a file's column keeps its own."""
+    return _NAMES.get(unit, unit)

@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 
 from megatron_scalerl.fit import tables, verdicts
 from megatron_scalerl.fit.compare import Comparison
+from megatron_scalerl.fit.result import SOLID_AND_DASHED
 from megatron_scalerl.fit.tables import RunReport
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -35,7 +36,7 @@ def write_html(
     page = _rendered(
         "report.html",
         title=f"Forecast of {runs[0].fit.name if len(runs) == 1 else f'{len(runs)} runs'}",
-        sources=list(dict.fromkeys(run.curve.source.name for run in runs)),
+        lines=SOLID_AND_DASHED,
         runs=runs,
         figure=figure,
         comparison=comparison,

@@ -1,35 +1,62 @@
 """Read the inputs of the command line into the checked points of runs.
 
-An input is a run folder (its validation.jsonl) or a table file. Invalid data is
-refused in one line with file, row, expected and found. Corrections, such as sorting, are noted.
+An input is a run folder (its validation.jsonl) or a file of another tool. Invalid data is refused in one line with
+file, row, expected and found. `Curve.read` says in one line what was understood; corrections are noted.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_scalerl.fit import columns
 from megatron_scalerl.fit.curve import Curve
+from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.noise import HIGHEST_VARIANCE
 from megatron_scalerl.fit.sigmoid import Array
-from megatron_scalerl.fit.table_file import TableFile, read_table
+from megatron_scalerl.fit.table_file import Row, TableFile, read_tables, refused
 
-COMPUTE_COLUMNS = ("gpu_hours", "device_hours", "compute", "gpu-hours", "hours", "flops")
-"""Names of a compute column, in order of preference, lower case."""
-IDENTITY_COLUMNS = ("run", "series", "name", "figure", "recipe", "experiment", "model")
-"""Columns that identify a run. Rows that differ in one of them are noted when they are fitted as one run."""
+IDENTITY_COLUMNS = (
+    *(
+        "run",
+        "run_id",
+        "run_name",
+        "series",
+        "name",
+        "figure",
+        "recipe",
+        "experiment",
+        "model",
+        "seed",
+        "group",
+        "arm",
+    ),
+    *("method", "algorithm", "algo", "variant", "condition", "config", "exp", "exp_name", "experiment_name"),
+)
+"""Columns that identify a run: a table is read as one run of each value, where each has a few rows."""
+RECORD_COLUMNS = (
+    *("type", "record_type", "kind", "event", "split", "phase", "stage", "mode", "subset", "metric", "tag", "key"),
+    *("dataset", "data_source", "benchmark", "env", "env_id", "task"),
+)
+"""Columns that say what a row measures: rows of one value are read."""
 SEED_COLUMN = "seed"
 """Name of the column with the seed of a run."""
-STEP_COLUMNS = ("step", "_step", "global_step", "steps", "trainer/global_step")
-"""Names of a step column."""
-SCORE_COLUMNS = ("pass_rate", "score", "mean@16", "validation/pass_rate", "val/pass_rate", "reward", "value")
-"""Names of a score column."""
+FEW_ROWS, MANY_RUNS = 3, 24
+"""Rows of a run, below which it cannot be fitted; and runs of one table that are fitted unasked."""
+Check = tuple[str, Callable[[float], bool]]
+"""(what is expected, whether a number is it)."""
+SIZE: Check = ("a whole number >= 1", lambda value: value >= 1 and value % 1 == 0)
+VARIANCE: Check = (f"a variance in [0, {HIGHEST_VARIANCE:g}]", lambda value: 0 <= value <= HIGHEST_VARIANCE)
+MISSING = frozenset(("", "-", "none", "null", "na", "n/a", "<na>", "nan", "inf", "infinity", "undefined"))
+"""Cells that are no number and no mistake, in lower case, a sign apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,54 +71,73 @@ class ColumnOptions:
     """Task of a mixture: its pass rate and prompts are the columns pass_rate/TASK and prompts/TASK."""
     series: tuple[tuple[str, str], ...] = ()
     """(column, value) pairs that a row must match; the value "*" makes one run of each value."""
+    score_range: tuple[float, float] | None = None
+    """(lowest, highest) value of the score, mapped to 0 and 1; None: (0, 1), or (0, 100) for percent."""
     hours_per_step: float | None = None
     """Hours per step: compute = steps x this constant, as in Khatri et al. (2025)."""
 
 
 def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[Curve]:
-    """Read every run in `path`: one for a run folder, one or more for a table.
+    """Read every run in `path`: one for a run folder, one or more for a file of another tool.
 
     Raises ValueError, one line, for invalid input.
     """
     path, options = Path(path), options or ColumnOptions()
-    if path.is_dir():
+    if options.hours_per_step is not None and not 0 < options.hours_per_step < math.inf:
+        raise ValueError(f"--hours-per-step: expected hours > 0, found {options.hours_per_step:g}")
+    if (path / "validation.jsonl").is_file():
         return [_read_run_folder(path, options)]
-    table = read_table(path)
-    if table.kind == "wandb" and options.score is None:
-        columns = [c for c in table.columns[1:] if not c.endswith(("__MIN", "__MAX"))]
-        return [_curve(table, replace(options, score=c), c.split(" - ")[0]) for c in columns]
-    return [_selected_curve(part, options, name) for name, part in _selections(table, options)]
+    curves: list[Curve] = []
+    failed: list[ValueError] = []
+    tables = read_tables(path)
+    for table in tables:
+        try:
+            curves += _curves_of(table, options)
+        except ValueError as error:
+            failed.append(error)
+    if not curves:
+        raise failed[0]
+    short = [curve.name for curve in curves if len(curve.compute) < FEW_ROWS]
+    long = [curve for curve in curves if len(curve.compute) >= FEW_ROWS] or curves
+    left_out = [*map(str, failed), *(f"{name} has fewer than {FEW_ROWS} points" for name in short)]
+    if left_out and long is not curves:
+        note = f"{len(left_out)} runs of {path.name} were left out: {left_out[0]}"
+        long[0] = replace(long[0], notes=(*long[0].notes, note))
+    return long
+
+
+def _curves_of(table: TableFile, options: ColumnOptions) -> list[Curve]:
+    parts = [(name, *_one_kind(part, options)) for name, part in _selections(table, options)]
+    return [_selected_curve(part, options, name, kind) for name, part, kind in parts]
 
 
 def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
     """The run of rows of validation.jsonl in memory. Raises ValueError for invalid rows."""
     numbered = tuple((number, dict(row)) for number, row in enumerate(rows, start=1))
-    columns = tuple(dict.fromkeys(column for _, row in numbered for column in row))
-    table = TableFile(path=Path("validation.jsonl"), kind="jsonl", sparse=True, rows=numbered, columns=columns)
+    names = tuple(dict.fromkeys(column for _, row in numbered for column in row))
+    table = TableFile(path=Path("validation.jsonl"), layout="run folder", rows=numbered, columns=names)
     return _curve(table, ColumnOptions(compute="compute"), name)
 
 
-def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
+def _selected_curve(table: TableFile, options: ColumnOptions, name: str, kind: str) -> Curve:
     """The run of these rows; one of several seeds of an arm where --series names the seed's column."""
-    curve = _curve(table, options, name)
-    columns = [column for column, _ in options.series]
-    if SEED_COLUMN not in columns or len(columns) < 2:
+    curve = _curve(table, options, name, kind)
+    named = [column for column, _ in options.series]
+    if SEED_COLUMN not in named or len(named) < 2:
         return curve
     row = table.rows[0][1]
     seed = str(row.get(SEED_COLUMN))
-    arm = "/".join(str(row.get(column)) for column in columns if column != SEED_COLUMN)
+    arm = "/".join(str(row.get(column)) for column in named if column != SEED_COLUMN)
     return replace(curve, name=f"{arm} seed {seed}", arm=arm, seed=int(seed) if seed.isdigit() else None)
 
 
 def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
-    file = path / "validation.jsonl"
-    if not file.exists():
-        raise ValueError(f"{path}: expected a run folder with validation.jsonl, found none")
-    table = read_table(file)
+    [table] = read_tables(path / "validation.jsonl")
     # a step validated again after a resume: its last row counts
     latest = {row.get("step", number): (number, row) for number, row in table.rows}
-    table = replace(table, rows=tuple(latest.values()))
-    curve = _curve(table, replace(options, compute=options.compute or "compute"), path.resolve().name)
+    table = replace(table, rows=tuple(latest.values()), layout="run folder")
+    compute = options.compute or ("compute" if options.hours_per_step is None else "step")
+    curve = _curve(table, replace(options, compute=compute), path.resolve().name)
     recipe = _recipe(path)
     seed = None if recipe is None else recipe.get("seed")
     return replace(curve, source=path, recipe=recipe, seed=seed if isinstance(seed, int) else None)
@@ -129,49 +175,123 @@ def _one_place(key: str, *values: object) -> bool:
     return key.endswith("path") and None not in values and len({os.path.abspath(str(v)) for v in values}) == 1
 
 
+def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
+    """Columns that the pass rate may be in, best first; of those that have numbers."""
+    if options.task and options.score:
+        raise ValueError(f"--task: expected no --score beside it, found --score {options.score}")
+    if options.task or options.score:
+        name = f"pass_rate/{options.task}" if options.task else str(options.score)
+        known = [_named(table, name, "--task" if options.task else "--score")]
+    elif not (known := columns.scores(table.columns)):
+        axes = [table.x] if table.x else columns.computes(table.columns)
+        rest = [column for column in table.columns if column and column not in axes]
+        known = rest if axes and len(rest) == 1 and columns.may_be_score(rest[0]) else []  # gsm8k alone over step
+    if not known:
+        others = [c for c in table.columns if len(table.columns) < 7 or c not in columns.computes(table.columns)]
+        names = columns.some_of(others, ("pass rate", "accuracy", "score", "reward", "success"))
+        raise refused(table.path, "a score column (name it with --score)", names, "row 1")
+    found = [column for column in known if any(_has_number(row, column) for _, row in table.rows)]
+    if not found:
+        raise refused(table.path, f"rows with {known[0]}", "none with a number")
+    return found
+
+
+def _one_kind(table: TableFile, options: ColumnOptions) -> tuple[TableFile, str]:
+    """The rows of one kind of record, a validation's if there is one, and what they are in words.
+
+    Kinds that follow one another, such as the phases of a run, are one. Raises ValueError for several that are equal.
+    """
+    said = []
+    for column in (c for c in table.columns if c.lower() in RECORD_COLUMNS and c not in dict(options.series)):
+        scores = _scores(table, options)
+        kinds: dict[str, list[tuple[int, Row]]] = {}
+        for number, row in table.rows:
+            if any(_has_number(row, score) for score in scores):
+                kinds.setdefault(str(row.get(column)), []).append((number, row))
+        ranked = sorted(kinds, key=_kind_rank)
+        if len(ranked) < 2:
+            continue
+        is_metric = columns.score_rank(ranked[0]) is not None
+        if not is_metric and not _overlap(table, list(kinds.values())):
+            continue
+        best = [kind for kind in ranked if _kind_rank(kind) == _kind_rank(ranked[0])]
+        if len(best) > 1 and not is_metric:
+            choices = f"{', '.join(best[:8])}; choose with --series {column}=VALUE"
+            raise refused(table.path, f"rows of one {column}", choices)
+        table = replace(table, rows=tuple(kinds[ranked[0]]))
+        said.append(f"rows with {column} = {ranked[0]}, not {', '.join(ranked[1:4])}")
+    return table, "; ".join(said)
+
+
+def _overlap(table: TableFile, kinds: Sequence[Sequence[tuple[int, Row]]]) -> bool:
+    """Whether two kinds of rows lie in one range of compute."""
+    x = next(iter(columns.computes(table.columns)), None)
+    at = [[v for n, row in rows if x and (v := _number(table, n, x, row)) is not None] for rows in kinds]
+    ends = sorted((min(values), max(values)) for values in at if values)
+    return not ends or any(before[1] > after[0] for before, after in zip(ends, ends[1:]))
+
+
+def _kind_rank(kind: str) -> tuple[int, ...]:
+    return columns.score_rank(kind) or (columns.stage(kind), len(columns.SCORES))
+
+
 def _selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, TableFile]]:
-    if not options.series:
-        return [(table.path.stem, table)]
-    groups: dict[tuple[str, ...], list[tuple[int, dict[str, Any]]]] = {}
-    for column, _ in options.series:
-        _column(table, column, (), "", "--series")
+    """(name, rows) of each run that --series chooses; without it of each run that the table tells apart."""
+    name = table.run or Path(table.path.name.removesuffix(".gz")).stem
+    series = options.series or tuple((column, "*") for column in _identity(table, FEW_ROWS))
+    if not series:
+        return [(name, table)]
+    groups: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
+    for column, _ in series:
+        _named(table, column, "--series")
     for number, row in table.rows:
-        if all(value in ("*", str(row.get(column))) for column, value in options.series):
-            groups.setdefault(tuple(str(row.get(column)) for column, _ in options.series), []).append((number, row))
+        if all(value in ("*", str(row.get(column))) for column, value in series):
+            groups.setdefault(tuple(str(row.get(column)) for column, _ in series), []).append((number, row))
     if not groups:
-        column, value = options.series[-1]
+        column, value = series[-1]
         values = sorted({str(row.get(column)) for _, row in table.rows})[:8]
-        raise ValueError(f"{table.path}: expected rows with {column} = {value}, found {column} in {values}")
-    starred = [n for n, (_, value) in enumerate(options.series) if value == "*"] or [len(options.series) - 1]
+        raise refused(table.path, f"rows with {column} = {value}", f"{column} in {values}")
+    if len(groups) > MANY_RUNS and not options.series:
+        how = f"{len(groups)}; choose with --series {series[0][0]}=VALUE, or * for all"
+        raise refused(table.path, f"at most {MANY_RUNS} runs", how)
+    starred = [n for n, (_, value) in enumerate(series) if value == "*"] or [len(series) - 1]
     return [("/".join(key[n] for n in starred), replace(table, rows=tuple(rows))) for key, rows in groups.items()]
+
+
+def _identity(table: TableFile, rows_each: int) -> list[str]:
+    """The columns that tell runs apart, with at least `rows_each` rows of each value on average."""
+    found = (c for c in table.columns if c.lower() in IDENTITY_COLUMNS)
+    return [c for c in found if 1 < len({str(row.get(c)) for _, row in table.rows}) <= len(table.rows) / rows_each]
 
 
 class _Point(NamedTuple):
     compute: float
     pass_rate: float
-    row: dict[str, Any]
+    row: Row
     number: int
 
 
-def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
-    compute_column, scale, unit = _compute_column(table, options)
-    if options.task and options.score:
-        raise ValueError(f"--task: expected no --score beside it, found --score {options.score}")
-    score = f"pass_rate/{options.task}" if options.task else options.score
-    score_column = _column(table, score, SCORE_COLUMNS, "a score", "--task" if options.task else "--score")
-    points: list[_Point] = []
-    starts: list[_Point] = []
-    notes = _identity_notes(table)
-    for point in _points(table, compute_column, scale, score_column):
-        at_start = point.compute == 0 or (table.kind == "jsonl" and point.row.get("step") == 0)
-        (starts if at_start else points).append(point)
-    if any(a.compute > b.compute for a, b in zip(points, points[1:])):
-        notes.append(f"{table.path.name}: rows were not sorted by {compute_column}; they were sorted")
-        points.sort(key=lambda p: p.compute)
-    points, duplicates = _without_duplicates(points)
-    notes += [f"{table.path.name}: {text}" for text in duplicates]
+def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") -> Curve:
+    score, *others = _scores(table, options)
+    compute, scale, unit = _compute(table, options, score)
+    found, said = _points(table, options, (compute, scale), score, others)
+    at_start = [point.compute == 0 or point.row.get("step") == 0 for point in found]
+    starts = [point for point, start in zip(found, at_start) if start]
+    points, notes = _ordered([point for point, start in zip(found, at_start) if not start], compute)
     if not points:
-        raise ValueError(f"{table.path}: expected rows with {compute_column} > 0, found none")
+        raise refused(table.path, f"rows with {compute} > 0", "none")
+    for column in _identity(table, 1):
+        different = f"{len({str(row.get(column)) for _, row in table.rows})} different {column}"
+        notes.append(f"rows of {different} were fitted as one run; choose with --series {column}=VALUE")
+    over = f"{compute} x {options.hours_per_step:g} h" if options.hours_per_step is not None else compute
+    ends = f"{short_number(points[0].compute)} to {short_number(points[-1].compute)}"
+    read = f"read {name}: {table.layout}, {len(points)} points of {score} over {over} ({ends} {unit_name(unit)})"
+    also = f"also there: {', '.join(others[:2])} (--score)" if others else ""
+    size = _column_values(table, starts[:1], "generations", SIZE)
+    within, at_first = (
+        None if options.task else _column_values(table, rows, "within_variance", VARIANCE, missing=math.nan)
+        for rows in (points, starts[:1])
+    )
     return Curve(
         name=name,
         source=table.path,
@@ -179,113 +299,152 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
         pass_rate=np.array([p.pass_rate for p in points]),
         initial=float(np.mean([p.pass_rate for p in starts])) if starts else None,
         prompts=_prompts(table, points, f"prompts/{options.task}" if options.task else "prompts"),
-        generations=_sizes(table, points, "generations"),
-        initial_generations=None if (first := _sizes(table, starts[:1], "generations")) is None else int(first[0]),
-        within_variance=None if options.task else _variances(table, points),
-        initial_within_variance=None if options.task else _variance(table, starts),
+        generations=_column_values(table, points, "generations", SIZE),
+        initial_generations=None if size is None else int(size[0]),
+        within_variance=within,
+        initial_within_variance=None if at_first is None else float(at_first[0]),
         truncated_share=_column_values(table, points, "truncated_share"),
         unit=unit,
-        notes=tuple(notes),
+        notes=tuple(f"{table.path.name}: {note}" for note in notes),
+        read="; ".join(text for text in (read + (", R_0" if starts else ""), *said, kind, also) if text),
     )
 
 
-def _points(table: TableFile, compute_column: str, scale: float, score_column: str) -> list[_Point]:
-    points = []
-    for number, row in table.rows:
-        if table.sparse and _blank(row.get(score_column)):
-            continue
-        c = _number(table, number, compute_column, row) * scale
-        y = _number(table, number, score_column, row)
-        where = f"{table.path}: row {number}"
-        if c < 0:
-            raise ValueError(f"{where}: {compute_column}: expected compute >= 0, found {c:g}")
-        if not 0.0 <= y <= 1.0:
-            raise ValueError(f"{where}: {score_column}: expected a pass rate in [0, 1], found {y:g}")
-        points.append(_Point(c, y, row, number))
-    if not points:
-        raise ValueError(f"{table.path}: expected rows with {score_column}, found none")
-    return points
-
-
-def _identity_notes(table: TableFile) -> list[str]:
-    notes = []
-    for column in table.columns:
-        values = {str(row.get(column)) for _, row in table.rows}
-        if column.lower() in IDENTITY_COLUMNS and len(values) > 1:
-            notes.append(
-                f"{table.path.name}: rows of {len(values)} different {column} were fitted as one run; "
-                f"choose with --series {column}=VALUE"
-            )
-    return notes
-
-
-def _compute_column(table: TableFile, options: ColumnOptions) -> tuple[str, float, str]:
+def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str, float, str]:
     """(column, factor, unit): a compute column with factor 1, a step column with the hours per step."""
-    if options.compute is None and table.kind in ("tensorboard", "wandb"):
-        column = "Step" if "Step" in table.columns else table.columns[0]
+    measured = [row for _, row in table.rows if _has_number(row, score)]
+    if options.compute is not None:
+        column = _named(table, options.compute, "--compute")
     else:
-        column = _column(table, options.compute, COMPUTE_COLUMNS + STEP_COLUMNS, "a compute", "--compute")
-    if column == "compute" and (units := [(n, row["unit"]) for n, row in table.rows if not _blank(row.get("unit"))]):
+        known = [table.x] if table.x else columns.computes(table.columns)
+        known = [c for c in known if any(_has_number(row, c) for row in measured)] or known
+        steps = [c for c in known if columns.unit_of(c) == "steps"]
+        usable = known if options.hours_per_step is None else steps or known
+        if not usable:
+            names = columns.some_of(table.columns, ("step", "epoch", "tokens", "hours"))
+            raise refused(table.path, "a compute column (name it with --compute)", names, "row 1")
+        alike = [c for c in usable if columns.unit_of(c) == columns.unit_of(usable[0])]
+        column = max(alike, key=lambda c: sum(_has_number(row, c) for row in measured))  # verl's step 0 lacks some
+    units = [(n, row["unit"]) for n, row in table.rows if not _blank(row.get("unit"))] if column == "compute" else []
+    if units:
         _same(table, "unit", units)
-        return column, 1.0, str(units[0][1])
-    if column.lower() not in STEP_COLUMNS:
-        return column, 1.0, column if column.lower() in COMPUTE_COLUMNS else "gpu_hours"
+    unit = str(units[0][1]) if units else columns.unit_of(column)
     if options.hours_per_step is None:
-        return column, 1.0, "steps"
+        return column, 1.0, unit
+    if unit != "steps":
+        found = f"{column} ({unit_name(unit)})"
+        raise ValueError(f"--hours-per-step: expected a column of steps to multiply, found {found}")
     return column, options.hours_per_step, "gpu_hours"
 
 
-def _column(table: TableFile, name: str | None, known: Sequence[str], kind: str, option: str) -> str:
-    """The column called `name`; for None the first of the known names."""
-    lowered = {column.lower(): column for column in table.columns}
-    found = name if name is not None else next((lowered[key] for key in known if key in lowered), None)
-    if found in table.columns:
-        return found
-    expected = f"{kind} column (name it with {option})" if name is None else f"column {name!r} ({option})"
-    raise ValueError(f"{table.path}: row 1: expected {expected}, found {', '.join(table.columns)}")
+def _points(
+    table: TableFile, options: ColumnOptions, axis: tuple[str, float], score: str, others: Sequence[str]
+) -> tuple[list[_Point], list[str]]:
+    """The points of the rows with both numbers, and what was skipped and converted. axis: compute column, factor."""
+    compute, scale = axis
+    found, skipped = [], Counter[str]()
+    for number, row in table.rows:
+        x, y = (_number(table, number, column, row) for column in (compute, score))
+        if x is None or y is None:
+            lacking = [row.get(column) for column, value in ((compute, x), (score, y)) if value is None]
+            skipped["without a number" if any(map(_blank, lacking)) else "NaN or infinite"] += 1
+            continue
+        if x < 0 or columns.is_time_of_day(compute, x):
+            expected = "compute >= 0" if x < 0 else "compute since the start"
+            what = f"{x:g}" if x < 0 else "a time of day; export steps or the relative time, or choose with --compute"
+            raise refused(table.path, expected, what, f"row {number}", compute)
+        found.append(_Point(x * scale, y, row, number))
+    if not found:
+        raise refused(table.path, f"rows with {score} and {compute}", "none")
+    said, (low, high) = [], options.score_range or (0.0, 100.0 if _is_percent(score, found) else 1.0)
+    if (low, high) != (0.0, 1.0):
+        said.append(f"{low:g} to {high:g} mapped to 0 to 1" if options.score_range else "percent, divided by 100")
+    found = [point._replace(pass_rate=_rounded((point.pass_rate - low) / (high - low))) for point in found]
+    wrong = next((point for point in found if not 0.0 <= point.pass_rate <= 1.0), None)
+    if wrong is not None:
+        hint = f"; other columns: {', '.join(others[:2])} (--score)" if others else ""
+        if columns.is_reward(score) and options.score_range is None:
+            hint += "; or map its range with --score-range=LO,HI"
+        what = f"{wrong.pass_rate:g}{hint}"
+        raise refused(table.path, "a pass rate in [0, 1]", what, f"row {wrong.number}", score)
+    if skipped:
+        said.append("skipped rows: " + ", ".join(f"{count} {why}" for why, count in skipped.items()))
+    return found, said
+
+
+def _rounded(pass_rate: float) -> float:
+    """0 or 1 for what exceeds them by no more than the rounding of a mean in single precision."""
+    nearest = min(max(pass_rate, 0.0), 1.0)
+    return nearest if abs(pass_rate - nearest) < 1e-5 else pass_rate
+
+
+def _is_percent(score: str, points: Sequence[_Point]) -> bool:
+    """Whether values in [0, 100] are percent: a sign says so, or most are above 1 and the name is no reward's."""
+    values = [point.pass_rate for point in points]
+    if not 0 <= min(values) <= max(values) <= 100:
+        return False
+    if any(str(point.row.get(score)).endswith("%") for point in points) or re.search(r"%|percent|pct", score.lower()):
+        return True
+    any_range = columns.is_reward(score) and (max(values) <= 10 or "reward" in score.lower())
+    return sum(value > 1 for value in values) > len(values) / 2 and not any_range
+
+
+def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str]]:
+    """The points in the order of their compute, one of each, and what was corrected.
+
+    Of a compute that a resumed run has again its last row counts. Where most have several rows one after another, all
+    are measurements.
+    """
+    went_back = any(a.compute > b.compute for a, b in zip(points, points[1:]))
+    latest = {point.compute: point for point in points}
+    repeated = {point.compute for point in points if latest[point.compute] is not point}
+    if not repeated or went_back or 2 * len(repeated) < len(latest):
+        again = f"{len(points) - len(latest)} rows have a {compute} that a later row has again; the last counts"
+        order = [f"rows were not sorted by {compute}; they were sorted"] if went_back else []
+        return sorted(latest.values(), key=lambda point: point.compute), [again] if repeated else order
+    different = {(point.compute, point.pass_rate): point for point in reversed(points)}
+    copies, again_measured = len(points) - len(different), len(different) - len(latest)
+    notes = [f"{copies} rows repeat another row's compute and pass rate; each was counted once"] if copies else []
+    if again_measured:
+        notes.append(f"{again_measured} points share their compute with another one; all were kept as measurements")
+    return list(different.values())[::-1], notes
+
+
+def _named(table: TableFile, name: str, option: str) -> str:
+    if name in table.columns:
+        return name
+    raise refused(table.path, f"column {name!r} ({option})", columns.some_of(table.columns, (name,)), "row 1")
 
 
 def _blank(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
-def _number(table: TableFile, number: int, column: str, row: dict[str, Any]) -> float:
+def _has_number(row: Row, column: str) -> bool:
     value = row.get(column)
+    if isinstance(value, int | float):
+        return -math.inf < value < math.inf
+    return isinstance(value, str) and value.strip().lstrip("+-").lower() not in MISSING
+
+
+def _number(table: TableFile, number: int, column: str, row: Row) -> float | None:
+    """The number in a cell; None for an empty one, NaN and inf. Raises ValueError for other text."""
+    value = row.get(column)
+    if value is None or (isinstance(value, str) and value.strip().lstrip("+-").lower() in MISSING):
+        return None
     try:
-        parsed = math.nan if isinstance(value, bool) or value is None else float(value)
-    except (TypeError, ValueError):
-        parsed = math.nan
-    if not math.isfinite(parsed):
-        raise ValueError(f"{table.path}: row {number}: {column}: expected a finite number, found {value!r}")
-    return parsed
-
-
-def _without_duplicates(points: list[_Point]) -> tuple[list[_Point], list[str]]:
-    first: dict[tuple[float, float], _Point] = {}
-    for point in points:
-        first.setdefault((point.compute, point.pass_rate), point)
-    kept, notes = list(first.values()), []
-    if copies := len(points) - len(kept):
-        notes.append(f"{copies} rows repeat another row's compute and pass rate; each was counted once")
-    if again := len(kept) - len({point.compute for point in kept}):
-        notes.append(f"{again} points share their compute with another one; both were kept as measurements")
-    return kept, notes
-
-
-def _sizes(table: TableFile, points: list[_Point], key: str) -> Array | None:
-    """[n] whole numbers >= 1 of a column; None where one is missing."""
-    found = _column_values(table, points, key)
-    for point, value in zip(points, () if found is None else found):
-        if value < 1 or value % 1 != 0:
-            raise ValueError(
-                f"{table.path}: row {point.number}: {key}: expected a whole number >= 1, found {value:g}"
-            )
-    return found
+        text = value.strip().removesuffix("%") if isinstance(value, str) else value
+        parsed = None if isinstance(value, bool) else float(text)
+    except (TypeError, ValueError, OverflowError):
+        parsed = None
+    if parsed is None:
+        raise refused(table.path, "a finite number", f"{value!r:.80}", f"row {number}", column)
+    return parsed if math.isfinite(parsed) else None
 
 
 def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
     """How many there are: one number, as pass rates over different prompts are different curves."""
-    found = _sizes(table, points, key)
+    found = _column_values(table, points, key, SIZE)
     if found is None:
         return None
     _same(table, key, [(point.number, f"{value:.0f}") for point, value in zip(points, found)])
@@ -297,29 +456,17 @@ def _same(table: TableFile, key: str, values: Sequence[tuple[int, object]]) -> N
     first, expected = values[0]
     for number, value in values:
         if value != expected:
-            what = f"{key}: expected {expected} as in row {first}, found {value}"
-            raise ValueError(f"{table.path}: row {number}: {what}")
+            raise refused(table.path, f"{expected} as in row {first}", value, f"row {number}", key)
 
 
-def _variances(table: TableFile, points: list[_Point]) -> Array | None:
-    """[n] within_variance, NaN where it was not measured; None if it never was."""
-    found = _column_values(table, points, "within_variance", missing=math.nan)
-    for point, value in zip(points, () if found is None else found):
-        if not (0.0 <= value <= HIGHEST_VARIANCE or math.isnan(value)):
-            where = f"{table.path}: row {point.number}: within_variance"
-            raise ValueError(f"{where}: expected a variance in [0, {HIGHEST_VARIANCE:g}], found {value:g}")
-    return found
-
-
-def _variance(table: TableFile, points: list[_Point]) -> float | None:
-    found = _variances(table, points[:1])
-    return None if found is None else float(found[0])
-
-
-def _column_values(table: TableFile, points: list[_Point], key: str, *, missing: float | None = None) -> Array | None:
-    """[n] numbers of a column; None where none, or without `missing` one, is there. Raises ValueError for a text."""
-    blank = [_blank(point.row.get(key)) for point in points]
-    if all(blank) or (missing is None and any(blank)):
+def _column_values(
+    table: TableFile, points: list[_Point], key: str, check: Check | None = None, *, missing: float | None = None
+) -> Array | None:
+    """[n] numbers of a column; None where none, or without `missing` one, is there. Raises ValueError for others."""
+    numbers = [_number(table, point.number, key, point.row) for point in points if key in table.columns]
+    if all(value is None for value in numbers) or (missing is None and None in numbers):
         return None
-    numbers = (missing if empty else _number(table, p.number, key, p.row) for p, empty in zip(points, blank))
-    return np.array(list(numbers), dtype=float)
+    for point, value in zip(points, numbers):
+        if check and value is not None and not check[1](value):
+            raise refused(table.path, check[0], f"{value:g}", f"row {point.number}", key)
+    return np.array([missing if value is None else value for value in numbers], dtype=float)

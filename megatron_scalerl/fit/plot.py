@@ -11,6 +11,7 @@ The other figures of a report: the efficiency transform of a comparison, and the
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,9 @@ import numpy as np
 from megatron_scalerl.fit.backtest import MARGIN, Backtest
 from megatron_scalerl.fit.compare import ComparedArm, Comparison
 from megatron_scalerl.fit.decide import Estimate
-from megatron_scalerl.fit.formatting import short_number, unit_label, unit_name
+from megatron_scalerl.fit.formatting import short_number, shortened, unit_label, unit_name
 from megatron_scalerl.fit.quantities import compute_to
-from megatron_scalerl.fit.result import LEVEL, FitResult
+from megatron_scalerl.fit.result import LEVEL, SOLID_AND_DASHED, FitResult
 from megatron_scalerl.fit.sigmoid import Array, efficiency_transform
 
 if TYPE_CHECKING:
@@ -67,28 +68,23 @@ def plot_forecast(
     plain_ticks(axes)
     axes.set_xlabel(unit_label(runs[0].unit))
     axes.set_ylabel("validation pass rate")
-    axes.set_title(title or _title(runs), loc="left")
-    _legend(figure, axes, alone=len(runs) == 1)
+    name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    _finish(figure, axes, title or f"{name}: forecast of the validation pass rate", note=SOLID_AND_DASHED)
     return save(figure, path)
 
 
-def _legend(figure: "Figure", axes: "Axes", *, alone: bool) -> None:
-    """One run: inside, lower right, where a saturating curve never is. Several: below the axes."""
-    if alone:
-        axes.legend(loc="lower right", frameon=False, fontsize=9)
-        return
+def _finish(figure: "Figure", axes: "Axes", title: str, *, note: str = "") -> None:
+    """Set a title that fits, and the legend below the axes, where no point can be, under a note."""
+    axes.set_title(textwrap.fill(shortened(title, 130), 66), loc="left", fontsize=11)
     handles, labels = axes.get_legend_handles_labels()
-    columns = 3 if max(map(len, labels)) < 32 else 2
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    columns = max(1, min(3, 105 // (max(map(len, labels)) + 7)))
+    style: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": 9, "title_fontsize": 8}
+    figure.legend(handles, labels, ncols=columns, title=textwrap.fill(note, 130), **style)
 
 
 def new_figure() -> tuple["Figure", "Axes"]:
     """(figure, axes) in this package's style."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(SIZE_INCHES, DOTS_PER_INCH)
     axes = figure.add_subplot()
     style(axes)
     return figure, axes
@@ -123,8 +119,8 @@ def draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points | None,
     forecast = run.predict(future)
     lo, mid, hi = (np.array([getattr(p, key) for p in forecast]) for key in ("lo", "pass_rate", "hi"))
     axes.fill_between(future, _smooth(lo), _smooth(hi), color=color, alpha=0.16, linewidth=0)
-    name = f"{run.name}: A = {run.asymptote:.3f}" if not alone else "forecast"
-    axes.plot(past, run.curve(past), color=color, linewidth=2.0, label="sigmoid" if alone else None)
+    name = f"{shortened(run.name, 50)}: A = {run.asymptote:.3f}" if not alone else "median forecast"
+    axes.plot(past, run.curve(past), color=color, linewidth=2.0, label="fitted sigmoid" if alone else None)
     axes.plot(future, mid, color=color, linewidth=2.0, linestyle=(0, (4, 1.5)), label=name if alone else None)
     if not alone:
         axes.plot([], [], marker, linestyle="-", color=color, linewidth=2.0, markersize=4.5, label=name)
@@ -184,12 +180,6 @@ def plain_ticks(axes: "Axes") -> None:
 
 def _furthest(run: FitResult, unseen: Points | None) -> float:
     return max([float(run.compute.max()), *([] if unseen is None else map(float, unseen[0]))])
-
-
-def _title(runs: Sequence[FitResult]) -> str:
-    if len(runs) > 1:
-        return f"{len(runs)} runs, forecast of the validation pass rate"
-    return f"{runs[0].name}: forecast of the validation pass rate"
 
 
 ROW_INCHES = 0.34
@@ -261,11 +251,11 @@ def plot_curves(path: str | Path, comparison: Comparison) -> Path:
     return save(figure, path)
 
 
-def _figure(size: tuple[float, float]) -> "Figure":
+def _figure(size: tuple[float, float], dots_per_inch: int = 150) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    figure = Figure(figsize=size, dpi=dots_per_inch, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -310,7 +300,7 @@ def plot_efficiency(path: str | Path, comparison: Comparison) -> Path:
         shown = np.isfinite(log_f)
         excluded = "" if shown.all() else f", {np.count_nonzero(~shown)} points above A"
         ends = np.array([run.compute.min(), run.compute.max()])
-        label = f"{run.name}: B = {run.exponent:.2f}{excluded}"
+        label = f"{shortened(run.name, 50)}: B = {run.exponent:.2f}{excluded}"
         axes.plot(ends, np.exp(run.exponent * np.log(ends)), color=color, linewidth=1.8)
         style: dict[str, Any] = {"color": color, "markersize": 4.5, "linestyle": "none", "label": label}
         axes.plot(run.compute[shown], np.exp(log_f[shown]), marker, **style)
@@ -319,8 +309,7 @@ def plot_efficiency(path: str | Path, comparison: Comparison) -> Path:
     plain_ticks(axes)
     axes.set_xlabel(unit_label(comparison.arms[0].fits[0].unit))
     axes.set_ylabel("F(R) = C$^B$")
-    axes.set_title(f"Efficiency at A = {comparison.fixed_asymptote:.3f}: the steeper, the better", loc="left")
-    axes.legend(loc="upper left", frameon=False, fontsize=9)
+    _finish(figure, axes, f"Efficiency at A = {comparison.fixed_asymptote:.3f}: the steeper, the better")
     return save(figure, path)
 
 
@@ -340,6 +329,5 @@ def plot_backtest(path: str | Path, test: Backtest, *, unit: str = "gpu_hours") 
     plain_ticks(axes)
     axes.set_xlabel(f"{unit_label(unit)}, fitted up to")
     axes.set_ylabel(f"forecast for {short_number(test.final_compute)}")
-    axes.set_title(f"{test.name}: how the forecast of the last point moved", loc="left")
-    axes.legend(loc="best", frameon=False, fontsize=9)
+    _finish(figure, axes, f"{test.name}: how the forecast of the last point moved")
     return save(figure, path)

@@ -13,6 +13,11 @@ from megatron_scalerl.fit.sigmoid import PARAMETERS, Array, sigmoid
 
 LEVEL = 0.90
 """Nominal coverage of every interval of this package."""
+SOLID_AND_DASHED = (
+    "Dashed (forecast) differs from solid (fit): it starts at the run's present level and is the median of all "
+    "curves that fit."
+)
+"""Why the two lines of a figure differ."""
 TAIL = (1.0 - LEVEL) / 2.0
 """Probability on either side of an interval."""
 
@@ -155,3 +160,8 @@ class ForecastEvaluation:
     def covered(self) -> Array:
         """[n] 1.0 where the measured point lies inside its 90 % interval, else 0.0."""
         return np.array([float(p.lo <= y <= p.hi) for p, y in zip(self.predictions, self.measured)])
+
+    def summary(self) -> str:
+        """Error and coverage in one line."""
+        inside = f"{self.covered.sum():.0f} of {len(self.covered)} measurements inside their interval"
+        return f"mean absolute error {abs(self.errors).mean():.4f}; {inside}"

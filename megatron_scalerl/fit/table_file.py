@@ -1,8 +1,9 @@
-"""Read the table formats that runs are exported in: CSV, TSV, JSONL, a JSON list.
+"""Read the files that runs are kept in, whatever the tool, into tables with named columns.
 
-Rows keep the number that a spreadsheet shows (the header is row 1), so that an error can name it. TensorBoard's CSV
-(`Wall time,Step,Value`) and JSON (`[[wall time, step, value], ...]`), and the CSV of a W&B chart (`Step`, then
-`RUN - METRIC` with its `__MIN` and `__MAX`) are recognized by their columns.
+`read_tables` knows the layouts by what is in the file, not by its suffix: CSV (also with tabs or semicolons), the
+CSV of a W&B chart, JSON, JSON lines, trainer_state.json, TensorBoard's event files and exports, Parquet, and console
+logs. Each may be compressed with gzip. Rows keep the number that a spreadsheet shows (the header is row 1), so that
+an error can name it.
 
 JSONL is read here and not by `checkpoints.jsonl`: the forecast depends neither on msgspec nor on other packages of
 the project, and the exports of other tools may contain a byte-order mark and blank lines.
@@ -10,75 +11,140 @@ the project, and the exports of other tools may contain a byte-order mark and bl
 
 from __future__ import annotations
 
+import ast
 import csv
+import gzip
+import io
 import json
-from dataclasses import dataclass
+import re
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-TENSORBOARD = ("wall time", "step", "value")
+from megatron_scalerl.fit.columns import stage
+
+FOLDER = ("trainer_state.json", "checkpoint-*/trainer_state.json", "metrics.jsonl")
+"""Files that are looked for in a folder, in this order; of several the one with the highest number is read."""
+WRAPPERS = ("data", "metrics", "logs", "log", "values", "scalars")
+"""Keys of objects that are no part of a metric's name: verl's file logger writes {"step": 1, "data": {...}}."""
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_STEP_LINE = re.compile(r"\bstep:\s*(\d+) - (.+:.+)")
+"""verl: `(TaskRunner pid=7) step:5 - critic/score/mean:0.1 - actor/lr:1e-06`."""
+_NUMPY = re.compile(r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor)\d*\(([^()]*)\)")
+_DICT_LINE = re.compile(r"(?:\b(?:step|rollout|iteration|eval) (\d+): )?(\{'[^{}]*\})")
+"""transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`; slime: `rollout 5: {'rollout/raw_reward': 0.1}`."""
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableFile:
-    """Rows of one file; values are text (CSV) or JSON values."""
+    """Rows of one run or of several; values are text (CSV) or JSON values."""
 
     path: Path
     """The file."""
+    layout: str
+    """What it is, in words."""
     columns: tuple[str, ...]
     """Names of the columns, in the file's order."""
-    rows: tuple[tuple[int, dict[str, Any]], ...]
-    """(row number in the file, column -> value) of every row that is not blank."""
-    sparse: bool
-    """Whether a row may lack a column (JSONL, W&B). It is then skipped instead of refused."""
-    kind: str
-    """"csv", "jsonl", "tensorboard" or "wandb"."""
+    rows: tuple[tuple[int, Row], ...]
+    """(row number in the file, column -> value) of every row that is not blank. A row may lack a column."""
+    run: str | None = None
+    """Name of the run, where the layout has it."""
+    x: str | None = None
+    """The column that the layout draws the others over."""
 
 
-def read_table(path: Path) -> TableFile:
-    """Read `path`, the format by suffix and columns. Raises ValueError, one line, if it is not a table."""
+def refused(path: Path, expected: str, found: object, *where: str) -> ValueError:
+    """The error of one line that names the file and the place in it."""
+    return ValueError(": ".join([str(path), *where, f"expected {expected}, found {found}"]))
+
+
+def read_tables(path: Path) -> list[TableFile]:
+    """The tables of a file or folder: one, or one of each run. Raises ValueError, one line, if there is none."""
     if not path.exists():
-        raise ValueError(f"{path}: expected a run folder or a CSV, JSONL or JSON file, found nothing there")
+        raise refused(path, "a run folder or a CSV, JSONL or JSON file", "nothing there")
+    for name in FOLDER if path.is_dir() else ():
+        if inside := sorted(path.glob(name), key=lambda p: [int(n) for n in re.findall(r"\d+", p.parent.name)]):
+            return [replace(table, run=path.resolve().name) for table in read_tables(inside[-1])]
+    if path.is_dir() or "tfevents" in path.name:
+        return _from_tensorboard(path)
+    data = path.read_bytes()
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise refused(path, "a gzip file", f"a damaged one ({error})") from None
+    if data[:4] == b"PAR1":
+        from pyarrow import BufferReader, parquet
+
+        return [_table(path, "Parquet", parquet.read_table(BufferReader(data)).to_pylist())]
+    try:
+        text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected text in UTF-8, found byte {error.object[error.start]:#04x}") from None
+        raise refused(path, "text in UTF-8", f"byte {error.object[error.start]:#04x}") from None
     if not text.strip():
-        raise ValueError(f"{path}: expected a header and rows, found an empty file")
-    if path.suffix in (".jsonl", ".ndjson"):
-        return _from_jsonl(path, text)
-    if path.suffix == ".json":
-        return _from_json(path, text)
-    return _from_csv(path, text)
+        raise refused(path, "a header and rows", "an empty file")
+    suffix, start = Path(path.name.removesuffix(".gz")).suffix.lower(), text.lstrip()[0]
+    by_line = suffix in (".jsonl", ".ndjson")
+    if suffix not in (".json", ".csv", ".tsv") and not by_line and (logged := _from_console(path, text)):
+        return [logged]
+    if suffix in (".log", ".out", ".err"):
+        raise refused(path, "lines like step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}", "none")
+    if start == "[" or suffix == ".json" or (start == "{" and not by_line):
+        return [_from_json(path, text)]
+    return [_from_jsonl(path, text)] if by_line else _from_csv(path, text)
 
 
-def _from_csv(path: Path, text: str) -> TableFile:
-    first = text.splitlines()[0]
-    delimiter = max(",\t;", key=first.count)
-    lines = csv.reader(text.splitlines(), delimiter=delimiter)
-    header = tuple(name.strip() for name in next(lines))
+def _table(path: Path, layout: str, rows: Iterable[Row], numbers: Iterable[int] | None = None) -> TableFile:
+    numbered = tuple(zip(numbers or count(1), map(_flat, rows)))
+    columns = tuple(dict.fromkeys(name for _, row in numbered for name in row))
+    return TableFile(path=path, layout=layout, columns=columns, rows=numbered)
+
+
+def _from_csv(path: Path, text: str) -> list[TableFile]:
+    text = re.sub(r"(?m)^#.*$", "", text)
+    first = text.lstrip().partition("\n")[0]
+    delimiter = max(",\t; ", key=lambda mark: (mark != " " and mark in first, first.count(mark)))
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=delimiter == " ")
+    try:
+        header = tuple(name.strip() for name in next(filter(any, lines), [""]))
+        rows = [(lines.line_num, [cell.strip() for cell in cells]) for cells in lines if any(cells)]
+    except csv.Error as error:
+        raise refused(path, "cells of a table", error, f"row {lines.line_num}") from None
+    twice = [name for name in header if name and header.count(name) > 1]
     if len(header) < 2:
-        raise ValueError(f"{path}: row 1: expected at least two columns, found one ({header[0]!r})")
-    rows = []
-    for number, cells in enumerate(lines, start=2):
-        if not any(cell.strip() for cell in cells):
-            continue
+        raise refused(path, "at least two columns", f"one ({header[0][:80]!r})", "row 1")
+    if all(re.fullmatch(r"[-+.\d]+", name) for name in header):
+        raise refused(path, "names of columns", f"the numbers {', '.join(header)}", "row 1")
+    if twice:
+        raise refused(path, "each column once", f"{twice[0]!r} {len(twice)} times", "row 1")
+    for number, cells in rows:
         if len(cells) != len(header):
-            where = f"{path}: row {number}"
-            raise ValueError(f"{where}: expected {len(header)} cells as in the header, found {len(cells)}")
-        rows.append((number, {name: cell.strip() for name, cell in zip(header, cells)}))
+            raise refused(path, f"{len(header)} cells as in the header", len(cells), f"row {number}")
     if not rows:
-        raise ValueError(f"{path}: expected rows below the header, found none")
-    kind = _csv_kind(header)
-    return TableFile(path=path, columns=header, rows=tuple(rows), sparse=kind == "wandb", kind=kind)
+        raise refused(path, "rows below the header", "none")
+    if delimiter != "," and not any(re.fullmatch(r"-?\d+\.\d+%?", cell) for _, cells in rows for cell in cells):
+        rows = [(n, [re.sub(r"^(-?\d*),(\d+%?)$", r"\1.\2", cell) for cell in cells]) for n, cells in rows]
+    table = _table(path, "table", (dict(zip(header, cells)) for _, cells in rows), [number for number, _ in rows])
+    return _chart_runs(table) if all(" - " in name for name in header[1:]) else [table]
 
 
-def _csv_kind(header: tuple[str, ...]) -> str:
-    lowered = tuple(name.lower() for name in header)
-    if lowered == TENSORBOARD:
-        return "tensorboard"
-    charted = [name for name in header[1:] if " - " in name]
-    return "wandb" if charted and len(charted) == len(header) - 1 else "csv"
+def _chart_runs(table: TableFile) -> list[TableFile]:
+    """A table of each run of a W&B chart: x, then `RUN - METRIC` with its __MIN and __MAX; runs may contain " - "."""
+    x, runs = table.columns[0], dict[str, dict[str, str]]()
+    for column in table.columns[1:]:
+        run, _, metric = column.rpartition(" - ")
+        if not metric.endswith(("__MIN", "__MAX")):
+            runs.setdefault(run, {})[metric] = column
+    numbers = [number for number, _ in table.rows]
+    out = []
+    for run, named in runs.items():
+        rows = ({x: row[x], **{metric: row[column] for metric, column in named.items()}} for _, row in table.rows)
+        out.append(replace(_table(table.path, "W&B chart", rows, numbers), run=run, x=x))
+    return out
 
 
 def _problem(error: ValueError | RecursionError) -> str:
@@ -87,37 +153,110 @@ def _problem(error: ValueError | RecursionError) -> str:
 
 
 def _from_jsonl(path: Path, text: str) -> TableFile:
-    rows: list[tuple[int, dict[str, Any]]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
+    rows: dict[int, Row] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
         try:
-            row = json.loads(line)
+            row = json.loads(line) if line.strip() else {}
         except (ValueError, RecursionError) as error:
             if rows and text.endswith(line):  # without its newline: being written, or truncated by a crash
                 break
-            raise ValueError(f"{path}: row {number}: expected one JSON object, found {_problem(error)}") from None
+            raise refused(path, "one JSON object", _problem(error), f"row {number}") from None
         if not isinstance(row, dict):
-            raise ValueError(f"{path}: row {number}: expected one JSON object, found {type(row).__name__}")
-        rows.append((number, row))
-    columns = tuple(dict.fromkeys(name for _, row in rows for name in row))
-    return TableFile(path=path, columns=columns, rows=tuple(rows), sparse=True, kind="jsonl")
+            raise refused(path, "one JSON object", type(row).__name__, f"row {number}")
+        rows |= {number: row} if row else {}
+    return _table(path, "JSON lines", rows.values(), rows)
 
 
 def _from_json(path: Path, text: str) -> TableFile:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        row = f"row {error.lineno}: " if isinstance(error, json.JSONDecodeError) else ""
-        raise ValueError(f"{path}: {row}expected JSON, found {_problem(error)}") from None
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{path}: expected a JSON list of rows, found {type(value).__name__}")
-    if all(isinstance(row, list) and len(row) == 3 for row in value):
-        columns = ("Wall time", "Step", "Value")
-        rows = [(n, dict(zip(columns, row))) for n, row in enumerate(value, start=1)]
-        return TableFile(path=path, columns=columns, rows=tuple(rows), sparse=False, kind="tensorboard")
-    for number, row in enumerate(value, start=1):
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data" and text.lstrip()[0] == "{":
+            return _from_jsonl(path, text)
+        row = (f"row {error.lineno}",) if isinstance(error, json.JSONDecodeError) else ()
+        raise refused(path, "JSON", _problem(error), *row) from None
+    layout, rows = ("JSON", value) if isinstance(value, list) else _rows_of_object(value)
+    if not rows:
+        keys = f" with {', '.join(list(value)[:8])}" if isinstance(value, dict) and value else ""
+        raise refused(path, "a JSON list of rows", type(value).__name__ + keys)
+    if all(isinstance(row, list) and len(row) == 3 for row in rows):
+        return _table(path, "TensorBoard's JSON", (dict(zip(("Wall time", "Step", "Value"), row)) for row in rows))
+    for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise ValueError(f"{path}: row {number}: expected an object, found {type(row).__name__}")
-    columns = tuple(dict.fromkeys(name for row in value for name in row))
-    return TableFile(path=path, columns=columns, rows=tuple(enumerate(value, start=1)), sparse=True, kind="jsonl")
+            raise refused(path, "an object", type(row).__name__, f"row {number}")
+    return _table(path, layout, rows)
+
+
+def _rows_of_object(value: Any) -> tuple[str, list[Any]]:
+    """(layout, rows) of a list of rows in an object (trainer_state.json: log_history), of several, or of columns."""
+    held = {k: v for k, v in value.items() if v and isinstance(v, list | dict)} if isinstance(value, dict) else {}
+    lists = {k: v for k, v in held.items() if isinstance(v, list) and all(isinstance(row, dict) for row in v)}
+    if "log_history" in lists:
+        return "trainer_state.json", lists["log_history"]
+    if lists:
+        column = "kind" if any(stage(key) != 1 for key in lists) else "run"
+        named = [({column: key} if len(lists) > 1 else {}) | row for key, rows in lists.items() for row in rows]
+        return f"JSON, {', '.join(lists)}", named
+    columns = {key: list(cells.values()) if isinstance(cells, dict) else cells for key, cells in held.items()}
+    same = len({len(cells) for cells in columns.values()}) == 1
+    return "JSON columns", [dict(zip(columns, cells)) for cells in zip(*columns.values())] if same else []
+
+
+def _flat(row: Row) -> Row:
+    """The row with the keys of its objects joined by "/"."""
+    if not any(isinstance(value, dict) for value in row.values()):
+        return row
+    out: Row = {}
+    for key, value in row.items():
+        inner = _flat(value) if isinstance(value, dict) else {"": value}
+        out |= {
+            "/".join(part for part in (key * (key not in WRAPPERS), name) if part): v for name, v in inner.items()
+        }
+    return out
+
+
+def _from_console(path: Path, text: str) -> TableFile | None:
+    """The metrics of verl's and transformers' lines in a console's output; None if there are none."""
+    rows: dict[int, Row] = {}
+    for number, line in enumerate(_NUMPY.sub(r"\1", _ANSI.sub("", text)).split("\n"), start=1):
+        if found := _STEP_LINE.search(line):
+            pairs = (item.strip().rpartition(":") for item in found[2].split(" - "))
+            rows[number] = {"step": found[1], **{key: (value.split() or [""])[0] for key, _, value in pairs if key}}
+        elif found := _DICT_LINE.search(line):
+            try:
+                row = ast.literal_eval(re.sub(r"\b(?:nan|inf)\b", "None", found[2]))
+            except (ValueError, SyntaxError, MemoryError):
+                continue
+            rows[number] = ({"step": found[1]} if found[1] else {}) | row
+    return _table(path, "console log", rows.values(), rows) if rows else None
+
+
+def _from_tensorboard(path: Path) -> list[TableFile]:
+    """A table of each folder with event files."""
+    files = sorted(path.rglob("*tfevents*")) if path.is_dir() else [path]
+    if not files:
+        known = ", ".join((*FOLDER, "event files"))
+        raise refused(path, f"a run folder with validation.jsonl, or {known}", "none")
+    try:
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.util.tensor_util import make_ndarray
+    except ModuleNotFoundError:
+        raise refused(path, "the package tensorboard for event files", "none: pip install tensorboard") from None
+    folders: dict[Path, list[Row]] = {}
+    latest: dict[tuple[Path, int], Row] = {}
+    for file in files:
+        rows = folders.setdefault(file.parent, [])
+        for event in map(Event.FromString, RawEventFileLoader(str(file)).Load()):
+            for value in event.summary.value:
+                kind = value.WhichOneof("value")
+                number = value.simple_value if kind == "simple_value" else None
+                if kind == "tensor" and (array := make_ndarray(value.tensor)).size == 1 and array.dtype.kind in "fi":
+                    number = float(array.reshape(()))
+                row = latest.get((file.parent, event.step), {value.tag: None})
+                if value.tag in row:  # a step logged again after a resume is a row of its own
+                    row = latest[file.parent, event.step] = {"step": event.step}
+                    rows.append(row)
+                row[value.tag] = number
+    named = {f: str(f.relative_to(path)) if path.is_dir() and f != path else f.resolve().name for f in folders}
+    return [replace(_table(path, "event files", rows), run=named[folder]) for folder, rows in folders.items()]

@@ -72,6 +72,8 @@ class RunReport:
     """The forecast."""
     decision: Decision
     """The verdict."""
+    evaluation: ForecastEvaluation | None = None
+    """The forecast of the points after the window; None if there are none."""
     backtest: Backtest | None = None
     """HTML only."""
     backtest_figure: Path | None = None
@@ -206,8 +208,12 @@ def backtest_table(test: Backtest) -> Table:
 
 
 def estimated_compute(estimate: Estimate) -> WithInterval:
-    """A compute with its interval; "never" where it is infinite."""
-    return _with_interval(estimate.value, (estimate.lo, estimate.hi), short_number)
+    """A compute with its interval; "never" where it is infinite, "start" where R_0 is as high."""
+
+    def text(compute: float) -> str:
+        return "start" if compute == 0 else short_number(compute)
+
+    return _with_interval(estimate.value, (estimate.lo, estimate.hi), text)
 
 
 def _with_interval(value: float, interval: tuple[float, float], style: Callable[[float], str]) -> WithInterval:

@@ -62,7 +62,7 @@ class Engines:
         """
         engine = recipe.engine
         self.members = Membership(
-            engine.count, minimum=engine.min_engines, devices=engine.devices_per_engine, record=record
+            engine.count, minimum=engine.min_engines, devices=engine.charged_devices, record=record
         )
         self._recipe, self._placement, self._hosts, self._secret = recipe, placement, hosts, secret
         self._logs = attempt.folder / "logs"

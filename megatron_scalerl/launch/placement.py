@@ -1,7 +1,8 @@
 """Which rank and which engine runs on which host, and on which of its devices.
 
 The trainer's ranks fill one host after the other, from each host's first device on; the engines follow, in a
-heterogeneous job on the hosts of their component, and none spans two hosts.
+heterogeneous job on the hosts of their component, and none spans two hosts. With engine.colocate they are on the
+trainer's devices.
 
 The processes of a run as the controller uses them, independent of the launcher that started them.
 """
@@ -55,15 +56,17 @@ class Placement:
         transport = resolve_transport(recipe.weights.transport)
         if transport == "shm" and len(hosts.hosts) > 1:
             raise ValueError(f"weights.transport: shm: expected one host, found {len(hosts.hosts)}")
+        if recipe.engine.colocate and len(hosts.hosts) > 1:
+            raise ValueError(f"engine.colocate: expected one host, found {len(hosts.hosts)}")
         store = recipe.weights.store
         if len(hosts.hosts) > 1 and Path(store).is_relative_to("/dev/shm"):
             raise ValueError(f"weights.store: expected a folder that {len(hosts.hosts)} hosts share, found {store}")
         gpus = transport == "nccl"
-        slots = hosts.slots or (len(visible_gpus()) if gpus else _needed(recipe))
+        slots = hosts.slots or (len(visible_gpus()) if gpus else recipe.devices)
         if gpus and any(host.here for host in hosts.hosts) and slots > (visible := len(visible_gpus())):
             raise ValueError(f"--slots: expected at most {visible}, the GPUs visible on this host, found {slots}")
         trainer = _ranks(recipe.trainer.world_size, hosts, slots)
-        engines = _engines(recipe, hosts, trainer, slots, gpus=gpus)
+        engines = _engines(recipe, hosts, () if recipe.engine.colocate else trainer, slots, gpus=gpus)
         placed = sum(ranks.count for ranks in trainer)
         if placed < recipe.trainer.world_size or len(engines) < recipe.engine.count:
             raise ValueError(_too_few(recipe, hosts, slots, gpus=gpus))
@@ -139,19 +142,13 @@ def _engines(
     return placed
 
 
-def _needed(recipe: Recipe) -> int:
-    return recipe.trainer.world_size + recipe.engine.count * recipe.engine.devices_per_engine
-
-
 def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool) -> str:
     fleet = (
         f"{recipe.trainer.world_size} trainer ranks and {recipe.engine.count} engines of "
         f"{recipe.engine.devices_per_engine}"
     )
     if hosts.slots is None:
-        return (
-            f"engine.count: expected at least {_needed(recipe)} visible GPUs for trainer and engines, found {slots}"
-        )
+        return f"engine.count: expected at least {recipe.devices} visible GPUs for trainer and engines, found {slots}"
     what = "GPUs" if gpus else "devices"
     if hosts.engine_slots is not None:
         return (
@@ -173,18 +170,18 @@ class Devices:
 
     unit: ComputeUnit
     """gpu_hours if the devices are GPUs, device_hours if they are processes on CPUs."""
-    trainer: int
-    """Devices of the trainer."""
-    engine: int
-    """Devices of all engines together."""
+    trainer: float
+    """Devices of the trainer; of those that it shares with engines, the half."""
+    engine: float
+    """Devices of all engines together, likewise."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Devices:
         """The devices that a recipe requires on this machine."""
         return cls(
             unit="gpu_hours" if resolve_transport(recipe.weights.transport) == "nccl" else "device_hours",
-            trainer=recipe.trainer.world_size,
-            engine=recipe.engine.count * recipe.engine.devices_per_engine,
+            trainer=recipe.trainer.world_size / (2 if recipe.engine.colocate else 1),
+            engine=recipe.engine.count * recipe.engine.charged_devices,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.models import deepseek, llama, llama4, mistral, qwen2, qwen3, qwen3_moe
+from megatron_scalerl.models import deepseek, llama, llama4, mistral, olmo2, qwen2, qwen3, qwen3_moe
 from megatron_scalerl.models.family import Family
 
 FAMILIES: dict[str, Callable[..., Family]] = {
@@ -15,6 +15,7 @@ FAMILIES: dict[str, Callable[..., Family]] = {
     "llama4": llama4.family,
     "llama4_text": llama4.family,
     "mistral": mistral.family,
+    "olmo2": olmo2.family,
     "qwen2": qwen2.family,
     "qwen3": qwen3.family,
     "qwen3_moe": qwen3_moe.family,
@@ -33,7 +34,7 @@ MISSING = {
     "granite": "multipliers of embeddings, attention, residuals and logits",
     "mistral3": "a vision tower around the text model",
     "mixtral": "its names of experts, sliding windows",
-    "olmo2": "norms after attention and MLP, query and key norms over all heads, a model class of vLLM's own",
+    "olmo3": "sliding windows",
     "phi3": "fused projections, partial rotary embeddings, sliding windows",
     "qwen2_moe": "a gate on the shared expert",
     "qwen3_next": "linear attention, a gate on the shared expert",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_scalerl.models import rules
-from megatron_scalerl.models.family import Family, LayerStyle, Rule, require
+from megatron_scalerl.models.family import Family, LayerStyle, QkNorm, Rule, require
 from megatron_scalerl.models.rope import rotary
 from megatron_scalerl.models.rules import At
 
@@ -80,12 +80,12 @@ def build_family(
     )
 
 
-def dense_rules(config: Any, *, qk_norm: bool = False, qkv_bias: bool = False) -> tuple[Rule, ...]:
-    """The weight map of a model with a gated MLP in every layer."""
+def dense_rules(config: Any, **attention: Any) -> tuple[Rule, ...]:
+    """The weight map of a model with a gated MLP in every layer; `attention`: of `attention_rules`."""
     first, last = outer_rules(config, "model.", "lm_head.weight")
     found = list(first)
     for layer in range(config.num_hidden_layers):
-        found += attention_rules(config, layer, "model.", qk_norm=qk_norm, qkv_bias=qkv_bias)
+        found += attention_rules(config, layer, "model.", **attention)
         hf, megatron = f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
         found += mlp_rules(hf, megatron, ffn=config.intermediate_size, hidden=config.hidden_size, at=At(layer=layer))
     return (*found, *last)
@@ -104,9 +104,9 @@ def outer_rules(config: Any, prefix: str, head: str) -> tuple[tuple[Rule, ...], 
 
 
 def attention_rules(
-    config: Any, layer: int, prefix: str, *, qk_norm: bool = False, qkv_bias: bool = False
+    config: Any, layer: int, prefix: str, *, qk_norm: QkNorm = "none", qkv_bias: bool = False, post_norm: bool = False
 ) -> list[Rule]:
-    """Norms and attention projections of one layer; `qk_norm`: queries and keys have norms with weights.
+    """Norms and attention projections of one layer; `qk_norm` and `post_norm` as in `LayerStyle`.
 
     With `attention_bias` in the config all projections have biases, with `qkv_bias` all but the output's.
     """
@@ -115,13 +115,17 @@ def attention_rules(
     hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, head_size(config)
     qkv = dict(heads=heads, groups=key_value_heads(config), head_dim=head_dim, at=at)
     what = "config.json: num_attention_heads"
+    norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    if post_norm:
+        norms = {"self_attention.linear_proj.norm": "post_attention_layernorm"}
+        norms |= {"mlp.linear_fc2.norm": "post_feedforward_layernorm"}
     found = [
-        rules.replicated(f"{megatron}input_layernorm.weight", f"{hf}input_layernorm.weight", (hidden,), at),
+        *(
+            rules.replicated(f"{megatron}{ours}.weight", f"{hf}{theirs}.weight", (hidden,), at)
+            for ours, theirs in norms.items()
+        ),
         rules.query_key_value(f"{ours}linear_qkv.weight", _projections(attention, "weight"), hidden=hidden, **qkv),
         rules.row(f"{ours}linear_proj.weight", f"{attention}o_proj.weight", hidden, heads * head_dim, at, what=what),
-        rules.replicated(
-            f"{megatron}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", (hidden,), at
-        ),
     ]
     output_bias = bool(getattr(config, "attention_bias", False))
     if qkv_bias or output_bias:
@@ -130,10 +134,11 @@ def attention_rules(
         )
     if output_bias:
         found.append(rules.replicated(f"{ours}linear_proj.bias", f"{attention}o_proj.bias", (hidden,), at))
-    if qk_norm:
-        for kind in "qk":
+    if qk_norm in ("weighted", "all_heads"):
+        for kind, count in (("q", config.num_attention_heads), ("k", key_value_heads(config))):
+            width = head_dim * (count if qk_norm == "all_heads" else 1)
             found.append(
-                rules.replicated(f"{ours}{kind}_layernorm.weight", f"{attention}{kind}_norm.weight", (head_dim,), at)
+                rules.replicated(f"{ours}{kind}_layernorm.weight", f"{attention}{kind}_norm.weight", (width,), at)
             )
     return found
 

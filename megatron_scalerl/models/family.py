@@ -15,6 +15,9 @@ from typing import Any, Literal
 import torch
 
 Index = int | slice
+QkNorm = Literal["none", "weightless", "weighted", "all_heads"]
+"""RMS norm of queries and keys before RoPE: of each head, Llama 4's without weights and Qwen3's with, or one of all
+heads together, with a weight for each of their elements (OLMo 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +68,9 @@ class LayerStyle:
 
     moe: bool = False
     rope: bool = True
-    qk_norm: Literal["none", "weightless", "weighted"] = "none"
-    """RMS norm of queries and keys per head, before RoPE: Llama 4's without weights, Qwen3's with."""
+    qk_norm: QkNorm = "none"
+    post_norm: bool = False
+    """RMS norms of the results of attention and MLP, not of their inputs."""
     chunked: bool = False
     """Attention inside chunks of `Family.attention_chunk_size` tokens."""
 

@@ -15,6 +15,6 @@ def family(config: Any) -> Family:
         config,
         name="qwen3",
         layers=(LayerStyle(qk_norm="weighted"),) * config.num_hidden_layers,
-        rules=dense_rules(config, qk_norm=True),
+        rules=dense_rules(config, qk_norm="weighted"),
         transformer=dict(qk_layernorm=True),
     )

@@ -60,7 +60,7 @@ def _rules(config: Any, sparse: tuple[bool, ...], *, fused: bool) -> tuple[Rule,
     first, last = outer_rules(config, "model.", "lm_head.weight")
     found = list(first)
     for layer, moe in enumerate(sparse):
-        found += attention_rules(config, layer, "model.", qk_norm=True)
+        found += attention_rules(config, layer, "model.", qk_norm="weighted")
         hf, megatron, at = f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp.", At(layer=layer)
         if not moe:
             found += mlp_rules(hf, megatron, ffn=config.intermediate_size, hidden=config.hidden_size, at=at)

@@ -1,4 +1,4 @@
-"""The rows that were appended to a JSONL file since it was last read, and the newest row of one."""
+"""The lines that were appended to a JSONL file since it was last read, the newest row of one, and a line as a row."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from megatron_scalerl.checkpoints.atomic_io import naming
+from megatron_scalerl.fit.outlook import checked_row
 
 MOST_BYTES = 1 << 28
 """Read at a time."""
@@ -79,9 +80,20 @@ def _end_of(path: Path, *, at_end: bool) -> bytes:
 
 
 def _object(path: Path, where: str, line: bytes) -> dict[str, Any] | None:
-    if not line:
-        return None
+    try:
+        return json_row(line) if line else None
+    except ValueError as error:
+        raise ValueError(f"{path}: {where}: {error}") from None
+
+
+def json_row(line: bytes, what: str = "a JSON object") -> dict[str, Any]:
+    """The object in a line. Raises ValueError, without the place, for another line. what: was expected."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: {where}: expected a JSON object, found {error}") from None
+        raise ValueError(f"expected {what}, found {error}") from None
+
+
+def validation_row(line: bytes) -> dict[str, Any]:
+    """A row of validation.jsonl as `checked_row` gives it. Raises ValueError, without the place."""
+    return checked_row(json_row(line, "a validation (step, compute, pass_rate)"))

@@ -7,16 +7,14 @@ are lists over the rows of a file, `None` where a row has no such number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.fit.formatting import unit_name
-from megatron_scalerl.page.evaluation_table import evaluation_table
 from megatron_scalerl.page.forecasts import Forecasts
-from megatron_scalerl.page.growing_file import GrowingFile
+from megatron_scalerl.page.growing_file import GrowingFile, json_row, validation_row
 from megatron_scalerl.page.report import cost_text, gain, gain_text, gains_by_task, last_step
-from megatron_scalerl.page.rows import json_row, validation_row
 from megatron_scalerl.page.update_report import KEPT, UPDATE_PHASES, PredictedUpdate, Updates, finite, updates_of
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
@@ -37,6 +35,9 @@ WAITS = {
 }
 """Column -> the columns of metrics.jsonl whose sum it is, seconds of a step."""
 MOST_EVENTS = 300
+MOST_EVALUATIONS = 500
+"""Rows of evaluations on the page, the newest."""
+EVALUATION_COLUMNS = ("step", "file", "problems", "mean@k", "95 %", "pass@k", "weights")
 
 
 class RunData:
@@ -257,6 +258,40 @@ def thinned(payload: dict[str, Any], most: int) -> dict[str, Any]:
             next((x for x in reversed(column[max(0, i - every + 1) : i + 1]) if x is not None), None) for i in kept
         ]
     return payload | {"steps": columns, "every": every}
+
+
+def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Columns and rows for the page; None without a row. rows: of RUN/evaluation.jsonl."""
+    if not rows:
+        return None
+    shown = [
+        _lost_evaluation(row) if "lost" in row else _evaluation_cells(row)
+        for row in reversed(rows[-MOST_EVALUATIONS:])
+    ]
+    left = len(rows) - len(shown)
+    notes = [
+        "Every completion has tokens of this step's policy version alone; the digest is that of the weights on which "
+        "trainer and engines agreed. Intervals are over problems."
+    ]
+    if left > 0:
+        notes.append(f"{left} earlier rows are in evaluation.jsonl.")
+    return {"columns": EVALUATION_COLUMNS, "rows": shown, "notes": notes}
+
+
+def _evaluation_cells(row: Mapping[str, Any]) -> list[str]:
+    low, high = row.get("low"), row.get("high")
+    interval = "–" if low is None or high is None else f"{low:.3f}-{high:.3f}"
+    pass_at_k = ", ".join(f"@{k} {value:.3f}" for k, value in (row.get("pass_at_k") or {}).items())
+    weights = ", ".join(filter(None, (f"version {row['policy_version']}", row["weight_digest"][:12])))
+    cells = (
+        *(str(row["step"]), row["file"], str(row["problems"])),
+        *(f"@{row['k']} {row['mean_at_k']:.3f}", interval, pass_at_k or "–", weights),
+    )
+    return [printable(cell)[:200] for cell in cells]
+
+
+def _lost_evaluation(row: Mapping[str, Any]) -> list[str]:
+    return [str(row["step"]), printable(f"lost: {row['lost']}")[:300], "", "", "", "", ""]
 
 
 def _event(time: Any, kind: str, text: str) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from typing import Any
 from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.fit.inputs import flattened
 from megatron_scalerl.fit.outlook import RunFit, run_fit
-from megatron_scalerl.page.growing_file import GrowingFile, first_row, newest_row
+from megatron_scalerl.page.growing_file import GrowingFile, first_row, newest_row, validation_row
 from megatron_scalerl.page.report import last_step
-from megatron_scalerl.page.rows import validation_row
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 

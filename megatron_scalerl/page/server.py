@@ -1,47 +1,39 @@
 """The page of a run on 127.0.0.1, while the run writes: records by offset, completions when they are opened.
 
-One task, `RunPage.following`, looks for new records every `POLL_S` and makes missing forecasts in a thread, one at a
-time. All reading is done in threads under `_lock`, so that the event loop does not wait for a disk. The task ends
-with its block, the streams of events with the server.
+The records are read and the missing forecasts are made, one at a time, as `news.Follower` says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
 from megatron_scalerl.page.completions import Reader
 from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.page.loopback import Handler, LoopbackServer, answer, security_headers, whole_number
-from megatron_scalerl.page.news import News
+from megatron_scalerl.page.news import Follower
 from megatron_scalerl.page.render import RUN, page
 from megatron_scalerl.page.run_data import RunData
-from megatron_scalerl.processes.logs import printable
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-POLL_S = 1.0
-"""Seconds between two looks at the run's files."""
 
 
-class RunPage:
+class RunPage(Follower):
     """The page of one run and what it asks for. `home`: the address of the list that it belongs to, if any."""
+
+    followed = "the run"
 
     def __init__(self, run_dir: str | Path, *, home: str | None = None) -> None:
         """Raises ValueError for a folder that is no run."""
-        self.news = News()
+        super().__init__()
         self._home = home
         self._run = RunData(run_dir)
         self._index = GroupIndex(Path(run_dir))
         self._reader = Reader(Path(run_dir), self._run.recipe, self._index)
-        self._lock = asyncio.Lock()
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -54,20 +46,6 @@ class RunPage:
             "api/completion": self._completion,
             "api/events": self.news.stream,
         }
-
-    @contextlib.asynccontextmanager
-    async def following(self) -> AsyncIterator[None]:
-        """Follow the run within the block. The page says what is damaged in the records, and draws the rest."""
-        await self._update()
-        self.news.failure = self._damage()
-        if self.news.failure:
-            logger.warning("%s", self.news.failure)
-        task = asyncio.create_task(self._follow(), name="follow")
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     async def _page(self, _: web.Request) -> web.Response:
         data = await self._locked(self._payload) | {"live": True, "home": self._home}
@@ -91,30 +69,10 @@ class RunPage:
         group_id, position = whole_number(request, "id"), whole_number(request, "index")
         return answer(await self._locked(partial(self._reader.completion, group_id, position)))
 
-    async def _follow(self) -> None:
-        while True:
-            try:
-                changed = await self._update()
-                busy = await self._forecast()
-            except Exception as error:
-                self._say(f"the page no longer follows the run: {type(error).__name__}: {error}")
-                logger.exception("the page no longer follows the run")
-                raise
-            self._say(self._damage(), changed)
-            if not busy:
-                await asyncio.sleep(POLL_S)
-
-    def _say(self, failure: str, changed: bool = False) -> None:
-        """Tell every open page, if there is something new or another failure."""
-        failure = printable(" ".join(failure.split()))
-        if changed or failure != self.news.failure:
-            self.news.failure = failure
-            self.news.tell()
-
     def _damage(self) -> str:
         return "; ".join([*self._run.damage, *self._index.damage])
 
-    async def _forecast(self) -> bool:
+    async def _work(self) -> bool:
         """Make the newest missing forecast; True if there was one."""
         forecasts, rows = self._run.forecasts, list(self._run.validations)
         missing = await self._locked(partial(forecasts.missing, rows))
@@ -131,13 +89,9 @@ class RunPage:
         data["header"]["damage"] += self._index.damage
         return data
 
-    async def _update(self) -> bool:
+    def _update(self) -> bool:
         """Read what is new, of the records and of the journal alike; True if there is something."""
-        return await self._locked(lambda: any([self._run.update(), self._index.update()]))
-
-    async def _locked(self, work: Callable[[], T]) -> T:
-        async with self._lock:
-            return await asyncio.to_thread(work)
+        return any([self._run.update(), self._index.update()])
 
 
 class PageServer(LoopbackServer):

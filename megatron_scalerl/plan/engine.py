@@ -42,6 +42,16 @@ class EngineMemory:
     """Device memory x gpu_memory_utilization."""
 
     @property
+    def used_bytes(self) -> float:
+        """Weights, overhead and KV cache."""
+        return self.weights_bytes + self.overhead_bytes + self.kv_bytes
+
+    @property
+    def total(self) -> float:
+        """Bytes of the device that others leave it: vLLM starts only where gpu_memory_utilization of it is free."""
+        return max(self.limit_bytes, self.used_bytes)
+
+    @property
     def kv_tokens(self) -> int:
         """KV-cache capacity of the engine (tokens)."""
         return max(0, int(self.kv_bytes * self.devices / self.kv_bytes_per_token))

@@ -65,9 +65,14 @@ class RunPlan:
         return self.gpus * self.timing.step_seconds * 1000 / 3600
 
     @property
+    def room(self) -> float:
+        """Bytes of a device for its trainer rank."""
+        return _room(self.recipe, self.gpu, self.engine)
+
+    @property
     def headroom(self) -> float:
         """Bytes free on the fullest trainer rank; negative if it does not fit."""
-        return self.gpu.memory_bytes - max(stage.total for stage in self.trainer)
+        return self.room - max(stage.total for stage in self.trainer)
 
     @property
     def update_bounds(self) -> dict[str, float]:
@@ -89,11 +94,12 @@ class RunPlan:
 
     def problems(self) -> list[str]:
         """One line per problem: which rank or engine does not fit, and by how much."""
+        engine = f" and an engine {self.engine.total / GIB:.1f}" if self.recipe.engine.colocate else ""
         found = [
-            f"trainer ranks of pipeline stage {s.stage} need {s.total / GIB:.1f} GiB, {self.gpu.name} has "
-            f"{self.gpu.memory_bytes / GIB:.1f}: {(s.total - self.gpu.memory_bytes) / GIB:.1f} GiB too much"
+            f"trainer ranks of pipeline stage {s.stage} need {s.total / GIB:.1f} GiB{engine}, {self.gpu.name} has "
+            f"{self.gpu.memory_bytes / GIB:.1f}: {(s.total - self.room) / GIB:.1f} GiB too much"
             for s in self.trainer
-            if s.total > self.gpu.memory_bytes
+            if s.total > self.room
         ]
         if found:
             found[0] += self._advice()
@@ -145,7 +151,7 @@ def make_plan(
         memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=micro_batches)
         return _Trainer(layout=layout, work=work, memory=memory)
 
-    best = _search({split: trainer_of(split) for split in possible}, gpu, base)
+    best = _search({split: trainer_of(split) for split in possible}, _room(recipe, gpu, engine), base)
     split = own if is_own else best[0].split
     trainer = trainer_of(split)
     return RunPlan(
@@ -201,6 +207,7 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
         steps=warm_up + -(-counted // phase) * phase,
         warm_up=warm_up,
         updates_per_phase=None if r.schedule == "pipeline" else phase,
+        takes_turns=recipe.engine.colocate and r.schedule == "pipeline" and r.max_staleness_steps > 0,
     )
 
 
@@ -222,10 +229,15 @@ def _possible(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
     return found
 
 
-def _search(trainers: Mapping[Split, _Trainer], gpu: Gpu, base: QueueSettings) -> list[Simulated]:
+def _room(recipe: Recipe, gpu: Gpu, engine: EngineMemory) -> float:
+    """Bytes of a device for its trainer rank."""
+    return gpu.memory_bytes - (engine.total if recipe.engine.colocate else 0)
+
+
+def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings) -> list[Simulated]:
     """The fastest splits that fit, or the fastest of all if none fits."""
     seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
-    fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= gpu.memory_bytes}
+    fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= room}
     return best_splits(list((fitting or seconds).items()), base)
 
 

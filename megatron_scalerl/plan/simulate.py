@@ -39,6 +39,8 @@ class QueueSettings:
     """Leading steps that are excluded while the pipeline fills; whole phases where there are some, as `steps`."""
     updates_per_phase: int | None = None
     """Of the schedule ppo_off_policy; None: pipeline."""
+    takes_turns: bool = False
+    """Trainer and engines run at the same time on the same devices (`split.queue_of`)."""
     seed: int = 0
 
     @property

@@ -40,7 +40,7 @@ def recipe_split(recipe: Recipe) -> Split:
 
 def gpus_of(recipe: Recipe, split: Split) -> int:
     """GPUs of trainer and engines together."""
-    return split.trainer + split.engines * recipe.engine.devices_per_engine
+    return split.trainer + (0 if recipe.engine.colocate else split.engines * recipe.engine.devices_per_engine)
 
 
 def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> Iterator[Split]:
@@ -49,14 +49,41 @@ def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> Iterator[Split]:
     if gpus >= 2 * gpu.per_node:
         unit = math.lcm(unit, gpu.per_node)
     each = recipe.engine.devices_per_engine
+    if recipe.engine.colocate:
+        if gpus % math.lcm(unit, each) == 0:
+            yield Split(trainer=gpus, engines=gpus // each)
+        return
     for trainer in range(unit, gpus, unit):
         if (gpus - trainer) % each == 0:
             yield Split(trainer=trainer, engines=(gpus - trainer) // each)
 
 
 def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSettings:
-    """`base` for another split."""
-    return replace(base, engines=split.engines, train_seconds=train_seconds)
+    """`base` for another split.
+
+    Two processes on a GPU take turns (without MPS its driver slices the time): a step takes as long as training and
+    generation together, each slowed down by the other.
+    """
+    queue = replace(base, engines=split.engines, train_seconds=train_seconds)
+    if not base.takes_turns:
+        return queue
+    generate = generate_seconds(base, split)
+    both, speed = train_seconds + generate, base.decoding
+    slower = replace(
+        speed,
+        fixed_seconds=speed.fixed_seconds * both / generate,
+        per_completion_seconds=speed.per_completion_seconds * both / generate,
+        prefill_seconds=speed.prefill_seconds * both / generate,
+    )
+    return replace(queue, train_seconds=both, decoding=slower)
+
+
+def generate_seconds(base: QueueSettings, split: Split) -> float:
+    """Seconds in which the engines generate a batch if they never wait."""
+    outstanding = (base.updates_per_phase or base.max_staleness_steps + 1) * base.groups_per_batch * base.group_size
+    running = min(base.decoding.running, base.max_in_flight, max(1, outstanding // split.engines))
+    tokens = base.groups_per_batch * base.group_size * base.lengths.mean
+    return tokens / (split.engines * base.decoding.tokens_per_second(running))
 
 
 def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> list[Simulated]:
@@ -72,15 +99,12 @@ def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> l
 
 def estimator(base: QueueSettings) -> Callable[[Split, float], float]:
     """(split, train seconds) -> seconds per step if the slower side never waits, or both in turn with phases."""
-    tokens = base.groups_per_batch * base.group_size * base.lengths.mean
     phase = base.updates_per_phase
-    outstanding = (phase or base.max_staleness_steps + 1) * base.groups_per_batch * base.group_size
 
     def seconds(split: Split, train_seconds: float) -> float:
-        running = min(base.decoding.running, base.max_in_flight, max(1, outstanding // split.engines))
-        generate = tokens / (split.engines * base.decoding.tokens_per_second(running))
-        if phase:
-            return train_seconds + generate + base.publish_seconds / phase
+        generate = generate_seconds(base, split)
+        if phase or base.takes_turns:
+            return train_seconds + generate + base.publish_seconds / (phase or 1)
         return max(train_seconds, generate) + base.publish_seconds
 
     return seconds

@@ -52,7 +52,8 @@ def _summary(plan: RunPlan, built: str) -> Section:
         what = f"{p.total + p.passthrough:,}; a vision tower or multi-token prediction, not loaded"
         rows.append(("  with what is not trained", what))
     origin = "from the recipe" if plan.split_is_recipes else "chosen by the planner"
-    generate = f"{split.engines * each} generate: {split.engines} engines of {each}"
+    same = "the same " if plan.recipe.engine.colocate else ""
+    generate = f"{same}{split.engines * each} generate: {split.engines} engines of {each}"
     rows += [
         ("  built on the meta device", built),
         ("architecture", plan.config),
@@ -85,7 +86,7 @@ def fits(plan: RunPlan) -> str:
 def bottleneck(plan: RunPlan) -> str:
     """Whether training or generation limits the speed."""
     t = plan.timing
-    if plan.recipe.rollouts.schedule == "ppo_off_policy":
+    if plan.recipe.rollouts.schedule == "ppo_off_policy" or plan.recipe.engine.colocate:
         return (
             f"in turn: the trainer waits {t.trainer_waits:.0%} of the time, engines idle {t.engines_idle:.0%} of it"
         )
@@ -110,7 +111,9 @@ def _trainer(plan: RunPlan) -> Section:
         found = [sum(t.bytes for t in s.terms if t.name == name) for s in stages]
         table.add_row(name, *(f"{size / GIB:,.2f}" for size in found))
     table.add_row("[bold]peak[/bold]", *(f"[bold]{s.total / GIB:,.2f}[/bold]" for s in stages))
-    free = [f"{(plan.gpu.memory_bytes - s.total) / GIB:,.2f}" for s in stages]
+    if plan.recipe.engine.colocate:
+        table.add_row("engine on the same device", *(f"{plan.engine.total / GIB:,.2f}" for _ in stages))
+    free = [f"{(plan.room - s.total) / GIB:,.2f}" for s in stages]
     table.add_row(f"free of {plan.gpu.memory_bytes / GIB:.1f}", *free)
     return part
 
@@ -122,7 +125,7 @@ def _engine(plan: RunPlan) -> Section:
     lag = max(plan.lengths.tokens) * step / plan.timing.step_seconds
     return _pairs(
         "engine",
-        ("GiB per device", f"{used} + KV cache {e.kv_bytes / GIB:.1f} = {e.limit_bytes / GIB:.1f}"),
+        ("GiB per device", f"{used} + KV cache {e.kv_bytes / GIB:.1f} = {e.used_bytes / GIB:.1f}"),
         ("KV cache of an engine", f"{e.kv_tokens:,} tokens of {e.kv_bytes_per_token / 1024:,.0f} KiB"),
         (
             "max concurrent sequences",

@@ -75,6 +75,10 @@ class EngineSection(Section):
     """Number of engines; each is a vLLM server."""
     devices_per_engine: PositiveInt = 1
     """Devices per engine, for CUDA_VISIBLE_DEVICES and the ledger."""
+    colocate: bool = False
+    """The engines run on the trainer's devices, count x devices_per_engine = trainer.world_size of them: for runs on
+    one host, one GPU included. Both take turns on a device. The ledger charges half of it to the trainer and half to
+    the engine. vLLM's kv_cache_memory_bytes and gpu_memory_utilization have to be set."""
     threads: PositiveInt = 1
     """CPU threads of each engine (OMP_NUM_THREADS); ignored on GPUs."""
     host: str = "127.0.0.1"
@@ -108,6 +112,11 @@ class EngineSection(Section):
     that change the sampling distribution are rejected. Those that change the engine's numerics (quantization,
     kv_cache_dtype ...) change the sampling policy, which the importance weight corrects."""
 
+    @property
+    def charged_devices(self) -> float:
+        """What the ledger charges for each engine: its devices, or the half of them."""
+        return self.devices_per_engine / 2 if self.colocate else self.devices_per_engine
+
 
 def _off(value: object) -> object:
     """YAML reads off without quotation marks as false."""
@@ -118,9 +127,9 @@ class WeightsSection(Section):
     """The weight broadcast and its verification."""
 
     transport: Literal["auto", "gloo", "nccl", "shm"] = "auto"
-    """Transport of weights from trainer to engines. auto: nccl where CUDA is available; on CPUs shm where all
-    processes are on one host, gloo elsewhere. shm: shared memory, faster than gloo, and closed to other users of the
-    host."""
+    """Transport of weights from trainer to engines. auto: nccl where CUDA is available; on CPUs, and with
+    engine.colocate, shm where all processes are on one host, gloo elsewhere. shm: shared memory, faster than gloo,
+    and closed to other users of the host."""
     bucket_mib: PositiveInt = 64
     """Size of one packed bucket (MiB); each sender has two in memory, each engine worker as well."""
     max_senders: PositiveInt = 16

@@ -118,6 +118,12 @@ class Recipe(Section):
         return given or -(-self.longest_sequence() // MICRO_BATCH_MULTIPLE) * MICRO_BATCH_MULTIPLE
 
     @property
+    def devices(self) -> int:
+        """Devices of a run: one for each trainer rank and for each device of an engine, or for both."""
+        engines = 0 if self.engine.colocate else self.engine.count * self.engine.devices_per_engine
+        return self.trainer.world_size + engines
+
+    @property
     def run_dir(self) -> str:
         """Folder of this run."""
         return f"{self.output_dir.rstrip('/')}/{self.name}"
@@ -141,6 +147,7 @@ class Recipe(Section):
             )
         _check_tasks(self)
         _check_evaluation(self)
+        _check_colocation(self)
         penalty = self.length_penalty
         if penalty is not None and (penalty.cache_tokens or 0) > (penalty.max_tokens or 0):
             raise ValueError(
@@ -186,6 +193,30 @@ def _check_evaluation(recipe: Recipe) -> None:
             f"rollouts.deterministic false, found {recipe.engine.count}, {rollouts.schedule} and "
             f"{str(rollouts.deterministic).lower()}"
         )
+
+
+def _check_colocation(recipe: Recipe) -> None:
+    """Raises ValueError where engines cannot run on the trainer's devices."""
+    engine, weights = recipe.engine, recipe.weights
+    if not engine.colocate:
+        return
+    if recipe.trainer.world_size != engine.count * engine.devices_per_engine:
+        raise ValueError(
+            f"engine.colocate: expected engine.count x engine.devices_per_engine of trainer.world_size "
+            f"{recipe.trainer.world_size}, found {engine.count} x {engine.devices_per_engine}"
+        )
+    if weights.transport != "auto" or weights.deltas != "off":
+        raise ValueError(
+            "weights.transport: expected auto, and weights.deltas off, with engine.colocate (NCCL refuses two "
+            "processes on one device, and changes are not sent through host memory), found "
+            f"{weights.transport} and {weights.deltas}"
+        )
+    for key in ("kv_cache_memory_bytes", "gpu_memory_utilization"):
+        if key not in engine.vllm:
+            raise ValueError(
+                f"engine.vllm.{key}: expected a value with engine.colocate (vLLM would measure what the trainer "
+                "leaves of its device, which changes), found none"
+            )
 
 
 def _check_tasks(recipe: Recipe) -> None:

@@ -47,7 +47,11 @@ class PolicyModel(GPTModel):
         super().__init__(
             config=options.config,
             transformer_layer_spec=block_submodules(
-                options.config, family, pp_rank=parallel.pp_rank, vp_stage=vp_stage
+                options.config,
+                family,
+                pp_rank=parallel.pp_rank,
+                vp_stage=vp_stage,
+                tp_group=parallel.groups.tp,
             ),
             vocab_size=padded_vocab_size(family.vocab_size, parallel.tp_size),
             pre_process=parallel.is_first_stage and vp_stage in (None, 0),

@@ -118,11 +118,11 @@ class LivePart:
             target.copy_(source)
         elif len(scattered) == 1:
             [(place, here)] = scattered.items()
-            target.index_copy_(place, here.to(target.device), source.to(target.dtype))
+            target.index_copy_(place, here.to(target.device), source.to(target))
         else:
             places = [scattered.get(place, torch.arange(size)) for place, size in enumerate(target.shape)]
             mesh = torch.meshgrid(*places, indexing="ij")
-            target[tuple(each.to(target.device) for each in mesh)] = source.to(target.dtype)
+            target[tuple(each.to(target.device) for each in mesh)] = source.to(target)
 
     def digest(self, number: int, dtype: torch.dtype) -> int:
         """Digest of its values as they are now, as `dtype`, the tensor's; number: of the tensor.

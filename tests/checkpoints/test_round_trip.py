@@ -120,7 +120,7 @@ def test_files_are_the_same_for_any_number_of_processes(policies, tmp_path):
     assert [p.read_bytes() for p in one] == [p.read_bytes() for p in three]
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3_tied"])
+@pytest.mark.parametrize("kind", ["mistral", "olmo2", "qwen2", "qwen3_tied"])
 def test_the_exported_folder_opens_in_transformers(kind, policies, tmp_path):
     to_megatron(policies(kind), tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "back")

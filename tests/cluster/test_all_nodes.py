@@ -150,7 +150,7 @@ def test_every_node_is_asked_at_once_and_the_silent_ones_are_named(steps, monkey
     found = examine_nodes(dict.fromkeys(names), steps, lambda _: ["recipe.yaml", "--gpus"], within_s=600.0)
     assert found == {
         "seven": "GPUs: expected 8, found 7",
-        "fails": "no report (its step ended with exit code 2): megatron-scalerl: --json: expected a folder",
+        "fails": "no report (its step ended with exit code 2): --json: expected a folder",
         "half": "no report (its step ended with exit code 0): no output",
         "hangs": "no report (within 600 s): no output",
     }

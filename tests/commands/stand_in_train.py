@@ -1,8 +1,7 @@
 """Stands in for `megatron-scalerl train RECIPE`: writes the files of a run in a fraction of a second, no policy.
 
 Every step is one line of metrics.jsonl; every second step is saved. environment: STAND_IN_FAILS names runs that fail
-at step 3. STAND_IN_STOPS, as RUN:STEP, makes no step after that one until a signal ends it. STAND_IN_SEEN names a run
-that waits at each step of SEEN_STEPS until the study has seen it.
+at step 3. STAND_IN_STOPS, as RUN:STEP, makes no step after that one until a signal ends it.
 """
 
 import json
@@ -17,21 +16,12 @@ import yaml
 
 from megatron_scalerl.fit.sigmoid import sigmoid
 
-SEEN_STEPS = (0, 1, 6)
-"""The start and two steps from which a study knows a run's pace."""
 
-
-def wait(name, step, folder):
+def wait(name, step):
     """After a step: as the environment says. Ten minutes later it goes on, if the test was killed."""
-    stops = os.environ.get("STAND_IN_STOPS") == f"{name}:{step}"
-    to_be_seen = os.environ.get("STAND_IN_SEEN") == name and step in SEEN_STEPS
-    seen, end = folder / "seen", time.monotonic() + 600
-    while time.monotonic() < end and (stops or (to_be_seen and read(seen) != str(step))):
+    end = time.monotonic() + 600
+    while time.monotonic() < end and os.environ.get("STAND_IN_STOPS") == f"{name}:{step}":
         time.sleep(0.02)
-
-
-def read(file):
-    return file.read_text() if file.exists() else ""
 
 
 def main() -> int:
@@ -51,7 +41,7 @@ def main() -> int:
     rng = np.random.default_rng([recipe["seed"], dapo])
     curve = {"asymptote": (0.6 if dapo else 0.8) + rng.normal(0, 0.005), "exponent": 2.0, "midpoint": 4.0}
     (folder / "ledger.jsonl").write_text('{"unit": "device_hours"}\n')
-    wait(recipe["name"], begin, folder)
+    wait(recipe["name"], begin)
     for step in range(begin + 1, recipe["steps"] + 1):
         if step == 3 and recipe["name"] in os.environ.get("STAND_IN_FAILS", "").split():
             print("RuntimeError: the stand-in fails", flush=True)
@@ -62,7 +52,7 @@ def main() -> int:
             checkpoint = folder / "checkpoints" / f"step_{step:06d}"
             checkpoint.mkdir(parents=True)
             (checkpoint / "COMMIT").write_text("{}")
-        wait(recipe["name"], step, folder)
+        wait(recipe["name"], step)
     size = {"prompts": 400, "generations": 8}
     rows = [{"step": 0, "pass_rate": 0.4, "compute": 0.0, **size}]
     for step in range(1, recipe["steps"] + 1):

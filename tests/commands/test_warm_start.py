@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_scalerl.commands.study.folder import digest, digests
 from megatron_scalerl.commands.study.warm_start import begin, conversion, finish, prepare, tiny_warm_start, warm_start
 from megatron_scalerl.recipe.file import RecipeError
 
@@ -62,6 +61,4 @@ def test_a_large_file_of_the_same_size_is_another_one(tmp_path):
     with weights.open("r+b") as file:
         file.seek(1 << 25)
         file.write(b"1")
-    second = conversion(policy, tmp_path / "cache")
-    assert second.folder != first.folder and second.files[str(weights)] == digest(weights) != "67108865 bytes"
-    assert digests([policy], known={str(weights): "as known"}) == {str(weights): "as known"}
+    assert conversion(policy, tmp_path / "cache").folder != first.folder

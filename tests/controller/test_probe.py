@@ -9,8 +9,9 @@ from fakes.sampler import StandInSampler
 from fakes.trainer import StandInTrainer
 from waiting import passes
 
-from megatron_scalerl.controller.loop import Controller
+from megatron_scalerl.controller.overlap import Overlap
 from megatron_scalerl.controller.probe import Probe, ProbeError
+from megatron_scalerl.controller.run_folder import RunState
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.placement import Devices, Fleet
 from megatron_scalerl.processes.signals import SaveAndExit
@@ -88,12 +89,11 @@ async def test_an_engine_that_joins_while_the_trainer_waits_is_probed_once():
         _fleet=SimpleNamespace(engines=engines),
         _sync=SimpleNamespace(catch_up=catch_up),
         _probe=probe,
-        _step=4,
-        _served=4,
+        _state=RunState(step=4, batches=4, served=4),
         _recipe=RECIPE,
         _saving=SaveAndExit(),
     )
-    assert await Controller._while_current(loop, batch()) == "batch"
+    assert await Overlap.while_waiting(loop, batch()) == "batch"
     assert {engine for engine, _ in sampler.asked} == {new}
     assert await probe.check(4, new_only=True) == {}
 
@@ -106,8 +106,10 @@ def test_an_engine_that_joins_within_a_phase_gets_no_weights_that_the_others_do_
         await passes()
         return "batch"
 
-    loop = SimpleNamespace(_fleet=SimpleNamespace(engines=engines), _sync=None, _step=5, _served=4)
-    assert asyncio.run(Controller._while_current(loop, batch())) == "batch"
+    loop = SimpleNamespace(
+        _fleet=SimpleNamespace(engines=engines), _sync=None, _state=RunState(step=5, batches=5, served=4)
+    )
+    assert asyncio.run(Overlap.while_waiting(loop, batch())) == "batch"
     assert engines.stale == [joined]
 
 

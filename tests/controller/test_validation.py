@@ -7,8 +7,8 @@ import pytest
 from fakes.engine import StandInEngine
 from fakes.sampler import StandInSampler
 
-from megatron_scalerl.controller.outcomes import means, text, within_variance
-from megatron_scalerl.controller.validation import Validator
+from megatron_scalerl.controller.measure import Validator
+from megatron_scalerl.controller.metrics import means, text, within_variance
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import CompletionLost, Prompt

@@ -81,6 +81,7 @@ WITHOUT: dict[str, Callable[[Family], Family]] = {
     "llama4: probability on the expert's input": _option(moe_apply_probs_on_input=False),
     "llama4: sigmoid router": _option(moe_router_score_function="softmax", moe_router_pre_softmax=True),
     "llama4: shared expert": _option(moe_shared_expert_intermediate_size=None),
+    "olmo2: query and key norm": _layers(qk_norm="none"),
     "qwen2: query, key and value biases": _option(add_qkv_bias=False),
     "qwen2_tied: YaRN's attention factor": _option(softmax_scale=None),
     "qwen3: query and key norm": _layers(qk_norm="none"),

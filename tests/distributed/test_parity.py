@@ -33,6 +33,9 @@ TWO_RANKS = {
     "llama_biased tp2": ("llama_biased", {**PLAIN, **TP2}),
     "llama_biased tp2 sp": ("llama_biased", {**PLAIN, **TP2, **SP}),
     "mistral tp2 sp": ("mistral", {**PLAIN, **TP2, **SP}),
+    "olmo2 tp2": ("olmo2", {**PLAIN, **TP2}),
+    "olmo2 tp2 sp": ("olmo2", {**PLAIN, **TP2, **SP}),
+    "olmo2 pp2": ("olmo2", {**PLAIN, **PP2}),
     "qwen2 tp2 sp": ("qwen2", {**PLAIN, **TP2, **SP}),
     "qwen2 pp2": ("qwen2", {**PLAIN, **PP2}),
     "qwen3 tp2": ("qwen3", {**PLAIN, **TP2}),
@@ -52,6 +55,7 @@ IN_BF16 = {
     "llama_tied": {**BF16, **PP2},
     "llama_biased": {**BF16, **PP2},
     "mistral": {**BF16, **PP2},
+    "olmo2": {**BF16, **TP2, **SP},
     "qwen2": {**BF16, **TP2, **SP},
     "qwen3": {**BF16, **TP2, **SP},
     "qwen3_moe": {**BF16, **EP2},
@@ -67,7 +71,7 @@ FOUR_RANKS = {
     "llama4 tp2 ep2 etp1": ("llama4", {**PLAIN, **TP2, **EP2, **SP, "expert_tensor_parallel_size": 1}),
     "llama4 pp2 ep2": ("llama4", {**PLAIN, **PP2, **EP2}),
 }
-KINDS = ("llama", "llama_tied", "llama_biased", "mistral", "qwen2", "qwen3", "qwen3_moe", "llama4")
+KINDS = ("llama", "llama_tied", "llama_biased", "mistral", "olmo2", "qwen2", "qwen3", "qwen3_moe", "llama4")
 UNPACKED = tuple((length,) for row in random_policies.ROWS for length in row)
 
 

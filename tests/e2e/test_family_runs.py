@@ -19,6 +19,7 @@ EP2 = ("trainer.world_size=2", "megatron.parallel.expert_model_parallel_size=2")
 FAMILIES = {
     "llama_biased": (random_policies.FOR_ENGINES, 40, ()),
     "mistral": (random_policies.FOR_ENGINES, 40, ()),
+    "olmo2": (random_policies.QWEN2_FOR_ENGINES, 40, ()),
     "qwen2": (random_policies.QWEN2_FOR_ENGINES, 40, ()),
     "qwen2_tied": (random_policies.QWEN2_FOR_ENGINES, 40, ()),
     "qwen3_tied": (random_policies.FOR_ENGINES, 40, ()),

@@ -1,6 +1,6 @@
 """A stand-in for nvidia-ml-py, the module pynvml, over the hosts of `HOSTS`: faults that no GPU shows on demand.
 
-It has the functions that `doctor.nvml` calls, with pynvml's names, arguments and constants, and raises as they do.
+It has the functions that `cluster.gpus` calls, with pynvml's names, arguments and constants, and raises as they do.
 """
 
 from __future__ import annotations

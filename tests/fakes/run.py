@@ -7,7 +7,9 @@ milliseconds, its timing is reproducible, and it can be killed at any moment or 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import io
 import os
 import random
 from collections.abc import Callable, Container, Sequence
@@ -255,7 +257,9 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, co
     if collector is not None:
         collector.members = lambda: engines.members
         collector.attempt(start.step, ledger.seconds)
-    async with metering(meter):
+    async with contextlib.AsyncExitStack() as ending:
+        ending.callback(ledger.close)
+        await ending.enter_async_context(metering(meter))
         await asyncio.sleep(START_S)
         controller = Controller(
             recipe=settings,
@@ -268,7 +272,7 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, co
             sync=StandInSync(engines, trainer, seconds=PUBLISH_S, stores=bool(settings.weights.store)),
             probe=StandInProbe(),
             meter=meter,
-            progress=Progress(Console(file=open("/dev/null", "w")), settings.steps),  # noqa: SIM115
+            progress=Progress(Console(file=io.StringIO()), settings.steps),
             saving=saving,
             evaluation=evaluation,
             sinks=[*sinks, *([] if collector is None else [collector])],

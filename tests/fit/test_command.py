@@ -129,6 +129,114 @@ def test_a_missing_package_is_reported_before_the_fit(option, package, tmp_path,
     assert f"package '{package}' is not installed" in captured.err
 
 
+def table_of(tmp_path, rates, name="run"):
+    path = tmp_path / f"{name}.csv"
+    path.write_text("step,accuracy\n" + "".join(f"{10 * n},{rate}\n" for n, rate in enumerate(rates, start=1)))
+    return str(path)
+
+
+COLLAPSED = [0.1, 0.15, 0.2, 0.24, 0.27, 0.29, 0.31, 0.32, 0.32, 0.33, 0.2, 0.1, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_what_was_read_comes_first_and_is_in_the_json_with_its_unit(tmp_path, capsys):
+    path = table_of(tmp_path, [0.1 + 0.02 * n for n in range(12)])
+    assert main([path]) == 0
+    printed = capsys.readouterr().out
+    line = "read run: table, 12 points of accuracy over step (10 to 120 steps)"
+    assert printed.splitlines()[0] == line and "120 more steps" in printed and "GPU-hours" not in printed
+    assert main([path, "--json", "-"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["fits"]
+    assert (found["read"], found["unit"]) == (line, "steps") and "GPU" not in found["verdict"]
+
+
+@pytest.mark.parametrize("first", [0.81, 0.9])
+def test_the_papers_method_says_that_its_grid_ends_below_the_first_point(tmp_path, capsys, first):
+    path = table_of(tmp_path, [first, first, first + 0.02, first + 0.04, first + 0.05])
+    assert main([path, "--method", "paper"]) == 2
+    assert f"method paper: expected R_0 below its highest A, 0.8, found {first:.3f}" in capsys.readouterr().err
+
+
+def test_a_collapse_is_said_with_both_its_ends(tmp_path, capsys):
+    assert main([table_of(tmp_path, COLLAPSED), "--backtest"]) == 0
+    printed = capsys.readouterr().out
+    assert "verdict: stop: the pass rate has fallen from 0.323 at 90 to 0.000 at the end;" in printed
+    assert "which no forecast before it foresaw" in printed and "before it up to 0.3" in printed
+    assert main([table_of(tmp_path, [*COLLAPSED[:10], 0.0])]) == 0
+    assert "the last pass rate, 0.000, is less than half of those before it" in capsys.readouterr().out
+
+
+def test_a_ceiling_that_the_start_is_near_is_reached_at_the_start(tmp_path, capsys):
+    assert main([table_of(tmp_path, [0.96, 0.93, 0.95, 0.94, 0.95, 0.96, 0.95, 0.94, 0.95, 0.95])]) == 0
+    assert "start [start, start]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rates", [[0.0] * 9, [1.0] * 9, [0.5] * 9])
+def test_a_constant_curve_is_fitted(tmp_path, capsys, rates):
+    assert main([table_of(tmp_path, rates)]) == 0
+    assert "verdict: stop: 90 more steps buy +0.00" in capsys.readouterr().out
+
+
+def test_runs_over_different_units_are_refused(tmp_path, capsys):
+    hours = tmp_path / "hours.csv"
+    hours.write_text("gpu_hours,pass_rate\n1,0.4\n2,0.5\n3,0.6\n")
+    assert main([table_of(tmp_path, [0.1, 0.2, 0.3]), str(hours)]) == 2
+    assert "expected runs over one unit of compute, found steps (run), gpu_hours (hours)" in capsys.readouterr().err
+
+
+def test_too_few_points_are_one_line(tmp_path, capsys):
+    assert main([table_of(tmp_path, [0.5])]) == 2
+    assert capsys.readouterr().err.endswith(
+        "run: expected at least 3 points with compute > 0 in the window, found 1\n"
+    )
+
+
+def test_the_report_has_what_was_read_the_evaluation_and_why_its_lines_differ(tmp_path, capsys):
+    page = tmp_path / "r.html"
+    name = "a_run_with_a_long_name" * 6
+    assert main([table_of(tmp_path, COLLAPSED, name), "--fit-until", "100", "--html", str(page)]) == 0
+    html, printed = page.read_text(), capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if line.startswith("mean absolute error")]
+    assert line in html and f"{name}: points that were not fitted" in html
+    assert f"Read {name}: table" in html and "Dashed (forecast) differs from solid (fit)" in html
+    assert "overflow-wrap: anywhere" in html
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["short"],
+        ["n" * 150],
+        ["a run with words " * 9],
+        ["Qwen3_8B_" * 7 + " words" * 9],
+        ["x" * 90, "y" * 90, "z" * 90],
+    ],
+)
+def test_titles_and_legends_of_figures_lie_inside_and_off_the_points(names, tmp_path, monkeypatch):
+    from megatron_scalerl.fit import plot
+    from megatron_scalerl.fit.forecast import fit
+
+    drawn = []
+    monkeypatch.setattr(plot, "save", lambda figure, path: drawn.append(figure))
+    compute = [10.0 * n for n in range(1, len(COLLAPSED) + 1)]
+    plot.plot_forecast(tmp_path / "f.png", [fit(compute, COLLAPSED, initial=0.1, name=name) for name in names])
+    (figure,) = drawn
+    figure.canvas.draw()
+    (axes,), (legend,) = figure.axes, figure.legends
+    for text in (axes.title, *legend.get_texts(), legend.get_title()):
+        box = text.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 and box.y1 <= figure.bbox.y1, text
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent()) and axes.get_legend() is None
+
+
+def test_a_large_file_is_fitted_without_torch_and_as_many_points(tmp_path):
+    path = tmp_path / "large.csv"
+    path.write_text("_step,train/reward\n" + "".join(f"{n},{0.1 + n / 250_000:.5f}\n" for n in range(1, 100_001)))
+    code = "import sys; from megatron_scalerl.__main__ import program; program(); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "fit", str(path), "--json", "-"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(answer.stdout)["fits"][0]["n_points"] == 100_000
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fit_a_curve.py", "forecast_100k.sh"])
 def test_examples_run(name, tmp_path):

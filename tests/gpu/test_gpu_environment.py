@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_scalerl.cluster.nvml import read_in_process
+from megatron_scalerl.cluster.gpus import gpus_in_process
 from megatron_scalerl.cluster.probe import nvidia_smi, probe_machine
 from megatron_scalerl.cluster.versions import version_checks
 
@@ -23,7 +23,7 @@ IDLE_MIB = 3 * 1024
 @pytest.mark.slow
 def test_versions_are_those_that_the_package_pins(record_property: Any) -> None:
     """Packages, and on a GPU the driver's CUDA and the loaded NCCL: the doctor's checks."""
-    for check in version_checks(probe_machine(hide_gpus=True), read_in_process()):
+    for check in version_checks(probe_machine(hide_gpus=True), gpus_in_process(None).cuda_version):
         record_property(check.name, check.found)
         assert check.status != "failed", check
 

@@ -1,7 +1,7 @@
 """The tiny recipe end to end by the command line on GPUs in bf16: a warm start, then runs of trainer and engine.
 
-Eager, with torch.compile and CUDA graphs (vLLM's default), with logits in the policy's own bf16, and on two GPUs over
-NCCL. tests/e2e makes such runs on CPUs.
+Eager, with torch.compile and CUDA graphs (vLLM's default), with logits in the policy's own bf16, with engine.colocate
+(all of these on one GPU), and on two GPUs over NCCL. tests/e2e makes such runs on CPUs.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ RUNS = {
     "eager": [EAGER],
     "graphs": ["engine.vllm.enforce_eager=false"],
     "nccl": [EAGER, "weights.transport=nccl"],
+    "colocated": [EAGER, "weights.transport=auto", "engine.colocate=true"],
     "model_logits": [EAGER, "policy.logits=model", "weights.probe_tolerance=10", "steps=3"],
 }
 """Name -> overrides."""
@@ -139,7 +140,7 @@ def test_a_warm_start_learns(warm: tuple[Path, list[float]], record_property: An
 
 
 @ON_GPU
-@pytest.mark.parametrize("name", ["eager", "graphs", pytest.param("nccl", marks=pytest.mark.gpus(2))])
+@pytest.mark.parametrize("name", ["eager", "graphs", "colocated", pytest.param("nccl", marks=pytest.mark.gpus(2))])
 def test_a_run_trains_on_what_its_engine_sampled(name: str, made: Callable, record_property: Any) -> None:
     found = made(name)
     for figure in ("probe", "pass_rates"):

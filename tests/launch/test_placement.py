@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from recipe_files import small_recipe
 
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts
-from megatron_scalerl.launch.placement import Placement, gpus_at, hosts_needed
+from megatron_scalerl.launch.placement import Devices, Placement, gpus_at, hosts_needed
 
 
 def recipe(ranks, engines, each=1, transport="nccl"):
@@ -83,6 +83,28 @@ def test_one_host_has_the_gpus_that_are_visible(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr("megatron_scalerl.distributed.device.gpu_count", lambda: 2)
     assert gpus_at(Placement.of(recipe(1, 1), ONE_HOST).engine_positions(0)) == "1"
+
+
+def colocated(ranks, engines, each=1):
+    engine = {"count": engines, "devices_per_engine": each, "colocate": True}
+    engine["vllm"] = {"kv_cache_memory_bytes": 1, "gpu_memory_utilization": 0.2}
+    return small_recipe(trainer={"world_size": ranks}, engine=engine)
+
+
+@pytest.mark.parametrize(("ranks", "engines", "found"), [(1, 1, ["4"]), (4, 2, ["4,5", "6,7"])])
+def test_colocated_engines_are_on_the_trainers_devices(ranks, engines, found, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(["4", "5", "6", "7"][:ranks]))
+    monkeypatch.setattr("megatron_scalerl.distributed.device.HAVE_GPU", True)
+    asked = colocated(ranks, engines, ranks // engines)
+    made = Placement.of(asked, ONE_HOST)
+    assert [(rank.first, rank.count) for rank in made.trainer] == [(0, ranks)]
+    assert [gpus_at(place.positions) for place in made.engines] == found
+    devices = Devices.of(asked)
+    assert (devices.unit, devices.trainer, devices.engine) == ("gpu_hours", ranks / 2, ranks / 2), "each once"
+    with pytest.raises(ValueError, match=r"engine\.colocate: expected one host, found 2"):
+        Placement.of(asked, several(2, 8))
+    with pytest.raises(ValueError, match=f"expected at least {2 * ranks} visible GPUs .*, found {ranks}"):
+        Placement.of(colocated(2 * ranks, 2 * engines, ranks // engines), ONE_HOST)
 
 
 def test_without_gpus_one_host_has_room_for_all():

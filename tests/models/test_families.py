@@ -205,7 +205,7 @@ def test_other_unknown_keys_change_nothing() -> None:
     assert [rule.megatron for rule in plain.rules] == [rule.megatron for rule in more.rules]
 
 
-KNOWN = "expected one of llama, llama4, llama4_text, mistral, qwen2, qwen3, qwen3_moe"
+KNOWN = "expected one of llama, llama4, llama4_text, mistral, olmo2, qwen2, qwen3, qwen3_moe"
 
 
 def test_unknown_and_broken_configs_are_one_line(tmp_path: Path) -> None:

@@ -120,6 +120,26 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             vocab_size=131072,
         ),
     ),
+    "OLMo-2-0425-1B": (
+        1_484_916_736,
+        dict(
+            model_type="olmo2",
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            max_position_embeddings=4096,
+            vocab_size=100352,
+            rms_norm_eps=1e-6,
+            rope_theta=500000,
+            rope_scaling=None,
+            attention_bias=False,
+            tie_word_embeddings=False,
+            torch_dtype="bfloat16",
+            hidden_act="silu",
+        ),
+    ),
     "Qwen3-0.6B": (
         596_049_920,
         dict(

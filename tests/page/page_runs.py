@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import asynccontextmanager
 
+import aiohttp
 import yaml
 from journals import write_journal
 from report_runs import write_run
@@ -136,3 +139,29 @@ def write_plain_run(folder, *, steps=6, **recipe):
     stored = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"name": folder.name, "steps": 100} | recipe
     (folder / "recipe.yaml").write_text(yaml.safe_dump(stored))
     return folder
+
+
+TOKEN = {"token": "TOKEN"}
+
+
+@asynccontextmanager
+async def served(server):
+    """A server and a session of requests to it."""
+    async with server.serving(), aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session:
+        yield server, session
+
+
+def answers(server, questions):
+    """[(status, headers, text)] of requests (path, query, headers); TOKEN in a query is the token, PORT the port."""
+
+    async def ask():
+        found = []
+        async with served(server) as (_, session):
+            for path, query, *headers in questions:
+                given = {k: server.token if v == "TOKEN" else v for k, v in query.items()}
+                named = {k: v.replace("PORT", str(server.port)) for each in headers for k, v in each.items()}
+                async with session.get(path, params=given, headers=named) as answer:
+                    found.append((answer.status, answer.headers, await answer.text()))
+        return found
+
+    return asyncio.run(asyncio.wait_for(ask(), 240))

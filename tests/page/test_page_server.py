@@ -2,15 +2,14 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 
-import aiohttp
 import pytest
 from journals import write_journal
-from page_runs import made_group, step_record, write_page_run
+from page_runs import TOKEN, answers, made_group, served, step_record, write_page_run
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.page import server as server_module
+from megatron_scalerl.page import news
+from megatron_scalerl.page.runs_server import RunsServer
 from megatron_scalerl.page.server import PageServer
 from megatron_scalerl.rollouts.history import BatchRecord
 
@@ -20,38 +19,23 @@ def run(tmp_path):
     return write_page_run(tmp_path / "run", validations=6)
 
 
-@asynccontextmanager
-async def served(run):
-    server = PageServer(run)
-    async with server.serving(), aiohttp.ClientSession() as session:
-        yield server, session
+@pytest.fixture
+def both(run):
+    """A server of one run, and one of a folder of runs."""
+    return {"run": PageServer(run), "runs": RunsServer(run.parent)}
 
 
-def answers(run, questions):
-    """[(status, headers, text)] of requests (path, query, headers); TOKEN in a query is the token."""
-
-    async def ask():
-        found = []
-        async with served(run) as (server, session):
-            for path, query, headers in questions:
-                given = {k: server.token if v == "TOKEN" else v for k, v in query.items()}
-                named = {k: v.replace("PORT", str(server.port)) for k, v in headers.items()}
-                url = f"http://127.0.0.1:{server.port}{path}"
-                async with session.get(url, params=given, headers=named) as answer:
-                    found.append((answer.status, answer.headers, await answer.text()))
-        return found
-
-    return asyncio.run(ask())
-
-
-TOKEN = {"token": "TOKEN"}
-
-
-@pytest.mark.parametrize("path", ["/", "/api/data", "/api/group", "/api/events", "/none"])
-def test_without_the_token_there_is_nothing(run, path):
-    for query in ({}, {"token": ""}, {"token": "x" * 43}, {"token": "ü"}):
-        [(status, _, text)] = answers(run, [(path, query, {})])
-        assert status == 403 and "expected the address" in text and "held-out" not in text
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        *(("run", path) for path in ("/", "/api/data", "/api/group", "/api/events", "/none")),
+        *(("runs", path) for path in ("/", "/api/runs", "/api/events", "/run/0/", "/run/0/api/data", "/none")),
+    ],
+)
+def test_without_the_token_there_is_nothing(both, kind, path):
+    queries = ({}, {"token": ""}, {"token": "x" * 43}, {"token": "ü"})
+    for status, _, text in answers(both[kind], [(path, query) for query in queries]):
+        assert status == 403 and "expected the address" in text and "held-out" not in text and "hostile" not in text
 
 
 @pytest.mark.parametrize(
@@ -66,7 +50,9 @@ def test_without_the_token_there_is_nothing(run, path):
     ],
 )
 def test_a_name_that_is_bound_to_this_address_is_refused(run, host, status):
-    [(found, _, _)] = answers(run, [("/api/data", {**TOKEN, "since": "0", "generation": "0"}, {"Host": host})])
+    [(found, _, _)] = answers(
+        PageServer(run), [("/api/data", {**TOKEN, "since": "0", "generation": "0"}, {"Host": host})]
+    )
     assert found == status
 
 
@@ -74,7 +60,7 @@ def test_a_name_that_is_bound_to_this_address_is_refused(run, host, status):
 async def test_clients_leave_out_the_port_of_http(run, monkeypatch, host, status):
     """`--port 80` cannot be tried by every user: the server's own port stands for it."""
 
-    async with served(run) as (server, session):
+    async with served(PageServer(run)) as (server, session):
         monkeypatch.setattr("megatron_scalerl.page.loopback.HTTP_PORT", server.port)
         async with session.get(server.url, headers={"Host": host}) as answer:
             assert answer.status == status
@@ -86,7 +72,7 @@ def test_the_token_is_new_at_every_start(run):
 
 
 def test_nothing_is_stored_and_nothing_else_may_run(run):
-    [(status, headers, text)] = answers(run, [("/", TOKEN, {})])
+    [(status, headers, text)] = answers(PageServer(run), [("/", TOKEN, {})])
     assert status == 200 and headers["Cache-Control"] == "no-store"
     policy = headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
@@ -96,7 +82,7 @@ def test_nothing_is_stored_and_nothing_else_may_run(run):
 
 def test_groups_and_completions_are_read_when_they_are_asked_for(run):
     groups, group, completion = answers(
-        run,
+        PageServer(run),
         [
             ("/api/groups", {**TOKEN, "step": "2"}, {}),
             ("/api/group", {**TOKEN, "id": "3"}, {}),
@@ -120,28 +106,28 @@ def test_groups_and_completions_are_read_when_they_are_asked_for(run):
     ],
 )
 def test_what_is_wrong_is_one_line(run, path, query, status, said):
-    [(found, _, text)] = answers(run, [(path, {**TOKEN, **query}, {})])
+    [(found, _, text)] = answers(PageServer(run), [(path, {**TOKEN, **query}, {})])
     assert found == status and said in json.loads(text)["error"] and "\n" not in text
 
 
 def test_only_new_steps_are_sent(run):
     asked = [{**TOKEN, "since": s, "generation": g} for s, g in (("2", "0"), ("9", "0"), ("2", "4"))]
-    known, again, other = answers(run, [("/api/data", query, {}) for query in asked])
+    known, again, other = answers(PageServer(run), [("/api/data", query, {}) for query in asked])
     assert json.loads(known[2])["steps"]["step"] == [3] and json.loads(known[2])["since"] == 2
     for whole in (again, other):  # of a page that knows more than there is, or records that were dropped
         assert json.loads(whole[2])["steps"]["step"] == [1, 2, 3] and json.loads(whole[2])["since"] == 0
 
 
 async def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
-    monkeypatch.setattr(server_module, "POLL_S", 0.02)
+    monkeypatch.setattr(news, "POLL_S", 0.02)
 
     async def until(stream, wanted):
         async for line in stream.content:
             if line.decode().strip() == wanted:
                 return
 
-    async with served(run) as (server, session):
-        url, query = f"http://127.0.0.1:{server.port}/api", {"token": server.token}
+    async with served(PageServer(run)) as (server, session):
+        url, query = "/api", {"token": server.token}
         async with session.get(f"{url}/events", params=query) as stream:
             await until(stream, "event: change")
             with (run / "metrics.jsonl").open("a") as file:
@@ -159,34 +145,36 @@ async def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
             assert "ledger.jsonl byte 114: expected a JSON object" in (await stream.content.readline()).decode()
 
 
-def test_a_failure_of_the_following_task_is_said(run, monkeypatch, caplog):
-    monkeypatch.setattr(server_module, "POLL_S", 0.02)
+@pytest.mark.parametrize("kind", ["run", "runs"])
+def test_a_failure_of_the_following_task_is_said(both, kind, monkeypatch, caplog):
+    monkeypatch.setattr(news, "POLL_S", 0.02)
 
     async def follow():
-        async with served(run) as (server, session):
-            url = f"http://127.0.0.1:{server.port}/api/events"
-            async with session.get(url, params={"token": server.token}) as stream:
-                monkeypatch.setattr(server_module.RunData, "update", lambda self: 1 / 0)
-                async for line in stream.content:
-                    if b"no longer follows" in line:
-                        return line.decode()
+        async with (
+            served(both[kind]) as (server, session),
+            session.get("/api/events", params={"token": server.token}) as stream,
+        ):
+            monkeypatch.setattr(server._page if kind == "run" else server, "_update", lambda: 1 / 0)
+            async for line in stream.content:
+                if b"no longer follows" in line:
+                    return line.decode()
 
     said = asyncio.run(asyncio.wait_for(follow(), 240))
-    assert "the page no longer follows the run: ZeroDivisionError: division by zero" in said
+    assert f"the page no longer follows the {kind}: ZeroDivisionError: division by zero" in said
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run, monkeypatch):
-    monkeypatch.setattr(server_module, "POLL_S", 0.02)
+    monkeypatch.setattr(news, "POLL_S", 0.02)
 
     async def follow():
-        async with served(run) as (server, session):
+        async with served(PageServer(run)) as (server, session):
             record = BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))
             await asyncio.to_thread(write_journal, run, groups=[made_group(6)], batches=[record])
             while True:
                 await asyncio.sleep(0.02)
                 query = {"token": server.token, "step": 4}
-                async with session.get(f"http://127.0.0.1:{server.port}/api/groups", params=query) as answer:
+                async with session.get("/api/groups", params=query) as answer:
                     if groups := (await answer.json())["groups"]:
                         return groups
 

@@ -72,13 +72,15 @@ def gpu_of(path: Path) -> Gpu:
 
 
 def fits(recipe: Recipe, gpu: Gpu) -> bool:
-    """With the margin, and with any routing."""
-    family, _ = load_family(CONFIGS / Path(recipe.policy.path).name)
+    """With the margin, and with any routing; a colocated engine takes its part of the GPU."""
+    family, hf_config = load_family(CONFIGS / Path(recipe.policy.path).name)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
 
     def peak(imbalance: float) -> float:
         assumed = Assumptions(expert_imbalance=imbalance)
-        return max(stage.total for stage in trainer_memory(recipe, family, layout, assumed, kernels=FUSED))
+        engine = engine_memory(recipe, family, count(family, hf_config), gpu, assumed).total
+        beside = engine if recipe.engine.colocate else 0
+        return beside + max(stage.total for stage in trainer_memory(recipe, family, layout, assumed, kernels=FUSED))
 
     if peak(Assumptions().expert_imbalance) > (1 - MARGIN) * gpu.memory_bytes:
         return False

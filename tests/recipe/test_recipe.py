@@ -168,6 +168,23 @@ def test_mistakes_in_tasks_are_one_line(path, override, said):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.world_size=2", "engine.colocate: expected engine.count x .* of trainer.world_size 2, found 1 x 1"),
+        ("weights.transport=nccl", "NCCL refuses two processes on one device.*, found nccl and off"),
+        ("weights.deltas=ulp", "weights.transport: expected auto, and weights.deltas off, .*, found auto and ulp"),
+        ("engine.vllm={gpu_memory_utilization: 0.2}", "engine.vllm.kv_cache_memory_bytes: expected a value with"),
+        ("engine.vllm={kv_cache_memory_bytes: 1}", "engine.vllm.gpu_memory_utilization: expected a value with"),
+    ],
+)  # fmt: skip
+def test_engines_on_the_trainers_devices_need_their_share_of_them(path, override, said):
+    given = ["engine.colocate=true", "engine.vllm={kv_cache_memory_bytes: 1, gpu_memory_utilization: 0.2}"]
+    assert load_recipe(path, given).devices == 1
+    with pytest.raises(RecipeError, match=said):
+        load_recipe(path, [*given, override])
+
+
 def test_world_size_must_divide(path):
     with pytest.raises(RecipeError, match=r"trainer.world_size: expected a multiple of .* size 2, found 3"):
         load_recipe(path, ["trainer.world_size=3", "megatron.parallel.tensor_model_parallel_size=2"])

@@ -13,7 +13,7 @@ from fakes.sampler import StandInSampler
 from recipe_files import small_recipe
 from waiting import passes, until
 
-from megatron_scalerl.controller.validation import Validator
+from megatron_scalerl.controller.measure import Validator
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.prompts.curriculum import Curriculum

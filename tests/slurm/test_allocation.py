@@ -2,18 +2,18 @@
 
 import itertools
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from megatron_scalerl.cluster import cluster, slurm_checks
-from megatron_scalerl.cluster.allocation import Allocation, Asked, allocate, check_plan
+from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan, components
 from megatron_scalerl.cluster.budget import seconds_left, spent
 from megatron_scalerl.cluster.cluster import Partition
-from megatron_scalerl.cluster.components import components
 from megatron_scalerl.cluster.mounts import Mount
 from megatron_scalerl.cluster.slurm_engines import plan_engines
-from megatron_scalerl.cluster.slurm_nodes import attempts, lost, unfit
+from megatron_scalerl.cluster.slurm_status import attempts, lost, unfit
 from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
@@ -27,8 +27,11 @@ def recipe(ranks=2, engines=1, devices=1, name="tiny_cpu"):
     return load_recipe(ROOT / "recipes" / f"{name}.yaml", [*changes, "weights.transport=auto"])
 
 
-def asked(nodes=1, gpus=None, slots=None, cpus=None, **engines):
-    return Asked(nodes=nodes, gpus=gpus, slots=slots, cpus=cpus, **engines)
+UNSAID = dict.fromkeys(field.name for field in fields(Request))
+
+
+def asked(nodes=1, **options):
+    return Request(**UNSAID | {"nodes": nodes} | options)
 
 
 def placed(ranks, engines, devices, slots):
@@ -67,11 +70,11 @@ BASE = recipe()
         ((2, 1, 1), H100, asked(), Allocation(nodes=1, gpus=3, slots=None, cpus=36)),
         ((4, 4, 1), H100, asked(), Allocation(nodes=1, gpus=8, slots=None, cpus=None)),
         ((16, 8, 2), H100, asked(4), Allocation(nodes=4, gpus=8, slots=8, cpus=None)),
-        ((4, 2, 2), H100, asked(2, gpus=4), Allocation(nodes=2, gpus=4, slots=4, cpus=48)),
+        ((4, 2, 2), H100, asked(2, gpus_per_node=4), Allocation(nodes=2, gpus=4, slots=4, cpus=48)),
         ((2, 2, 1), CPUS, asked(4), Allocation(nodes=4, gpus=0, slots=1, cpus=4)),
         ((2, 2, 1), CPUS, asked(2), Allocation(nodes=2, gpus=0, slots=2, cpus=6)),
         ((2, 3, 1), CPUS, asked(2, slots=4), Allocation(nodes=2, gpus=0, slots=4, cpus=10)),
-        ((2, 2, 1), H100, asked(4, gpus=0, slots=1, cpus=3), Allocation(nodes=4, gpus=0, slots=1, cpus=3)),
+        ((2, 2, 1), H100, asked(4, gpus_per_node=0, slots=1, cpus=3), Allocation(nodes=4, gpus=0, slots=1, cpus=3)),
     ],
 )
 def test_nodes_are_alike_and_filled(fleet, partition, wanted, found):
@@ -86,15 +89,16 @@ def test_nodes_are_alike_and_filled(fleet, partition, wanted, found):
         ((16, 8, 2), H100, asked(5), "--nodes: expected 4, which the fleet fills with 8 devices each, found 5"),
         ((16, 8, 2), H100, asked(11), "--nodes: expected 1 to 10, the nodes of gpu, found 11"),
         ((16, 8, 2), H100, asked(), "found 16 trainer and 16 engine GPUs; a node of gpu has 8; --nodes 4"),
-        ((2, 2, 4), H100, asked(2, gpus=2), "engine.devices_per_engine: expected at most 2, the devices of a node"),
+        ((2, 2, 4), H100, asked(2, gpus_per_node=2), "engine.devices_per_engine: expected at most 2, the devices of"),
         ((2, 1, 16), H100, asked(), "one engine takes 16"),
-        ((2, 2, 1), H100, asked(2, gpus=9), "--gpus-per-node: expected 0 to 8"),
-        ((2, 2, 1), H100, asked(2, gpus=-1), "--gpus-per-node: expected 0 to 8"),
-        ((2, 2, 1), H100, asked(2, gpus=2, slots=2), "--slots: expected a run on CPUs (on GPUs set --gpus-per-node), "
-         "found 2 GPUs a node"),
+        ((2, 2, 1), H100, asked(2, gpus_per_node=9), "--gpus-per-node: expected 0 to 8"),
+        ((2, 2, 1), H100, asked(2, gpus_per_node=-1), "--gpus-per-node: expected 0 to 8"),
+        ((2, 2, 1), H100, asked(2, gpus_per_node=2, slots=2), "--slots: expected a run on CPUs (on GPUs set "
+         "--gpus-per-node), found 2 GPUs a node"),
         ((2, 2, 1), H100, asked(2, slots=2), "--slots requires --gpus-per-node 0"),
         ((2, 2, 1), CPUS, asked(slots=2), "--slots requires --nodes of at least 2"),
         ((2, 2, 1), CPUS, asked(2, cpus=33), "--cpus: expected 1 to 32"),
+        ((2, 2, 1), H100, asked(gpus_per_node=2), "--gpus-per-node: expected at least 4, one for each rank"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(fleet, partition, wanted, said):
@@ -104,7 +108,7 @@ def test_what_does_not_fit_is_refused_with_what_would(fleet, partition, wanted, 
 
 
 def test_an_array_gets_what_its_largest_run_needs():
-    found = allocate([recipe_like(2, 2, 1), recipe_like(8, 4, 1)], H100, asked(3, gpus=4))
+    found = allocate([recipe_like(2, 2, 1), recipe_like(8, 4, 1)], H100, asked(3, gpus_per_node=4))
     assert (found.nodes, found.slots) == (3, 4)
 
 
@@ -205,8 +209,8 @@ L40S = Partition(name="small", gpus=4, cpus=32, nodes=6, gpu_type="l40s", limit_
     ("fleet", "partitions", "wanted", "trainer", "engines"),
     [
         ((16, 8, 2), (H100, L40S), asked(2, engine_nodes=4), (2, 8, 8), (4, 4, 4)),
-        ((4, 5, 4), (H100, L40S), asked(1, gpus=4, engine_nodes=5), (1, 4, 4), (5, 4, 4)),
-        ((16, 8, 2), (H100, H100), asked(2, engine_nodes=4, engine_gpus=4), (2, 8, 8), (4, 4, 4)),
+        ((4, 5, 4), (H100, L40S), asked(1, gpus_per_node=4, engine_nodes=5), (1, 4, 4), (5, 4, 4)),
+        ((16, 8, 2), (H100, H100), asked(2, engine_nodes=4, engine_gpus_per_node=4), (2, 8, 8), (4, 4, 4)),
         ((2, 2, 1), (CPUS, CPUS), asked(2, engine_nodes=2), (2, 0, 1), (2, 0, 1)),
         ((2, 3, 2), (CPUS, CPUS), asked(1, engine_nodes=2), (1, 0, 2), (2, 0, 4)),
         ((3, 3, 1), (CPUS, CPUS), asked(2, slots=2, engine_nodes=1, engine_slots=3), (2, 0, 2), (1, 0, 3)),
@@ -233,10 +237,21 @@ def test_the_components_of_a_heterogeneous_job(fleet, partitions, wanted, traine
         (
             (16, 8, 2),
             (H100, L40S),
-            asked(2, engine_nodes=4, engine_gpus=5),
+            asked(2, engine_nodes=4, engine_gpus_per_node=5),
             "--engine-gpus-per-node: expected 0 to 4",
         ),
-        ((16, 5, 4), (H100, L40S), asked(4, gpus=4, engine_nodes=5), "--gpus-per-node: expected 0 or 8, all of"),
+        (
+            (16, 5, 4),
+            (H100, L40S),
+            asked(4, gpus_per_node=4, engine_nodes=5),
+            "--gpus-per-node: expected 0 or 8, ",
+        ),
+        (
+            (16, 8, 2),
+            (H100, L40S),
+            asked(2, engine_nodes=4, engine_gpus_per_node=-1),
+            "--engine-gpus-per-node: expected 0 to 4",
+        ),
         ((16, 8, 2), (H100, L40S), asked(2, cpus=4, engine_nodes=4), "--cpus: expected none with --engine-nodes"),
         ((16, 8, 2), (H100, CPUS), asked(2, engine_nodes=4), "--engine-gpus-per-node: expected GPUs, as for the"),
         (
@@ -248,7 +263,7 @@ def test_the_components_of_a_heterogeneous_job(fleet, partitions, wanted, traine
         (
             (64, 8, 2),
             (H100, H100),
-            asked(8, engine_nodes=4, engine_gpus=4),
+            asked(8, engine_nodes=4, engine_gpus_per_node=4),
             "--engine-nodes: expected at most 2, wh",
         ),
     ],

@@ -55,14 +55,11 @@ def test_an_engine_node_that_is_unfit_is_named(stand_in, capsys):
 
 
 def test_what_slurm_or_the_cluster_cannot_do_is_refused(stand_in, tmp_path, capsys):
+    """What the nodes do not hold: test_allocation.py has all of it."""
     words, run = stand_in("finish", *ONE_EACH)
     for more, said in (
         (["--engine-partition", "other"], "--engine-partition: "),
         (["--engine-nodes", "3"], "--engine-nodes: expected 1 to 2, the nodes of others, found 3"),
-        (["--engine-gpus-per-node", "9"], "--engine-gpus-per-node: expected 0 to 8"),
-        (["--engine-gpus-per-node", "-1"], "--engine-gpus-per-node: expected 0 to 8"),
-        (["--nodes", "2", "--gpus-per-node", "2"], "--gpus-per-node: expected 0 or 8, all of a node"),
-        (["--nodes", "4"], "--nodes: expected 1 for 4 trainer ranks with 4 devices each, found 4"),
         (["--engine-nodes", "0"], "--engine-partition requires --engine-nodes"),
     ):
         assert main([*words, *more]) == 2

@@ -5,14 +5,15 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.cluster import cluster, slurm_engines
-from megatron_scalerl.cluster.job import EngineNodes, JobPlan, render, runs_of
+from megatron_scalerl.cluster.allocation import Allocation, Request
+from megatron_scalerl.cluster.job import JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
 from megatron_scalerl.cluster.slurm_checks import SAVE_S, STARTUP_S, check_script, times_of
 from megatron_scalerl.cluster.slurm_engines import EnginesPlan
@@ -20,21 +21,30 @@ from megatron_scalerl.cluster.submission import array_name
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.recipe.other_names import unknown_key
 
+REQUEST = Request(
+    **dict.fromkeys(field.name for field in fields(Request))
+    | {"partition": "gpu", "time": "1:00:00", "check_seconds": 300.0, "max_requeues": 3, "max_failures": 2}
+)
+WHOLE = Allocation(nodes=1, gpus=8, slots=None, cpus=None)
 PLAN = JobPlan(
     name="r",
     script=Path("/runs/my run/slurm/job.sbatch"),
     runs=(Path("/runs/my run"),),
     cwd=Path("/home/it's"),
-    partition="gpu",
-    time="1:00:00",
-    gpus=8,
-    cpus=None,
+    request=REQUEST,
+    nodes=WHOLE,
+    engines=None,
     lead_s=90,
-    max_requeues=3,
-    max_failures=2,
-    check_s=300.0,
+    startup_s=0,
     site=Site(),
 )
+
+
+def changed(plan, **changes):
+    """The plan with changes of its own fields, else of its nodes', else of its request's."""
+    own = {key: changes.pop(key) for key in list(changes) if hasattr(plan, key)}
+    nodes = {key: changes.pop(key) for key in list(changes) if hasattr(plan.nodes, key)}
+    return replace(plan, **own, nodes=replace(plan.nodes, **nodes), request=replace(plan.request, **changes))
 
 
 def checked(plan, tmp_path):
@@ -55,12 +65,12 @@ def test_a_whole_node_is_taken_whole(tmp_path):
 
 
 def test_a_part_of_a_node_says_its_cpus(tmp_path):
-    text = checked(replace(PLAN, gpus=2, cpus=24), tmp_path)
+    text = checked(changed(PLAN, gpus=2, cpus=24), tmp_path)
     assert "#SBATCH --cpus-per-task=24\n" in text and "--exclusive" not in text
 
 
 def test_an_array_has_one_run_a_task(tmp_path):
-    text = checked(replace(PLAN, runs=(Path("/r/a"), Path("/r/b b")), throttle=1), tmp_path)
+    text = checked(changed(PLAN, runs=(Path("/r/a"), Path("/r/b b")), throttle=1), tmp_path)
     assert "#SBATCH --array=0-1%1\n" in text and "  '/r/b b'\n" in text and "%A_%a.out" in text
 
 
@@ -71,25 +81,23 @@ def test_the_script_of_an_array_is_not_that_of_other_runs(tmp_path):
     check_script(script, [Path("/r/a")])
     script.parent.mkdir(parents=True)
     for before in ([Path("/r/it's")], [Path("/r/it's"), Path("/r/b b")]):
-        script.write_text(render(replace(PLAN, runs=tuple(before), throttle=1)))
-        assert runs_of(script.read_text()) == before
+        script.write_text(render(changed(PLAN, runs=tuple(before), throttle=1)))
         check_script(script, [Path("/r/new"), before[-1]])
         with pytest.raises(ValueError) as refused:
             check_script(script, [Path("/r/a"), Path("/r/it")])
         assert str(refused.value) == (
-            f"{tmp_path / 'study.array'}: expected the script of these runs, found that of others, /r/it's first; "
-            "move it away, or rename the array's folder or base"
+            f"{tmp_path / 'study.array'}: expected the script of these runs, found that of others; move it away, or "
+            "rename the array's folder or base"
         )
-    script.write_text("#!/bin/bash\n")
-    check_script(script, [Path("/r/a")])
 
 
 def test_a_chain_is_not_queued_again(tmp_path):
-    text = checked(replace(PLAN, chain=True), tmp_path)
+    text = checked(changed(PLAN, chain=True), tmp_path)
     assert "#SBATCH --no-requeue\n" in text and "scontrol" not in text
 
 
-SEVERAL = replace(PLAN, nodes=4, slots=8)
+FOUR = replace(WHOLE, nodes=4, slots=8)
+SEVERAL = replace(PLAN, nodes=FOUR)
 
 
 def test_several_nodes_are_checked_before_the_controller_starts_on_the_first(tmp_path):
@@ -105,12 +113,13 @@ def test_several_nodes_are_checked_before_the_controller_starts_on_the_first(tmp
     assert not any(word in one for word in ("--no-kill", "--hosts", "doctor", "ExcNodeList", "preflight"))
 
 
-HETEROGENEOUS = replace(
+HETEROGENEOUS = changed(
     PLAN,
     slots=8,
     chain=True,
+    engine_partition="small",
     site=Site(account="lab", sbatch=("--constraint=h100",), engine_sbatch=("--constraint=l40s",)),
-    engines=EngineNodes(partition="small", nodes=2, gpus=4, slots=4),
+    engines=Allocation(nodes=2, gpus=4, slots=4, cpus=None),
 )
 
 
@@ -133,15 +142,15 @@ def test_a_heterogeneous_job_has_a_component_of_engines(tmp_path):
 
 
 def test_several_nodes_of_a_chain_or_of_an_array(tmp_path):
-    text = checked(replace(SEVERAL, chain=True), tmp_path)
+    text = checked(changed(SEVERAL, chain=True), tmp_path)
     assert 'requeue "$SLURM' not in text and "ExcNodeList" not in text and "role preflight" in text
-    text = checked(replace(SEVERAL, cpus=10, gpus=0, runs=(Path("/r/a"), Path("/r/b")), throttle=2), tmp_path)
+    text = checked(changed(SEVERAL, cpus=10, gpus=0, runs=(Path("/r/a"), Path("/r/b")), throttle=2), tmp_path)
     assert "#SBATCH --array=0-1%2\n" in text and "#SBATCH --cpus-per-task=10\n" in text
     assert "export SRUN_CPUS_PER_TASK=10 " in text and "--gpus-per-node" not in text
 
 
 def test_a_budget_is_asked_for_at_the_start_and_before_a_requeue(tmp_path):
-    text = checked(replace(PLAN, gpu_hours=12.5, startup_s=40), tmp_path)
+    text = checked(changed(PLAN, gpu_hours=12.5, startup_s=40), tmp_path)
     assert (
         'submit --gpu-hours 12.5 --seconds-left "$run/slurm/recipe.yaml"' in text
         and text.count("left=$(seconds_left)") == 2
@@ -151,13 +160,8 @@ def test_a_budget_is_asked_for_at_the_start_and_before_a_requeue(tmp_path):
 
 ENGINES = EnginesPlan(
     run=Path("/runs/my run"),
-    script=Path("/runs/my run/slurm/engines.sbatch"),
-    partition="gpu",
-    time="60",
-    nodes=3,
-    gpus=8,
-    cpus=None,
-    per_node=4,
+    request=REQUEST,
+    nodes=replace(WHOLE, nodes=3, slots=8),
     devices=2,
     site=Site(account="lab", environment={"NCCL_SOCKET_IFNAME": "ib0"}),
 )
@@ -194,7 +198,7 @@ def test_the_lines_of_the_site_are_there(tmp_path):
         "account: lab\nqos: high\nsbatch: [--constraint=h100]\nmodules: [cuda/13.0]\n"
         "environment: {NCCL_SOCKET_IFNAME: ib0, LIST: 'a b$c'}\n"
     )
-    text = checked(replace(PLAN, site=read_site(tmp_path / "site.yaml")), tmp_path)
+    text = checked(changed(PLAN, site=read_site(tmp_path / "site.yaml")), tmp_path)
     for line in ("#SBATCH --account=lab", "#SBATCH --qos=high", "#SBATCH --constraint=h100", "export LIST='a b$c'",
                  "module load cuda/13.0 || exit 1", "export NCCL_SOCKET_IFNAME=ib0"):  # fmt: skip
         assert f"\n{line}\n" in text
@@ -209,29 +213,31 @@ def test_the_lines_of_the_site_are_there(tmp_path):
 )
 def test_a_container_sees_the_runs_folder(tmp_path, container, words):
     site = Site(container=container, image="/i.sqsh", mounts=("/data:/data",))
-    text = checked(replace(PLAN, site=site), tmp_path)
+    text = checked(changed(PLAN, site=site), tmp_path)
     [line] = [line for line in text.splitlines() if "train --supervise" in line]
     given = shlex.split(line)
     assert all(any(word == each.removeprefix("--container-mounts=") for each in given) for word in words)
     assert given[given.index("train") - 1] == "megatron-scalerl"
 
 
-KEYS = list(Site.__dataclass_fields__)
+KEYS = list(Site.model_fields)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("acount: lab", unknown_key("acount", KEYS, expected="a key of a site file")),
-        ("modules: cuda", "modules: expected a list, found 'cuda'"),
-        ("container: docker", "container: expected one of none, pyxis, apptainer, found docker"),
+        ("modules: cuda", "modules: expected a list of texts, found 'cuda'"),
+        ("container: docker", "container: expected one of none, pyxis, apptainer, found 'docker'"),
         ("container: pyxis", "image: expected with a container"),
         ("image: /i.sqsh", "image: expected with a container"),
         ("environment: {HF_TOKEN: abc}", "expected no secret"),
-        ("environment: {'A B': c}", "expected names of variables, found 'A B'"),
-        ("environment: {A: [1]}", "environment.A: expected text, found [1]"),
-        ("sbatch: ['constraint=h100']", "expected options of sbatch"),
-        ('sbatch: ["--a\\nrm -rf /"]', "expected one line of text"),
+        ("environment: {'A B': c}", "expected names of variables with one line of text each, found 'A B'"),
+        ("environment: {A: [1]}", "environment.A: expected names of variables with one line of text each, found [1]"),
+        ("environment: {A: true}", "environment.A: expected names of variables with one line of text each, found Tr"),
+        ("sbatch: ['constraint=h100']", "sbatch.0: expected options of sbatch"),
+        ('sbatch: ["--a\\nrm -rf /"]', "sbatch.0: expected options of sbatch on one line of text each"),
+        ('modules: ["a\\nb"]', "modules.0: expected a list of texts, found 'a\\nb'"),
         ("account: a b", "account: expected one word"),
     ],
 )
@@ -313,7 +319,7 @@ def written(folder, program, **changes):
     script = folder / "slurm" / "job.sbatch"
     script.parent.mkdir()
     site = Site(program=("bash", "-c", program))
-    script.write_text(render(replace(PLAN, script=script, runs=(folder,), cwd=folder, site=site, **changes)))
+    script.write_text(render(changed(PLAN, script=script, runs=(folder,), cwd=folder, site=site, **changes)))
     return script
 
 
@@ -359,10 +365,8 @@ def test_what_is_left_of_an_earlier_attempt_queues_nothing_again(tmp_path, code)
 @pytest.mark.parametrize(("first", "requeued", "code"), [("echo 100", True, 75), ("exit 2", False, 1)])
 def test_a_ledger_that_cannot_be_read_ends_a_job_at_its_start_only(tmp_path, first, requeued, code):
     """After the save the budget is unknown: the next attempt reads the ledger again."""
-    program = f"""case $0 in
-        train) exit 75 ;;
-        submit) [ ! -e {tmp_path}/asked ] || exit 2; touch {tmp_path}/asked; {first} ;;
-    esac"""
+    asked = f"[ ! -e {tmp_path}/asked ] || exit 2; touch {tmp_path}/asked; {first}"
+    program = f"case $0 in train) exit 75 ;; submit) {asked} ;; esac"
     done = alone(tmp_path, program, gpu_hours=1.0, startup_s=40)
     assert done.returncode == code, done.stdout + done.stderr
     assert (tmp_path / "requeued").exists() is requeued
@@ -396,19 +400,21 @@ def test_a_name_that_is_no_word_is_refused_where_the_recipe_is_read(name, tmp_pa
 def test_no_folder_is_executed_or_changed(folder, tmp_path):
     run = tmp_path / folder / "r"
     script = run / "slurm" / "job.sbatch"
-    plan = replace(PLAN, script=script, runs=(run,), cwd=tmp_path / folder)
+    plan = changed(PLAN, script=script, runs=(run,), cwd=tmp_path / folder)
     text = render(plan)
-    assert runs_of(text) == [run]
     output = next(line for line in text.splitlines() if line.startswith("#SBATCH --output="))
     assert shlex.split(output.split("=", 1)[1].replace("%%", "%")) == [f"{script.parent}/%j.out"]
     says = [line for line in text.splitlines() if "go on with: sbatch" in line]
     assert says and all(folder not in line for line in says)
     begin = text.split("max_requeues=")[0].split("#\n", 1)[1]
-    subprocess.run(["bash", "-c", begin], cwd=tmp_path, check=True)
+    done = subprocess.run(
+        ["bash", "-c", f'{begin}\necho "$run"'], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == f"{run}\n"
     assert not (tmp_path / "hacked").exists()
 
 
 @pytest.mark.parametrize("folder", ["a\nb", "a\rb", 'a"b', "a\\b"])
 def test_a_folder_that_a_script_cannot_name_is_refused(folder):
     with pytest.raises(ValueError, match=r"^submit: "):
-        render(replace(PLAN, script=Path("/runs") / folder / "job.sbatch"))
+        render(changed(PLAN, script=Path("/runs") / folder / "job.sbatch"))

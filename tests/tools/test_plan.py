@@ -86,6 +86,26 @@ def test_check_sees_an_engine_without_room(capsys):
 
 
 @pytest.mark.slow
+def test_trainer_and_engine_on_one_gpu_share_its_memory_and_its_time(capsys):
+    def planned(name, gpus, *overrides, code=0):
+        assert main([recipe(name), "--gpus", gpus, "--no-build", "--json", "-", "--check", *overrides]) == code
+        return json.loads(capsys.readouterr().out)
+
+    both = planned("qwen2_5_math_1_5b_1gpu", "1")
+    assert both["split"]["trainer"] == both["split"]["engines"] == both["gpus"] == 1
+    apart = planned("qwen2_5_math_1_5b_1gpu", "2", "engine.colocate=false")
+    memory = both["engine_memory"]
+    engine = max(memory["limit_bytes"], sum(memory[f"{part}_bytes"] for part in ("weights", "overhead", "kv")))
+    assert apart["trainer_headroom_bytes"] - both["trainer_headroom_bytes"] == engine
+    train, other = both["work"]["train_seconds"], both["timing"]["step_seconds"] - both["work"]["train_seconds"]
+    generate = both["completion_tokens"]["mean"] * both["work"]["completions"] / both["decoding"]["tokens_per_second"]
+    assert apart["timing"]["step_seconds"] < 1.15 * max(train, generate), "side by side"
+    assert other == pytest.approx(generate, rel=0.15), "in turn"
+    larger = planned("qwen2_5_math_1_5b_1gpu", "1", "trainer.micro_batch_tokens=16384", code=2)
+    assert "GiB and an engine 19.9, NVIDIA H100 SXM 80 GB has 79.6: " in larger["problems"][0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

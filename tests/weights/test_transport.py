@@ -237,6 +237,7 @@ def test_invalid_connections_are_refused(spec):
     with private_folder() as one_host:
         assert resolve_transport("auto", one_host) == ("nccl" if torch.cuda.is_available() else "shm")
         assert resolve_transport("gloo", one_host) == "gloo"
+        assert resolve_transport("auto", one_host, colocated=True) == "shm"
     assert resolve_transport("auto", HostRendezvous(host="10.0.0.1", port=1)) != "shm"
 
 

@@ -141,8 +141,7 @@ async def _study(
             finally:
                 os.close(cache)
         _check_files(runs)
-        digested = start.files if start is not None else {}
-        for name in study.begin(runs, redo=arguments.redo, known=digested):
+        for name in study.begin(runs, redo=arguments.redo):
             console.print(
                 f"{name}: changed, runs again; the earlier run is in {study.path / 'replaced'}", highlight=False
             )

@@ -11,19 +11,17 @@ table.md table.csv comparison.json study.png curves.png study.html
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
+from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
+from megatron_scalerl.checkpoints.jsonl import append_row, read_jsonl, rewrite
 from megatron_scalerl.fit.inputs import differing
 from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.recipe import Recipe
@@ -95,15 +93,12 @@ class StudyFolder:
         """Release the lock."""
         os.close(self._lock)
 
-    def begin(
-        self, runs: Sequence[PlannedRun], *, redo: bool, known: Mapping[str, str] = MappingProxyType({})
-    ) -> list[str]:
+    def begin(self, runs: Sequence[PlannedRun], *, redo: bool) -> list[str]:
         """Record what the study runs; returns names of runs that were replaced.
 
         redo: move runs of changed recipes away, with changed files all. Otherwise RecipeError is raised, one line.
-        known: digests of files that were just made.
         """
-        inputs = {os.path.abspath(path): made for path, made in _digests(runs[0].recipe, known).items()}
+        inputs = {os.path.abspath(path): made for path, made in _digests(runs[0].recipe).items()}
         before = self._inputs()
         other = sorted(path for path, now in inputs.items() if before.get(path, now) != now)
         changed = [run for run in self.known() if other] if redo else []
@@ -146,13 +141,8 @@ class StudyFolder:
 
     def ended(self, run: PlannedRun, *, code: int, seconds: float, fresh: bool) -> None:
         """Record an end. fresh: the run began in this process, so that its seconds are those of the whole run."""
-        writer = JsonlWriter(self.path / "runs.jsonl")
-        try:
-            row = {"run": run.name, "arm": run.arm, "seed": run.seed, "steps": run.recipe.steps, "code": code}
-            writer.append(row | {"seconds": round(seconds, 1), "fresh": fresh})
-            writer.sync()
-        finally:
-            writer.close()
+        row = {"run": run.name, "arm": run.arm, "seed": run.seed, "steps": run.recipe.steps, "code": code}
+        append_row(self.path / "runs.jsonl", row | {"seconds": round(seconds, 1), "fresh": fresh})
 
     def times(self) -> list[tuple[str, int, float]]:
         """(arm, steps, seconds) of every finished run that one process made from its start."""
@@ -177,13 +167,10 @@ class StudyFolder:
 
 def lock(path: Path) -> int:
     """Descriptor of a file that is locked until it is closed. Raises StudyInUse if another process has it."""
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_file(path)
     except BlockingIOError:
-        os.close(descriptor)
         raise StudyInUse(f"{path.parent}: expected a folder that no other study uses, found it locked") from None
-    return descriptor
 
 
 def digest(path: Path) -> str:
@@ -192,18 +179,16 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digests(paths: Iterable[Path], known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Path -> digest of the files, and of those in the folders, that exist. known: digests that were just made."""
+def digests(paths: Iterable[Path]) -> dict[str, str]:
+    """Path -> digest of the files, and of those in the folders, that exist."""
     files = [f for path in paths for f in (sorted(path.iterdir()) if path.is_dir() else [path]) if f.is_file()]
-    left = [file for file in files if str(file) not in (known or {})]
     with ThreadPoolExecutor(READERS) as pool:
-        made = dict(zip(map(str, left), pool.map(digest, left)))
-    return {str(file): (made | dict(known or {}))[str(file)] for file in files}
+        return dict(zip(map(str, files), pool.map(digest, files)))
 
 
-def _digests(recipe: Recipe, known: Mapping[str, str]) -> dict[str, str]:
+def _digests(recipe: Recipe) -> dict[str, str]:
     data = [path for task in tasks_of(recipe) for path in (task.prompts.path, task.prompts.held_out_path)]
-    return digests((Path(path) for path in (*data, recipe.policy.path) if path is not None), known)
+    return digests(Path(path) for path in (*data, recipe.policy.path) if path is not None)
 
 
 def check_shared(runs: Sequence[PlannedRun]) -> None:

@@ -15,10 +15,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 
-from megatron_scalerl.commands.study.duration import Pace, PaceMeter, in_words, seconds_left, steps_made
+from megatron_scalerl.checkpoints.commit import latest
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.commands.study.folder import PlannedRun, StudyFolder
 from megatron_scalerl.commands.study.warm_start import WarmStart, finish, prepare
 from megatron_scalerl.processes.child_process import ChildProcess, log_tail
@@ -27,8 +29,6 @@ from megatron_scalerl.processes.signals import IN_USE_CODE, SAVE_SIGNAL, SAVED_C
 
 PROGRAM = (sys.executable, "-m")
 """What runs a module of this package."""
-LOOK_S = 2.0
-"""Interval at which the run under way is asked for its steps, until its pace is known (seconds)."""
 GRACE_S = 90.0
 """For a run to end after SIGTERM (seconds)."""
 
@@ -41,7 +41,6 @@ class Runner:
         self._options = ["--verbose"] if verbose else []
         self._child: ChildProcess | None = None
         self._saving = False
-        self._pace: Pace | None = None
 
     async def warm_start(self, made: WarmStart) -> None:
         """Make what is missing. Raises RuntimeError, naming the log, if a program fails."""
@@ -66,7 +65,7 @@ class Runner:
         self._estimate(runs, left)
         while left:
             run = left.pop(0)
-            code = await self._one(run, [run, *left])
+            code = await self._one(run)
             if code == SAVED_CODE or (self._saving and code != 0):
                 raise Stopped(SAVE_SIGNAL)
             if code != 0:
@@ -93,18 +92,13 @@ class Runner:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child.pid, SAVE_SIGNAL)
 
-    async def _one(self, run: PlannedRun, left: Sequence[PlannedRun]) -> int:
+    async def _one(self, run: PlannedRun) -> int:
         made = steps_made(run)
         fresh = not (run.folder / "recipe.yaml").exists()
         self._say(f"{run.name}: " + ("starts" if fresh else f"goes on, {made} of {run.recipe.steps} steps recorded"))
         begin = time.monotonic()
         argv = [*PROGRAM, "megatron_scalerl", "train", *self._options, str(run.file)]
-        watch = asyncio.create_task(self._watch(run, left, begin), name=f"pace of {run.name}")
-        try:
-            code = await self._run(run.name, argv, run.log)
-        finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+        code = await self._run(run.name, argv, run.log)
         seconds = time.monotonic() - begin
         self._study.ended(run, code=code, seconds=seconds, fresh=fresh)
         if code == 0:
@@ -122,38 +116,58 @@ class Runner:
             self._child = None
             await child.stop(GRACE_S)
 
-    async def _watch(self, run: PlannedRun, left: Sequence[PlannedRun], begin: float) -> None:
-        """Say how long the study takes as soon as its first run tells."""
-        if self._pace is not None or self._study.times():
-            return
-        meter = PaceMeter(run, begin)
-        while (pace := meter.look(time.monotonic())) is None:
-            await asyncio.sleep(LOOK_S)
-        self._pace = pace
-        total = seconds_left(self._study, left, pace) or 0.0
-        self._say(
-            f"estimate: {in_words(total)} for {len(left)} runs, from {pace.steps} steps of {run.name}: "
-            f"{pace.startup_s:.0f} s to start, {pace.step_s:.1f} s a step"
-        )
-
     def _estimate(self, runs: Sequence[PlannedRun], left: Sequence[PlannedRun]) -> None:
-        done, times = len(runs) - len(left), self._study.times()
-        self._say(f"{len(runs)} runs, {done} of them finished: {self._study.path}")
-        if not left:
-            return
+        self._say(f"{len(runs)} runs, {len(runs) - len(left)} of them finished: {self._study.path}")
         seconds = seconds_left(self._study, left)
-        if seconds is None:
-            self._say(f"time for {len(left)} runs: not known yet, estimated after the first steps of the first run")
-        else:
-            self._say(f"estimate: {in_words(seconds)} for {len(left)} runs, from {len(times)} finished runs")
+        if left and seconds is None:
+            self._say(f"time for {len(left)} runs: not known before the first one is finished")
+        elif left and seconds is not None:
+            count = len(self._study.times())
+            self._say(f"estimate: {in_words(seconds)} for {len(left)} runs, from {count} finished runs")
 
     def _progress(self, runs: Sequence[PlannedRun], left: Sequence[PlannedRun]) -> None:
-        seconds = seconds_left(self._study, left, self._pace)
+        seconds = seconds_left(self._study, left)
         rest = "" if seconds is None or not left else f", about {in_words(seconds)} left"
         self._say(f"{len(runs) - len(left)} of {len(runs)} runs have ended{rest}")
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False)
+
+
+def seconds_left(study: StudyFolder, runs: Sequence[PlannedRun]) -> float | None:
+    """Seconds that `runs` still take; None before the first run of the study is finished.
+
+    A run takes as long as finished runs of its recipe, else as all finished ones, in proportion to its steps. Of a
+    run that was begun, what is left after its newest checkpoint counts.
+    """
+    times = study.times()
+    if not times:
+        return None
+    total = 0.0
+    for run in runs:
+        steps, newest = run.recipe.steps, latest(run.folder / "checkpoints")
+        of_recipe = [time for time in times if time[0] == run.arm] or times
+        whole = fmean(seconds / made * steps for _, made, seconds in of_recipe)
+        saved = 0 if newest is None else int(newest.name.rpartition("_")[2])
+        total += whole * (1.0 - min(saved, steps) / steps)
+    return total
+
+
+def in_words(seconds: float) -> str:
+    """35 s, 12:05 min, 3 h 10 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def steps_made(run: PlannedRun) -> int:
+    """Optimizer steps that the run's metrics have."""
+    rows = read_jsonl(run.folder / "metrics.jsonl")
+    return max((int(row.get("step", 0)) for row in rows), default=0)
 
 
 def _ended(code: int) -> str:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,6 @@ class WarmStart:
     """Settings that name the made files, for every recipe."""
     steps: tuple[Step, ...]
     """In their order."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the files that the runs have in common with the cache: these need not be read again."""
 
     @property
     def missing(self) -> list[Step]:
@@ -92,10 +90,9 @@ def warm_start(base: Path, policy: Path, cache: Path, overrides: Sequence[str], 
 
 def conversion(policy: Path, cache: Path) -> WarmStart:
     """`policy` (a Hugging Face folder) as a Megatron checkpoint."""
-    files = digests([policy])
-    folder, key = _entry(cache, {"files": files})
+    folder, key = _entry(cache, {"files": digests([policy])})
     steps = (_convert(policy, folder),)
-    return WarmStart(folder=folder, key=key, overrides=_converted(folder), steps=steps, files=files)
+    return WarmStart(folder=folder, key=key, overrides=_converted(folder), steps=steps)
 
 
 def begin(made: WarmStart) -> None:

@@ -1,10 +1,14 @@
-"""RMS norms: one for sequence parallelism, and one without weights for queries and keys."""
+"""RMS norms: one for sequence parallelism, two of queries and keys, and one of a linear layer's result."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 
 
@@ -34,3 +38,52 @@ class HeadRMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., d] to [..., d] with mean square 1."""
         return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x)
+
+
+class AllHeadsRMSNorm(torch.nn.Module):
+    """RMS norm of all heads of a token together, which tensor-parallel ranks share (OLMo 2's query and key norm).
+
+    Every rank has the weights of all heads; Megatron sums their gradients over the ranks, as of every query and key
+    norm (distributed/finalize_model_grads.py:354 of 0.16.1).
+    """
+
+    heads: int
+    """Of all ranks."""
+    group: Any
+    """The tensor-parallel process group."""
+
+    @classmethod
+    def of(cls, heads: int, group: Any) -> type:
+        """The norm as a class of its own, which is what Megatron's specs take."""
+        return type(cls.__name__, (cls,), {"heads": heads, "group": group})
+
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float):
+        """hidden_size: of a head."""
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(self.heads * hidden_size, dtype=config.params_dtype))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., heads of this rank, d] to the same."""
+        squares = x.float().square().sum(dim=(-2, -1), keepdim=True)
+        # summed forward for the mean, and backward since the result of every rank depends on it
+        squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
+        weight = self.weight.view(-1, *x.shape[-2:])[self.group.rank()]
+        return (weight * (x.float() * torch.rsqrt(squares / self.weight.numel() + self.eps))).type_as(x)
+
+
+def with_norm(linear: type, norm: Any) -> type:
+    """The linear layer with `norm` of its result."""
+
+    class WithNorm(linear):  # type: ignore[misc]
+        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **keywords: Any):
+            super().__init__(input_size, output_size, config=config, **keywords)
+            self.norm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
+
+        def forward(self, *args: Any) -> Any:
+            result, bias = super().forward(*args)
+            assert bias is None, "no family has a bias before such a norm"
+            return self.norm(result), None
+
+    return WithNorm

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_scalerl.distributed.device import HAVE_TE
 from megatron_scalerl.models.family import Family, LayerStyle
 from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention, with_bias, with_chunks
-from megatron_scalerl.trainer.layers.norm import HeadRMSNorm, SequenceParallelRMSNorm
+from megatron_scalerl.trainer.layers.norm import AllHeadsRMSNorm, HeadRMSNorm, SequenceParallelRMSNorm, with_norm
 
 
 class PlainSpecProvider(LocalSpecProvider):
@@ -49,8 +49,21 @@ def spec_provider() -> Any:
     return TESpecProvider()
 
 
+def _post_norm(provider: Any) -> Any:
+    """The provider for layers with norms of results: no norm is fused into a following linear layer."""
+
+    class PostNorm(type(provider)):  # type: ignore[misc]
+        def fuse_layernorm_and_linear(self) -> bool:
+            return False
+
+        def row_parallel_linear(self) -> type:
+            return with_norm(super().row_parallel_linear(), self.layer_norm(rms_norm=True))
+
+    return PostNorm()
+
+
 def block_submodules(
-    config: TransformerConfig, family: Family, *, pp_rank: int, vp_stage: int | None
+    config: TransformerConfig, family: Family, *, pp_rank: int, vp_stage: int | None, tp_group: Any
 ) -> TransformerBlockSubmodules:
     """Specs of the layers of one model chunk, each in its family's style.
 
@@ -63,13 +76,16 @@ def block_submodules(
     provider = spec_provider()
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
-    specs = [_layer_spec(config, family, style, provider) for style in family.layers[first : first + count]]
+    specs = [_layer_spec(config, family, style, provider, tp_group) for style in family.layers[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider.layer_norm(rms_norm=True))
 
 
-def _layer_spec(config: TransformerConfig, family: Family, style: LayerStyle, provider: Any) -> ModuleSpec:
+def _layer_spec(
+    config: TransformerConfig, family: Family, style: LayerStyle, provider: Any, tp_group: Any
+) -> ModuleSpec:
+    provider = _post_norm(provider) if style.post_norm else provider
     fused = provider.fuse_layernorm_and_linear()
-    norm = provider.layer_norm(rms_norm=True)
+    norm = IdentityOp if style.post_norm else provider.layer_norm(rms_norm=True)
     mlp = get_mlp_module_spec_for_backend(
         backend=provider,
         num_experts=config.num_moe_experts if style.moe else None,
@@ -80,7 +96,7 @@ def _layer_spec(config: TransformerConfig, family: Family, style: LayerStyle, pr
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if fused else norm,
-            self_attention=_attention_spec(config, family, style, provider),
+            self_attention=_attention_spec(config, family, style, provider, tp_group),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm if style.moe or not fused else IdentityOp,
             mlp=mlp,
@@ -96,7 +112,9 @@ _DENSE_NAMES = {**_MOE_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
 other's: a norm that it fuses into the following linear layer is part of that layer."""
 
 
-def _attention_spec(config: TransformerConfig, family: Family, style: LayerStyle, provider: Any) -> ModuleSpec:
+def _attention_spec(
+    config: TransformerConfig, family: Family, style: LayerStyle, provider: Any, tp_group: Any
+) -> ModuleSpec:
     fused = provider.fuse_layernorm_and_linear()
     core = provider.core_attention()
     scale = None if style.rope else family.query_scale
@@ -109,7 +127,12 @@ def _attention_spec(config: TransformerConfig, family: Family, style: LayerStyle
         "weightless": HeadRMSNorm,
         "weighted": provider.layer_norm(rms_norm=True, for_qk=True),
     }
-    qk_norm = qk_norms[style.qk_norm]
+    if style.qk_norm == "all_heads":
+        q_norm, k_norm = (
+            AllHeadsRMSNorm.of(heads, tp_group) for heads in (config.num_attention_heads, config.num_query_groups)
+        )
+    else:
+        q_norm = k_norm = qk_norms[style.qk_norm]
     proj = provider.row_parallel_linear()
     return ModuleSpec(
         module=SelfAttention,
@@ -118,7 +141,7 @@ def _attention_spec(config: TransformerConfig, family: Family, style: LayerStyle
             linear_qkv=provider.column_parallel_layer_norm_linear() if fused else provider.column_parallel_linear(),
             core_attention=core,
             linear_proj=with_bias(proj) if family.output_bias else proj,
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
+            q_layernorm=q_norm,
+            k_layernorm=k_norm,
         ),
     )

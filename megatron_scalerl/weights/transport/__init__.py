@@ -66,12 +66,13 @@ def _group_class(connection: Connection, backends: Iterable[str]) -> type[Group]
     return classes[connection.backend]
 
 
-def resolve_transport(name: str, rendezvous: Rendezvous | None = None) -> str:
+def resolve_transport(name: str, rendezvous: Rendezvous | None = None, *, colocated: bool = False) -> str:
     """gloo, nccl or shm for the recipe's weights.transport.
 
     `auto` is the backend of the trainer's collectives, and shm instead of gloo where all processes are on one host.
+    colocated: trainer and engines share devices, on which NCCL refuses two processes.
     """
     if name != "auto":
         return name
-    found = device.backend()
+    found = "gloo" if colocated else device.backend()
     return "shm" if found == "gloo" and isinstance(rendezvous, FolderRendezvous) else found

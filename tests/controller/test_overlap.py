@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from waiting import passes
 
-from megatron_scalerl.controller.sending import Ahead, SentBatch
+from megatron_scalerl.controller.overlap import Ahead, SentBatch
 
 
 class StandInSender:

@@ -1,4 +1,6 @@
-"""Validation: mean@k on the held-out prompts, with one policy version.
+"""What a run measures of its policy beside training: validations and evaluations (`evaluations`).
+
+A validation is mean@k on the held-out prompts, with one policy version.
 
 Interruption, sampling and verifier are those of training. Every validation has the same prompts, so that their
 difficulty is no noise of the curve. Seeds and interruption points are drawn anew (validation.fresh_seeds): with
@@ -14,9 +16,7 @@ engine that answers with another version is evicted. A completion whose engine i
 seed and interruption point, on another one; when no engine is left that holds the version, the controller ends the
 validation (`loop`). The loss of a held engine ends it, too (HeldEngineLost).
 
-The validations of a run: which one is due, the one in progress, and what depends on it.
-
-A validation measures one policy version. Where a second engine serves, one is held at that version (`held_engine`)
+Where a second engine serves, one is held at that version (`held_engine`)
 and nothing waits: the trainer and the other engines go on. If the held engine is evicted, the validation is lost, and
 one of a later version is due.
 
@@ -32,25 +32,35 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
-from megatron_scalerl.controller.held_engine import HeldEngine, HeldEngineLost
+from megatron_scalerl.controller.evaluations import EvaluationInputs, Evaluations
+from megatron_scalerl.controller.held_engine import HeldEngine, HeldEngineLost, OneAtATime, losses_as_one
 from megatron_scalerl.controller.meter import Meter
-from megatron_scalerl.controller.metrics import Metrics
-from megatron_scalerl.controller.outcomes import Outcomes, means, text, within_variance
+from megatron_scalerl.controller.metrics import Metrics, Outcomes, means, text, within_variance
 from megatron_scalerl.controller.progress import Progress
-from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder, RunState
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
+from megatron_scalerl.evaluation.completing import Holders, Request, complete
+from megatron_scalerl.evaluation.results import Key
 from megatron_scalerl.fit.outlook import outlook
 from megatron_scalerl.processes.spans import spanned
-from megatron_scalerl.prompts.dataset import first_of_each_task
+from megatron_scalerl.prompts.dataset import PromptSet, first_of_each_task
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler, ScoredCompletion
 from megatron_scalerl.types import Completion, CompletionLost, ComputeUnit, PassRate, Prompt, TaskPassRate
 
 logger = logging.getLogger(__name__)
+
 _TRIES = 2
-"""Attempts at a completion, with the same seed and interruption point."""
+"""Attempts at the last evaluation, beside one that was in progress."""
+
+WhileWaiting = Callable[[Awaitable[None]], Awaitable[None]]
+"""Waits for work while engines that join get the trainer's weights (`overlap.Overlap.while_waiting`)."""
+
+
+class VersionLost(RuntimeError):
+    """No engine holds the policy version of a validation any more, and the trainer has already left it."""
 
 
 class Validator:
@@ -134,7 +144,7 @@ class Validator:
     ) -> list[list[ScoredCompletion | None]]:
         """All completions, by prompt, in whatever order the engines serve them."""
         slots = self._slots if on is None else asyncio.Semaphore(self._per_engine)
-        try:
+        with losses_as_one():
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     [
@@ -143,11 +153,6 @@ class Validator:
                     ]
                     for number in range(len(self._prompts))
                 ]
-        except BaseExceptionGroup as failures:
-            lost = failures.subgroup(HeldEngineLost)
-            if lost is None or lost.exceptions != failures.exceptions:
-                raise
-            raise HeldEngineLost(str(lost.exceptions[0])) from None
         return [[task.result() for task in row] for row in running]
 
     async def _in_rounds(self, step: int, generations: int) -> list[list[ScoredCompletion | None]]:
@@ -185,26 +190,25 @@ class Validator:
         round.
         """
         prompt = self._prompts[number]
-        draw = self._sampler.draw(self._seed + step * self._fresh, number, index)
-        tries = 0
+        request = Request(
+            key=Key(file="validation", number=number, index=index),
+            problem_id=prompt.prompt_id,
+            prompt=prompt,
+            draw=self._sampler.draw(self._seed + step * self._fresh, number, index),
+            sampler=self._sampler,
+        )
+        chosen = iter([] if first is None else [first])
+
+        async def next_engine(number: int) -> EngineClient:
+            return next(chosen, None) or await self._engine(number, on)
+
+        holders = Holders(next=next_engine, evict=self._engines.evict)
         async with slots:
-            while tries < _TRIES:
-                engine = first or await self._engine(number, on)
-                first = None
-                try:
-                    result = await self._sampler.complete(engine, prompt, draw, priority=VALIDATION_PRIORITY + rank)
-                    found = {result.completion.first_version, result.completion.last_version}
-                    if found != {step}:
-                        raise EngineError(f"{engine.name}: policy versions: expected {step}, found {sorted(found)}")
-                except CompletionLost as lost:
-                    logger.warning("validation, prompt %s: a completion is lost: %s", prompt.prompt_id, lost)
-                    tries += 1
-                except EngineError as error:
-                    self._engines.evict(engine, str(error))
-                else:
-                    self._count_tokens(result.completion.tokens, on)
-                    return result
-        return None
+            result = await complete(request, holders, version=step, priority=VALIDATION_PRIORITY + rank)
+        if isinstance(result, CompletionLost):
+            return None
+        self._count_tokens(result.completion.tokens, on)
+        return result
 
     async def _engine(self, number: int, on: EngineClient | None) -> EngineClient:
         """A serving engine; the completions of a prompt share one. on: that one. Raises HeldEngineLost."""
@@ -232,14 +236,7 @@ def _entropy(completions: Sequence[Completion]) -> float:
     return -sum(c.logprob_sum for c in completions) / sampled if sampled else math.nan
 
 
-logger = logging.getLogger(__name__)
-
-
-class VersionLost(RuntimeError):
-    """No engine holds the policy version of a validation any more, and the trainer has already left it."""
-
-
-class Validations:
+class Validations(OneAtATime):
     """At most one validation at a time."""
 
     def __init__(
@@ -256,6 +253,7 @@ class Validations:
         progress: Progress,
     ) -> None:
         """prompts: the held-out ones. rounds: for rollouts.deterministic."""
+        super().__init__()
         self._validator = Validator(
             recipe,
             engines=engines,
@@ -268,15 +266,13 @@ class Validations:
         self._held, self._on = held, False
         self._recipe, self._engines = recipe, engines
         self._meter, self._metrics, self._progress = meter, metrics, progress
-        self._task: asyncio.Task[None] | None = None
-        """The one in progress, or one on a held engine that has ended since."""
         self._forecast: asyncio.Task[None] | None = None
         """The forecast after the last validation, beside the training."""
 
     @property
     def beside(self) -> bool:
         """True while a validation is in progress on an engine that is held."""
-        return self._on and self._task is not None and not self._task.done()
+        return self._on and self.in_progress
 
     def due(self, step: int) -> bool:
         """True if `step` is a multiple of validation.every_steps, or the first step asked for from one on.
@@ -284,15 +280,18 @@ class Validations:
         Not if the validation is recorded or in progress. It may be missing after a restart, too.
         """
         every = self._recipe.validation.every_steps
-        if not every or self.beside or (self._task is not None and not self._on):
+        if not every or self.in_progress:
             return False
         return step // every > self._metrics.last_validation(step) // every
 
-    def begin(self, step: int, batches: int, *, last: bool = False, beside: bool = True) -> bool:
-        """Start a validation of version `step`; False if it stays due because the second engine is held for something
-        else. batches: charged so far. last: of the run. beside: the training goes on meanwhile.
+    def begin(self, state: RunState, *, last: bool = False, beside: bool = True) -> bool:
+        """Start a validation of the version that the engines hold.
+
+        False if it stays due because the second engine is held for something else. last: of the run. beside: the
+        training goes on meanwhile.
         """
-        self._collect()
+        self.collect()
+        step = state.step
         assert self._task is None
         settings, rollouts = self._recipe.validation, self._recipe.rollouts
         may_hold = beside and not last and settings.engine == "held" and not rollouts.one_by_one
@@ -304,7 +303,7 @@ class Validations:
         generations = settings.end_generations if at_an_end else None
         logger.info("validation of version %d", step)
         ledger = self._meter.ledger
-        compute, compute_total = ledger.axis_at(batches), ledger.hours()
+        compute, compute_total = ledger.axis_at(state.batches), ledger.hours()
         self._task = asyncio.create_task(
             self._validate(step, generations or settings.generations, compute, compute_total, on),
             name=f"validation of version {step}",
@@ -312,32 +311,24 @@ class Validations:
         return True
 
     @spanned("wait for a validation")
-    async def end(
-        self, while_current: Callable[[Awaitable[None]], Awaitable[None]] | None, *, held: bool = False
-    ) -> float:
+    async def end(self, while_waiting: WhileWaiting | None, *, held: bool = False) -> float:
         """Wait for the validation in progress, if any; returns the seconds waited.
 
-        while_current: waits for work while engines that join get the trainer's weights; None if the trainer holds a
-        later version already. held: for one on a held engine, too. Raises VersionLost if no engine is left then.
+        while_waiting: None if the trainer holds a later version already. held: for one on a held engine, too. Raises
+        VersionLost if no engine is left then.
         """
-        self._collect()
+        self.collect()
         if self._task is None or (self._on and not held):
             return 0.0
         begin = self._meter.elapsed
-        if while_current is None:
+        if while_waiting is None:
             await self._until_version_lost(self._task)
         else:
-            await while_current(self._task)
+            await while_waiting(self._task)
         self._task = None
         waited = self._meter.elapsed - begin
         self._meter.pinned_seconds += waited
         return waited
-
-    def _collect(self) -> None:
-        """Forget a validation on a held engine that has ended. Raises its failure."""
-        if self._on and self._task is not None and self._task.done():
-            task, self._task = self._task, None
-            task.result()
 
     def _count(self, tokens: int, on: EngineClient | None) -> None:
         if on is None:
@@ -347,9 +338,7 @@ class Validations:
 
     async def close(self) -> None:
         """Cancel the validation in progress, if any; wait for the forecast, which takes less than a second."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await super().close()
         if self._forecast is not None:
             await asyncio.gather(self._forecast, return_exceptions=True)
 
@@ -402,3 +391,98 @@ class Validations:
         if not validation.done():
             raise VersionLost(f"{validation.get_name()}: expected an engine that holds it, found none left")
         await validation
+
+
+class Measurements:
+    """The validations and the evaluations of one attempt."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prompts: PromptSet,
+        evaluation: EvaluationInputs,
+        *,
+        folder: RunFolder,
+        start: ResumePoint,
+        state: RunState,
+        engines: Membership,
+        sampler: Sampler,
+        rounds: Rounds | None,
+        meter: Meter,
+        metrics: Metrics,
+        progress: Progress,
+    ) -> None:
+        """start: the checkpoint from which the attempt goes on."""
+        self._state = state
+        held = HeldEngine(engines, meter)
+        self._recipe, self._metrics, self._meter, self._engines = recipe, metrics, meter, engines
+        self.validations = Validations(
+            recipe,
+            prompts.held_out,
+            engines=engines,
+            held=held,
+            sampler=sampler,
+            rounds=rounds,
+            meter=meter,
+            metrics=metrics,
+            progress=progress,
+        )
+        self._evaluations = Evaluations(
+            recipe,
+            evaluation,
+            folder.path,
+            run_id=folder.attempt.run_id,
+            start_step=start.step,
+            engines=engines,
+            held=held,
+            sampler=sampler,
+            meter=meter,
+        )
+
+    def begin(self, *, beside: bool = True) -> bool:
+        """Start what is due of the version that the engines hold; True if a validation was started.
+
+        beside: the training goes on meanwhile. The evaluation comes first, so that both share one held engine, also
+        where the validation is on all others.
+        """
+        self._evaluations.begin(self._state)
+        return self.validations.due(self._state.step) and self.validations.begin(self._state, beside=beside)
+
+    async def end_validation(self, while_waiting: WhileWaiting) -> None:
+        """Wait for the validation on all engines, if one is in progress, and charge the time."""
+        if await self.validations.end(while_waiting):
+            self._meter.charge_validation()
+
+    async def finish(self, while_waiting: WhileWaiting, publish: Callable[[], Awaitable[object]]) -> None:
+        """At the end of the run: what is in progress, the last validation, an evaluation that is due.
+
+        publish: gives the engines the trainer's version.
+        """
+        step = self._state.step
+        if self.validations.beside:
+            self._meter.charge_validation()
+            await self.validations.end(while_waiting, held=True)
+            self._meter.charge_waiting("validation")
+        await self.validations.end(while_waiting)
+        if self._recipe.validation.every_steps and not self._metrics.has_validation(step):
+            if step > self._state.served:
+                await publish()
+            self.validations.begin(self._state, last=True)
+            await self.validations.end(while_waiting)
+        if self._evaluations.in_progress or self._evaluations.due(step):
+            self._meter.charge_validation()
+            await while_waiting(self._evaluations.end())
+            for _ in range(_TRIES):
+                if self._evaluations.due(step):
+                    await while_waiting(self._until_one_serves())
+                    self._evaluations.begin(self._state, alone=True)
+                    await while_waiting(self._evaluations.end())
+            self._meter.charge_waiting("evaluation")
+
+    async def _until_one_serves(self) -> None:
+        await self._engines.until(lambda: bool(self._engines.serving))
+
+    async def close(self) -> None:
+        """Cancel what is in progress."""
+        await self.validations.close()
+        await self._evaluations.close()

@@ -1,0 +1,483 @@
+"""Files as other tools write them: what is read, what is said, and what is refused. All are made by hand here."""
+
+import csv
+import gzip
+import io
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_scalerl.fit.columns import score_rank, scores
+from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
+
+STEPS = list(range(10, 110, 10))
+RATES = [round(0.1 + 0.5 * step / (step + 40), 4) for step in STEPS]
+
+
+def write(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(text) if isinstance(text, bytes) else path.write_text(text)
+    return path
+
+
+def table(columns, **options):
+    """CSV text of {name: values}."""
+    out = io.StringIO()
+    rows = csv.writer(out, **options)
+    rows.writerow(columns)
+    rows.writerows(zip(*columns.values()))
+    return out.getvalue()
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def chart(x, xs, *columns):
+    """CSV of a W&B chart; columns: (run, metric, values)."""
+    header = {x: xs}
+    header |= {f"{run} - {metric}{end}": values for run, metric, values in columns for end in ("", "__MIN", "__MAX")}
+    return table(header, quoting=csv.QUOTE_ALL)
+
+
+def history(metric="val-core/openai/gsm8k/acc/mean@1"):
+    """Rows of W&B's run.history(): the validation is in every fifth row, NaN elsewhere."""
+    return [
+        {
+            "_step": step,
+            "_runtime": 30.5 * step,
+            "_timestamp": 1.77e9 + 30.5 * step,
+            "training/global_step": step,
+            "timing_s/step": 30.5,
+            "actor/pg_loss": -0.01,
+            "critic/score/mean": 0.3,
+            "critic/score/max": 1.0,
+            metric: 0.2 + step / 200 if step % 5 == 0 else math.nan,
+        }
+        for step in range(51)
+    ]
+
+
+def verl_line(step, **metrics):
+    said = " - ".join(f"{key}:{value}" for key, value in metrics.items())
+    return f"\x1b[36m(TaskRunner pid=4217)\x1b[0m step:{step} - {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("x", "factor", "unit"),
+    [
+        ("Step", 1, "steps"),
+        ("training/global_step", 1, "steps"),
+        ("trainer/global_step", 1, "steps"),
+        ("Relative Time (Process)", 61.5, "seconds"),
+        ("Relative Time (Wall)", 61.5, "seconds"),
+        ("train/epoch", 0.01, "train/epoch"),
+        ("my_counter", 3, "my_counter"),
+    ],
+)
+def test_a_wandb_chart_over_any_axis_has_the_unit_of_its_own_column(tmp_path, x, factor, unit):
+    axis = [factor * step for step in STEPS]
+    path = write(tmp_path, "chart.csv", chart(x, axis, ("run", "eval/accuracy", RATES), ("run", "_step", STEPS)))
+    (curve,) = read_curves(path)
+    assert (curve.name, curve.unit) == ("run", unit)
+    np.testing.assert_allclose(curve.compute, axis)
+    np.testing.assert_allclose(curve.pass_rate, RATES)
+    assert f"W&B chart, 10 points of eval/accuracy over {x} (" in curve.read
+    (curve,) = read_curves(path, ColumnOptions(compute="_step"))
+    assert (curve.unit, curve.compute.tolist()) == ("steps", STEPS)
+
+
+def test_names_of_runs_keep_their_dashes_and_a_metric_is_chosen_among_several(tmp_path):
+    runs = ("Qwen - lr 1e-6", "Qwen - lr 5e-6")
+    columns = [(run, metric, RATES) for run in runs for metric in ("critic/score/mean", "val-core/x/acc/mean@1")]
+    curves = read_curves(write(tmp_path, "chart.csv", chart("Step", STEPS, *columns)))
+    assert [curve.name for curve in curves] == list(runs)
+    assert all(
+        "points of val-core/x/acc/mean@1" in c.read and "also there: critic/score/mean" in c.read for c in curves
+    )
+
+
+def test_a_chart_of_one_metric_of_any_name_is_taken_and_a_time_of_day_is_not(tmp_path):
+    path = write(tmp_path, "chart.csv", chart("Step", STEPS, ("run", "my/own_metric", RATES)))
+    assert "my/own_metric" in read_curves(path)[0].read
+    wall = chart("Wall Time", [1.77e9 + step for step in STEPS], ("run", "eval/accuracy", RATES))
+    with pytest.raises(ValueError, match="row 2: Wall Time: expected compute since the start, found a time of day"):
+        read_curves(write(tmp_path, "chart.csv", wall))
+
+
+def test_a_run_of_a_chart_that_has_just_begun_is_left_out_with_a_word(tmp_path):
+    begun = [0.1, 0.2] + [""] * 8
+    columns = ("old", "eval/accuracy", RATES), ("new", "eval/accuracy", begun), ("empty", "eval/accuracy", [""] * 10)
+    (curve,) = read_curves(write(tmp_path, "chart.csv", chart("Step", STEPS, *columns)))
+    assert curve.name == "old" and "2 runs of chart.csv were left out" in curve.notes[-1]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz", "json", "columns.json", "jsonl", "nan.jsonl", "parquet"])
+def test_wandb_history_in_every_form(tmp_path, suffix):
+    rows = history()
+    path = tmp_path / f"history.{suffix}"
+    if suffix == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
+    elif suffix.startswith("csv"):
+        text = table({"": range(51)} | {key: [row[key] for row in rows] for key in rows[0]}).encode()
+        path.write_bytes(gzip.compress(text) if suffix.endswith("gz") else text)
+    elif suffix == "json":
+        path.write_text(json.dumps(rows))
+    elif suffix == "columns.json":
+        path.write_text(json.dumps({key: {str(n): row[key] for n, row in enumerate(rows)} for key in rows[0]}))
+    elif suffix == "jsonl":
+        path.write_text(lines({k: v for k, v in row.items() if v == v} for row in rows))
+    else:
+        path.write_text(lines({k: v if v == v else "NaN" for k, v in row.items()} for row in rows))
+    (curve,) = read_curves(path)
+    assert (curve.unit, curve.initial, curve.compute.tolist()) == ("steps", 0.2, list(range(5, 55, 5)))
+    assert (
+        "10 points of val-core/openai/gsm8k/acc/mean@1 over training/global_step (5 to 50 steps), R_0" in curve.read
+    )
+    assert "skipped rows: 40 " in curve.read and "also there: critic/score/mean (--score)" in curve.read
+
+
+def trainer_state(tmp_path, extra=()):
+    log = [
+        {
+            "epoch": step / 100,
+            "loss": 0.01,
+            "reward": rate,
+            "reward_std": 0.3,
+            "rewards/format_reward/mean": 0.9,
+            "step": step,
+        }
+        for step, rate in zip(STEPS, RATES)
+    ]
+    state = {
+        "best_metric": None,
+        "global_step": 100,
+        "log_history": [*log, *extra, {"train_runtime": 9.0, "step": 100}],
+    }
+    return write(tmp_path, "trainer_state.json", json.dumps(state, indent=2))
+
+
+def test_trainer_state_and_the_folder_of_its_checkpoints(tmp_path):
+    (curve,) = read_curves(trainer_state(tmp_path))
+    assert curve.pass_rate.tolist() == RATES and "trainer_state.json, 10 points of reward over step" in curve.read
+    assert "skipped rows: 1 without a number" in curve.read
+    folder = tmp_path / "my_run"
+    for step in (20, 100):
+        (folder / f"checkpoint-{step}").mkdir(parents=True)
+        trainer_state(folder / f"checkpoint-{step}", [{"eval_reward": 0.5, "step": s} for s in (40, 70, step)])
+    (curve,) = read_curves(folder)
+    assert (
+        curve.name == "my_run" and curve.compute.tolist() == [40, 70, 100] and "points of eval_reward" in curve.read
+    )
+    assert "also there: reward (--score)" in curve.read
+
+
+def test_a_sum_of_rewards_is_refused_and_its_range_can_be_given(tmp_path):
+    path = write(tmp_path, "r.jsonl", lines({"step": s, "reward": 4 * r} for s, r in zip(STEPS, RATES)))
+    with pytest.raises(
+        ValueError, match=r"row 2: reward: expected a pass rate in \[0, 1\], found .*--score-range=LO,HI"
+    ):
+        read_curves(path)
+    (curve,) = read_curves(path, ColumnOptions(score_range=(0.0, 4.0)))
+    np.testing.assert_allclose(curve.pass_rate, RATES)
+    assert "0 to 4 mapped to 0 to 1" in curve.read
+
+
+def test_verls_console_log_with_colors_and_prefixes_and_a_resume(tmp_path):
+    core = "val-core/openai/gsm8k/acc/mean@1"
+    text = "2026-01-02 INFO worker.py:1752 -- Started Ray.\n(TaskRunner pid=1) {'actor': {'lr': 1e-06,\n"
+    text += verl_line(0, **{core: "np.float64(0.1)"})
+    for step, rate in zip(STEPS, RATES):
+        text += "Training Progress:   3%|3 | 1/100 [00:12<01:00]\r"
+        text += verl_line(step, **{"critic/score/mean": "0.3", "actor/lr": "1e-06", core: f"np.float64({rate})"})
+    text += verl_line(100, **{"critic/score/mean": "nan", core: "0.777"})
+    for name, data in (("run.log", text), ("run.txt", text), ("run.log.gz", gzip.compress(text.encode()))):
+        (curve,) = read_curves(write(tmp_path, name, data))
+        assert (curve.name, curve.initial, curve.unit) == ("run", 0.1, "steps")
+        assert curve.compute.tolist() == STEPS and curve.pass_rate.tolist() == [*RATES[:-1], 0.777]
+        assert "1 rows have a step that a later row has again; the last counts" in curve.notes[0]
+        assert f"console log, 10 points of {core} over step" in curve.read
+
+
+def test_the_console_log_of_transformers_and_a_log_without_metrics(tmp_path):
+    rows = ({"loss": 0.1, "grad_norm": math.nan, "reward": r, "epoch": s / 100} for s, r in zip(STEPS, RATES))
+    path = write(tmp_path, "run.log", "".join(f"  3%|3 | 1/30\n{row}\n" for row in rows))
+    assert read_curves(path)[0].pass_rate.tolist() == RATES and read_curves(path)[0].unit == "epoch"
+    with pytest.raises(ValueError, match=r"expected lines like step:5 - reward:0.1 or .*, found none"):
+        read_curves(write(tmp_path, "other.log", "[06:01] done\n"))
+
+
+def test_the_console_log_of_slime(tmp_path):
+    said = "(RolloutManager pid=9) data.py:1 - rollout {}: {{'rollout/raw_reward': {}, 'rollout/lengths': 9.0}}\n"
+    (curve,) = read_curves(write(tmp_path, "run.log", "".join(said.format(s, r) for s, r in zip(STEPS, RATES))))
+    assert (curve.unit, curve.compute.tolist(), curve.pass_rate.tolist()) == ("steps", STEPS, RATES)
+
+
+@pytest.mark.parametrize("x", ["Training compute (GPU-hours)", "gpu_h", "H100 GPU hours"])
+def test_gpu_hours_by_other_names_and_the_only_other_column(tmp_path, x):
+    (curve,) = read_curves(write(tmp_path, "run.csv", table({x: STEPS, "GSM8K": RATES})))
+    assert curve.unit == "gpu_hours" and "points of GSM8K over" in curve.read
+    with pytest.raises(ValueError, match="expected a score column"):
+        read_curves(write(tmp_path, "run.csv", table({x: STEPS, "loss": RATES})))
+    with pytest.raises(ValueError, match="expected a score column"):
+        read_curves(write(tmp_path, "chart.csv", chart(x, STEPS, ("run", "train/loss", RATES))))
+
+
+def test_verls_file_logger_nests_its_metrics(tmp_path):
+    rows = [{"step": s, "data": {"val-core/x/acc/mean@1": r, "actor/lr": 1e-6}} for s, r in zip(STEPS, RATES)]
+    assert "points of val-core/x/acc/mean@1 over step" in read_curves(write(tmp_path, "m.jsonl", lines(rows)))[0].read
+
+
+def test_tinkers_metrics(tmp_path):
+    rows = [
+        {
+            "step": n,
+            "progress/batch": n,
+            "env/all/reward/total": 0.4,
+            "env/all/correct": 0.5,
+            "env/all/format": 0.97,
+            "time/total": 12.0,
+        }
+        | ({"test/env/all/correct": 0.1 + n / 40, "test/env/all/reward/total": 0.1} if n % 4 == 0 else {})
+        for n in range(20)
+    ]
+    (curve,) = read_curves(write(tmp_path, "metrics.jsonl", lines(rows)))
+    assert (curve.initial, curve.compute.tolist(), curve.unit) == (0.1, [4, 8, 12, 16], "steps")
+    assert "test/env/all/correct over step" in curve.read
+    assert "also there: test/env/all/reward/total, env/all/correct (--score)" in curve.read
+    truncated = lines(rows)[:-30]
+    assert len(read_curves(write(tmp_path, "metrics.jsonl", truncated))[0].compute) == 4
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run", "metrics.jsonl", lines(rows))
+    assert read_curves(tmp_path / "run")[0].name == "run"
+
+
+def test_prime_rls_metrics(tmp_path):
+    rows = []
+    for n in range(20):
+        rows += [{"step": n, "time": 1.77e9, "reward/mean": 0.4, "batch/solve_all": 0.1, "progress/total_tokens": n}]
+        rows += [{"step": n, "time": 1.77e9, "loss/mean": 0.4, "time/step": 20.0}]
+        rows += (
+            [{"step": n, "eval/aime2024/avg@16": 0.1 + n / 90, "eval/aime2024/pass@16": 0.5}] if n % 5 == 0 else []
+        )
+    (curve,) = read_curves(write(tmp_path, "metrics.jsonl", lines(rows)))
+    assert curve.compute.tolist() == [5, 10, 15] and "points of eval/aime2024/avg@16 over step" in curve.read
+    assert "also there: eval/aime2024/pass@16, reward/mean" in curve.read
+
+
+def events(folder, tag="eval/accuracy", rates=RATES):
+    """An event file as tensorboard writes it."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    folder.mkdir(parents=True)
+    with open(folder / "events.out.tfevents.1700000000.host.1.0", "wb") as file:
+        writer = RecordWriter(file)
+        for step, rate in zip(STEPS, rates):
+            values = [Summary.Value(tag=tag, simple_value=rate), Summary.Value(tag="train/loss", simple_value=3.0)]
+            writer.write(Event(step=step, wall_time=1.7e9, summary=Summary(value=values)).SerializeToString())
+
+
+def test_event_files_of_tensorboard(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    events(tmp_path / "tb" / "a")
+    events(tmp_path / "tb" / "b", "train/reward")
+    events(tmp_path / "tb" / "other", "hparams/x", [1.0])
+    a, b = read_curves(tmp_path / "tb")
+    assert (a.name, b.name, a.unit) == ("a", "b", "steps")
+    np.testing.assert_allclose(a.pass_rate, RATES, rtol=1e-6)
+    assert "1 runs of tb were left out" in a.notes[-1]
+    (file,) = (tmp_path / "tb" / "b").iterdir()
+    assert read_curves(file)[0].name == "b"
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        read_curves(tmp_path / "tb")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        table({"step": STEPS, "score": RATES}).encode("utf-16"),
+        b"\xef\xbb\xbf" + table({"Step": STEPS, "Accuracy": RATES}).encode(),
+        b"Step, Score\r\n" + "".join(f"{s}, {r}\r\n" for s, r in zip(STEPS, RATES)).encode(),
+        table({"step": STEPS, "score": RATES}, delimiter="\t").encode(),
+        ("step;score\n" + "".join(f"{s};{r}\n".replace(".", ",") for s, r in zip(STEPS, RATES))).encode(),
+        table({"": range(10), "step": STEPS, "score": RATES}).encode(),
+        table({"step": STEPS, "accuracy": [100 * r for r in RATES]}).encode(),
+        table({"step": STEPS, "score": [f"{100 * r:.2f}%" for r in RATES]}).encode(),
+        table({"step": STEPS[::-1], "score": RATES[::-1]}).encode(),
+        gzip.compress(table({"step": STEPS, "score": RATES}).encode()),
+        ("# made by hand\nstep   score\n" + "".join(f"{s}  {r}\n" for s, r in zip(STEPS, RATES))).encode(),
+    ],
+    ids=[
+        "utf-16",
+        "mark",
+        "spaces",
+        "tabs",
+        "commas",
+        "pandas",
+        "percent",
+        "percent sign",
+        "unsorted",
+        "gzip",
+        "blanks",
+    ],
+)
+def test_tables_as_spreadsheets_and_pandas_write_them(tmp_path, data):
+    (curve,) = read_curves(write(tmp_path, "run.csv", data))
+    assert (curve.compute.tolist(), curve.unit) == (STEPS, "steps")
+    np.testing.assert_allclose(curve.pass_rate, RATES)
+
+
+def test_what_is_no_number_is_skipped_and_counted_and_text_is_not(tmp_path):
+    cells = ["", "NaN", "nan", "None", "inf", "-Infinity", "n/a", "null", "0.5", "0.6", "0.7"]
+    text = table({"step": range(1, 12), "score": cells})
+    (curve,) = read_curves(write(tmp_path, "run.csv", text))
+    assert curve.pass_rate.tolist() == [0.5, 0.6, 0.7]
+    assert "skipped rows: 1 without a number, 7 NaN or infinite" in curve.read
+    with pytest.raises(ValueError, match="row 2: score: expected a finite number, found 'oops'"):
+        read_curves(write(tmp_path, "run.csv", "step,score\n1,oops\n2,0.5\n"))
+    with pytest.raises(ValueError, match="expected rows with score, found none with a number"):
+        read_curves(write(tmp_path, "run.csv", "step,score\n1,nan\n2,\n"))
+
+
+def test_the_rounding_of_single_precision_is_no_mistake(tmp_path):
+    (curve,) = read_curves(write(tmp_path, "run.csv", "step,reward\n1,-1e-7\n2,0.5\n3,1.0000001\n"))
+    assert curve.pass_rate.tolist() == [0.0, 0.5, 1.0]
+    assert len(read_curves(write(tmp_path, "run", '{"step": 1, "acc": 0.5}\n' * 2))[0].compute) == 1
+
+
+def test_percent_is_converted_and_said_but_a_single_wrong_value_is_not_percent(tmp_path):
+    path = write(tmp_path, "run.csv", table({"step": STEPS, "accuracy": [100 * r for r in RATES]}))
+    assert "percent, divided by 100" in read_curves(path)[0].read
+    with pytest.raises(ValueError, match=r"expected a pass rate in \[0, 1\], found 41"):
+        read_curves(write(tmp_path, "run.csv", table({"step": STEPS, "accuracy": [*RATES[:-1], 41]})))
+
+
+@pytest.mark.parametrize(("name", "most"), [("reward", 80), ("score", 4), ("value", 9)])
+def test_a_reward_of_another_range_is_not_taken_for_percent(tmp_path, name, most):
+    path = write(tmp_path, "run.csv", table({"step": STEPS, name: [most * r / max(RATES) for r in RATES]}))
+    with pytest.raises(ValueError, match=r"expected a pass rate in .*--score-range=LO,HI"):
+        read_curves(path)
+
+
+def test_rows_of_one_kind_are_read_and_equal_kinds_are_refused(tmp_path):
+    rows = [{"type": "train", "step": s, "accuracy": 0.9} for s in range(1, 101)]
+    rows += [{"type": "eval", "step": s, "accuracy": r} for s, r in zip(STEPS, RATES)]
+    (curve,) = read_curves(write(tmp_path, "run.jsonl", lines(rows)))
+    assert curve.pass_rate.tolist() == RATES and "rows with type = eval, not train" in curve.read
+    rows = [{"dataset": d, "step": s, "accuracy": r} for d in ("aime", "math") for s, r in zip(STEPS, RATES)]
+    path = write(tmp_path, "run.jsonl", lines(rows))
+    with pytest.raises(
+        ValueError, match=r"rows of one dataset, found aime, math; choose with --series dataset=VALUE"
+    ):
+        read_curves(path)
+    assert len(read_curves(path, ColumnOptions(series=(("dataset", "math"),)))[0].compute) == 10
+    assert len(read_curves(path, ColumnOptions(series=(("dataset", "*"),)))) == 2
+    rows = [{"phase": "warmup" if s < 50 else "main", "step": s, "accuracy": r} for s, r in zip(STEPS, RATES)]
+    assert len(read_curves(write(tmp_path, "run.jsonl", lines(rows)))[0].compute) == 10
+
+
+def test_a_long_table_and_a_table_of_runs(tmp_path):
+    tags = ("train/loss", "train/reward", "eval/accuracy")
+    columns = [(s, t, 3.0 if t == "train/loss" else r) for s, r in zip(STEPS, RATES) for t in tags]
+    path = write(tmp_path, "long.csv", table(dict(zip(("step", "tag", "value"), zip(*columns)))))
+    (curve,) = read_curves(path)
+    assert curve.pass_rate.tolist() == RATES and "rows with tag = eval/accuracy" in curve.read
+    columns = {"run": ["a"] * 10 + ["b"] * 10, "step": STEPS * 2, "acc": RATES * 2}
+    assert [c.name for c in read_curves(write(tmp_path, "runs.csv", table(columns)))] == ["a", "b"]
+    runs = {name: [{"step": s, "acc": r} for s, r in zip(STEPS, RATES)] for name in ("lr 1", "lr 2")}
+    assert [c.name for c in read_curves(write(tmp_path, "runs.json", json.dumps(runs)))] == ["lr 1", "lr 2"]
+    kinds = {"train": runs["lr 1"], "eval": runs["lr 2"][:5]}
+    assert len(read_curves(write(tmp_path, "kinds.json", json.dumps(kinds)))[0].compute) == 5
+    many = {"run": [n // 10 for n in range(300)], "step": STEPS * 30, "acc": RATES * 30}
+    with pytest.raises(ValueError, match=r"expected at most 24 runs, found 30; choose with --series run=VALUE"):
+        read_curves(write(tmp_path, "runs.csv", table(many)))
+
+
+def test_a_step_logged_again_counts_once_with_its_last_value(tmp_path):
+    again = STEPS + STEPS[5:] + [110]
+    rates = RATES + [0.5] * 6
+    (curve,) = read_curves(write(tmp_path, "run.csv", table({"step": again, "score": rates})))
+    assert curve.compute.tolist() == [*STEPS, 110] and curve.pass_rate.tolist() == [*RATES[:5], *[0.5] * 6]
+    assert curve.notes == ("run.csv: 5 rows have a step that a later row has again; the last counts",)
+
+
+def test_hours_per_step_is_applied_or_refused(tmp_path):
+    path = write(tmp_path, "run.csv", table({"gpu_hours": STEPS, "training/global_step": STEPS, "score": RATES}))
+    (curve,) = read_curves(path, ColumnOptions(hours_per_step=2.0))
+    assert (curve.unit, curve.compute.tolist()) == ("gpu_hours", [2.0 * step for step in STEPS])
+    assert "training/global_step x 2 h (20 to 200 GPU-hours)" in curve.read
+    for options in (ColumnOptions(hours_per_step=2.0, compute="gpu_hours"), ColumnOptions(hours_per_step=-1.0)):
+        with pytest.raises(ValueError, match="--hours-per-step: expected"):
+            read_curves(path, options)
+    path = write(tmp_path, "run.csv", table({"tokens": STEPS, "score": RATES}))
+    with pytest.raises(ValueError, match="expected a column of steps to multiply, found tokens"):
+        read_curves(path, ColumnOptions(hours_per_step=2.0))
+
+
+def test_the_nearest_names_are_proposed_where_none_fits(tmp_path):
+    columns = {"step": STEPS} | {f"metric_{n}": RATES for n in range(200)} | {"my_acurracy": RATES}
+    path = write(tmp_path, "run.csv", table(columns))
+    with pytest.raises(ValueError) as caught:
+        read_curves(path)
+    assert "name it with --score" in str(caught.value) and "the nearest: my_acurracy, " in str(caught.value)
+    assert len(str(caught.value).partition("the nearest: ")[2].split(", ")) == 3
+    with pytest.raises(ValueError, match=r"expected column 'metric_1a' .*the nearest: metric_1"):
+        read_curves(path, ColumnOptions(score="metric_1a"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.csv", "10,0.1\n20,0.2\n", "row 1: expected names of columns, found the numbers 10, 0.1"),
+        ("a.csv", ",,,\n,,\n", "expected at least two columns, found one"),
+        ("a.jsonl", '{"step": 1' + "0" * 400 + ', "acc": 0.5}\n', "expected a finite number, found 1000"),
+        ("a.json", '{"a": {"b": 1}}', "expected a score column .*, found a$"),
+        ("a.csv", "step,acc,acc\n1,0.1,0.2\n", "expected each column once, found 'acc' 2 times"),
+        ("a.csv.gz", gzip.compress(b"step,acc\n1,0.1\n" * 99)[:-9], "expected a gzip file, found a damaged one"),
+        ("a.csv", b"step,acc\n1,0.1\xff\n", "expected text in UTF-8, found byte 0xff"),
+        (
+            "a.json",
+            '{"rows": 3, "x": [1, 2], "y": [1]}',
+            "expected a JSON list of rows, found dict with rows, x, y",
+        ),
+    ],
+)
+def test_other_files_are_refused_in_one_line(tmp_path, name, data, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        read_curves(write(tmp_path, name, data))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "ranked",
+    [
+        ["val-core/a/acc/mean@16", "val-core/a/acc/best@16/mean", "val-aux/a/score/mean@16", "critic/score/mean"],
+        ["eval/accuracy", "eval/pass@1", "test_success_rate", "eval_reward", "accuracy", "reward", "train/accuracy"],
+        ["val/test_score/openai/gsm8k", "reward", "critic/rewards/mean"],
+        ["rewards/accuracy_reward/mean", "reward", "rewards/other_func/mean"],
+        ["answer_accuracy", "mean_reward", "train_answer_accuracy"],
+        ["rollout/env/all/reward/total", "rollout/env/gsm8k/reward"],
+        ["pass_rate", "solve_rate"],
+    ],
+)
+def test_the_ranked_table_of_names(ranked):
+    assert scores(ranked[::-1]) == ranked
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("val-core/a/acc/std@16", "critic/score/max", "reward_std", "eval_loss", "format_accuracy", "timing_s/step"),
+        *("best_answer_accuracy", "rewards/format_reward/mean", "eval/completion_len/avg", "mean_token_accuracy"),
+        *("frac_reward_zero_std", "critic/values/mean", "val-aux/num_turns/mean", "kl", "accumulated"),
+    ],
+)
+def test_names_that_are_no_score(name):
+    assert score_rank(name) is None
