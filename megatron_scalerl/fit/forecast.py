@@ -256,9 +256,9 @@ def robust_posterior(
 ) -> Posterior:
     """Sample the posterior, downweight the outliers, and sample again.
 
-    An outlier is a point away from two neighbors that agree, which exceeds `OUTLIER` standard deviations: its
-    leave-one-out residual, given all other points, or its distance from the two. Its variance grows as the weight of a Student t. The last
-    point is none: no later one contradicts it, and it may be the first of a collapse.
+    An outlier lies away from two neighbors that agree and exceeds `OUTLIER` standard deviations by its leave-one-out
+    residual, given all other points, or by its distance from the two. Its variance grows as the weight of a Student
+    t. The last point is none: no later one contradicts it, and it may be the first of a collapse.
     """
     first = sample(obs, prior=prior, fixed_asymptote=fixed_asymptote, draws=500, seed=seed)
     residual = obs.pass_rate - np.median(first.curves(obs.compute), axis=0)
@@ -279,10 +279,10 @@ def robust_posterior(
 
 
 def _isolation(obs: Observations) -> tuple[NDArray[np.bool_], Array]:
-    """([n] whether a point is farther from its neighbors' interpolation than they are from each other,
-    [n] that distance in standard deviations of the expected noise).
+    """([n] whether a point is farther from its neighbors' interpolation than they are from each other, [n] how far).
 
-    Where the neighbors differ by more, the run itself moves. At the ends: True, 0. The distance is 0 up to `ISOLATED`.
+    The distance is in standard deviations of the expected noise, and 0 up to `ISOLATED`. Where the neighbors differ
+    by more, the run itself moves. At the ends: True and 0.
     """
     x, y, out = obs.log_compute, obs.pass_rate, np.zeros(len(obs.pass_rate))
     apart = np.ones(len(y), dtype=bool)
