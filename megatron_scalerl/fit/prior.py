@@ -89,34 +89,32 @@ DEFAULT_BOUNDS = Bounds()
 DISCREPANCIES = tuple(
     Discrepancy(deviation=deviation, length=length, weight=weight)
     for deviation, length, weight in (
-        (0.0, 0.5, 0.20),
-        (0.018, 1.0, 0.20),
-        (0.035, 2.0, 0.15),
-        (0.07, 2.0, 0.20),
-        (0.14, 2.0, 0.19),
+        (0.0, 0.5, 0.28),
+        (0.016, 1.0, 0.36),
+        (0.2, 4.0, 0.30),
         (1.0, 4.0, 0.06),
     )
 )
-"""A ladder of deviations, each about twice the one before, and a collapse: chosen by the back-test of other people's
-curves (docs/forecast_method.md), not learned."""
+"""None, a small deviation, a slow drift that is nearly a random walk, and a collapse: chosen by the back-test of other
+people's curves (docs/forecast_method.md), not learned."""
 DEFAULT_PRIOR = Prior(
     kinds=(
         Kind(
             name="a ceiling below 1",
             weight=0.5046,
-            log_exponent_mean=0.5581,
+            log_exponent_mean=0.5850,
             log_exponent_sd=0.25,
-            log_midpoint_mean=-1.0348,
+            log_midpoint_mean=-1.0434,
             log_midpoint_sd=0.5,
-            gain_alpha=6.9724,
-            gain_beta=17.0276,
+            gain_alpha=6.9422,
+            gain_beta=17.0578,
         ),
         Kind(
             name="close to 1",
             weight=0.1806,
-            log_exponent_mean=0.4239,
+            log_exponent_mean=0.4251,
             log_exponent_sd=0.25,
-            log_midpoint_mean=-1.2533,
+            log_midpoint_mean=-1.2554,
             log_midpoint_sd=0.5,
             gain_alpha=6.0,
             gain_beta=1.0,
