@@ -89,10 +89,11 @@ DEFAULT_BOUNDS = Bounds()
 DISCREPANCIES = tuple(
     Discrepancy(deviation=deviation, length=length, weight=weight)
     for deviation, length, weight in (
-        (0.0, 0.5, 0.28),
-        (0.016, 1.0, 0.36),
-        (0.2, 4.0, 0.30),
-        (1.0, 4.0, 0.06),
+        (0.0, 0.5, 0.32),
+        (0.03, 2.0, 0.20),
+        (0.03, 4.0, 0.20),
+        (0.2, 4.0, 0.23),
+        (1.0, 4.0, 0.05),
     )
 )
 """None, a small deviation, a slow drift that is nearly a random walk, and a collapse: chosen by the back-test of other
@@ -102,19 +103,19 @@ DEFAULT_PRIOR = Prior(
         Kind(
             name="a ceiling below 1",
             weight=0.5046,
-            log_exponent_mean=0.5850,
+            log_exponent_mean=0.5808,
             log_exponent_sd=0.25,
-            log_midpoint_mean=-1.0434,
+            log_midpoint_mean=-1.0420,
             log_midpoint_sd=0.5,
-            gain_alpha=6.9422,
-            gain_beta=17.0578,
+            gain_alpha=6.9122,
+            gain_beta=17.0878,
         ),
         Kind(
             name="close to 1",
             weight=0.1806,
-            log_exponent_mean=0.4251,
+            log_exponent_mean=0.4271,
             log_exponent_sd=0.25,
-            log_midpoint_mean=-1.2554,
+            log_midpoint_mean=-1.2569,
             log_midpoint_sd=0.5,
             gain_alpha=6.0,
             gain_beta=1.0,
