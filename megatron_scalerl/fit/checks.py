@@ -18,6 +18,8 @@ STEEP = 6.0
 """B above which the curve is a step."""
 SMALL_DROP = 0.005
 """Drop in pass rate that is ignored."""
+PLATEAU_GAIN = 0.02
+"""Rise of a forecast that a run has to show in its last points."""
 TRUNCATION_LIMIT = 0.10
 """10-15 % truncated completions destabilize training (Khatri et al. 2025, A.15)."""
 EDGE_MASS = 0.10
@@ -60,7 +62,7 @@ def curve_warnings(
     compute, pass_rate: [n] the fitted points.
     """
     notes = []
-    if below_initial(pass_rate, float(posterior.initial.mean())):
+    if posterior.observations.initial_given and below_initial(pass_rate, float(posterior.initial.mean())):
         notes.append("most points lie below R_0: the run lost what it started with, or R_0 is wrong")
     if len(compute) < FEW_POINTS:
         notes.append(f"only {len(compute)} points were fitted; {FEW_POINTS} or more are needed to trust a forecast")
@@ -79,7 +81,30 @@ def curve_warnings(
             f"the last pass rate, {pass_rate[-1]:.3f}, is less than half of those before it: one bad validation, "
             "or the first of a collapse"
         )
+    elif (gain := rising_forecast(compute, pass_rate, posterior)) is not None:
+        notes.append(
+            f"the last third of the points does not rise, but the forecast does, by {gain:.3f} at twice the compute: "
+            "the run may have reached its plateau"
+        )
     return notes
+
+
+def highest_level(pass_rate: Array) -> float:
+    """The highest mean of three successive points (one, for fewer than six): what the run has reached."""
+    width = 3 if len(pass_rate) >= 6 else 1
+    return float(np.convolve(pass_rate, np.ones(width) / width, mode="valid").max())
+
+
+def rising_forecast(compute: Array, pass_rate: Array, posterior: Posterior) -> float | None:
+    """Rise of the forecast up to twice the compute, where the last third of the points (six at least) shows none."""
+    last = pass_rate[-max(len(pass_rate) // 3, 6) :]
+    half = len(last) // 2
+    if len(pass_rate) < 2 * half + 3:
+        return None
+    mean, _ = posterior.true_pass_rate(np.array([compute[-1], 2.0 * compute[-1]]))
+    gain = float(np.median(mean[:, 1] - mean[:, 0]))
+    rises = float(last[half:].mean() - last[:half].mean()) > SMALL_DROP
+    return gain if gain > PLATEAU_GAIN and not rises else None
 
 
 def below_initial(pass_rate: Array, initial: float) -> bool:

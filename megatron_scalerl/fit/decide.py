@@ -113,7 +113,7 @@ def _verdict(fit: FitResult, budget: float, worth: float, probability: float, ga
     chance = f"{100 * probability:.0f} %"
     bought = f"{short_number(budget)} more {unit_name(fit.unit)} buy {gain:+.3f} in the median"
     fall = falling_tail(fit.compute, fit.pass_rate)
-    if below_initial(fit.pass_rate, fit.initial):
+    if fit.posterior.observations.initial_given and below_initial(fit.pass_rate, fit.initial):
         return "stop", f"most points lie below R_0 = {fit.initial:.3f}; check R_0 and the run before spending more"
     if fall is not None:
         return "stop", f"{fall}; find the instability before spending more"

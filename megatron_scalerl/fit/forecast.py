@@ -149,6 +149,11 @@ class _Solution:
 def _result(curve: Curve, solution: _Solution, notes: list[str], method: str) -> FitResult:
     c, y, (a, b, m, r0) = curve.compute, curve.pass_rate, solution.parameters
     residual = y - sigmoid(c, asymptote=a, exponent=b, midpoint=m, initial=r0)
+    intervals, reached = _intervals(solution.posterior, a, b, m), checks.highest_level(y)
+    low, high = intervals["asymptote"]
+    if low < high < reached and checks.falling_tail(c, y) is None:  # A is not held
+        intervals["asymptote"] = (low, reached)
+        notes = [*notes, f"the sigmoid does not describe this run: A lies below {reached:.3f}, which was measured"]
     notes = notes + checks.curve_warnings(c, y, exponent=b, midpoint=m, posterior=solution.posterior)
     return FitResult(
         name=curve.name,
@@ -157,7 +162,7 @@ def _result(curve: Curve, solution: _Solution, notes: list[str], method: str) ->
         exponent=b,
         midpoint=m,
         initial=r0,
-        intervals=_intervals(solution.posterior, a, b, m),
+        intervals=intervals,
         n_points=len(c),
         rmse=float(np.sqrt(np.mean(residual**2))),
         warnings=tuple(dict.fromkeys(notes)),
@@ -251,9 +256,9 @@ def robust_posterior(
 ) -> Posterior:
     """Sample the posterior, downweight the outliers, and sample again.
 
-    An outlier is a point that exceeds `OUTLIER` standard deviations: its leave-one-out residual, given all other
-    points, or its distance from two neighbors that agree. Its variance grows as the weight of a Student t. The last
-    point is none: no later one contradicts it, and it may be the first of a collapse.
+    An outlier lies away from two neighbors that agree and exceeds `OUTLIER` standard deviations by its leave-one-out
+    residual, given all other points, or by its distance from the two. Its variance grows as the weight of a Student
+    t. The last point is none: no later one contradicts it, and it may be the first of a collapse.
     """
     first = sample(obs, prior=prior, fixed_asymptote=fixed_asymptote, draws=500, seed=seed)
     residual = obs.pass_rate - np.median(first.curves(obs.compute), axis=0)
@@ -264,22 +269,25 @@ def robust_posterior(
     # an outlier inflates the fitted noise, so the typical distance limits it; the known noise limits that
     typical = max(1.4826 * float(np.median(np.abs(distance))), float(np.sqrt(obs.noise_variance)))
     z = distance / min(float(np.sqrt(np.median(first.noise_variance))), typical)
-    z = np.maximum(np.abs(z), _isolation(obs))
+    alone, isolation = _isolation(obs)
+    z = np.maximum(np.abs(z), isolation)
     excess = (OUTLIER_FREEDOM + z**2) / (OUTLIER_FREEDOM + 1.0)
-    contradicted = (z > OUTLIER) & (obs.log_compute < obs.log_compute[-1])
+    contradicted = (z > OUTLIER) & alone & (obs.log_compute < obs.log_compute[-1])
     spread = np.where(contradicted, obs.spread * np.maximum(excess, 1.0), obs.spread)
     weighted = replace(obs, spread=spread)
     return sample(weighted, prior=prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
 
 
-def _isolation(obs: Observations) -> Array:
-    """[n] distance of each point from its neighbors' interpolation, in standard deviations of the expected noise.
+def _isolation(obs: Observations) -> tuple[NDArray[np.bool_], Array]:
+    """([n] whether a point is farther from its neighbors' interpolation than they are from each other, [n] how far).
 
-    0 up to `ISOLATED`, at the ends, and where the neighbors differ by more than that: the run itself moves there.
+    The distance is in standard deviations of the expected noise, and 0 up to `ISOLATED`. Where the neighbors differ
+    by more, the run itself moves. At the ends: True and 0.
     """
     x, y, out = obs.log_compute, obs.pass_rate, np.zeros(len(obs.pass_rate))
+    apart = np.ones(len(y), dtype=bool)
     if len(y) < 3:
-        return out
+        return apart, out
     share = (x[1:-1] - x[:-2]) / np.maximum(x[2:] - x[:-2], 1e-12)
     error = np.abs(y[1:-1] - (1.0 - share) * y[:-2] - share * y[2:])
     spread = obs.spread[1:-1] + (1.0 - share) ** 2 * obs.spread[:-2] + share**2 * obs.spread[2:]
@@ -287,7 +295,8 @@ def _isolation(obs: Observations) -> Array:
     distance = error / np.sqrt(obs.noise_variance * spread)
     distance /= max(1.4826 * float(np.median(distance)), 1.0)  # the run is noisier than its size says
     out[1:-1] = np.where(alone & (distance > ISOLATED), distance, 0.0)
-    return out
+    apart[1:-1] = alone
+    return apart, out
 
 
 def _central(posterior: Posterior) -> tuple[float, float, float, float]:

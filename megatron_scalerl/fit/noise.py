@@ -7,6 +7,7 @@ where a prompt has several generations; its share of p (1 - p) is taken to be th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,6 +94,17 @@ def first_invalid(values: Array, valid: NDArray[np.bool_]) -> str:
     """The first value that is not valid, and its number. values, valid: [n]."""
     index = int(np.flatnonzero(~valid)[0])
     return f"{float(values[index])!r}" + (f" at point {index + 1}" if len(values) > 1 else "")
+
+
+def scatter(pass_rate: Array) -> float:
+    """Standard deviation of one point around its neighbors, whatever the curve does: by median second difference.
+
+    pass_rate: [n], in the order of compute. 0 for fewer than four points.
+    """
+    if len(pass_rate) < 4:
+        return 0.0
+    bend = np.abs(np.diff(pass_rate, n=2))
+    return float(np.median(bend)) / (0.6745 * math.sqrt(6.0))
 
 
 def pooled(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:

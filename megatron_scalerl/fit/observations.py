@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_scalerl.fit.curve import Curve
-from megatron_scalerl.fit.noise import binomial, pooled, validation_noise
+from megatron_scalerl.fit.noise import binomial, pooled, scatter, validation_noise
 from megatron_scalerl.fit.prior import FLAT_PRIOR, Discrepancy, Prior
 from megatron_scalerl.fit.sigmoid import Array
+
+NOISY = 0.01
+"""Scatter of the points (standard deviation, in pass rate) from which a given R_0 of unknown size is not exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +88,9 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
         variance, shape = share * float(spread.mean()), prior.noise_shape
     else:
         variance, shape = prior.unknown_noise**2 / float(completions.mean()), prior.unknown_noise_shape
-    measured = noise is not None and prior is not FLAT_PRIOR
-    initials, weights = _initials(curve, share / noise.initial_completions if noise is not None and measured else 0.0)
+    exact = curve.initial is not None and prior is FLAT_PRIOR
+    of_initial = share / noise.initial_completions if noise is not None else 0.0
+    initials, weights = ((curve.initial or 0.0,), (1.0,)) if exact else _initials(curve, of_initial)
     if highest is not None:
         kept = [node for node in zip(initials, weights) if node[0] < highest]
         if not kept:
@@ -109,18 +113,30 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
 
 
 def _initials(curve: Curve, share: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(values of R_0, their weights). share: variance of a measured R_0 as a share of p (1 - p); 0: exact."""
+    """(values of R_0, their weights). share: variance of a measured R_0 as a share of p (1 - p); 0: not known.
+
+    An R_0 whose size is not known has the noise that the run shows, where it shows much.
+    """
     if curve.initial is None:
         candidates = initial_candidates(curve.pass_rate)
         return tuple(candidates), tuple(1.0 / len(candidates) for _ in candidates)
-    if share == 0.0:
+    shown = scatter(curve.pass_rate) if share == 0.0 else 0.0
+    if share == 0.0 and shown <= NOISY:
         return (curve.initial,), (1.0,)
-    error = float(np.sqrt(3.0 * share * binomial(curve.initial)))  # Gauss-Hermite: R_0 was measured with noise, too
+    # Gauss-Hermite: R_0 was measured with noise, too
+    error = float(np.sqrt(3.0) * max(shown, np.sqrt(share * binomial(curve.initial))))
     nodes = (curve.initial, max(curve.initial - error, 0.0), min(curve.initial + error, 0.999))
     return nodes, (2.0 / 3.0, 1.0 / 6.0, 1.0 / 6.0)
 
 
 def initial_candidates(y: Array) -> list[float]:
-    """Candidates for an unknown R_0: from the first point down by half of the rise seen so far."""
-    first, rise = min(float(y[0]), 0.999), max(float(y.max() - y[0]), 0.02)
-    return sorted({max(first - share * rise, 0.0) for share in (0.0, 0.125, 0.25, 0.375, 0.5)})
+    """Five candidates for an unknown R_0: from the first points' mean down by half of the rise seen so far.
+
+    Noise of the first points moves the range to either side by 1.5 standard errors, where it is not small.
+    """
+    width = min(3, max(len(y) // 4, 1))
+    means = np.convolve(y, np.ones(width) / width, mode="valid")
+    first, rise = min(float(means[0]), 0.999), max(float(means.max() - means[0]), 0.02)
+    error = 1.5 * scatter(y) / np.sqrt(width)
+    highest = first + (error if error > 0.15 * rise else 0.0)
+    return sorted({float(np.clip(r, 0.0, 0.999)) for r in np.linspace(highest, first - 0.5 * rise - error, 5)})

@@ -60,11 +60,11 @@ def fit_paper(compute: Array, pass_rate: Array, *, initial: float, fixed_asympto
     """
     asymptotes = ASYMPTOTES if fixed_asymptote is None else np.array([fixed_asymptote])
     grids = _midpoint_grids(compute)
-    best = min((_search(compute, pass_rate, initial, asymptotes, grid) for grid in grids), key=lambda c: c[0])
+    best = min((best_cell(compute, pass_rate, initial, asymptotes, grid) for grid in grids), key=lambda c: c[0])
     low, high = float(grids[0][0]), float(grids[-1][-1])
     step = max(grid[1] - grid[0] for grid in grids if grid[0] <= best[2] <= grid[-1])
     fine = np.clip(np.linspace(best[2] - step, best[2] + step, 41), low, high)
-    best = min(best, _search(compute, pass_rate, initial, asymptotes, np.unique(fine)), key=lambda c: c[0])
+    best = min(best, best_cell(compute, pass_rate, initial, asymptotes, np.unique(fine)), key=lambda c: c[0])
     squares, asymptote, midpoint, exponent = best
     free = fixed_asymptote is None
     return PaperFit(
@@ -84,7 +84,7 @@ def _midpoint_grids(compute: Array) -> tuple[Array, ...]:
     return tuple(grid * (compute.max() / MIDPOINT_REFERENCE) for grid in MIDPOINTS)
 
 
-def _search(
+def best_cell(
     compute: Array, pass_rate: Array, initial: float, asymptotes: Array, midpoints: Array
 ) -> tuple[float, float, float, float]:
     """(sum of squares, A, C_mid, B) of the best cell, B by `curve_fit`."""

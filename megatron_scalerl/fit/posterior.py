@@ -154,13 +154,6 @@ def sample(
     return replace(posterior, noise_variance=scale / rng.gamma(shape, size=draws))
 
 
-def hypothesis_evidence(observations: Observations, *, prior: Prior) -> Array:
-    """[hypotheses] log marginal likelihood of the points under each discrepancy hypothesis, up to one constant."""
-    grid = _refined_grid(observations, prior, DEFAULT_BOUNDS, None)
-    weights = np.array([hypothesis.weight for hypothesis in prior.discrepancies])
-    return np.log(np.maximum(grid.mass.sum(axis=(0, 2, 3, 4)), 1e-300)) - np.log(weights)
-
-
 def log_prior(posterior: Posterior, prior: Prior) -> Array:
     """[draws] log density of `prior` at the draws, up to a constant; -inf where it lacks the draw's hypothesis."""
     known = {(d.deviation, d.length): d.weight for d in prior.discrepancies}

@@ -2,7 +2,7 @@
 
 It is a mixture of kinds of runs; the points of a run weigh the kinds. No number here has a compute unit: the midpoint
 is relative to the largest fitted compute, the asymptote a share of the room above R_0, the discrepancy a share of
-sqrt(p (1 - p)). The values are the result of `study.learning.learn()` on published and tiny runs.
+sqrt(p (1 - p)). The kinds are the result of `tools/forecast/learning.py` on published and tiny runs.
 """
 
 from __future__ import annotations
@@ -86,24 +86,36 @@ class Bounds:
 
 DEFAULT_BOUNDS = Bounds()
 """The bounds of `method="robust"`."""
+DISCREPANCIES = tuple(
+    Discrepancy(deviation=deviation, length=length, weight=weight)
+    for deviation, length, weight in (
+        (0.0, 0.5, 0.32),
+        (0.03, 2.0, 0.20),
+        (0.03, 4.0, 0.20),
+        (0.2, 4.0, 0.23),
+        (1.0, 4.0, 0.05),
+    )
+)
+"""None, a small deviation, a slow drift that is nearly a random walk, and a collapse: chosen by the back-test of other
+people's curves (docs/forecast_method.md), not learned."""
 DEFAULT_PRIOR = Prior(
     kinds=(
         Kind(
             name="a ceiling below 1",
             weight=0.5046,
-            log_exponent_mean=0.5856,
+            log_exponent_mean=0.5808,
             log_exponent_sd=0.25,
-            log_midpoint_mean=-1.0448,
+            log_midpoint_mean=-1.0420,
             log_midpoint_sd=0.5,
-            gain_alpha=6.9166,
-            gain_beta=17.0834,
+            gain_alpha=6.9122,
+            gain_beta=17.0878,
         ),
         Kind(
             name="close to 1",
             weight=0.1806,
-            log_exponent_mean=0.4262,
+            log_exponent_mean=0.4271,
             log_exponent_sd=0.25,
-            log_midpoint_mean=-1.2611,
+            log_midpoint_mean=-1.2569,
             log_midpoint_sd=0.5,
             gain_alpha=6.0,
             gain_beta=1.0,
@@ -129,13 +141,7 @@ DEFAULT_PRIOR = Prior(
             gain_beta=1.0,
         ),
     ),
-    discrepancies=(
-        Discrepancy(deviation=0.0, length=0.5, weight=0.35),
-        Discrepancy(deviation=0.018, length=1.0, weight=0.068),
-        Discrepancy(deviation=0.03, length=2.0, weight=0.2362),
-        Discrepancy(deviation=0.03, length=4.0, weight=0.3052),
-        Discrepancy(deviation=1.0, length=4.0, weight=0.0406),
-    ),
+    discrepancies=DISCREPANCIES,
 )
 """The prior of `method="robust"`."""
 

@@ -1,12 +1,12 @@
 """How well each method forecasts runs that it knows nothing about: published ones and tiny ones.
 
-    python tools/forecast/benchmark.py [--held-back]
+    python tools/forecast/benchmark.py [--held-back | --others DIR]
 
 Leave one run out: the prior that forecasts a run is learned from the other runs alone (`learning`; what is fixed
 there is fixed for all runs). The same published run appears in several figures and is left out as a whole
 (data/runs.csv); "setting left out": with all runs of its task, policy and warm start. Tiny runs are forecast from the
 first half of their steps; published ones from the authors' fitted part, and from a half, a third and a quarter of it.
---held-back: the tiny runs that no prior knows, with the shipped one.
+--held-back: the tiny runs that no prior knows, with the shipped one. --others: curves that do not ship.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
-from known_runs import PUBLISHED, TINY, KnownRun, Task, known_runs, tasks
+from known_runs import PUBLISHED, TINY, KnownRun, Task, known_runs, others, tasks
 from learning import learn
 from methods import OTHERS, Method, Outcome, bootstrap, by_fit, summarize
 from synthetic import SCENARIOS, coverage
@@ -101,12 +102,18 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--held-back", action="store_true", help="the tiny runs that nothing is learned from, alone")
+    made.add_argument("--others", type=Path, help="a folder of other people's curves (`known_runs.others`), alone")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the scores of every method on both worlds, the decisions, and the coverage on synthetic runs."""
-    if parser().parse_args(arguments).held_back:
+    chosen = parser().parse_args(arguments)
+    if chosen.others is not None:
+        for part in ("half", "third"):
+            _print_settings(f"others, from {part}", tasks(others(chosen.others), part), {ROBUST: by_fit(), **OTHERS})
+        return
+    if chosen.held_back:
         _print("tiny, held back, from half", tasks(known_runs(held_back=True), "half"), {ROBUST: by_fit(), **OTHERS})
         return
     methods = {ROBUST: left_out, SETTING: setting_left_out, **OTHERS}
@@ -134,6 +141,23 @@ def _print(title: str, found: list[Task], methods: dict[str, Method], *, each: b
     print(f"{ROBUST}, 90 % over runs:  " + ", ".join(f"{k} [{v[0]:+.3f}, {v[1]:+.3f}]" for k, v in spread.items()))
     ours = summarize(outcomes[ROBUST]).error
     print("error below: " + ", ".join(f"{n} {1 - ours / summarize(outcomes[n]).error:+.1%}" for n in OTHERS))
+
+
+def _print_settings(title: str, found: list[Task], methods: dict[str, Method]) -> None:
+    """Every method by setting (task and base model), and its means over the settings."""
+    settings = sorted({task.known.setting for task in found})
+    print(f"\n{title}: {len(found)} curves of {len(settings)} settings")
+    for name, method in methods.items():
+        outcomes = {task.known.run: method(task) for task in found}
+        sums = []
+        for setting in settings:
+            own = [outcomes[task.known.run] for task in found if task.known.setting == setting]
+            print(f"{name:24s} {setting:32s} {_line(own)}")
+            sums.append(summarize(own))
+        means = [float(np.mean([getattr(s, key) for s in sums])) for key in ("error", "coverage", "winkler")]
+        print(
+            f"{name:24s} {'mean over settings':32s} error {means[0]:.4f}  inside {means[1]:.3f}  score {means[2]:.3f}"
+        )
 
 
 def _line(outcomes: Sequence[Outcome]) -> str:

@@ -1,9 +1,10 @@
-"""Other forms of the curve that the benchmark compares the sigmoid with: a power law and a line in log compute.
+"""Other forms of the curve that the benchmark compares the sigmoid with.
 
-    power law   R(C) = A - D / C^B     for C >= C_0     (Khatri et al. 2025, A.4: eq. 1 far beyond C_mid)
-    log-linear  R(C) = a + b log C
+    power law    R(C) = A - D / C^B     for C >= C_0     (Khatri et al. 2025, A.4: eq. 1 far beyond C_mid)
+    log-linear   R(C) = a + b log C
+    random walk  in log C, measured with noise: the local level model of structural time series
 
-All are fitted by least squares.
+The first two are fitted by least squares, the last by marginal likelihood.
 """
 
 from __future__ import annotations
@@ -59,6 +60,56 @@ class LeastSquaresSigmoid:
 
     def __call__(self, compute: Array) -> Array:
         return sigmoid(compute, **asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomWalk:
+    """A random walk in log compute, with an unknown start, measured with noise."""
+
+    log_compute: Array
+    """[n] of the fitted points, ascending."""
+    pass_rate: Array
+    """[n]."""
+    rate: float
+    """Variance that the walk gains per unit of log compute."""
+    noise: float
+    """Variance of a measured point around the walk."""
+
+    def __call__(self, compute: Array) -> tuple[Array, Array]:
+        """(mean, standard deviation) of a measurement at each compute [m]."""
+        x, new = self.log_compute, np.log(np.asarray(compute, dtype=float))
+        inverse = np.linalg.inv(_walk_covariance(x, x, self.rate) + self.noise * np.eye(len(x)))
+        total = float(inverse.sum())
+        start = float(inverse.sum(axis=0) @ self.pass_rate) / total
+        gain = _walk_covariance(new, x, self.rate, start=x[0]) @ inverse
+        mean = start + gain @ (self.pass_rate - start)
+        left = self.rate * (new - x[0]) - (gain * _walk_covariance(new, x, self.rate, start=x[0])).sum(axis=1)
+        left = left + (1.0 - gain.sum(axis=1)) ** 2 / total
+        return mean, np.sqrt(np.maximum(left, 0.0) + self.noise)
+
+
+def _walk_covariance(left: Array, right: Array, rate: float, *, start: float | None = None) -> Array:
+    return rate * (np.minimum(left[:, None], right[None, :]) - (left[0] if start is None else start))
+
+
+def fit_random_walk(compute: Array, pass_rate: Array) -> RandomWalk:
+    """The rate and the noise of largest marginal likelihood given points [n], the start being unknown (flat)."""
+    from scipy.optimize import minimize
+
+    x, n = np.log(compute), len(compute)
+
+    def cost(logs: Array) -> float:
+        rate, noise = np.exp(logs)
+        lower = np.linalg.cholesky(_walk_covariance(x, x, rate) + (noise + 1e-12) * np.eye(n))
+        ones, y = np.linalg.solve(lower, np.ones(n)), np.linalg.solve(lower, pass_rate)
+        residual = y - (ones @ y) / (ones @ ones) * ones
+        return float(np.log(np.diag(lower)).sum() + 0.5 * np.log(ones @ ones) + 0.5 * residual @ residual)
+
+    starts = ([-6.0, -8.0], [-4.0, -9.0], [-9.0, -7.0])
+    bounds = [(-25.0, 3.0)] * 2
+    best = min((minimize(cost, start, method="Nelder-Mead", bounds=bounds) for start in starts), key=lambda r: r.fun)
+    rate, noise = np.exp(best.x)
+    return RandomWalk(log_compute=x, pass_rate=pass_rate, rate=float(rate), noise=float(noise) + 1e-12)
 
 
 def fit_power_law(compute: Array, pass_rate: Array) -> PowerLaw:

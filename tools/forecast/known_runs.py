@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,7 +20,7 @@ from megatron_scalerl.fit.result import FitResult, ForecastEvaluation
 from megatron_scalerl.fit.tiny_runs import TinyRun, tiny_runs
 
 Mask = NDArray[np.bool_]
-PUBLISHED, TINY = "published", "tiny"
+PUBLISHED, TINY, FOREIGN = "published", "tiny", "foreign"
 MIN_POINTS = 3
 """Fitted points below which nothing is forecast."""
 
@@ -29,7 +30,7 @@ class KnownRun:
     """One run as one figure or file shows it."""
 
     world: str
-    """`PUBLISHED` or `TINY`."""
+    """`PUBLISHED`, `TINY` or `FOREIGN`."""
     run: str
     """The physical run: several figures can show one. It is left out as a whole."""
     setting: str
@@ -75,6 +76,39 @@ def known_runs(*, held_back: bool = False) -> tuple[KnownRun, ...]:
     """Published runs and tiny ones to learn from; with `held_back` the tiny ones that nothing is learned from."""
     tiny = tuple(_of_tiny(run) for run in tiny_runs(held_back=held_back))
     return tiny if held_back else (*map(_of_published, published_series()), *tiny)
+
+
+def others(folder: Path) -> tuple[KnownRun, ...]:
+    """Validation curves of other people, none of which ships with this project.
+
+    folder: has sources.csv (name, kind, repo, prompts, generations, and setting, the task and the base model) and
+    data/NAME.csv (step, score, and compute where it is known). Curves of another kind than val, repeated ones and
+    such without a pass rate in [0, 1] are left out. A point at compute 0 is R_0.
+    """
+    runs = []
+    with open(folder / "sources.csv", newline="") as file:
+        sources = [row for row in csv.DictReader(file) if row["kind"] == "val" and not row["duplicate_of_another"]]
+    for row in sources:
+        with open(folder / "data" / f"{row['name']}.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        points = np.array([[float(r.get("compute") or r["step"]), float(r["score"])] for r in rows if r["score"]])
+        points = points[np.argsort(points[:, 0], kind="stable")]
+        first, (compute, pass_rate) = points[points[:, 0] <= 0], points[points[:, 0] > 0].T
+        sizes = {}
+        if row["prompts"] and row["generations"]:
+            sizes = {"prompts": int(row["prompts"]), "generations": np.full(len(compute), float(row["generations"]))}
+        curve = _curve(row["name"], compute, pass_rate, initial=float(first[0, 1]) if len(first) else None, **sizes)
+        runs.append(
+            KnownRun(
+                world=FOREIGN,
+                run=row["name"],
+                setting=row.get("setting") or row["repo"],
+                curve=curve,
+                own=np.ones(len(compute), dtype=bool),
+                halved=float(compute.max()) / 2,
+            )
+        )
+    return tuple(runs)
 
 
 def by_run(runs: Iterable[KnownRun]) -> dict[str, list[KnownRun]]:

@@ -7,7 +7,8 @@ and every physical run of one world the same, however many figures show it. Lear
   them the weights of the kinds;
 * center and spread of log B and log(C_mid / compute of the run), and the mean gain, of the two kinds whose runs tell
   them: the distribution that explains the posteriors of its runs best (EM, each run's draws being reweighted);
-* the weights of the discrepancy hypotheses: by the marginal likelihood of the runs' points (EM).
+
+The hypotheses on deviations are chosen, not learned (`megatron_scalerl.fit.prior.DISCREPANCIES`).
 
     python tools/forecast/learning.py
 """
@@ -18,15 +19,14 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
 
 import numpy as np
 from known_runs import KnownRun, by_run, known_runs
 
 from megatron_scalerl.fit.forecast import robust_posterior
 from megatron_scalerl.fit.observations import observe
-from megatron_scalerl.fit.posterior import hypothesis_evidence, log_density, log_prior
-from megatron_scalerl.fit.prior import Discrepancy, Kind, Prior, wide
+from megatron_scalerl.fit.posterior import log_density, log_prior
+from megatron_scalerl.fit.prior import DISCREPANCIES, Kind, Prior, wide
 from megatron_scalerl.fit.sigmoid import Array
 
 CEILING, SOLVED, NO_GAIN, ANYTHING = "a ceiling below 1", "close to 1", "no gain", "anything"
@@ -43,18 +43,7 @@ LEAST_SPREADS = (0.25, 0.5)
 """Spreads of log B and log C_mid that a kind has at least: its runs are few, the next one can differ."""
 PSEUDO_SHARE = 0.05
 """Added to every kind's share of the runs."""
-NO_DISCREPANCY_WEIGHT = 0.35
-"""Prior probability that a run has no discrepancy. Not learned: the runs suggest nearly none, but the intervals have
-to be calibrated for a run without it as well. It costs forecast error."""
-
-DEVIATIONS, LENGTHS = (0.01, 0.018, 0.03, 0.1, 0.3, 1.0), (0.5, 1.0, 2.0, 4.0, 8.0)
-HYPOTHESES = (Discrepancy(deviation=0.0, length=0.5, weight=1.0),) + tuple(
-    Discrepancy(deviation=deviation, length=length, weight=1.0) for deviation, length in product(DEVIATIONS, LENGTHS)
-)
-"""The hypotheses whose weights are learned."""
-NEGLIGIBLE_WEIGHT = 0.03
-"""Hypotheses below this weight are dropped: they cost time in every fit."""
-REFERENCE = wide(exponent_sd=0.8, midpoint_sd=1.5, discrepancies=HYPOTHESES)
+REFERENCE = wide(exponent_sd=0.8, midpoint_sd=1.5, discrepancies=DISCREPANCIES)
 """A wide prior, under which known runs are fitted."""
 DRAWS = 1000
 """Draws from the posterior of each."""
@@ -77,7 +66,7 @@ def learn(without: Iterable[str] = ()) -> Prior:
         found = _kind(name, [shape for shape in shapes if shape.kind == name], weights[of_kind])
         share = float(weights[of_kind].sum() + PSEUDO_SHARE) / (1.0 + len(SHAPES) * PSEUDO_SHARE)
         kinds.append(replace(found, weight=share))
-    return Prior(kinds=tuple(kinds), discrepancies=_discrepancies(list(runs.values()), weights))
+    return Prior(kinds=tuple(kinds), discrepancies=DISCREPANCIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,28 +158,6 @@ def _center_and_spread(draws: list[Array], weights: list[Array], of_runs: Array,
     center = float(np.average([w @ x for w, x in zip(weights, draws)], weights=of_runs))
     squares = [w @ (x - center) ** 2 for w, x in zip(weights, draws)]
     return center, max(float(np.average(squares, weights=of_runs)) ** 0.5, least)
-
-
-def _discrepancies(runs: list[list[KnownRun]], weights: Array) -> tuple[Discrepancy, ...]:
-    """No discrepancy with its fixed weight; the others by maximum marginal likelihood of the runs, `weights` each."""
-    log_evidence = np.array([np.mean([discrepancy_evidence(known) for known in each], axis=0) for each in runs])
-    evidence = np.exp(log_evidence - log_evidence.max(axis=1, keepdims=True))[:, 1:]
-    shares = np.full(evidence.shape[1], 1.0 / evidence.shape[1])
-    for _ in range(300):
-        responsibilities = evidence * shares
-        responsibilities *= weights[:, None] * len(runs) / responsibilities.sum(axis=1, keepdims=True)
-        shares = responsibilities.sum(axis=0) + 1.0 / shares.size  # a uniform prior worth one run
-        shares /= shares.sum()
-    shares = np.where(shares >= NEGLIGIBLE_WEIGHT, shares, 0.0)
-    shares *= (1.0 - NO_DISCREPANCY_WEIGHT) / shares.sum()
-    kept = [replace(h, weight=float(share)) for h, share in zip(HYPOTHESES[1:], shares) if share > 0.0]
-    return (replace(HYPOTHESES[0], weight=NO_DISCREPANCY_WEIGHT), *kept)
-
-
-@cache
-def discrepancy_evidence(known: KnownRun) -> Array:
-    """[hypotheses] log marginal likelihood of all points of one curve under each of `HYPOTHESES`."""
-    return hypothesis_evidence(observe(known.curve, REFERENCE), prior=REFERENCE)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from forms import fit_least_squares_sigmoid, fit_log_linear, fit_power_law
+from forms import fit_least_squares_sigmoid, fit_log_linear, fit_power_law, fit_random_walk
 from known_runs import PUBLISHED, Task
 
-from megatron_scalerl.fit.paper import FIT_FROM
+from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, MIDPOINT_REFERENCE, best_cell
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Prior
 from megatron_scalerl.fit.result import TAIL
-from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.fit.sigmoid import Array, sigmoid
 
 NORMAL_90 = 1.6449
 """Half of the 90 % interval of a standard normal distribution."""
@@ -93,6 +93,22 @@ def by_form(form: Callable[[Task, Array, Array], Callable[[Array], Array]], para
     return method
 
 
+def random_walk(task: Task) -> Outcome:
+    """A random walk in log compute, of the run's own rate and noise."""
+    known = task.known.curve.part(task.fitted)
+    mean, spread = fit_random_walk(known.compute, known.pass_rate)(task.known.curve.compute[task.unseen])
+    return outcome(task, mean, mean - NORMAL_90 * spread, mean + NORMAL_90 * spread)
+
+
+def _printed_grid(task: Task, c: Array, y: Array) -> Callable[[Array], Array]:
+    """The paper's procedure with the grid of C_mid as printed: 100 values on 100..40000 (A.5), rescaled."""
+    initial = float(y[0] if task.known.curve.initial is None else task.known.curve.initial)
+    grid = np.linspace(100.0, 40000.0, 100) * (1.0 if task.known.world == PUBLISHED else c.max() / MIDPOINT_REFERENCE)
+    _, asymptote, midpoint, exponent = best_cell(c, y, initial, ASYMPTOTES, grid)
+    cell = {"asymptote": asymptote, "exponent": exponent, "midpoint": midpoint, "initial": initial}
+    return lambda compute: sigmoid(compute, **cell)
+
+
 def _last_value(task: Task, c: Array, y: Array) -> Callable[[Array], Array]:
     return lambda compute: np.full(np.shape(compute), float(y[-3:].mean()))
 
@@ -104,7 +120,9 @@ OTHERS: dict[str, Method] = {
     "sigmoid, least squares": by_form(
         lambda task, c, y: fit_least_squares_sigmoid(c, y, initial=float(task.known.curve.initial or 0.0)), 3
     ),
+    "random walk": random_walk,
     "paper": by_fit("paper"),
+    "paper, printed grid": by_form(_printed_grid, 3),
 }
 """What `robust` is compared with."""
 
