@@ -96,8 +96,8 @@ DISCREPANCIES = tuple(
         (1.0, 4.0, 0.05),
     )
 )
-"""None, a small deviation, a slow drift that is nearly a random walk, and a collapse: chosen by the back-test of other
-people's curves (docs/forecast_method.md), not learned."""
+"""None, small ones, a slow drift that is nearly a random walk, and a collapse: chosen by the back-test
+(docs/forecast_method.md), not learned."""
 DEFAULT_PRIOR = Prior(
     kinds=(
         Kind(
