@@ -24,6 +24,7 @@ import msgspec
 
 from megatron_scalerl.prompts.layouts import as_text
 from megatron_scalerl.prompts.sources import Row, other_columns, read_rows, refuse_surrogates
+from megatron_scalerl.recipe.hub import hint, local_path
 
 AIME, MATH500 = "aime", "math500"
 _COLUMNS = re.compile(r"(?P<problem>[^,:/]+),(?P<answer>[^,:/]+)")
@@ -92,13 +93,16 @@ def split_schema(text: str) -> tuple[str, str | None]:
 
 
 def read_problems(path: str, schema: str | None = None) -> ProblemFile:
-    """The problems of a .jsonl or .parquet file, or of a dataset folder with one split.
+    """The problems of a .jsonl or .parquet file, or of a dataset folder with one split, or its name on the hub.
 
     schema: aime, math500 or "PROBLEM,ANSWER"; None: found from the columns, and the answers of all rows.
     Raises ValueError, in one line with file and row, for a missing file, columns of no known schema, an empty
     problem, an answer that is missing or, of AIME, no integer from 0 to 999, and for a file without rows.
     """
-    rows = [row.readable() for row in read_rows(path, ())]
+    local = local_path(path, "dataset")
+    if not Path(local).exists() and (advice := hint(path, "dataset")):
+        raise ValueError(f"{path}: expected a file or folder of problems, found nothing{advice}")
+    rows = [row.readable() for row in read_rows(local, ())]
     if not rows:
         raise ValueError(f"{path}: expected at least one problem, found an empty file")
     schema = schema or _schema_of(path, rows)

@@ -9,6 +9,7 @@ import yaml
 from huggingface_hub import constants
 
 from megatron_scalerl.commands.convert import add_arguments
+from megatron_scalerl.evaluation.problems import read_problems
 from megatron_scalerl.plan.command import config_folder
 from megatron_scalerl.recipe import hub
 from megatron_scalerl.recipe.file import check_policy, check_prompts, load_recipe, load_recipe_for
@@ -47,6 +48,13 @@ def test_names_become_folders_of_the_cache_that_say_their_commit(cache):
     assert recipe(cache, policy={"path": f"Qwen/Qwen3-8B@{COMMIT}"}).policy.path == found.policy.path
     tasks = {"path": None, "tasks": {"a": {"path": "openai/gsm8k/main", "weight": 1}}}
     assert recipe(cache, prompts=tasks).prompts.tasks["a"].path == found.prompts.path
+
+
+def test_evaluation_files_may_be_names(cache):
+    found = read_problems("openai/gsm8k/main", "question,answer")
+    assert (found.path, found.name, found.problems[0].text) == ("openai/gsm8k/main", "main", "1+1?")
+    with pytest.raises(ValueError, match=r"^a/b: expected a file or folder .*: hf download a/b --repo-type"):
+        read_problems("a/b")
 
 
 def test_a_name_stays_where_the_package_is_not_installed(cache, monkeypatch):
