@@ -19,7 +19,7 @@ space here and below: `val-core/math/acc/mean@16` is "val core math acc mean@16"
 SCORES = (
     r"pass ?rate",
     r"acc|accuracy|accuracies|correct|correctness|exact match|em",
-    r"(?:mean|avg|pass)@\d+",
+    r"(?:mean|avg|acc|pass)@\d+",
     r"success|success rate|solve rate|solved|win rate",
     r"scores?",
     r"(?:pass|maj|best|cons)@\d+",
@@ -31,7 +31,8 @@ _BEST_OF = re.compile(r"\b(?:best|maj|cons|pass)@(?!1\b)")
 _NO_SCORE = re.compile(
     r"\b(?:std|stderr|var|variance|min|max|loss|len|length|tokens?|time|seconds?|runtime|count|num|n|entropy|kl|lr|grad"
     r"|norm|clip|format|pars\w+|json|xml|tool|advantages?|best(?!@)|worst|truncat\w+|weight|index|size|penalty|zero"
-    r"|threshold|target|id|gap|diff|delta|ratio|bonus)\b"
+    r"|threshold|target|id|gap|diff|delta|ratio|bonus|err|errors?|wer|cer|fail\w*|incorrect\w*|wrong\w*|lose|lost"
+    r"|lengths|losses|hack\w*|hallucinat\w*|invalid|timeouts?|baseline|ppl|perplexity|mfu)\b"
 )
 _WHOLE = {"all", "total", "overall", "average"}
 _AT = r"(?:(?:train|training|trainer|eval|val|progress)[/_])?"
@@ -39,14 +40,14 @@ COMPUTES: tuple[tuple[str, str | None], ...] = (
     (r"(?:.*[^a-z])?gpu[-_ ]?(?:hours?|h)(?:[^a-z].*)?", "gpu_hours"),
     (r"device[-_ ]?hours?", "device_hours"),
     (r"compute|hours|flops", None),
-    (_AT + r"(?:global|opt\w*|grad\w*|grpo|ppo|rl|policy|train|training|update|num|env|time)[-_ ]?steps?", "steps"),
+    (_AT + r"(?:global|opt\w*|grad\w*|grpo|ppo|rl|policy|train|training|update|env|time)[-_ ]?steps?", "steps"),
     (_AT + r"steps?", "steps"),
     (r"_step", "steps"),
     (r"(?:checkpoint|ckpt)(?:_step)?", "steps"),
     (_AT + r"(?:batch|iteration|iter|update|round|episode)s?", None),
     (_AT + r"(?:(?:total|cumulative|num|input)_)*(?:tokens|samples)(?:_seen)?", None),
     (_AT + r"epochs?", None),
-    (r"_?runtime|relative time.*|elapsed.*|(?:train_|wall_(?:time_)?)?seconds", "seconds"),
+    (r"_?runtime|relative time.*|elapsed(?![-_ ]?(?:m|h|d)).*|(?:train_|wall_(?:time_)?)?seconds", "seconds"),
     (r".*[-_ ]hours?", None),
 )
 """(pattern of the whole name in lower case, unit) of a compute column, in order of preference; None: its own name."""
@@ -54,9 +55,10 @@ _DAYTIME = re.compile(r"(?:wall[-_ ]?time|_?timestamp|time|date)", re.IGNORECASE
 
 
 def words(name: str) -> str:
-    """The words of a column's name in lower case, set apart by one space; mean@16 is a word."""
+    """The words of a column's name in lower case, set apart by one space; pass_at_1 and pass1 are pass@1."""
     apart = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return re.sub(r"[^a-z0-9@]+", " ", apart.lower()).strip()
+    said = re.sub(r"[^a-z0-9@]+", " ", apart.lower()).strip()
+    return re.sub(r"\b(?:(pass|avg|mean|maj|best|acc) at |(pass) ?)(\d+)\b", r"\1\2@\3", said)
 
 
 def stage(name: str) -> int:

@@ -106,7 +106,7 @@ def fit_curve(
     try:
         result = _fit(curve, method, seed=seed, fixed_asymptote=fixed_asymptote, prior=prior, draws=draws, **window)
     except ValueError as error:
-        raise ValueError(f"{curve.source}: {error}") from None
+        raise ValueError(f"{curve.source}: {error}" + (f" ({curve.read})" if curve.read else "")) from None
     return replace(result, warnings=(*curve.notes, *result.warnings))
 
 

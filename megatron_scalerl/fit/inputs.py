@@ -25,30 +25,19 @@ from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.fit.table_file import Row, TableFile, read_tables, refused
 
 IDENTITY_COLUMNS = (
-    *(
-        "run",
-        "run_id",
-        "run_name",
-        "series",
-        "name",
-        "figure",
-        "recipe",
-        "experiment",
-        "model",
-        "seed",
-        "group",
-        "arm",
-    ),
-    *("method", "algorithm", "algo", "variant", "condition", "config", "exp", "exp_name", "experiment_name"),
+    *("run", "run_id", "run_name", "series", "name", "figure", "recipe", "experiment", "model", "seed", "group"),
+    *("arm", "method", "algorithm", "algo", "variant", "condition", "config", "exp", "exp_name", "experiment_name"),
 )
 """Columns that identify a run: a table is read as one run of each value, where each has a few rows."""
 RECORD_COLUMNS = (
     *("type", "record_type", "kind", "event", "split", "phase", "stage", "mode", "subset", "metric", "tag", "key"),
-    *("dataset", "data_source", "benchmark", "env", "env_id", "task"),
+    *("dataset", "data_source", "benchmark", "env", "env_id", "task", "is_eval", "is_validation"),
 )
 """Columns that say what a row measures: rows of one value are read."""
 SEED_COLUMN = "seed"
 """Name of the column with the seed of a run."""
+_TOTAL = re.compile(r"\b(?:total|attempted|attempts|n|num problems|problems)\b")
+"""In the name of a column with the number of problems, beside which whole numbers are counts."""
 FEW_ROWS, MANY_RUNS = 3, 24
 """Rows of a run, below which it cannot be fitted; and runs of one table that are fitted unasked."""
 Check = tuple[str, Callable[[float], bool]]
@@ -186,6 +175,8 @@ def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
         axes = [table.x] if table.x else columns.computes(table.columns)
         rest = [column for column in table.columns if column and column not in axes]
         known = rest if axes and len(rest) == 1 and columns.may_be_score(rest[0]) else []  # gsm8k alone over step
+    elif columns.stage(known[0]) != 0 and len(bare := _validations_without_measure(table)) == 1:
+        known = [*bare, *known]  # slime's eval/aime beside a training reward
     if not known:
         others = [c for c in table.columns if len(table.columns) < 7 or c not in columns.computes(table.columns)]
         names = columns.some_of(others, ("pass rate", "accuracy", "score", "reward", "success"))
@@ -196,13 +187,51 @@ def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
     return found
 
 
+def _validations_without_measure(table: TableFile) -> list[str]:
+    """Columns of a validation whose names say no measure, such as eval/aime, with all values in [0, 1]."""
+    names = [c for c in table.columns if columns.stage(c) == 0 and columns.may_be_score(c)]
+    names = [c for c in names if "rate" not in columns.words(c).split()]
+    names = [c for c in names if columns.score_rank(c) is None and c not in columns.computes(table.columns)]
+    return [
+        c
+        for c in names
+        if (values := [v for _, row in table.rows if isinstance(v := _plain(row.get(c)), float)])
+        and 0 <= min(values) <= max(values) <= 1
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """The number of a cell of plain digits, else the cell."""
+    try:
+        return value if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return value
+
+
+def _tells_rows_apart(table: TableFile, column: str) -> bool:
+    """Whether a column of words says what a row measures: the rows of one compute differ in it, and in nothing else.
+
+    True for `domain` or `variable` in a table that repeats its steps for each of 2 to 24 values.
+    """
+    x = table.x or next(iter(columns.computes(table.columns)), None)
+    if x is None or column == x or column.lower() in IDENTITY_COLUMNS:
+        return False
+    cells = [(str(row.get(x)), row.get(column)) for _, row in table.rows if _has_number(row, x)]
+    values = {str(value) for _, value in cells}
+    as_words = column == "k" or all(isinstance(_plain(value), str | bool) for _, value in cells)
+    apart = len({(at, str(value)) for at, value in cells}) == len(cells) > len({at for at, _ in cells})
+    return as_words and apart and 2 <= len(values) <= min(MANY_RUNS, len(cells) // 2)
+
+
 def _one_kind(table: TableFile, options: ColumnOptions) -> tuple[TableFile, str]:
     """The rows of one kind of record, a validation's if there is one, and what they are in words.
 
     Kinds that follow one another, such as the phases of a run, are one. Raises ValueError for several that are equal.
     """
     said = []
-    for column in (c for c in table.columns if c.lower() in RECORD_COLUMNS and c not in dict(options.series)):
+    kinds_in = [c for c in table.columns if c.lower() in RECORD_COLUMNS or _tells_rows_apart(table, c)]
+    kinds_in += [c for c in table.columns if _names_metrics(table, c)]
+    for column in (c for c in kinds_in if c not in dict(options.series)):
         scores = _scores(table, options)
         kinds: dict[str, list[tuple[int, Row]]] = {}
         for number, row in table.rows:
@@ -260,8 +289,15 @@ def _selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, Tab
 
 def _identity(table: TableFile, rows_each: int) -> list[str]:
     """The columns that tell runs apart, with at least `rows_each` rows of each value on average."""
-    found = (c for c in table.columns if c.lower() in IDENTITY_COLUMNS)
+    found = (c for c in table.columns if c.lower() in IDENTITY_COLUMNS and not _names_metrics(table, c))
     return [c for c in found if 1 < len({str(row.get(c)) for _, row in table.rows}) <= len(table.rows) / rows_each]
+
+
+def _names_metrics(table: TableFile, column: str) -> bool:
+    """Whether `name` names metrics, whose values are in `value`, and no runs."""
+    if column.lower() != "name" or "value" not in table.columns:
+        return False
+    return any(columns.score_rank(name) is not None for name in {str(row.get(column)) for _, row in table.rows})
 
 
 class _Point(NamedTuple):
@@ -277,6 +313,8 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     found, said = _points(table, options, (compute, scale), score, others)
     at_start = [point.compute == 0 or point.row.get("step") == 0 for point in found]
     starts = [point for point, start in zip(found, at_start) if start]
+    if len(starts) > 1 and sum(a != b for a, b in zip(at_start, at_start[1:])) > 1:
+        starts = starts[-1:]  # the file begins anew
     points, notes = _ordered([point for point, start in zip(found, at_start) if not start], compute)
     if not points:
         raise refused(table.path, f"rows with {compute} > 0", "none")
@@ -286,7 +324,10 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     over = f"{compute} x {options.hours_per_step:g} h" if options.hours_per_step is not None else compute
     ends = f"{short_number(points[0].compute)} to {short_number(points[-1].compute)}"
     read = f"read {name}: {table.layout}, {len(points)} points of {score} over {over} ({ends} {unit_name(unit)})"
-    also = f"also there: {', '.join(others[:2])} (--score)" if others else ""
+    more = f" and {len(others) - 2} more" if len(others) > 2 else ""
+    also = f"also there: {', '.join(others[:2])}{more} (--score)" if others else ""
+    if columns.stage(score) != 0 and options.score is None and (unread := _validations_without_measure(table)):
+        said.append(f"validation columns without a measure: {', '.join(unread[:3])} (--score)")
     size = _column_values(table, starts[:1], "generations", SIZE)
     within, at_first = (
         None if options.task else _column_values(table, rows, "within_variance", VARIANCE, missing=math.nan)
@@ -320,6 +361,7 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
         known = [c for c in known if any(_has_number(row, c) for row in measured)] or known
         steps = [c for c in known if columns.unit_of(c) == "steps"]
         usable = known if options.hours_per_step is None else steps or known
+        usable = [c for c in usable if _grows([_plain(row.get(c)) for row in measured])] or usable
         if not usable:
             names = columns.some_of(table.columns, ("step", "epoch", "tokens", "hours"))
             raise refused(table.path, "a compute column (name it with --compute)", names, "row 1")
@@ -335,6 +377,12 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
         found = f"{column} ({unit_name(unit)})"
         raise ValueError(f"--hours-per-step: expected a column of steps to multiply, found {found}")
     return column, options.hours_per_step, "gpu_hours"
+
+
+def _grows(values: Sequence[Any]) -> bool:
+    """Whether an axis falls between no more than a quarter of its rows, as one of hours per step does not."""
+    known = [value for value in values if isinstance(value, float)]
+    return 4 * sum(a > b for a, b in zip(known, known[1:])) <= len(known)
 
 
 def _points(
@@ -383,9 +431,13 @@ def _is_percent(score: str, points: Sequence[_Point]) -> bool:
     values = [point.pass_rate for point in points]
     if not 0 <= min(values) <= max(values) <= 100:
         return False
-    if any(str(point.row.get(score)).endswith("%") for point in points) or re.search(r"%|percent|pct", score.lower()):
+    if any(str(point.row.get(score)).endswith("%") for point in points):
         return True
-    any_range = columns.is_reward(score) and (max(values) <= 10 or "reward" in score.lower())
+    if re.search(r"%|percent|pct", score.lower()):
+        return max(values) > 1
+    if all(value % 1 == 0 for value in values) and any(_TOTAL.search(columns.words(key)) for key in points[0].row):
+        return False  # counts beside their total
+    any_range = columns.is_reward(score) and (max(values) <= 25 or "reward" in score.lower())
     return sum(value > 1 for value in values) > len(values) / 2 and not any_range
 
 
@@ -398,6 +450,8 @@ def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str
     went_back = any(a.compute > b.compute for a, b in zip(points, points[1:]))
     latest = {point.compute: point for point in points}
     repeated = {point.compute for point in points if latest[point.compute] is not point}
+    if repeated and len(points) > 2 * len(latest) and {point.pass_rate for point in points} <= {0.0, 1.0}:
+        return _means(latest, points), [f"rows of single answers: their mean at each {compute}"]
     if not repeated or went_back or 2 * len(repeated) < len(latest):
         again = f"{len(points) - len(latest)} rows have a {compute} that a later row has again; the last counts"
         order = [f"rows were not sorted by {compute}; they were sorted"] if went_back else []
@@ -408,6 +462,14 @@ def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str
     if again_measured:
         notes.append(f"{again_measured} points share their compute with another one; all were kept as measurements")
     return list(different.values())[::-1], notes
+
+
+def _means(latest: Mapping[float, _Point], points: Sequence[_Point]) -> list[_Point]:
+    """One point of each compute, with the mean pass rate of its rows, by compute."""
+    rates: dict[float, list[float]] = {}
+    for point in points:
+        rates.setdefault(point.compute, []).append(point.pass_rate)
+    return [latest[at]._replace(pass_rate=float(np.mean(rates[at]))) for at in sorted(latest)]
 
 
 def _named(table: TableFile, name: str, option: str) -> str:
@@ -434,7 +496,7 @@ def _number(table: TableFile, number: int, column: str, row: Row) -> float | Non
         return None
     try:
         text = value.strip().removesuffix("%") if isinstance(value, str) else value
-        parsed = None if isinstance(value, bool) else float(text)
+        parsed = float(text)
     except (TypeError, ValueError, OverflowError):
         parsed = None
     if parsed is None:

@@ -186,7 +186,8 @@ def test_runs_over_different_units_are_refused(tmp_path, capsys):
 def test_too_few_points_are_one_line(tmp_path, capsys):
     assert main([table_of(tmp_path, [0.5])]) == 2
     assert capsys.readouterr().err.endswith(
-        "run: expected at least 3 points with compute > 0 in the window, found 1\n"
+        "run: expected at least 3 points with compute > 0 in the window, found 1 "
+        "(read run: table, 1 points of accuracy over step (10 to 10 steps))\n"
     )
 
 

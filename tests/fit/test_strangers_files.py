@@ -248,7 +248,7 @@ def test_tinkers_metrics(tmp_path):
     (curve,) = read_curves(write(tmp_path, "metrics.jsonl", lines(rows)))
     assert (curve.initial, curve.compute.tolist(), curve.unit) == (0.1, [4, 8, 12, 16], "steps")
     assert "test/env/all/correct over step" in curve.read
-    assert "also there: test/env/all/reward/total, env/all/correct (--score)" in curve.read
+    assert "also there: test/env/all/reward/total, env/all/correct and 1 more (--score)" in curve.read
     truncated = lines(rows)[:-30]
     assert len(read_curves(write(tmp_path, "metrics.jsonl", truncated))[0].compute) == 4
     (tmp_path / "run").mkdir()
@@ -481,3 +481,86 @@ def test_the_ranked_table_of_names(ranked):
 )
 def test_names_that_are_no_score(name):
     assert score_rank(name) is None
+
+
+def rising(n):
+    return round(0.7 - 0.5 / (1 + n / 8), 3)
+
+
+def falling(n):
+    return round(0.9 / (1 + n / 8), 3)
+
+
+def table_of_rows(columns, *more):
+    """20 rows of steps 10, 20 ... each with the columns' values at its number."""
+    return [{"step": 10 * n} | {name: value(n) for name, value in columns.items()} for n in range(1, 21)] + [*more]
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"rollout/raw_reward": rising, "eval/aime": rising}, "points of eval/aime over step"),
+        ({"reward": rising, "eval/gsm8k/pass_at_1": rising}, "points of eval/gsm8k/pass_at_1 over step"),
+        ({"reward": rising, "eval_gsm8k_pass1": rising}, "points of eval_gsm8k_pass1 over step"),
+        ({"train/reward": rising, "eval/a": rising, "eval/b": rising}, "without a measure: eval/a, eval/b (--score)"),
+        ({"train/correct_rate": rising, "val/stop_rate": falling}, "points of train/correct_rate over step"),
+        ({"eval/error_rate": falling, "train/accuracy": rising}, "points of train/accuracy over step"),
+        ({"eval/reward_hacking_rate": rising, "train/accuracy": rising}, "points of train/accuracy over step"),
+        ({"baseline_accuracy": lambda n: 0.4, "policy_accuracy": rising}, "points of policy_accuracy over step"),
+        ({"num_steps": lambda n: 6 + n % 5, "success_rate": rising}, "points of success_rate over step"),
+        ({"gpu_hours_per_step": lambda n: 1 + n % 3 / 9, "accuracy": rising}, "points of accuracy over step"),
+        ({"hours": lambda n: 1 + n % 3 / 9, "accuracy": rising}, "points of accuracy over step"),
+        ({"accuracy_pct": rising}, "accuracy_pct over step (10 to 200 steps)"),
+        ({f"acc_seed{seed}": rising for seed in range(5)}, "also there: acc_seed1, acc_seed2 and 2 more"),
+    ],
+)
+def test_what_is_taken_and_what_is_left(tmp_path, columns, said):
+    (curve,) = read_curves(write(tmp_path, "a.jsonl", lines(table_of_rows(columns))))
+    assert said in curve.read and "percent" not in curve.read
+    assert curve.pass_rate[-1] == pytest.approx(rising(20))
+
+
+@pytest.mark.parametrize("name", ["error_rate", "eval/wer", "hallucination_rate", "lose_rate", "perplexity"])
+def test_a_measure_that_is_better_lower_is_no_pass_rate(tmp_path, name):
+    with pytest.raises(ValueError, match="expected a score column"):
+        read_curves(write(tmp_path, "a.jsonl", lines(table_of_rows({name: falling}))))
+
+
+@pytest.mark.parametrize(
+    ("column", "kinds", "outcome"),
+    [
+        ("variable", ("loss", "accuracy"), "rows with variable = accuracy, not loss"),
+        ("name", ("train/loss", "eval/accuracy"), "rows with name = eval/accuracy, not train/loss"),
+        (
+            "domain",
+            ("algebra", "geometry"),
+            "expected rows of one domain, found algebra, geometry; choose with",
+        ),
+        ("k", (1, 4), "expected rows of one k, found 1, 4"),
+        ("is_eval", (False, True), "expected rows of one is_eval, found False, True"),
+    ],
+)
+def test_rows_that_differ_in_one_column_are_not_mixed(tmp_path, column, kinds, outcome):
+    rows = [{"step": 10 * n, column: kind, "value": rising(n)} for n in range(1, 21) for kind in kinds]
+    path = write(tmp_path, "a.jsonl", lines(rows))
+    if outcome.startswith("rows"):
+        assert outcome in read_curves(path)[0].read
+    else:
+        with pytest.raises(ValueError, match=outcome):
+            read_curves(path)
+
+
+def test_counts_are_no_percent_and_single_answers_are_averaged(tmp_path):
+    counts = table_of_rows({"correct": lambda n: n, "total": lambda n: 50})
+    with pytest.raises(ValueError, match=r"correct: expected a pass rate in \[0, 1\], found"):
+        read_curves(write(tmp_path, "counts.jsonl", lines(counts)))
+    answers = [{"step": 10 * n, "correct": i < n} for n in range(1, 11) for i in range(20)]
+    (curve,) = read_curves(write(tmp_path, "answers.jsonl", lines(answers)))
+    assert curve.pass_rate == pytest.approx([n / 20 for n in range(1, 11)])
+    assert curve.notes == ("answers.jsonl: rows of single answers: their mean at each step",)
+
+
+def test_a_file_that_begins_anew_has_the_start_of_its_last_run(tmp_path):
+    rows = [{"step": 10 * n, "reward": at + n / 50} for at in (0.2, 0.5) for n in range(10)]
+    (curve,) = read_curves(write(tmp_path, "a.jsonl", lines(rows)))
+    assert curve.initial == 0.5 and curve.pass_rate[0] == pytest.approx(0.52)
