@@ -223,6 +223,11 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
         raise ValueError("--slots requires --gpus-per-node 0: on GPUs a node's devices are its GPUs")
     if takes_gpus and asked.nodes == 1:
         if devices > partition.gpus:
+            if recipe.engine.colocate:
+                raise ValueError(
+                    f"{recipe.name}: expected {devices} GPUs on one node (engine.colocate); a node of {partition.name} "
+                    f"has {partition.gpus}"
+                )
             more = hosts_needed(recipe, partition.gpus)
             advice = f"; --nodes {more}" if more else f"; one engine takes {recipe.engine.devices_per_engine}"
             raise ValueError(

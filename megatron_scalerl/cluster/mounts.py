@@ -35,7 +35,7 @@ def mount_of(path: Path, table: str | None = None) -> Mount:
     place = path.resolve()
     nearest = Mount(point="/", kind="unknown", options=frozenset())
     for line in (MOUNTS.read_text(encoding="utf8", errors="replace") if table is None else table).splitlines():
-        _, point, kind, options = line.split()[:4]
+        _, point, kind, options = line.split(" ")[:4]  # the source may be empty
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
         if place.is_relative_to(point) and Path(point).is_relative_to(nearest.point):
             nearest = Mount(point=point, kind=kind, options=frozenset(options.split(",")))

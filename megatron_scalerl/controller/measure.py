@@ -263,7 +263,8 @@ class Validations(OneAtATime):
             rounds=rounds,
             held=held,
         )
-        self._held, self._on = held, False
+        self._holder, self.held = held, False
+        """Whether the last one is, or was, on an engine that is held."""
         self._recipe, self._engines = recipe, engines
         self._meter, self._metrics, self._progress = meter, metrics, progress
         self._forecast: asyncio.Task[None] | None = None
@@ -272,7 +273,7 @@ class Validations(OneAtATime):
     @property
     def beside(self) -> bool:
         """True while a validation is in progress on an engine that is held."""
-        return self._on and self.in_progress
+        return self.held and self.in_progress
 
     def due(self, step: int) -> bool:
         """True if `step` is a multiple of validation.every_steps, or the first step asked for from one on.
@@ -295,10 +296,10 @@ class Validations(OneAtATime):
         assert self._task is None
         settings, rollouts = self._recipe.validation, self._recipe.rollouts
         may_hold = beside and not last and settings.engine == "held" and not rollouts.one_by_one
-        on = self._held.hold(step, "validation") if may_hold else None
+        on = self._holder.hold(step, "validation") if may_hold else None
         if may_hold and on is None and self._engines.held:
             return False
-        self._on = on is not None
+        self.held = on is not None
         at_an_end = last or step in (0, self._recipe.steps)
         generations = settings.end_generations if at_an_end else None
         logger.info("validation of version %d", step)
@@ -318,7 +319,7 @@ class Validations(OneAtATime):
         VersionLost if no engine is left then.
         """
         self.collect()
-        if self._task is None or (self._on and not held):
+        if self._task is None or (self.held and not held):
             return 0.0
         begin = self._meter.elapsed
         if while_waiting is None:
@@ -360,7 +361,7 @@ class Validations(OneAtATime):
             return
         finally:
             if on is not None:
-                self._held.release(on)
+                self._holder.release(on)
         self._metrics.validation(pass_rate, by_prompt=means(outcomes), outcomes=text(outcomes))
         self._progress.validation(pass_rate)
         if self._forecast is not None:
@@ -413,7 +414,7 @@ class Measurements:
         progress: Progress,
     ) -> None:
         """start: the checkpoint from which the attempt goes on."""
-        self._state = state
+        self._state, self._on_all = state, False
         held = HeldEngine(engines, meter)
         self._recipe, self._metrics, self._meter, self._engines = recipe, metrics, meter, engines
         self.validations = Validations(
@@ -446,11 +447,15 @@ class Measurements:
         where the validation is on all others.
         """
         self._evaluations.begin(self._state)
-        return self.validations.due(self._state.step) and self.validations.begin(self._state, beside=beside)
+        begun = self.validations.due(self._state.step) and self.validations.begin(self._state, beside=beside)
+        self._on_all = begun and not self.validations.held
+        return begun
 
     async def end_validation(self, while_waiting: WhileWaiting) -> None:
-        """Wait for the validation on all engines, if one is in progress, and charge the time."""
-        if await self.validations.end(while_waiting):
+        """Wait for the validation on all engines that `begin` started last, if it did, and charge the time."""
+        await self.validations.end(while_waiting)
+        if self._on_all:
+            self._on_all = False
             self._meter.charge_validation()
 
     async def finish(self, while_waiting: WhileWaiting, publish: Callable[[], Awaitable[object]]) -> None:

@@ -270,7 +270,7 @@ class ControllerLink:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         secure_client(self.socket, secret, purpose)
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.socket.connect(endpoint)
         self._leaving = threading.Event()
 
@@ -327,8 +327,11 @@ class ControllerLink:
 
     def _exit_on_disconnect(self) -> None:
         # In a separate thread, because the main one computes for minutes without reading its socket.
+        # A connection that broke before its handshake was tried again, and counts for nothing.
+        connected = False
         with contextlib.suppress(zmq.ContextTerminated):
-            recv_monitor_message(self._monitor)
+            while (event := recv_monitor_message(self._monitor)["event"]) != zmq.EVENT_DISCONNECTED or not connected:
+                connected = connected or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if self._leaving.is_set():
             self._monitor.close(linger=0)
             return

@@ -134,6 +134,8 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool) -> str:
     if hosts.slots is None:
         return f"engine.count: expected at least {recipe.devices} visible GPUs for trainer and engines, found {slots}"
     what = "GPUs" if gpus else "devices"
+    if recipe.engine.colocate:
+        return f"--slots: expected at least {recipe.devices} {what} on the host (engine.colocate), found {slots}"
     if hosts.engine_slots is not None:
         return (
             f"--hosts: expected room for {fleet}, found {len(hosts.of_trainer)} hosts with {slots} {what} each and, "

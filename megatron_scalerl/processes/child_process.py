@@ -185,7 +185,7 @@ _FATAL = re.compile(r"fatal error\.\n.*?^ *((?:\w+\.)*\w+(?:Error|Exception): [^
 
 def fatal_error(path: Path) -> str:
     """The exception after the last "fatal error." of a log's end, as vLLM's core writes it; empty without one."""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # another host's may be unreadable with it
         file.seek(max(0, file.seek(0, os.SEEK_END) - 10 * _TAIL_BYTES))
         found = _FATAL.findall(file.read().decode(errors="replace"))
         return found[-1] if found else ""
