@@ -225,8 +225,8 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
         if devices > partition.gpus:
             if recipe.engine.colocate:
                 raise ValueError(
-                    f"{recipe.name}: expected {devices} GPUs on one node (engine.colocate); a node of {partition.name} "
-                    f"has {partition.gpus}"
+                    f"{recipe.name}: expected {devices} GPUs on one node (engine.colocate); a node of "
+                    f"{partition.name} has {partition.gpus}"
                 )
             more = hosts_needed(recipe, partition.gpus)
             advice = f"; --nodes {more}" if more else f"; one engine takes {recipe.engine.devices_per_engine}"
