@@ -233,7 +233,7 @@ class Controller:
             self._state.step = report.policy_version
             record["send_seconds"] = self._overlap.send_seconds
         if self._phase_over:
-            record |= await self._publish()  # pause, send, verify, label, resume, probe
+            record |= await self._publish()  # pause, send, label, verify, resume, probe
         self._note(record | self._charge(), report, batch.stats)
         if self._phase_over:
             self._measurements.begin()

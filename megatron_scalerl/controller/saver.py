@@ -1,6 +1,7 @@
 """Checkpoints of a run: what is synced before, written by the trainer, and deleted after.
 
-A checkpoint holds the trainer's state and the controller's own (step, batches, length of the journal). Batches before
+A checkpoint holds the trainer's state and the controller's own (step, batches, length of the journal), which the
+trainer's rank 0 writes with it. Batches before
 it are never replayed, so the controller's records of them are on the disk before it is committed.
 
 With checkpoint.async_save the trainer stops only while its ranks copy their state; they write during the next steps.

@@ -1,4 +1,4 @@
-"""Coordinates a weight update: connect, pause the engines, send, verify, label, resume.
+"""Coordinates a weight update: connect, pause the engines, send, label, verify, resume.
 
     trainer  ── broadcast ──────────────► engines (vLLM's weight-transfer protocol)
        ▲ connect_weights, send_weights        ▲ /pause /start_weight_update /update_weights ... /resume
@@ -98,7 +98,7 @@ class WeightUpdate:
     most_received: int
     """Bytes of the worker of an engine that got most."""
     digest: str
-    """Digest of the values of each shard of the weights, whatever the trainer's layout (`weights.value_digest`)."""
+    """Digest of the values of each shard of the weights, whatever the trainer's layout (`weights.digest.value_digest`)."""
 
     def metrics(self) -> dict[str, Any]:
         """What the record of its step says of it."""

@@ -35,7 +35,8 @@ from zmq.utils.monitor import recv_monitor_message
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 5_000
-"""Interval of ZeroMQ's heartbeats (milliseconds). Its I/O thread sends them, also during a long step."""
+"""Interval of ZeroMQ's heartbeats (milliseconds). Its I/O thread sends them, also during a long step: they
+show that a process lives, not that its event loop goes on."""
 HEARTBEAT_TIMEOUT_MS = 60_000
 """Silence after which a peer counts as disconnected (milliseconds). A closed connection is noticed at once."""
 MAX_QUEUED = 16

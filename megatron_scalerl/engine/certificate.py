@@ -2,7 +2,7 @@
 
 It is signed by itself and is the only one that the controller's clients trust, so whoever answers in its name holds
 its private key. Host names are not compared: a pinned key says more. The agents receive certificate and key over
-their encrypted socket (`engine.control`).
+their encrypted socket (`launch.agents`).
 """
 
 from __future__ import annotations

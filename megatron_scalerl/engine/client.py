@@ -1,7 +1,7 @@
 """HTTP client of one engine: generate (tokens in, tokens out), pause and resume, info. Runs in the controller.
 
 Every request carries the run's secret. A generation has no timeout of its own until its response begins:
-`engine.watchdog` detects an engine that stops producing tokens, `engine.process` one that exits, and `abort` then
+`engine.watchdog` detects an engine that stops producing tokens, `launch.process` one that exits, and `abort` then
 ends every request. A response is limited in size and time (`engine.bodies`).
 """
 

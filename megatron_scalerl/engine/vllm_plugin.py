@@ -210,7 +210,7 @@ class WorkerExtension:
         """Forget a weight update that was started and not finished; without one, this has no effect.
 
         vLLM 0.32.0 refuses to start another one beside it, and has no call that ends it. The model's state is
-        discarded when the next one starts (`engine.weight_receiver`).
+        discarded when the next one starts (`weights.weight_receiver`).
         """
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()  # type: ignore[attr-defined]

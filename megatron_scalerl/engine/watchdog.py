@@ -94,7 +94,7 @@ class LagClock:
 
     The rate is tokens per second and decoding request. By itself it does not depend on the lengths of completions but
     it does on the number of requests that an engine decodes at once: the more, the fewer tokens each gets a second.
-    The stream gives work to the engine with the least of it (`rollouts.engine_loads`), which keeps the numbers alike
+    The stream gives work to the engine with the least of it (`rollouts.stream`), which keeps the numbers alike
     while there is work for all; engine.min_relative_rate has to leave room for the rest, such as a full engine beside
     others with the last completions of a batch.
     """

@@ -1,7 +1,7 @@
 """The trainer's ranks of one attempt: started, watched and stopped.
 
 On the controller's host each rank is its child process; on another one all of them are children of one program
-(`trainer.host_ranks`), which is started by a command. With GPUs, a host's ranks use its first visible ones
+(`launch.host_ranks`), which is started by a command. With GPUs, a host's ranks use its first visible ones
 (`launch.placement`).
 """
 

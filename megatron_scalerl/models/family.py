@@ -3,7 +3,7 @@
 A `Rule` maps one Megatron parameter to Hugging Face tensors by rectangular pieces. Loading copies each piece from the
 checkpoint into this rank's shard, saving copies it back: the same table, so Hugging Face -> Megatron -> Hugging Face
 is exact. Names of Megatron parameters have global layer and expert numbers and are those of Megatron's plain layers;
-`checkpoints.megatron_names` has Transformer Engine's other names.
+`checkpoints.hf_folder` has Transformer Engine's other names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The closing report of a run: its gain, its cost, and the forecast of its first part compared with the rest.
 
 Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl, metrics.jsonl and recipe.yaml. Imports torch
-only to predict weight updates, if there were some and the policy's config.json is there (`plan.predicted`).
+only to predict weight updates, if there were some and the policy's config.json is there (`page.predicted`).
 """
 
 from __future__ import annotations

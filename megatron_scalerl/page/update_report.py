@@ -31,7 +31,7 @@ Value = Callable[[Row], float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedUpdate:
-    """A whole update of a recipe, as the planner predicts it. Produced by `plan.predicted`."""
+    """A whole update of a recipe, as the planner predicts it. Produced by `page.predicted`."""
 
     bytes: int
     """Of all senders, padding included."""

@@ -2,7 +2,7 @@
 
 Events: an engine's next completion ends, the trainer's step ends. Engines decode at the speed of `engine.Decoding`,
 receive whole groups as `rollouts.stream` dispatches them (least loaded engine with room for the group), and pause
-during weight updates; the trainer takes batches as `rollouts.gate` releases them, or `rollouts.phase_gate`.
+during weight updates; the trainer takes batches as `rollouts.gate` releases them, or `rollouts.gate`.
 """
 
 from __future__ import annotations

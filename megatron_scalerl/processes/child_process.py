@@ -3,9 +3,8 @@
 A child dies with the controller, however that exits (`processes.parent_death`). The child's own children are in its
 process group, which `stop` and `kill` signal as a whole.
 
-Time limits that do not count the time in which this process itself was stopped.
-
-The end of a process that formed torch's process groups.
+Also here: time limits that do not count the time in which this process itself was stopped (`within`), and the end of
+a process that formed torch's process groups (`end_with`).
 """
 
 from __future__ import annotations

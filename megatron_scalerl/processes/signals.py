@@ -2,11 +2,11 @@
 
 SIGINT and SIGTERM cancel it at once, SIGUSR1 once its state is saved (`SaveAndExit`).
 
-A later attempt of a run's job, which began while this one still lives: on a node that Slurm has lost.
+`Takeover` tells of a later attempt of the run's job, which began while this one still lives: on a node that Slurm has
+lost.
 
-Since when a Slurm job holds its devices without a charge in the ledger.
-
-The job's script sets the variable to its start, and `train --supervise` to the end of the program that it starts
+`held_uncharged` says since when a Slurm job holds its devices without a charge in the ledger. The job's script sets a
+variable to its start, and `train --supervise` to the end of the program that it starts
 again, if that one has charged anything. It is in seconds of /proc/uptime, which no change of the time of day moves.
 """
 

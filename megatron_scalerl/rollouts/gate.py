@@ -30,7 +30,7 @@ Ahead: while one batch trains at version v, the next one may be taken by the sam
 
 If the first batch makes no step, the second one trains at v: the rule at v + 1 implies the rule at v.
 
-`phase_gate` has the other schedule, in which generation and training alternate.
+`PhaseGate` has the other schedule, in which generation and training alternate.
 
 Three groups start at version 0; the two fast ones finish first:
 
@@ -71,9 +71,83 @@ While group 2 trains, the batch of version 2 is taken. Both batches count until 
     >>> gate.outstanding
     2
 
-The gate of PPO-off-policy-k: which group may start, which batch may train. Pure bookkeeping.
+After a restart the groups that were outstanding, or fewer, are restored, and k is that of the run
+(`controller.run_folder.MAY_CHANGE`), so that the bound holds on.
 
-(Khatri et al. 2025, arXiv 2510.13786, section 3.1.) One version of the policy generates the k * G groups of a phase;
+**The gate of PPO-off-policy-k** (`PhaseGate`; Khatri et al. 2025, arXiv 2510.13786, section 3.1). One version of the
+policy generates the k * G groups of a phase; then they are trained on in k batches of G. Generation and training
+alternate:
+
+* admission: a group starts only while fewer than (k + 1) * G groups are outstanding, that is in flight, ready, or
+  in a batch that was taken and is not done (until its new version is served, new groups still start at the old one);
+* waiting: a batch of G ready groups, earliest deadline first, is released at version v only if the remaining groups
+  can still meet their deadlines: for every j = 1..k at most j * G outstanding groups have a deadline <= v + j, and
+  none has a deadline <= v.
+
+Invariant at version v: for every j = 0..k at most (j + 1) * G outstanding groups have a deadline <= v + j. For j = k
+it is the first rule, as no deadline is later. For j < k, by induction: at the start every deadline is v + k; a batch
+released at v leaves at most j * G groups with a deadline <= v + j for j = 1..k, which is the invariant for j - 1 at
+v + 1; and groups that start at v + 1 have deadlines >= v + 1 + k. Once all outstanding groups are ready, taking the
+earliest deadlines always satisfies it, and every group in flight becomes ready, so the wait ends. Waiting only for
+groups whose deadline is v would not be enough: young, fast groups could fill the batches while more than G slow ones
+with the same later deadline accumulate.
+
+Ahead: while one batch trains at version v, the next one may be taken by the same rule at v + 1. Not too early:
+
+* Only groups that start between this choice and the new version are unknown to the rule. They start at v, so their
+  deadline is v + k = (v + 1) + (k - 1): for j < k - 1 nothing changes.
+* When one of them starts, at most (k + 1) * G groups are outstanding, 2 * G of them in the two batches. So at most
+  (k - 1) * G remain, whatever their deadlines: the rule at v + 1 holds for j = k - 1, and for j = k.
+* No group in the second batch is late. The first batch left none with a deadline <= v, and what started since has the
+  deadline v + k >= v + 1; with k = 0 nothing has started, and nothing is outstanding beside the first batch.
+
+If the first batch makes no step, the second one trains at v: the rule at v + 1 implies the rule at v.
+
+`PhaseGate` has the other schedule, in which generation and training alternate.
+
+Three groups start at version 0; the two fast ones finish first:
+
+    >>> gate = StalenessGate(groups_per_batch=1, max_staleness_steps=2)
+    >>> for group in (0, 1, 2):
+    ...     gate.start(group, policy_version=0)
+    >>> gate.may_start()  # (k + 1) * G = 3 groups are outstanding
+    False
+    >>> gate.batch(policy_version=0) is None  # no group is ready
+    True
+    >>> gate.finish(0, first_token_version=0)
+    >>> gate.batch(policy_version=0)
+    (0,)
+    >>> gate.take((0,))
+    >>> gate.trained()  # every engine serves version 1
+
+A group that starts now has one more step until its deadline. It is ready at once, and still has to wait: the groups
+1 and 2 both must be trained on by version 2, so one of them must be next.
+
+    >>> gate.start(3, policy_version=1)
+    >>> gate.finish(3, first_token_version=1)
+    >>> gate.batch(policy_version=1) is None
+    True
+    >>> gate.finish(2, first_token_version=0)
+    >>> gate.batch(policy_version=1)
+    (2,)
+
+While group 2 trains, the batch of version 2 is taken. Both batches count until they are done.
+
+    >>> gate.take((2,))
+    >>> gate.finish(1, first_token_version=0)
+    >>> gate.batch(policy_version=2)
+    (1,)
+    >>> gate.take((1,))
+    >>> gate.outstanding, gate.may_start()  # 1, 2 and 3
+    (3, False)
+    >>> gate.trained()  # every engine serves version 2
+    >>> gate.outstanding
+    2
+
+After a restart the groups that were outstanding, or fewer, are restored, and k is that of the run
+(`controller.run_folder.MAY_CHANGE`), so that the bound holds on.
+
+**The gate of PPO-off-policy-k** (`PhaseGate`; Khatri et al. 2025, arXiv 2510.13786, section 3.1). One version of the policy generates the k * G groups of a phase;
 then they are trained on in k batches of G. Generation and training alternate:
 
 * admission: a group starts only while the phase has fewer than k * G groups, those that were trained on included. So

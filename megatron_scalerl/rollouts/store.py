@@ -8,9 +8,7 @@ A crash may leave a torn block at the end of the newest segment: it is cut when 
 Blocks up to the last reference of the journal were synced before it, so no byte before that is cut. Only the owner
 can read these files.
 
-The format of a segment of the rollout store: checksummed blocks, one for each finished group.
-
-Little-endian, without padding:
+A segment has a checksummed block for each finished group. Little-endian, without padding:
 
     segment       magic MSRLSEGM, format 1 u32, CRC-32 of these 12 bytes u32; then blocks, one after another
     block         magic GRUP, checksum u32, bytes of the block u64, group id i64, bytes of the header u32, C u32
@@ -179,7 +177,7 @@ def segments(folder: Path) -> list[int]:
 
 
 class StoreWriter:
-    """Appends  Not for several threads at a time."""
+    """Appends groups to the newest segment. Not for several threads at a time."""
 
     def __init__(self, folder: Path, *, durable: BlockRef | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Open RUN/rollouts. durable: the last block that the journal names.

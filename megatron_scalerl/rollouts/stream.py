@@ -32,11 +32,11 @@ had finished too, since the others shared batches of the engines with them. The 
 The first other failure in admission or a group task is raised by `next_batch`. `close` cancels all tasks.
 
 Khatri et al. 2025, section 2 (PipelineRL, k = 8); the staleness bound is proved in `gate`. The schedule
-ppo_off_policy has the same loops behind another gate (`phase_gate`).
+ppo_off_policy has the same loops behind another gate (`gate.PhaseGate`).
 
-A group on its way to an engine: new, issued again after an eviction, or repeated after a restart.
-
-The work that the stream has submitted to each engine: who gets the next group, and how long nobody had any.
+`Admission` is a group on its way to an engine: new, issued again after an eviction, or repeated after a restart.
+`EngineLoads` is the work that the stream has submitted to each engine: who gets the next group, and how long nobody
+had any.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Loops over changed elements, compiled for CPUs.
 
-`weights.changes` and `engine.live_changes` do the same with torch's operations, on any device.
+`weights.changes` and `weights.live_changes` do the same with torch's operations, on any device.
 """
 
 from __future__ import annotations

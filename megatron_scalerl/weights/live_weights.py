@@ -1,6 +1,6 @@
 """Writes parts of Hugging Face tensors straight into an engine's live parameters.
 
-A recorded copy of the loader (`engine.live_map`) is turned into a `LivePart`: which dimension of the parameter runs
+A recorded copy of the loader (`weights.live_map`) is turned into a `LivePart`: which dimension of the parameter runs
 along which dimension of the tensor, and over which of its indices. Then any rectangle of the tensor is written in
 place, without the loader, without a whole tensor, and at the addresses that captured graphs use.
 """
@@ -196,7 +196,7 @@ class LiveWeights:
         self._written = set()
 
     def digest(self) -> int:
-        """Digest of all values (`weights.value_digest`), read where the model reads them.
+        """Digest of all values (`weights.digest.value_digest`), read where the model reads them.
 
         After an update of changes: what it was before, and what they changed, whose old values were read.
         """

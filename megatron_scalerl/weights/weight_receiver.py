@@ -5,7 +5,7 @@
 
 With weights.transaction staged the buckets have arrived before, while the model went on generating:
 
-    msrl_stage_weights            receive in a thread (`engine.staging`); msrl_staged_weights says how far it is
+    msrl_stage_weights            receive in a thread (`weights.staging`); msrl_staged_weights says how far it is
     update_weights                write what has arrived
 
 A model whose parameters only its own loader can fill (`live_weights`) goes through vLLM's layerwise reload instead:

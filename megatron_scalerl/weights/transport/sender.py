@@ -35,7 +35,7 @@ class Sender:
         """groups: shard -> group."""
         self.groups, self.number, self._connection = dict(groups), number, connection
         self.values: dict[int, int] = {}
-        """shard -> digest of the values that its workers have of this rank (`weights.value_digest`)."""
+        """shard -> digest of the values that its workers have of this rank (`weights.digest.value_digest`)."""
         self.sizes: list[int] = []
         """[own buckets] bytes of each as the last update sent it, padding included, without headers and digests."""
         self._own: list[Bucket] = []
