@@ -98,7 +98,7 @@ class WeightUpdate:
     most_received: int
     """Bytes of the worker of an engine that got most."""
     digest: str
-    """Digest of the values of each shard of the weights, whatever the trainer's layout (`weights.digest.value_digest`)."""
+    """Digest of the values of each shard of the weights, whatever the trainer's layout (`weights.digest`)."""
 
     def metrics(self) -> dict[str, Any]:
         """What the record of its step says of it."""
