@@ -29,14 +29,17 @@ def main() -> None:
     rows, steps = [], max(row["step"] for row in validations())
     for row in validations():
         rows.append(row)
-        made = outlook(rows, steps=steps)  # None before there are four validations after step 0
-        if made is not None and row["step"] % 20 == 0:
+        made = outlook(rows, steps=steps)  # None before there are four validations after step 0, and at the end
+        if made is None:
+            continue
+        verdict = made.verdict
+        if row["step"] % 20 == 0:
             print(f"step {row['step']:3d}  measured {row['pass_rate']:.3f}  forecast {made.line()}")
-        if made is not None and made.verdict == "stop":
+        if verdict == "stop":
             break
     fit = run_fit(rows, steps=steps).result
     low, high = fit.intervals["asymptote"]
-    print(f"{made.verdict} at step {rows[-1]['step']}: ceiling A {fit.asymptote:.3f} [{low:.3f}, {high:.3f}]")
+    print(f"{verdict} at step {rows[-1]['step']}: ceiling A {fit.asymptote:.3f} [{low:.3f}, {high:.3f}]")
     *_, last = validations()
     print(f"what came at step {last['step']}: {last['pass_rate']:.3f}")
 
