@@ -76,6 +76,8 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
         raise ValueError(f"--hours-per-step: expected hours > 0, found {options.hours_per_step:g}")
     if (path / "validation.jsonl").is_file():
         return [_read_run_folder(path, options)]
+    if (path / "recipe.yaml").is_file():
+        raise ValueError(f"{path}: expected a run folder with validation.jsonl, from its first validation, found none")
     curves: list[Curve] = []
     failed: list[ValueError] = []
     tables = read_tables(path)
