@@ -13,7 +13,10 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from megatron_scalerl.checkpoints.atomic_io import sync, write_durably
 from megatron_scalerl.checkpoints.plain_files import is_file_name
@@ -58,7 +61,7 @@ def read_commit(path: str | Path) -> dict[str, Any]:
         found = "a folder without it" if path.is_dir() else "no folder"
         raise ValueError(f"{commit}: expected the file that completes a checkpoint, found {found}")
     facts = _facts(commit)
-    sizes, digests = facts["files"], facts.get("sha256", {})
+    sizes, digests = facts["files"], facts["sha256"]
     for name, size in sizes.items():
         file = path / name
         if not file.is_file():
@@ -70,42 +73,25 @@ def read_commit(path: str | Path) -> dict[str, Any]:
     return facts
 
 
+class _Facts(msgspec.Struct):
+    files: dict[str, Annotated[int, Meta(ge=0)]]
+    sha256: dict[str, str] = {}
+    step: Annotated[int, Meta(ge=0)] = 0
+
+
 def _facts(commit: Path) -> dict[str, Any]:
-    """The content of the file, whose fields have the types that `write_commit` gives them."""
     expected = f"{commit}: expected JSON with the checkpoint's files"
     if (size := commit.stat().st_size) > _COMMIT_LIMIT:
         raise ValueError(f"{expected}, at most {_COMMIT_LIMIT} bytes, found {size}")
     try:
-        facts = json.loads(commit.read_bytes())
-    except RecursionError:
-        raise ValueError(f"{expected}, found lists or objects nested too deeply") from None
-    except ValueError as error:
+        facts: dict[str, Any] = msgspec.json.decode(commit.read_bytes(), type=dict[str, Any])
+        known = msgspec.convert(facts, _Facts)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{expected}, found {error}") from None
-    if type(facts) is not dict:
-        raise ValueError(f"{expected}, found a {type(facts).__name__}")
-    for field, kind in {"files": int, "sha256": str}.items():
-        if field == "sha256" and field not in facts:
-            continue
-        if type(entries := facts.get(field)) is not dict:
-            raise ValueError(f"{expected}, found {field} that is a {type(entries).__name__}")
-        for name, value in entries.items():
-            _check_name(name, expected)
-            if type(value) is not kind or (isinstance(value, int) and value < 0):
-                raise ValueError(f"{expected}, found {field} whose {name} is {_shown(value)}")
-    step = facts.get("step", 0)
-    if type(step) is not int or step < 0:
-        raise ValueError(f"{expected}, found a step that is {_shown(step)}")
-    return facts
-
-
-def _check_name(name: str, expected: str) -> None:
-    if len(name) > 4000 or not all(is_file_name(part) for part in name.split("/")):
-        raise ValueError(f"{expected}, found the name {name[:100]!a}")
-
-
-def _shown(value: object) -> str:
-    """A number, or the type of a value that may be long or nested."""
-    return str(value)[:100] if type(value) in (int, float) else f"a {type(value).__name__}"
+    for name in [*known.files, *known.sha256]:
+        if len(name) > 4000 or not all(is_file_name(part) for part in name.split("/")):
+            raise ValueError(f"{expected}, found the name {name[:100]!a}")
+    return {"sha256": {}, **facts}
 
 
 def _digest(file: Path) -> str:

@@ -1,20 +1,18 @@
 """Runs on Slurm, on one node or several (`megatron-scalerl submit`); checks of a node (`megatron-scalerl doctor`).
 
-slurm_command   `submit`: --status, --array, --add-engines, --dry-run
+slurm_command   `submit`: --status, --array, --dry-run
 slurm_checks    what is refused before anything is submitted
 allocation      nodes, GPUs and CPUs that the fleet needs
 site            the site file: account, modules, container
 cluster         what sinfo, squeue, scontrol and sbatch are asked
 job             the job script, rendered from templates/job.sbatch
 submission      writes the script, has it checked, submits it
-slurm_engines   a job of engines that join a run: templates/engines.sbatch
 budget          GPU-hours spent and left
 slurm_status    a run's job and the nodes of it that are unfit or down, its progress and its last error
 
 doctor_command -> node: one list of `check.Check` and the facts that nodes are compared by
-                  gpus (NVML, in a process); versions; limits; space; output; host
-                  head: what several nodes share
-               -> doctor_report: table, JSON, and the differences between the JSON files of several nodes
+                  gpus (NVML, in a process); versions; space; output; host
+               -> doctor_report: table, JSON
                -> doctor_nodes: all nodes of a Slurm job at once, and which of them are unfit
 
 The checks change and delete nothing on the node, except for a folder that `output` makes, tries and removes.

@@ -87,7 +87,8 @@ def allocate(recipes: Sequence[Recipe], partition: Partition, asked: Request) ->
     cpus = asked.cpus
     if cpus is None and not (gpus and gpus == partition.gpus):  # else whole nodes
         devices = max(recipe.devices for recipe in recipes)
-        cpus = share_of_cpus(partition, gpus, 2 + 2 * (slots or devices))
+        share = partition.cpus * gpus // partition.gpus if gpus else 2 + 2 * (slots or devices)
+        cpus = max(1, min(partition.cpus, share))
     elif cpus is not None and not 0 < cpus <= partition.cpus:
         raise ValueError(f"--cpus: expected 1 to {partition.cpus}, what a node of {partition.name} has, found {cpus}")
     return Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=cpus)
@@ -108,7 +109,11 @@ def components(
     ranks, devices, count = recipe.trainer.world_size, recipe.engine.devices_per_engine, recipe.engine.count
     slots = gpus or asked.slots or -(-ranks // asked.nodes)
     engine_slots = engine_gpus or asked.engine_slots or devices * -(-count // asked.engine_nodes)
-    check_engine_fits(recipe, engine_gpus, engine_slots, "engine-")
+    if engine_slots < devices:
+        raise ValueError(
+            f"--engine-{'gpus-per-node' if engine_gpus else 'slots'}: expected at least {devices}, the devices of an "
+            f"engine (engine.devices_per_engine), found {engine_slots}"
+        )
     what = f"{ranks} trainer ranks with {slots}"
     check_nodes("--nodes", asked.nodes, partition, -(-ranks // slots), what)
     if asked.nodes > 1 and 0 < gpus < partition.gpus:
@@ -127,18 +132,6 @@ def components(
         Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=None),
         Allocation(nodes=asked.engine_nodes, gpus=engine_gpus, slots=engine_slots, cpus=None),
     )
-
-
-def joining(recipe: Recipe, partition: Partition, asked: Request) -> Allocation:
-    """Nodes for engines that join a run, as many on each as fit. Raises ValueError."""
-    check_nodes("--nodes", asked.nodes, partition)
-    gpus = gpus_of_node(recipe, partition, asked.gpus_per_node, asked.slots)
-    slots = gpus or asked.slots or recipe.engine.devices_per_engine
-    check_engine_fits(recipe, gpus, slots)
-    cpus = asked.cpus
-    if cpus is None and not (gpus and gpus == partition.gpus):
-        cpus = share_of_cpus(partition, gpus, 2 * slots)
-    return Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=cpus)
 
 
 def default_gpus(recipe: Recipe, partition: Partition) -> bool:
@@ -184,16 +177,6 @@ def check_nodes(option: str, nodes: int, partition: Partition, needed: int | Non
         raise ValueError(f"{option}: expected {needed} for {what} devices each, found {nodes}")
 
 
-def check_engine_fits(recipe: Recipe, gpus: int, slots: int, prefix: str = "") -> None:
-    """Raises ValueError for a node whose devices do not hold one engine. prefix: of the options' names."""
-    devices = recipe.engine.devices_per_engine
-    if slots < devices:
-        raise ValueError(
-            f"--{prefix}{'gpus-per-node' if gpus else 'slots'}: expected at least {devices}, the devices of an "
-            f"engine (engine.devices_per_engine), found {slots}"
-        )
-
-
 def gpus_of_node(recipe: Recipe, partition: Partition, given: int | None, slots: int | None, prefix: str = "") -> int:
     """GPUs of a node: as given, else all, without GPUs 0. prefix: of the options' names. Raises ValueError."""
     default = partition.gpus if slots is None and default_gpus(recipe, partition) else 0
@@ -208,11 +191,6 @@ def gpus_of_node(recipe: Recipe, partition: Partition, given: int | None, slots:
             f"found {gpus}"
         )
     return gpus
-
-
-def share_of_cpus(partition: Partition, gpus: int, without_gpus: int) -> int:
-    """CPUs of a node: the share of so many of its GPUs, or `without_gpus`, if it has as many."""
-    return max(1, partition.cpus * gpus // partition.gpus) if gpus else min(partition.cpus, without_gpus)
 
 
 def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:

@@ -12,11 +12,10 @@ if TYPE_CHECKING:
 
 WITHIN_S = 300.0
 """Default of --within. An assumption: a check takes 10 to 30 s, more where many nodes load packages at once."""
-EPILOG = """exit codes: 0 if no check failed, 1 if one did or if --compare found a difference, 2 for wrong arguments
+EPILOG = """exit codes: 0 if no check failed, 1 if one did, 2 for wrong arguments
 
 examples:
   megatron-scalerl doctor my_run.yaml --json node.json
-  megatron-scalerl doctor --compare reports/*.json
   megatron-scalerl doctor my_run.yaml --hosts slurm --reports reports    in a job: all of its nodes
 
 docs/doctor.md describes the checks."""
@@ -40,9 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPUs that the run takes on this node; default: all of the recipe's, as if it ran here alone",
     )
     parser.add_argument("--json", metavar="OUT|-", help="write the report as JSON too; - prints only the JSON")
-    parser.add_argument(
-        "--compare", nargs="+", metavar="REPORT", help="check nothing: print in what the reports of nodes differ"
-    )
     several = parser.add_argument_group("all nodes of a Slurm job, from its first one")
     several.add_argument("--hosts", choices=["slurm"], help="check and compare the nodes of this allocation")
     several.add_argument(
@@ -59,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="a node whose report is not there after so many seconds is unfit (default: %(default)g)",
     )
-    several.add_argument("--head", metavar="FILE", help=argparse.SUPPRESS)  # on each node: what its head offers
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -68,8 +63,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     Raises ValueError for wrong arguments, OSError for a report that cannot be written.
     """
     _check(arguments)
-    if arguments.compare:
-        return _compare([Path(name) for name in arguments.compare], console)
     from megatron_scalerl.recipe.file import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
@@ -79,7 +72,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.cluster.doctor_report import show, to_json, write_report
     from megatron_scalerl.cluster.node import examine
 
-    report = examine(recipe, arguments.recipe, arguments.gpus, Path(arguments.head) if arguments.head else None)
+    report = examine(recipe, arguments.recipe, arguments.gpus)
     if arguments.json == "-":
         print(to_json(report).decode(), end="")
     else:
@@ -118,12 +111,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("--json: expected --reports alone with --hosts, since every node writes a report")
     if not arguments.within > 0:
         raise ValueError(f"--within: expected more than 0 seconds, found {arguments.within:g}")
-    if arguments.compare:
-        for name in ("recipe", "gpus", "json", "hosts"):
-            if getattr(arguments, name) is not None:
-                raise ValueError(f"--compare: expected no {name} with it, since nothing is checked")
-        if len(arguments.compare) < 2:
-            raise ValueError(f"--compare: expected at least two reports, found {len(arguments.compare)}")
     for name, value in (("--gpus", arguments.gpus), ("--engine-gpus", arguments.engine_gpus)):
         if value is not None and value < 0:
             raise ValueError(f"{name}: expected at least 0, found {value}")
@@ -133,13 +120,3 @@ def _check(arguments: argparse.Namespace) -> None:
     if target is not None and (target.is_dir() or not target.parent.is_dir()):
         kind = "a folder" if target.is_dir() else f"no folder {target.parent}"
         raise ValueError(f"--json: expected a file in an existing folder, found {kind}")
-
-
-def _compare(paths: list[Path], console: Console) -> int:
-    from megatron_scalerl.cluster.doctor_report import differences, named, read_report
-
-    reports = named(paths, [read_report(path) for path in paths])
-    lines = differences(reports)
-    for line in lines or [f"{len(reports)} nodes agree in all {len(reports[0][1].facts)} facts"]:
-        console.print(line, highlight=False)
-    return 1 if lines else 0

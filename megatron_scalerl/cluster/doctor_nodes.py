@@ -1,8 +1,8 @@
 """Checks every node of an allocation at once, from its first node, and says which of them are unfit and why.
 
 Each node runs `doctor` in a Slurm step of its own, so that one whose step never starts holds up none of the others.
-The folder of the reports gets, besides head.json (`doctor.head`): NODE.json, its report; NODE.log, what its step
-printed; and `bad`, if nodes are unfit: one line a node, its name, a tab, why.
+The folder of the reports gets NODE.json, its report; NODE.log, what its step printed; and `bad`, if nodes are unfit:
+one line a node, its name, a tab, why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from types import MappingProxyType
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.cluster.check import Check
 from megatron_scalerl.cluster.doctor_report import read_report
-from megatron_scalerl.cluster.head import NETWORK, offered
 from megatron_scalerl.cluster.node import GPUS, NodeReport
 from megatron_scalerl.launch.hosts import hosts_of_allocation, step_words
 from megatron_scalerl.processes.child_process import log_tail
@@ -62,27 +61,22 @@ def examine_nodes(
     folder.mkdir(parents=True, exist_ok=True)
     started: dict[str, subprocess.Popen[bytes]] = {}
     late: set[str] = set()
-    with offered(folder / "head.json", nodes[1:]):
-        try:
-            for node in nodes:
-                more = [f"--json={folder / node}.json", f"--head={folder / 'head.json'}"]
-                step = step_words(node, components[node]) if node != nodes[0] else []
-                with open(folder / f"{node}.log", "wb") as log:
-                    started[node] = subprocess.Popen(
-                        [*step, *PROGRAM, "doctor", *words(components[node]), *more],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-            deadline = time.monotonic() + within_s
-            for node, process in started.items():
-                try:
-                    process.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    late.add(node)
-        finally:
-            _end(process for process in started.values() if process.returncode is None)
+    try:
+        for node in nodes:
+            step = step_words(node, components[node]) if node != nodes[0] else []
+            argv = [*step, *PROGRAM, "doctor", *words(components[node]), f"--json={folder / node}.json"]
+            with open(folder / f"{node}.log", "wb") as log:
+                started[node] = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+        deadline = time.monotonic() + within_s
+        for node, process in started.items():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late.add(node)
+    finally:
+        _end(process for process in started.values() if process.returncode is None)
     reports: dict[str, NodeReport] = {}
     silent: dict[str, str] = {}
     for node, process in started.items():
@@ -104,7 +98,7 @@ def unfit(
 ) -> dict[str, str]:
     """Why, for each node that is unfit: no report, a failed check, or a fact in which it differs from most others.
 
-    silent: why, for nodes without a report. head: the node to which the others connect; where two groups are equally
+    silent: why, for nodes without a report. head: the first node; where two groups are equally
     large, those differ that are not in its group. components: of a heterogeneous job, whose nodes are compared by
     their GPUs with those of their own component alone; if there two groups without the head are equally large, all
     differ.
@@ -112,7 +106,6 @@ def unfit(
     found: dict[str, list[str]] = {node: [why] for node, why in silent.items()}
     for node, report in reports.items():
         found[node] = [_said(check) for check in report.checks if check.status == "failed"]
-    _blame_head(found, reports, head)
     for fact in dict.fromkeys(fact for report in reports.values() for fact in report.facts):
         sorts = {node: components.get(node) if fact == GPUS else None for node in reports}
         for sort in dict.fromkeys(sorts.values()):
@@ -153,15 +146,6 @@ def verdict(folder: Path, nodes: Sequence[str], bad: Mapping[str, str]) -> list[
     elif bad:
         lines.append(f"all {len(nodes)} nodes are unfit, so that other nodes would be, too")
     return lines or [f"{len(nodes)} nodes are fit and agree: {', '.join(nodes)}"]
-
-
-def _blame_head(found: dict[str, list[str]], reports: Mapping[str, NodeReport], head: str) -> None:
-    """If several other nodes reported and none of them reaches the head, it is the head's fault."""
-    others = [node for node in reports if node != head]
-    kept = {node: [why for why in found[node] if not why.startswith(f"{NETWORK}: ")] for node in others}
-    if len(others) > 1 and all(kept[node] != found[node] for node in others):
-        found |= kept
-        found.setdefault(head, []).append(f"{NETWORK}: none of {', '.join(others)} reaches it")
 
 
 def _said(check: Check) -> str:

@@ -1,8 +1,7 @@
-"""A node's report: its table, its JSON file, and the differences between the files of several nodes."""
+"""A node's report: its table and its JSON file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,26 +65,3 @@ def read_report(path: Path) -> NodeReport:
         raise ValueError(f"{path}: expected a report of doctor --json, found: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected a report of doctor --json, found: {printable(str(error))}") from None
-
-
-def differences(reports: Sequence[tuple[str, NodeReport]]) -> list[str]:
-    """One line for each fact in which the reports differ. reports: (name of the node, its report)."""
-    facts = dict.fromkeys(fact for _, report in reports for fact in report.facts)
-    lines = []
-    for fact in facts:
-        groups: dict[str, list[str]] = {}
-        for name, report in reports:
-            groups.setdefault(report.facts.get(fact, ""), []).append(name)
-        if len(groups) > 1:
-            text = "; ".join(f"{value or 'none'} on {', '.join(nodes)}" for value, nodes in groups.items())
-            lines.append(printable(f"{fact}: {text}"))
-    return lines
-
-
-def named(paths: Sequence[Path], reports: Sequence[NodeReport]) -> list[tuple[str, NodeReport]]:
-    """Each report with the name of its host, and with that of its file if a host appears twice."""
-    hosts = [report.host for report in reports]
-    return [
-        (host if hosts.count(host) == 1 else f"{host} ({path})", report)
-        for path, host, report in zip(paths, hosts, reports, strict=True)
-    ]

@@ -1,10 +1,9 @@
-"""Checks of memory, processors and name of this node."""
+"""Checks of memory and processors of this node."""
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import socket
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,16 +18,20 @@ PROCESS_BYTES = 2 * GIB
 """Of the libraries of a trainer rank or an engine. An assumption."""
 CPU_BYTES = 16
 """Per parameter, of a rank or an engine on a CPU: fp32 weights, gradients and two moments. An assumption."""
+LOCKED_BYTES = GIB
+"""Memory that RDMA may lock, at least: NCCL's buffers. An assumption."""
 CGROUPS = Path("/sys/fs/cgroup")
+RDMA = Path("/sys/class/infiniband")
+"""Lists a host's RDMA devices."""
 _NO_RESOURCES = "ask Slurm for more (--mem, --cpus-per-task and SRUN_CPUS_PER_TASK)"
 
 
 def host_checks(recipe: Recipe | None, parameters: int | None, *, gpus: int) -> list[Check]:
-    """Memory, processors, name. gpus: those of the run on this node; 0 if it runs on CPUs."""
+    """Memory, processors, locked memory. gpus: those of the run on this node; 0 if it runs on CPUs."""
     return [
         guarded("memory", lambda: _memory(recipe, parameters, gpus)),
         _processors(recipe, gpus),
-        name_check(socket.gethostname()),
+        guarded("locked memory", _locked_memory),
     ]
 
 
@@ -110,16 +113,13 @@ def _processors(recipe: Recipe | None, gpus: int) -> Check:
     return ok("processors", f"{found}, needed {needed}: {text}")
 
 
-def name_check(hostname: str) -> Check:
-    """Whether other processes can find this node by its name."""
-    name, expected = "host name", "an address of this node"
-    remedy = "nothing for a run on one node; for several, complete DNS or /etc/hosts, or set MSRL_BIND_HOST"
-    try:
-        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(hostname, None)})
-    except (OSError, UnicodeError) as error:  # a name with a label that is empty or too long is a UnicodeError
-        found_error = getattr(error, "strerror", None) or str(error)
-        return failed(name, expected=expected, found=f"{hostname}: {found_error}", remedy=remedy)
-    text = f"{hostname}: {', '.join(found)}"
-    if all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in found):
-        return warning(name, expected=f"{expected} besides loopback", found=text, remedy=remedy)
-    return ok(name, text)
+def _locked_memory() -> Check:
+    name, limit = "locked memory", resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    devices = sorted(path.name for path in RDMA.iterdir()) if RDMA.is_dir() else []
+    unlimited = limit == resource.RLIM_INFINITY
+    found = f"limit {'unlimited' if unlimited else size(limit)}, RDMA devices: {', '.join(devices) or 'none'}"
+    if not devices or unlimited:
+        return ok(name, found)
+    make = failed if limit < LOCKED_BYTES else warning
+    remedy = "NCCL cannot register its buffers with the network card: raise it (ulimit -l) in the job script"
+    return make(name, expected="unlimited, for RDMA", found=found, remedy=remedy)

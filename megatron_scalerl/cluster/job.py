@@ -57,7 +57,10 @@ class JobPlan:
 
 
 def render(plan: JobPlan) -> str:
-    """The text of the job script."""
+    """The text of the job script.
+
+    Raises ValueError for a value that would end its line in the script, and for a path that sbatch would change.
+    """
     asked, engines = plan.request, plan.engines
     train = ["train", "--supervise", "--max-failures", str(asked.max_failures)]
     check = ["doctor", "--hosts", "slurm", "--gpus", str(plan.nodes.gpus), "--within", f"{asked.check_seconds:g}"]
@@ -67,10 +70,23 @@ def render(plan: JobPlan) -> str:
     if engines is not None:
         train += ["--engine-slots", str(engines.slots)]
         check += ["--engine-gpus", str(engines.gpus)]
-    return rendered(
-        "job.sbatch",
-        plan.site,
-        options=list(_options(plan)),
+    options = list(_options(plan))
+    for text in map(str, [*options, plan.script, *plan.runs, plan.cwd]):
+        if not text.isprintable():
+            raise ValueError(f"submit: a job script cannot hold line breaks or control characters: {text!r}")
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # a shell script: every value passes through `quote`
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    return environment.get_template("job.sbatch").render(
+        modules=plan.site.modules,
+        environment=plan.site.environment,
+        options=options,
         script=plan.script,
         runs=plan.runs,
         cwd=plan.cwd,
@@ -87,50 +103,25 @@ def render(plan: JobPlan) -> str:
     )
 
 
-def rendered(template: str, site: Site, **values: object) -> str:
-    """A template with the site's modules and variables.
-
-    Raises ValueError for a value that would end its line in the script, and for a path that sbatch would change.
-    """
-    for value in map(values.get, ("options", "script", "run", "runs", "cwd")):
-        for text in map(str, value if isinstance(value, list | tuple) else [value]):
-            if not text.isprintable():
-                raise ValueError(f"submit: a job script cannot hold line breaks or control characters: {text!r}")
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # a shell script: every value passes through `quote`
-    )
-    environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    return environment.get_template(template).render(modules=site.modules, environment=site.environment, **values)
-
-
 def _options(plan: JobPlan) -> Iterator[str]:
     """What follows #SBATCH, line by line."""
     asked, site = plan.request, plan.site
     requeue = "--no-requeue" if asked.chain else "--requeue"
-    more = [f"--signal=B:USR1@{plan.lead_s}", requeue, *output_options(plan.outputs)]
+    more = [f"--signal=B:USR1@{plan.lead_s}", requeue, "--open-mode=append"]
+    more += [f"--output={escaped(plan.outputs)}", f"--export={','.join(EXPORTED)}"]
     if asked.throttle:
         more.append(f"--array=0-{len(plan.runs) - 1}%{asked.throttle}")
     more += site.options(site.sbatch)
-    yield from job_options(plan.name, asked.partition, asked.time, plan.nodes, more, several=plan.several)
+    yield from _job_options(plan.name, asked.partition, asked.time, plan.nodes, more, several=plan.several)
     if plan.engines is not None:
         yield "hetjob"
         # 22.05: components of one name wait for each other (singleton)
         name, partition = f"{plan.name}-engines", asked.engine_partition or asked.partition
         more = [requeue, *site.options(site.engine_sbatch)]
-        yield from job_options(name, partition, asked.time, plan.engines, more, several=True)
+        yield from _job_options(name, partition, asked.time, plan.engines, more, several=True)
 
 
-def output_options(outputs: str) -> list[str]:
-    """Options of sbatch for the output of all attempts and for the variables of the job."""
-    return ["--open-mode=append", f"--output={escaped(outputs)}", f"--export={','.join(EXPORTED)}"]
-
-
-def job_options(
+def _job_options(
     name: str, partition: str, limit: str, nodes: Allocation, more: Iterable[str], *, several: bool
 ) -> Iterator[str]:
     """Options of sbatch for one component of a job.
@@ -161,15 +152,11 @@ def escaped(text: str) -> str:
     return f'"{text}"' if " " in text else text
 
 
-def program_of(site: Site) -> list[str]:
-    """The words that start the program."""
-    default = (sys.executable, "-m", "megatron_scalerl") if site.container == "none" else ("megatron-scalerl",)
-    return list(site.program or default)
-
-
 def _command(plan: JobPlan, words: Sequence[str]) -> str:
     """A command of the program, in the site's container; a path follows it."""
-    site, program = plan.site, [*program_of(plan.site), *words]
+    site = plan.site
+    default = (sys.executable, "-m", "megatron_scalerl") if site.container == "none" else ("megatron-scalerl",)
+    program = [*(site.program or default), *words]
     if site.container == "none":
         return shlex.join(program)
     folders = [f"{plan.cwd}:{plan.cwd}", *site.mounts]

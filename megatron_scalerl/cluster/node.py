@@ -15,9 +15,7 @@ import msgspec
 import megatron_scalerl
 from megatron_scalerl.cluster.check import Check, failed, guarded, ok, skipped
 from megatron_scalerl.cluster.gpus import GpuReport, gpus_in_process
-from megatron_scalerl.cluster.head import head_checks
 from megatron_scalerl.cluster.host import host_checks
-from megatron_scalerl.cluster.limits import limit_checks
 from megatron_scalerl.cluster.mounts import mount_of
 from megatron_scalerl.cluster.output import output_checks, place_of
 from megatron_scalerl.cluster.probe import Machine, probe_machine
@@ -52,9 +50,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return any(check.status == "failed" for check in self.checks)
 
 
-def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None, head: Path | None = None) -> NodeReport:
-    """Check this node. gpus: those that a run takes here; None: all of the recipe's. head: the file of `doctor.head`,
-    for one of several nodes.
+def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) -> NodeReport:
+    """Check this node. gpus: those that a run takes here; None: all of the recipe's.
 
     Raises nothing for what a node lacks: that is a failed check.
     """
@@ -66,7 +63,6 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None, he
     number = parameters if isinstance(parameters, int) else None
     checks = list(reading.checks)
     checks += version_checks(machine, reading.cuda_version) if isinstance(machine, Machine) else [machine]
-    checks += limit_checks(recipe)
     checks += node_space()
     if recipe is not None:
         run_dir = Path(recipe.run_dir)
@@ -76,7 +72,6 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None, he
     else:
         checks.append(skipped("output folder", "no recipe was given"))
     checks += host_checks(recipe, number, gpus=needed or 0)
-    checks += head_checks(head) if head is not None else []
     facts = _facts(reading, machine, recipe)
     checks.append(ok("code and recipe", f"digests {facts['code']} and {facts['recipe'] or '(no recipe)'}"))
     return NodeReport(

@@ -8,31 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
 from megatron_scalerl.cluster.check import Check, failed, guarded, ok, warning
 from megatron_scalerl.cluster.mounts import mount_of
 
 _ANOTHER = "choose an output_dir on another file system"
-_LOCK_LIMIT_S = 60.0
-"""Time limit of the process that tries the lock (s); a lock server that is gone answers never."""
-_LOCKED = 3
-_TRY_LOCK = f"""
-import errno, fcntl, os, sys
-try:
-    fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
-except OSError as error:
-    sys.exit({_LOCKED} if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else str(error))
-"""
 
 
 def existing(path: Path) -> Path:
@@ -96,31 +83,17 @@ def _canary(folder: Path) -> Check:
 
 
 def lock_check(folder: Path) -> Check:
-    """Whether flock excludes a second process while it is held, and admits it afterwards. Raises OSError."""
+    """Whether a lock excludes a second one on the same file. Raises OSError."""
     name, path = "output folder: lock", folder / "lock"
-    handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            found = f"{errno.errorcode.get(error.errno or 0)}: {error.strerror}"
-            return failed(name, expected="file locks (flock)", found=found, remedy=_ANOTHER)
-        held = _try_lock(path)
-        fcntl.flock(handle, fcntl.LOCK_UN)
-        free = _try_lock(path)
+        held = lock_file(path)
+    except OSError as error:
+        found = f"{errno.errorcode.get(error.errno or 0)}: {error.strerror}"
+        return failed(name, expected="file locks (flock)", found=found, remedy=_ANOTHER)
+    try:
+        os.close(lock_file(path))
+    except BlockingIOError:
+        return ok(name, "flock excludes a second holder on this host")
     finally:
-        os.close(handle)
-    if (held, free) != (str(_LOCKED), "0"):
-        expected = "a second process excluded while the lock is held, and admitted afterwards"
-        return failed(name, expected=expected, found=f"it ended with {held}, then {free}", remedy=_ANOTHER)
-    return ok(name, "flock excludes a second process of this host")
-
-
-def _try_lock(path: Path) -> str:
-    """Exit code of a process that tries the lock, or its error."""
-    argv = [sys.executable, "-I", "-S", "-c", _TRY_LOCK, str(path)]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_LOCK_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {_LOCK_LIMIT_S:g} s"
-    return str(done.returncode) + (f" ({done.stderr.strip()})" if done.stderr.strip() else "")
+        os.close(held)
+    return failed(name, expected="one holder of a lock", found="two at a time", remedy=_ANOTHER)

@@ -25,9 +25,6 @@ _LOCAL_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs")
 JOBS = "jobs.jsonl"
 """In RUN/slurm: one line per submission with the job's id and script."""
 
-ENGINE_JOBS = "engine_jobs.jsonl"
-"""In RUN/slurm: one line for each job of engines that join the run."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Times:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_scalerl.cluster.doctor_command import WITHIN_S
@@ -21,7 +20,6 @@ EPILOG = """examples:
   megatron-scalerl submit --status runs/my_run                                       job, step, cost, last error
   megatron-scalerl submit my_run.yaml engine.count=12 --nodes 2 --partition gpu --time 24:00:00 --gpu-hours 5000
   megatron-scalerl submit my_run.yaml --nodes 4 --engine-nodes 8 --engine-partition small --partition gpu --time 1-0
-  megatron-scalerl submit --add-engines runs/my_run --nodes 2 --partition gpu --time 12:00:00
   megatron-scalerl submit --array recipes/study --throttle 4 --partition gpu --time 24:00:00
   megatron-scalerl submit --array recipes/ablations --base my_run.yaml --seeds 3 --partition gpu --time 24:00:00
 
@@ -48,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seeds", type=int, metavar="N", help="with --array: runs of each recipe, seeds 1 to N")
     what.add_argument("--throttle", type=int, metavar="N", help="with --array: runs at a time (default: all)")
     what.add_argument("--status", metavar="RUN", help="job, progress, cost and last error of a submitted run")
-    what.add_argument("--add-engines", metavar="RUN", help="a job of engines that join a run while its job runs")
     what.add_argument(
         "--seconds-left", metavar="RECIPE", help="how long --gpu-hours still pays for its run; asked by the run's job"
     )
@@ -121,7 +118,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 def _lines(arguments: argparse.Namespace) -> Iterator[str]:
     """Do what is asked; what to tell the user."""
-    for name in ("status", "seconds_left", "add_engines"):
+    for name in ("status", "seconds_left"):
         if getattr(arguments, name) is not None and not _alone(arguments, name):
             raise ValueError(f"{_option(name)}: expected its value alone, found a recipe or a folder, too")
     if arguments.status is not None:
@@ -134,10 +131,6 @@ def _lines(arguments: argparse.Namespace) -> Iterator[str]:
         if arguments.gpu_hours is None:
             raise ValueError("--seconds-left requires --gpu-hours")
         yield str(seconds_left(arguments.seconds_left, arguments.gpu_hours))
-    elif arguments.add_engines is not None:
-        from megatron_scalerl.cluster.slurm_engines import add_engines
-
-        yield from add_engines(Path(arguments.add_engines), _request(arguments), dry_run=arguments.dry_run)
     else:
         yield from _submit(arguments)
 
@@ -164,7 +157,7 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
 
 def _alone(arguments: argparse.Namespace, name: str) -> bool:
     """Whether nothing else says what is to be done."""
-    others = ("recipe", "array", "status", "seconds_left", "add_engines")
+    others = ("recipe", "array", "status", "seconds_left")
     return all(getattr(arguments, other) is None for other in others if other != name)
 
 
@@ -172,9 +165,8 @@ def _request(arguments: argparse.Namespace) -> Request:
     """Raises ValueError for options that contradict each other."""
     from megatron_scalerl.cluster.allocation import Request
 
-    given = (arguments.recipe, arguments.array, arguments.add_engines)
-    if sum(value is not None for value in given) != 1:
-        raise ValueError("expected one of RECIPE, --array FOLDER, --add-engines RUN and --status RUN")
+    if (arguments.recipe is None) == (arguments.array is None):
+        raise ValueError("expected one of RECIPE, --array FOLDER and --status RUN")
     for key in ("partition", "time"):
         if getattr(arguments, key) is None:
             raise ValueError(f"--{key}: expected a value, found none")
@@ -192,8 +184,6 @@ def _request(arguments: argparse.Namespace) -> Request:
             raise ValueError(f"{_option(key)}: expected at least {least}, found {value}")
     if (hours := arguments.gpu_hours) is not None and not 0 < hours < float("inf"):
         raise ValueError(f"--gpu-hours: expected more than 0, found {hours:g}")
-    if arguments.engine_nodes and arguments.add_engines is not None:
-        raise ValueError("--engine-nodes: expected none with --add-engines, whose --nodes have engines alone")
     arguments.chain = arguments.chain or arguments.engine_nodes > 0  # cluster.allocation says why
     return Request(**{field.name: getattr(arguments, field.name) for field in fields(Request)})
 

@@ -12,7 +12,7 @@ from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster.budget import spent
 from megatron_scalerl.cluster.doctor_nodes import BAD, own_line
-from megatron_scalerl.cluster.slurm_checks import ENGINE_JOBS, JOBS, jobs_of
+from megatron_scalerl.cluster.slurm_checks import JOBS, jobs_of
 from megatron_scalerl.controller.run_folder import END, SLURM
 from megatron_scalerl.recipe.file import read_run_recipe
 
@@ -34,11 +34,9 @@ def status(run_dir: str | Path) -> Iterator[str]:
     if not submissions and not (run / SLURM / "job.sbatch").exists():
         raise ValueError(f"{run_dir}: expected a run that was submitted to Slurm, found no {SLURM}/job.sbatch")
     newest = submissions[-1] if submissions else None
-    queued = cluster.queued()
-    jobs = jobs_of(run, queued)
+    jobs = jobs_of(run, cluster.queued())
     yield from _job_lines(run, newest, jobs)
     yield from node_lines(run, jobs)
-    yield from _engine_lines(run, queued)
     yield from _progress(run, (newest or {}).get("gpu_hours"))
     error = last_error(run)
     if error is not None:
@@ -117,14 +115,6 @@ def _requeues(run: Path, newest: dict[str, Any] | None) -> str:
     count = sum(line.split()[0] in mine for line in file.read_text().splitlines() if line) if file.exists() else 0
     bound = f" of at most {newest['max_requeues']} times" if newest else " times"
     return f"queued again {count}{bound}"
-
-
-def _engine_lines(run: Path, queued: list[cluster.Job]) -> Iterator[str]:
-    """Jobs of engines that join the run."""
-    mine = {str(job) for row in read_jsonl(run / SLURM / ENGINE_JOBS) for job in row["jobs"]}
-    for job in queued:
-        if job.job_id in mine:
-            yield f"job {job.job_id}, engines: {job.state} ({job.reason})"
 
 
 def _progress(run: Path, budget: float | None) -> Iterator[str]:

@@ -92,23 +92,17 @@ def submit(
         for recipe, run in zip(resolved, plan.runs, strict=True):
             write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
         # last: end.json of a finished run is compared with it
-        yield from write_script(plan.script, render(plan), dry_run=dry_run)
+        write_durably(plan.script, render(plan).encode())
+        cluster.check_syntax(plan.script)
+        yield f"job script: {plan.script}"
+        yield f"sbatch --test-only: {cluster.test_only(plan.script)}"
         if dry_run:
+            yield "dry run: nothing is submitted"
             return
         jobs = _submit(plan)
     yield f"submitted: job {', '.join(jobs)}; asked to save {plan.lead_s} s before its time limit"
     yield f"output: {plan.outputs}; logs: RUN/slurm and RUN/logs"
     yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in plan.runs)
-
-
-def write_script(script: Path, text: str, *, dry_run: bool) -> Iterator[str]:
-    """Write a job script and have it checked; yields what to tell the user. Raises ValueError for a refusal."""
-    write_durably(script, text.encode())
-    cluster.check_syntax(script)
-    yield f"job script: {script}"
-    yield f"sbatch --test-only: {cluster.test_only(script)}"
-    if dry_run:
-        yield "dry run: nothing is submitted"
 
 
 def _plan(
@@ -155,7 +149,8 @@ def _plan(
 def _submit(plan: JobPlan) -> list[str]:
     """Submit the job, or the jobs of its chain; all of them are recorded, or canceled."""
     asked = plan.request
-    with submitted_whole() as jobs:
+    jobs: list[str] = []
+    try:
         for _ in range(1 + (asked.max_requeues if asked.chain else 0)):
             jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"] if jobs else []))
         row = {
@@ -169,24 +164,11 @@ def _submit(plan: JobPlan) -> list[str]:
         }
         for index, run in enumerate(plan.runs):
             mine = [f"{job}_{index}" for job in jobs] if asked.throttle else jobs
-            record(run / SLURM / checks.JOBS, mine, row)
-    return jobs
-
-
-def record(file: Path, jobs: Sequence[str], row: Mapping[str, object]) -> None:
-    """Append a submission to a file of the run's folder."""
-    append_row(file, {"jobs": list(jobs), **row, "unix_time": time.time()})
-
-
-@contextlib.contextmanager
-def submitted_whole() -> Iterator[list[str]]:
-    """A list for the ids of jobs, which are canceled if the block fails: none remains that is not recorded."""
-    jobs: list[str] = []
-    try:
-        yield jobs
+            append_row(run / SLURM / checks.JOBS, {"jobs": mine, **row, "unix_time": time.time()})
     except BaseException:
-        cluster.cancel(jobs)
+        cluster.cancel(jobs)  # none remains that is not recorded
         raise
+    return jobs
 
 
 @contextlib.contextmanager

@@ -16,8 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Report what a run gained on its held-out prompts, what it cost by role, and how the forecast from its first "
         "part compares with its last part. Writes RUN/forecast.png. With --html it writes the page of the run "
         "instead: one file that needs no network; of a folder of runs, the list of them with their curves. "
-        "`megatron-scalerl watch RUN` shows the same with all completions. Of a run with weight updates it imports "
-        "torch, for the planner's prediction of them, where the policy's config.json is there."
+        "`megatron-scalerl watch RUN` shows the same with all completions."
     )
     parser.add_argument("run_dir", metavar="RUN", help="folder of the run; with --html also of runs")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run, at most 25 MB")

@@ -31,14 +31,6 @@ logger = logging.getLogger(__name__)
 ENGINE_TIMEOUT_S = 8.0
 """Seconds for an engine's answer: below Prometheus' own limit of 10 s, so that it learns which engine is silent."""
 
-MOST_CONNECTIONS = 64
-"""At a time; further ones are closed at once, so that none takes the files that the run needs."""
-CONNECTION_S = 60.0
-"""Seconds after which a connection takes no further request. It is closed when an engine's answer must be there."""
-
-PORT_WAIT_S, PORT_RETRY_S = 10.0, 0.5
-"""How long a restart waits for an address in use, such as that of a process that ends, and how often it tries."""
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -89,7 +81,8 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
     """The endpoint of a recipe inside the block, and what it shows; None without telemetry.metrics_port.
 
     Raises ValueError for an address that cannot be bound, and for a token file that others own or may read. Where an
-    earlier start of the run had an endpoint, an address that stays in use for PORT_WAIT_S is a warning, and None.
+    earlier start of the run had an endpoint, an address in use is a warning, and None: nobody may be there to choose
+    another port.
     """
     section = recipe.telemetry
     again = list_nothing(run_dir)
@@ -97,8 +90,12 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
         yield None
         return
     token = token_of(run_dir) if section.metrics_access == "token" else None
-    bound = await _bound(section.metrics_host, section.metrics_port, again=again)
-    if bound is None:
+    try:
+        bound = _bind(section.metrics_host, section.metrics_port)
+    except ValueError as error:
+        if not again:
+            raise
+        logger.warning("the run goes on without its endpoint for metrics: %s", error)
         yield None
         return
     device = "gpu" if resolve_transport(recipe.weights.transport) == "nccl" else "process"
@@ -108,54 +105,15 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
         runner = web.AppRunner(Endpoint(collector, files, token).app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            listening = await asyncio.get_running_loop().create_server(_limited(runner), sock=bound)
+            await web.SockSite(runner, bound).start()
             logger.info("metrics at http://%s%s", _address(bound), METRICS_PATH)
-            try:
-                yield collector
-            finally:
-                with contextlib.suppress(OSError):
-                    list_nothing(run_dir)  # the port may become another program's, and requests bring the token
-                listening.close()
+            yield collector
         finally:
+            with contextlib.suppress(OSError):
+                list_nothing(run_dir)  # the port may become another program's, and requests bring the token
             await runner.cleanup()
     finally:
         bound.close()
-
-
-def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
-    """A factory of the runner's connections that limits their number and their age."""
-
-    class Refused(asyncio.Protocol):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            transport.close()
-
-    def connection() -> asyncio.BaseProtocol:
-        server = runner.server
-        assert server is not None
-        if len(server.connections) >= MOST_CONNECTIONS:
-            return Refused()
-        made = server()
-        loop = asyncio.get_running_loop()
-        loop.call_later(CONNECTION_S, made.close)
-        loop.call_later(CONNECTION_S + ENGINE_TIMEOUT_S + 1.0, made.force_close)
-        return made
-
-    return connection
-
-
-async def _bound(host: str, port: int, *, again: bool) -> socket.socket | None:
-    """A listening socket; None as in `serving_metrics`: nobody may be there to choose another port."""
-    tries = round(PORT_WAIT_S / PORT_RETRY_S) if again else 0
-    for left in range(tries, -1, -1):
-        try:
-            return _bind(host, port)
-        except ValueError as error:
-            if not again:
-                raise
-            if not left:
-                logger.warning("the run goes on without its endpoint for metrics: %s", error)
-        await asyncio.sleep(PORT_RETRY_S)
-    return None
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -73,7 +73,6 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "trainer.start_timeout_s",
         "trainer.step_timeout_s",
         "trainer.max_restarts",
-        "weights.link_gb_s",
         "weights.store",
         "weights.store_gib",
         "engine.max_restarts",

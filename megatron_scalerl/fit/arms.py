@@ -34,7 +34,6 @@ APART = (
     "rewards.workers",
     "rollouts.decoders",
     "trainer.micro_batch_tokens",
-    "weights.link_gb_s",
     "weights.store",
     "weights.store_gib",
     "engine.host",

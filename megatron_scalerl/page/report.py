@@ -1,7 +1,7 @@
 """The closing report of a run: its gain, its cost, and the forecast of its first part compared with the rest.
 
-Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl, metrics.jsonl and recipe.yaml. Imports torch
-only to predict weight updates, if there were some and the policy's config.json is there (`page.predicted`).
+Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl, metrics.jsonl and recipe.yaml.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def report(run_dir: str | Path, console: Console) -> None:
     for task, found in gains_by_task(run_dir, rows[-1]).items():
         console.print(f"{task}: {gain_text(found)}", highlight=False)
     console.print(cost_text(hours_by_role(ledger), unit), highlight=False)
-    _print_updates(console, run_dir, recipe)
+    _print_updates(console, run_dir)
     _print_outlooks(console, rows, recipe)
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
@@ -186,18 +186,14 @@ def last_step(rows: Rows, recipe: Mapping[str, Any]) -> int:
     return int(recipe.get("steps") or rows[-1]["step"])
 
 
-def _print_updates(console: Console, run_dir: Path, recipe: Mapping[str, Any]) -> None:
-    """What weight updates took, beside the planner's prediction; nothing for a run without one."""
+def _print_updates(console: Console, run_dir: Path) -> None:
+    """What weight updates took; nothing for a run without one."""
     try:
         rows = read_jsonl(run_dir / "metrics.jsonl")
     except (ValueError, RecursionError) as error:
         console.print(printable(f"No weight updates: {error}"), highlight=False, markup=False)
         return
-    if not any("weight_bytes" in row for row in rows):
-        return
-    from megatron_scalerl.page.predicted import predicted_update
-
-    if updates := updates_of(rows, recipe, predicted_update(run_dir)):
+    if updates := updates_of(rows):
         console.print(updates.table.rich())
         console.print("\n".join(updates.notes), highlight=False, markup=False)
 

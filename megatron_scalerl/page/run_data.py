@@ -15,7 +15,7 @@ from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.page.forecasts import Forecasts
 from megatron_scalerl.page.growing_file import GrowingFile, json_row, validation_row
 from megatron_scalerl.page.report import cost_text, gain, gain_text, gains_by_task, last_step
-from megatron_scalerl.page.update_report import KEPT, UPDATE_PHASES, PredictedUpdate, Updates, finite, updates_of
+from megatron_scalerl.page.update_report import KEPT, UPDATE_PHASES, Updates, finite, updates_of
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 
@@ -48,8 +48,6 @@ class RunData:
         self.run_dir = Path(run_dir)
         self.recipe = read_run_recipe(self.run_dir)
         self.forecasts = Forecasts()
-        self.predicted: PredictedUpdate | str = "megatron-scalerl report shows the planner's prediction beside them."
-        """Of a weight update, or why there is none."""
         self._metrics, self._validation, self._ledger = self._files("metrics", "validation", "ledger")
         self._attempts, self._engines, self._evaluation = self._files("attempts", "engines", "evaluation")
         self._end = GrowingFile(self.run_dir / "end.json")
@@ -58,7 +56,7 @@ class RunData:
         self._hours: dict[str, float] = {}
         self._unit = "device_hours"
         self._made_updates: Updates | None = None
-        self._made_updates_of: tuple[int, int, str] | None = None
+        self._made_updates_of: tuple[int, int] | None = None
         self._steps: dict[str, list[float | None]] = {}
         self._clear_steps()
         self._damage: dict[GrowingFile, str] = {}
@@ -114,20 +112,14 @@ class RunData:
             "evaluations": evaluation_table(self._rows.get(self._evaluation, [])),
         }
 
-    @property
-    def has_updates(self) -> bool:
-        """Whether a step record tells of a weight update."""
-        return bool(self._updates)
-
     def _update_table(self) -> dict[str, Any] | None:
-        key = (len(self._updates), self.generation, str(self.predicted))
+        key = (len(self._updates), self.generation)
         if self._made_updates_of != key:
             self._made_updates_of = key
-            self._made_updates = updates_of(self._updates, self.recipe, self.predicted)
+            self._made_updates = updates_of(self._updates)
         if (found := self._made_updates) is None:
             return None
-        notes = [printable(note) for note in found.notes]
-        return {"columns": found.table.columns, "rows": found.table.rows, "notes": notes}
+        return {"columns": found.table.columns, "rows": found.table.rows, "notes": found.notes}
 
     def _files(self, *names: str) -> list[GrowingFile]:
         return [GrowingFile(self.run_dir / f"{name}.jsonl") for name in names]

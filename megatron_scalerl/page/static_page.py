@@ -12,7 +12,6 @@ import msgspec
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.page.completions import Reader
 from megatron_scalerl.page.groups import GroupIndex
-from megatron_scalerl.page.predicted import predicted_update
 from megatron_scalerl.page.render import RUN, RUNS, page
 from megatron_scalerl.page.run_data import RunData, thinned
 from megatron_scalerl.page.runs_data import RunsData
@@ -38,8 +37,6 @@ def write_page(run_dir: str | Path, path: str | Path, *, group_ids: Iterable[int
     run.update()
     index.update()
     run.forecasts.make_all(run.validations, run.recipe)
-    if run.has_updates:
-        run.predicted = predicted_update(run_dir)
     data: dict[str, Any] = thinned(run.payload(), MOST_STEPS) | {"live": False}
     data["header"]["damage"] += index.damage
     for line in data["header"]["damage"]:

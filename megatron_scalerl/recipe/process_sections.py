@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from megatron_scalerl.recipe.sections import (
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -152,9 +151,6 @@ class WeightsSection(Section):
     store_gib: PositiveFloat = 64.0
     """Most that the store takes (GiB): a whole update, two while one is replaced, and the changes since. Without room
     for a whole one there is no store."""
-    link_gb_s: NonNegativeFloat = 0.0
-    """Rate of the link of each trainer rank and engine worker, in one direction (GB/s): megatron-scalerl report
-    compares updates with what it allows. 0: not stated."""
     probe_every: NonNegativeInt = 10
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
     one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""

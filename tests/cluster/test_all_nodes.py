@@ -1,19 +1,16 @@
-"""The check of several nodes: what the head offers, which node is to blame, steps that do not report."""
+"""The check of several nodes: which node is to blame, steps that do not report."""
 
 import os
-import socket
 import sys
 import time
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.cluster import doctor_nodes, head
+from megatron_scalerl.cluster import doctor_nodes
 from megatron_scalerl.cluster.check import failed, ok, warning
 from megatron_scalerl.cluster.doctor_nodes import examine_nodes, unfit, verdict
-from megatron_scalerl.cluster.head import NETWORK, Head, head_checks, offered
 from megatron_scalerl.cluster.node import NodeReport
 
 FACTS = {"GPUs": "8 x H100", "driver": "580", "recipe": "ab"}
@@ -67,52 +64,9 @@ def test_of_two_that_differ_the_head_is_right():
     assert set(judged(report("a"), report("b", recipe="c"), report("c"), report("d", recipe="c"))) == {"b", "d"}
 
 
-def test_a_head_that_nobody_reaches_is_unfit_and_not_the_others():
-    cut_off = bad(NETWORK)
-    assert judged(report("a"), report("b", cut_off), report("c", cut_off)) == {
-        "a": f"{NETWORK}: none of b, c reaches it"
-    }
-    assert set(judged(report("a"), report("b", cut_off), report("c"))) == {"b"}
-    assert set(judged(report("a"), report("b", cut_off))) == {"b"}
-    assert set(judged(report("a"), report("b", cut_off, bad("memory")), report("c", cut_off))) == {"a", "b"}
-
-
 def test_what_a_node_says_stays_in_one_line():
     [why] = judged(report("a"), report("b", bad("GPUs", "\x1b[2J\tx\ny")), report("c")).values()
     assert why.isprintable()
-
-
-def test_the_canary_is_seen_and_the_head_answers(tmp_path):
-    file = tmp_path / "head.json"
-    with offered(file, ["localhost"]) as made:
-        assert made.address == "127.0.0.1"
-        assert [check.status for check in head_checks(file)] == ["ok", "ok"]
-    seen, network = head_checks(file)
-    assert seen.status == "ok" and network.status == "failed" and "refused" in network.found
-
-
-def test_a_folder_that_is_not_shared_fails(tmp_path):
-    seen, network = head_checks(tmp_path / "head.json")
-    assert (seen.status, network.status) == ("failed", "skipped") and "No such file" in seen.found
-    for content in (b"", b"{", b'{"host": "a"}', b"\xff" * 100):
-        (tmp_path / "head.json").write_bytes(content)
-        assert head_checks(tmp_path / "head.json")[0].status == "failed"
-
-
-def test_another_program_at_the_heads_port_fails(tmp_path):
-    with offered(tmp_path / "a", []) as other:
-        mine = Head(host="h", address="127.0.0.1", port=other.port, word="0" * 32)
-        (tmp_path / "b").write_bytes(msgspec.json.encode(mine))
-        assert head_checks(tmp_path / "b")[1].found.endswith("another program answers")
-
-
-def test_a_head_that_does_not_answer_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(head, "LIMIT_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address, port = silent.getsockname()
-        mine = Head(host="h", address=address, port=port, word="0" * 32)
-        (tmp_path / "b").write_bytes(msgspec.json.encode(mine))
-        assert head_checks(tmp_path / "b")[1].status == "failed"
 
 
 STAND_IN_STEP = """
@@ -178,7 +132,6 @@ def test_the_nodes_of_an_allocation_begin_with_this_one(monkeypatch, tmp_path):
     ("words", "said"),
     [
         (["--hosts", "slurm"], "--hosts requires --reports"),
-        (["--hosts", "slurm", "--reports", "f", "--compare", "a", "b"], "--compare: expected no hosts"),
         (["--hosts", "slurm", "--reports", "f"], "--hosts slurm: expected an allocation"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`megatron-scalerl doctor`: versions, digests, the report, its file, and reports of several nodes compared."""
+"""`megatron-scalerl doctor`: versions, digests, the report and its file."""
 
 import json
 import subprocess
@@ -13,6 +13,7 @@ import megatron_scalerl
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.cluster import node, versions
 from megatron_scalerl.cluster.check import failed, guarded, ok, skipped, warning
+from megatron_scalerl.cluster.doctor_report import read_report
 from megatron_scalerl.cluster.gpus import GpuReport, examine_gpus
 from megatron_scalerl.cluster.node import NodeReport, code_digest, gpus_needed, names_digest, recipe_digest
 from megatron_scalerl.cluster.probe import Machine
@@ -178,27 +179,6 @@ def test_a_node_with_a_fault_ends_with_1_and_says_last_what_to_do(stand_ins, tmp
     assert [c["name"] for c in report["checks"] if c["status"] == "failed"] == ["row remapping"]
 
 
-def test_reports_of_nodes_are_compared(stand_ins, tmp_path, capsys):
-    files = []
-    for host in ("healthy", "not persistent", "seven"):
-        stand_ins(host)
-        files.append(tmp_path / f"{host.replace(' ', '_')}.json")
-        assert main(["doctor", "--json", str(files[-1])]) == 0
-        renamed = json.loads(files[-1].read_bytes()) | {"host": files[-1].stem}
-        files[-1].write_text(json.dumps(renamed))
-    capsys.readouterr()
-    assert main(["doctor", "--compare", *map(str, files[:2])]) == 0
-    assert capsys.readouterr().out == "2 nodes agree in all 17 facts\n"
-    assert main(["doctor", "--compare", *map(str, files)]) == 1
-    expected = "GPUs: 8 x NVIDIA H100 80GB HBM3 on healthy, not_persistent; 7 x NVIDIA H100 80GB HBM3 on seven\n"
-    assert capsys.readouterr().out == expected
-
-
-def bad(path, content):
-    path.write_bytes(content)
-    return path
-
-
 WHOLE = msgspec.json.encode(NodeReport(format=1, host="h", time="", facts={}, checks=[ok("x", "y")]))
 BAD = {
     "half": WHOLE[:-5],
@@ -209,24 +189,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_report_is_a_mistake_in_one_line(name, tmp_path, capsys):
-    good = bad(tmp_path / "good.json", WHOLE)
-    assert main(["doctor", "--compare", str(good), str(bad(tmp_path / "bad.json", BAD[name]))]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "bad.json: " in said and "expected" in said
+def test_a_bad_report_is_a_mistake_in_one_line(name, tmp_path):
+    (tmp_path / "bad.json").write_bytes(BAD[name])
+    with pytest.raises(ValueError, match=r"bad\.json: expected") as refused:
+        read_report(tmp_path / "bad.json")
+    assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        ([RECIPE, "--compare", "a.json", "b.json"], "--compare: expected no recipe with it"),
-        (["--json", "/none/x.json"], "--json: expected a file in an existing folder, found no folder /none"),
-    ],
-)
-def test_wrong_arguments_are_2_before_anything_is_checked(argv, said, monkeypatch, capsys):
+def test_wrong_arguments_are_2_before_anything_is_checked(monkeypatch, capsys):
     monkeypatch.setattr(node, "examine", lambda *_: pytest.fail("the node was checked"))
-    assert main(["doctor", *argv]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["doctor", "--json", "/none/x.json"]) == 2
+    assert "--json: expected a file in an existing folder, found no folder /none" in capsys.readouterr().err
 
 
 def test_what_an_operating_system_refuses_is_a_failed_check():

@@ -1,6 +1,5 @@
 """The command `study`, with a stand-in for `train`: order, resumption, failures, changes, signals, results."""
 
-import csv
 import json
 import os
 import re
@@ -88,8 +87,7 @@ def test_a_study_from_its_start_to_its_results(task):
     assert code == 0
     order = re.findall(r"(\w+): starts", said)
     assert order == ["plain_seed1", "dapo_seed1", "plain_seed2", "dapo_seed2"]  # the reference first, seed by seed
-    assert "time for 4 runs: not known before the first one is finished" in said
-    assert re.search(r"2 of 4 runs have ended, about .* left", said)
+    assert "2 of 4 runs have ended" in said
     study = task / "study"
     found = json.loads((study / "comparison.json").read_text())
     assert [(arm["name"], arm["reference"], len(arm["runs"])) for arm in found["arms"]] == [
@@ -97,9 +95,6 @@ def test_a_study_from_its_start_to_its_results(task):
         ("dapo", "plain", 2),
     ]
     assert found["paired"] and found["arms"][1]["ceiling"]["value"] == pytest.approx(-0.2, abs=0.05)
-    rows = list(csv.DictReader((study / "table.csv").open()))
-    assert [row["recipe"] for row in rows] == ["plain", "dapo"]
-    assert float(rows[0]["asymptote_lo"]) < float(rows[0]["asymptote"]) < float(rows[0]["asymptote_hi"])
     table, page = (study / "table.md").read_text(), (study / "study.html").read_text()
     assert "| plain | 2 |" in table and "4 of 4 runs are finished and compared" in table
     assert page.count("data:image/png;base64,") == 2 and "loss.name: dapo" in page
@@ -116,9 +111,11 @@ def test_a_study_from_its_start_to_its_results(task):
     assert ran(task, "--per-step")[0] == 0 and "training steps" not in (study / "table.md").read_text()
     by_steps = json.loads((study / "comparison.json").read_text())["arms"]
     assert [arm["asymptote"] for arm in by_steps] == [arm["asymptote"] for arm in found["arms"]]
-    # one more seed: what is finished is not repeated, and tells the time
+    # one more seed: what is finished is not repeated
     code, said = ran(task, "--seeds", "3")
-    assert code == 0 and "from 4 finished runs" in said and re.findall(r"(\w+): starts", said)[0] == "plain_seed3"
+    assert (
+        code == 0 and "6 runs, 4 of them finished" in said and re.findall(r"(\w+): starts", said)[0] == "plain_seed3"
+    )
 
 
 @pytest.mark.slow

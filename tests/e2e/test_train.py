@@ -9,8 +9,10 @@ from torch import equal
 from whole_runs import overrides, run, start
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.page.predicted import predicted_update
-from megatron_scalerl.page.update_report import PredictedUpdate
+from megatron_scalerl.plan.counting import load_family
+from megatron_scalerl.plan.sharding import layout_of
+from megatron_scalerl.plan.update import update_work
+from megatron_scalerl.recipe.file import load_run_recipe
 from megatron_scalerl.rollouts.history import read_groups, read_history
 from megatron_scalerl.rollouts.store import read_arrays, segment_path
 from megatron_scalerl.rollouts.token_scores import read_scores
@@ -36,10 +38,11 @@ def check_run(folder, steps=3):
 
 def check_bytes(folder, record):
     """What an update with real workers' needs moved is what the planner predicts for the recipe, by its own needs."""
-    predicted = predicted_update(folder)
-    assert isinstance(predicted, PredictedUpdate), predicted
-    print("predicted", predicted, "measured", {k: v for k, v in record.items() if k.startswith("weight_")})
-    assert record["weight_whole_bytes"] == pytest.approx(predicted.bytes, rel=1e-3)
+    recipe = load_run_recipe(folder)
+    family, _ = load_family(recipe.policy.path)
+    predicted = update_work(recipe, family, layout_of(recipe, family, recipe.trainer.world_size))
+    print("measured", {k: v for k, v in record.items() if k.startswith("weight_")})
+    assert record["weight_whole_bytes"] == pytest.approx(sum(predicted.sent.values()), rel=1e-3)
     share = record["weight_bytes"] / record["weight_whole_bytes"]
     assert record["weight_most_sent_bytes"] == pytest.approx(share * predicted.most_sent, rel=0.1)
     assert record["weight_most_received_bytes"] == pytest.approx(share * predicted.most_received, rel=0.1)

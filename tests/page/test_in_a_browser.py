@@ -103,7 +103,7 @@ async def check_figures(tab):
     assert "exit </script>" in await tab.evaluate("document.getElementById('events').textContent")
     cells = "[...document.querySelectorAll('#updates tr')].map((row) => [...row.children].map((c) => c.textContent))"
     rows = await tab.evaluate(cells)
-    assert rows[0] == ["", "predicted", "measured"] and ["phase update", "no link rate stated", "0.2 s"] in rows
+    assert rows[0] == ["", "whole"] and ["phase update", "0.2 s"] in rows
 
 
 async def test_the_file_works_and_asks_for_nothing(run, tmp_path):

@@ -6,8 +6,6 @@ exit with 75. `finish`: writes end.json and exits with 0. `spend=H`: charges H d
 finishes, or exits with 1 once RUN/slurm/broken exists. Each start appends its words and its environment to
 RUN/slurm/starts.
 
-`engine --join`: appends the same to RUN/slurm/joined, and ends with 0 when RUN/end.json exists.
-
 `doctor`: the real one, but that packages and parameters are not read, and that the GPUs of a node are the stand-ins
 of RUN/slurm/gpus-NODE, by default the healthy ones of `fakes.nvml`. `submit`: the real one.
 """
@@ -90,12 +88,6 @@ def train(run):
     sys.exit(int(end))
 
 
-def join(run):
-    note(run / "slurm" / "joined")
-    while not (run / "end.json").exists():
-        time.sleep(BEAT_S)
-
-
 def doctor():
     from fakes.nvml import HOSTS
 
@@ -128,7 +120,5 @@ if __name__ == "__main__":
         sys.exit({"doctor": doctor, "submit": submit}[sys.argv[1]]())
     if sys.argv[1] == "train":
         train(Path(sys.argv[-1]).parent.parent)
-    elif sys.argv[1] == "beat":
-        beat(Path(sys.argv[2]))
     else:
-        join(Path(sys.argv[sys.argv.index("--join") + 1]))
+        beat(Path(sys.argv[2]))

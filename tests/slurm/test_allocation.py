@@ -12,7 +12,6 @@ from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, c
 from megatron_scalerl.cluster.budget import seconds_left, spent
 from megatron_scalerl.cluster.cluster import Partition
 from megatron_scalerl.cluster.mounts import Mount
-from megatron_scalerl.cluster.slurm_engines import plan_engines
 from megatron_scalerl.cluster.slurm_status import attempts, lost, unfit
 from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
@@ -193,13 +192,6 @@ def test_attempts_are_those_since_the_last_submission_in_order(tmp_path):
     (tmp_path / "slurm" / "7.9" / "nodes").mkdir()
     (tmp_path / "slurm" / "7.9" / "nodes" / "bad").write_text("n1\tGPUs: none\nn2\ttoo\tlate\n")
     assert unfit(tmp_path / "slurm" / "7.9") == {"n1": "GPUs: none", "n2": "too\tlate"}
-
-
-def test_no_engine_is_added_to_a_deterministic_run():
-    recipe = recipe_like(1, 1, 1)
-    rollouts = recipe.rollouts.model_copy(update={"deterministic": True})
-    with pytest.raises(ValueError, match=r"^rollouts\.deterministic: expected false for engines"):
-        plan_engines(Path("/r"), recipe.model_copy(update={"rollouts": rollouts}), None, None)
 
 
 L40S = Partition(name="small", gpus=4, cpus=32, nodes=6, gpu_type="l40s", limit_s=None)

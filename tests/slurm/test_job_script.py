@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.cluster import cluster, slurm_engines
+from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster.allocation import Allocation, Request
 from megatron_scalerl.cluster.job import JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
 from megatron_scalerl.cluster.slurm_checks import SAVE_S, STARTUP_S, check_script, times_of
-from megatron_scalerl.cluster.slurm_engines import EnginesPlan
 from megatron_scalerl.cluster.submission import array_name
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.recipe.other_names import unknown_key
@@ -158,41 +157,6 @@ def test_a_budget_is_asked_for_at_the_start_and_before_a_requeue(tmp_path):
     assert "seconds_left" not in checked(PLAN, tmp_path)
 
 
-ENGINES = EnginesPlan(
-    run=Path("/runs/my run"),
-    request=REQUEST,
-    nodes=replace(WHOLE, nodes=3, slots=8),
-    devices=2,
-    site=Site(account="lab", environment={"NCCL_SOCKET_IFNAME": "ib0"}),
-)
-
-
-def test_a_job_of_engines_has_one_step_an_engine(tmp_path):
-    script = tmp_path / "engines.sbatch"
-    script.write_text(slurm_engines.render(ENGINES))
-    cluster.check_syntax(script)
-    text = script.read_text()
-    for line in ("#SBATCH --nodes=3", "#SBATCH --no-kill", "#SBATCH --gpus-per-node=8", "#SBATCH --account=lab",
-                 "run='/runs/my run'", "export NCCL_SOCKET_IFNAME=ib0", "  for number in {0..3}; do"):  # fmt: skip
-        assert f"\n{line}\n" in text
-    assert '-m megatron_scalerl engine --join "$run" --devices 2 >>' in text
-
-
-@pytest.mark.parametrize(
-    ("gpus", "found"), [("0,1,2,3", ["0,1", "2,3"]), ("4,7,5,6", ["4,7", "5,6"]), ("", ["", ""])]
-)
-def test_the_engines_of_a_node_share_its_gpus(gpus, found):
-    text = slurm_engines.render(ENGINES)
-    start = text[text.index("start='") : text.index("scontrol show")]
-    shown = 'bash -c "$start" start {} bash -c \'echo "${{CUDA_VISIBLE_DEVICES-}}"\''
-    said = subprocess.run(
-        ["bash", "-euc", f"{start}\n{shown.format(0)}\n{shown.format(1)}"],
-        env={"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": gpus},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert said.stdout.splitlines() == found
-
-
 def test_the_lines_of_the_site_are_there(tmp_path):
     (tmp_path / "site.yaml").write_text(
         "account: lab\nqos: high\nsbatch: [--constraint=h100]\nmodules: [cuda/13.0]\n"
@@ -274,14 +238,13 @@ def test_no_sbatch_on_the_path_is_one_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "expected one of RECIPE, --array FOLDER, --add-engines RUN and --status RUN"),
+        ([], "expected one of RECIPE, --array FOLDER and --status RUN"),
         (["r.yaml", "--array", "f"], "expected one of RECIPE"),
         (["r.yaml", "--time", "60"], "--partition: expected a value"),
         (["r.yaml", "--partition", "p"], "--time: expected a value"),
         (["r.yaml", "--partition", "p", "--time", "60", "--throttle", "2"], "--throttle requires --array"),
         (["--array", "f", "--partition", "p", "--time", "60", "--throttle", "0"], "--throttle: expected at least 1"),
         (["r.yaml", "--status", "f"], "--status: expected its value alone"),
-        (["r.yaml", "--add-engines", "f"], "--add-engines: expected its value alone"),
         (["--seconds-left", "f"], "--seconds-left requires --gpu-hours"),
         (["r.yaml", "--partition", "p", "--time", "60", "--gpu-hours", "0"], "--gpu-hours: expected more than 0"),
         (["r.yaml", "--partition", "p", "--time", "60", "--nodes", "0"], "--nodes: expected at least 1"),

@@ -1,4 +1,4 @@
-"""Jobs of several nodes on a real Slurm: the check of the nodes, nodes that fail, engines that join, the budget.
+"""Jobs of several nodes on a real Slurm: the check of the nodes, nodes that fail, the budget.
 
 The program is a stand-in; its `doctor` is the real one with stand-in GPUs (tests/slurm/stand_in_program.py).
 """
@@ -6,10 +6,8 @@ The program is a stand-in; its `doctor` is the real one with stand-in GPUs (test
 import contextlib
 
 import pytest
-from slurm_runs import FLEET, JOB, TWO, nodes_of, output_of, starts, status, submitted, wait_for, wait_for_end
+from slurm_runs import FLEET, TWO, nodes_of, output_of, starts, status, submitted, wait_for, wait_for_end
 
-from megatron_scalerl.__main__ import main
-from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.cluster import cluster as slurm
 
 pytestmark = pytest.mark.slow
@@ -36,7 +34,7 @@ def test_an_unfit_node_is_named_and_excluded(stand_in, capsys):
     folders = [run / "slurm" / f"{job}.{attempt}" for attempt in (0, 1)]
     assert [(folder / "preflight.exit").read_text() for folder in folders] == ["1\n", "0\n"]
     assert not (folders[0] / "controller.exit").exists()
-    assert {file.name for file in (folders[1] / "nodes").glob("*.json")} == {"node1.json", "node3.json", "head.json"}
+    assert {file.name for file in (folders[1] / "nodes").glob("*.json")} == {"node1.json", "node3.json"}
     why = "node2 was unfit: row remapping: expected none pending, none failed, found GPU 3: row remapping pending"
     assert f"attempt {job}.0: {why}" in status(run, capsys)
     assert "unfit node2: row remapping" in output_of(run, job)
@@ -94,42 +92,6 @@ def test_two_jobs_on_the_same_nodes_do_not_meet(stand_in, capsys):
     assert nodes_of(first[0]) == nodes_of(first[1]) == ["node1", "node2"]
     gpus = [start["environment"]["CUDA_VISIBLE_DEVICES"] for start in first]
     assert sorted(gpus) == ["0,1,2,3", "4,5,6,7"]
-
-
-def test_engines_join_a_run_until_it_is_finished(stand_in, tmp_path, capsys):
-    """Two engines of two devices on each of the run's own nodes, and what is refused before."""
-    words, run = stand_in("wait", *TWO, "trainer.world_size=4", "engine.count=2", "engine.devices_per_engine=2")
-    more = ["submit", "--add-engines", str(run), "--nodes", "2", "--gpus-per-node", "4", *JOB]
-    more += ["--site", str(tmp_path / "site.yaml")]
-
-    def refused(words):
-        assert main(words) == 2
-        return capsys.readouterr().err
-
-    assert "recipe.yaml: expected a recipe file" in refused(more)
-    [job] = submitted(words, capsys)
-    wait_for(lambda: starts(run), "the start of the program")
-    (run / "recipe.yaml").write_bytes((run / "slurm" / "recipe.yaml").read_bytes())
-    assert "control/controller.json: expected the file of a controller" in refused(more)
-    (run / "control").mkdir()
-    (run / "control" / "controller.json").write_text("{}")
-    assert "--gpus-per-node: expected at least 2" in refused([*more, "--gpus-per-node", "1"])
-    [added] = submitted(more, capsys)
-    joined = wait_for(lambda: len(rows := read_jsonl(run / "slurm" / "joined")) == 4 and rows, "four engines")
-    places = sorted((row["node"], row["environment"]["CUDA_VISIBLE_DEVICES"]) for row in joined)
-    assert {row["environment"].get("NCCL_DEBUG") for row in joined} == {"WARN x"}, "what the site file sets"
-    nodes = sorted({node for node, _ in places})
-    assert len(nodes) == 2 and places == [(node, gpus) for node in nodes for gpus in ("4,5", "6,7")]
-    assert joined[0]["argv"] == ["engine", "--join", str(run), "--devices", "2"]
-    said = status(run, capsys)
-    assert f"job {job}: RUNNING" in said and f"job {added}, engines: RUNNING (" in said
-    (run / "end.json").write_text('{"reason": "all steps are made", "step": 1, "final": false}\n')
-    assert wait_for_end(slurm.last_state, added) == "COMPLETED"
-    exits = {file.name: file.read_text() for file in (run / "slurm" / f"{added}.0").glob("*.exit")}
-    assert exits == {f"engine-{node}-{number}.exit": "0\n" for node in nodes for number in (0, 1)}
-    slurm.cancel([job])
-    wait_for_end(slurm.last_state, job)
-    assert "expected a run with a job, found that it is finished" in refused(more)
 
 
 def test_a_budget_that_is_spent_ends_the_requeues(stand_in, capsys):

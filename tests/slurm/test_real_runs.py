@@ -1,5 +1,7 @@
 """Real trainer ranks and vLLM engines on a real Slurm: lost nodes and time limits end attempts, not runs."""
 
+import shlex
+import sys
 import time
 
 import pytest
@@ -101,8 +103,10 @@ def test_an_engine_of_another_job_serves_while_that_job_lasts(policy, tmp_path, 
     [job] = submitted(["submit", RECIPE, *words, "--any-file-system"], capsys)
     folder = tmp_path / "r"
     wait_for(lambda: steps(folder) >= 2, "two steps", 600)
-    more = ["submit", "--add-engines", str(folder), "--partition", "gpu", "--time", "60", "--nodes", "1"]
-    [added] = submitted([*more, "--gpus-per-node", "1"], capsys)
+    join = shlex.join([sys.executable, "-m", "megatron_scalerl", "engine", "--join", str(folder)])
+    script = tmp_path / "engines.sbatch"
+    script.write_text(f"#!/bin/bash\nsrun {join}\n")
+    added = slurm.submit(script, ["--partition=gpu", "--time=60", "--gpus-per-node=1"])
 
     def joined(*states):
         found = [row for row in rows(folder / "engines.jsonl") if row["name"].startswith(f"extra-{added}-")]

@@ -25,7 +25,7 @@ EPILOG = """examples:
   megatron-scalerl study recipes/ablations --reference no_fp32_logits=scalerl_bf16
 
 The same command goes on with a study that was stopped; more recipes and more seeds may be added. After every run the
-folder has table.md, table.csv, comparison.json, study.png, curves.png and study.html. docs/ablations.md."""
+folder has table.md, comparison.json, study.png, curves.png and study.html. docs/ablations.md."""
 
 TINY_BASE = Path(__file__).parents[2] / "recipes" / "tiny_cpu.yaml"
 """What overlays are laid over by default."""
@@ -87,7 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warm-start", metavar="DIR", help="Hugging Face folder that the base's section sft trains before all runs"
     )
-    parser.add_argument("--convert", action="store_true", help="convert the policy to a Megatron checkpoint, once")
     parser.add_argument(
         "--cache", default="runs/warm_starts", metavar="DIR", help="what is made once (default: %(default)s)"
     )
@@ -224,17 +223,13 @@ def _base(arguments: argparse.Namespace, items: Sequence[Listed]) -> Path | None
 
 def _warm_start(arguments: argparse.Namespace, items: Sequence[Listed]) -> WarmStart | None:
     """What has to be made for all runs; None if every recipe's policy is there."""
-    from megatron_scalerl.commands.study.warm_start import conversion, tiny_warm_start, warm_start
-    from megatron_scalerl.recipe.collection import resolve
+    from megatron_scalerl.commands.study.warm_start import tiny_warm_start, warm_start
 
-    base, cache, convert = _base(arguments, items), Path(arguments.cache), arguments.convert
-    settings = _settings(arguments)
+    base, cache, settings = _base(arguments, items), Path(arguments.cache), _settings(arguments)
     if base is not None and not arguments.base:
-        return tiny_warm_start(base, cache, settings, converted=convert)
+        return tiny_warm_start(base, cache, settings)
     if base is not None and arguments.warm_start:
-        return warm_start(base, Path(arguments.warm_start), cache, settings, converted=convert)
-    if convert:
-        return conversion(Path(resolve(items[0], base, settings).policy.path), cache)
+        return warm_start(base, Path(arguments.warm_start), cache, settings)
     return None
 
 

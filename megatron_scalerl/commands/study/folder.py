@@ -6,7 +6,7 @@ runs/            an ordinary run folder each
 runs.jsonl       one line per end of a run: exit code, seconds
 logs/            NAME.log, what `train` printed
 replaced/        runs of recipes that were changed, after --redo
-table.md table.csv comparison.json study.png curves.png study.html
+table.md comparison.json study.png curves.png study.html
 """
 
 from __future__ import annotations
@@ -139,15 +139,10 @@ class StudyFolder:
         last = {row["run"]: row["code"] for row in self._rows()}
         return {name: code for name, code in last.items() if code != 0}
 
-    def ended(self, run: PlannedRun, *, code: int, seconds: float, fresh: bool) -> None:
-        """Record an end. fresh: the run began in this process, so that its seconds are those of the whole run."""
+    def ended(self, run: PlannedRun, *, code: int, seconds: float) -> None:
+        """Record an end."""
         row = {"run": run.name, "arm": run.arm, "seed": run.seed, "steps": run.recipe.steps, "code": code}
-        append_row(self.path / "runs.jsonl", row | {"seconds": round(seconds, 1), "fresh": fresh})
-
-    def times(self) -> list[tuple[str, int, float]]:
-        """(arm, steps, seconds) of every finished run that one process made from its start."""
-        rows = [row for row in self._rows() if row["code"] == 0 and row["fresh"]]
-        return [(row["arm"], row["steps"], row["seconds"]) for row in rows]
+        append_row(self.path / "runs.jsonl", row | {"seconds": round(seconds, 1)})
 
     def _rows(self) -> list[dict[str, Any]]:
         return read_jsonl(self.path / "runs.jsonl")

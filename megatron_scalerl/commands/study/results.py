@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,7 +22,7 @@ from megatron_scalerl.fit.result import FitResult
 from megatron_scalerl.fit.tables import comparison_table
 from megatron_scalerl.fit.verdicts import conclusions, summary
 
-TABLE, CSV, JSON, PAGE = "table.md", "table.csv", "comparison.json", "study.html"
+TABLE, JSON, PAGE = "table.md", "comparison.json", "study.html"
 FIGURES = {
     "study.png": "A, B at equal A and compute to one pass rate: every recipe's runs, mean and 90 % interval",
     "curves.png": "The validation pass rate of every recipe's runs, over its reference's curves",
@@ -85,7 +83,6 @@ class Results:
         pictures = "".join(f"\n![{text}]({name})\n" for name, text in FIGURES.items())
         return {
             TABLE: f"# {title}\n\n{' '.join(notes)}\n\n{table.markdown()}\n{words}{pictures}",
-            CSV: _csv(comparison),
             JSON: json.dumps(comparison_json(comparison), indent=1, allow_nan=False) + "\n",
         }
 
@@ -115,20 +112,3 @@ class Results:
             return self._fits[curve.name] if asymptote is None else fit_curve(curve, fixed_asymptote=asymptote)
 
         return compare_runs(curves, fitted, references=known, pass_rate=self._pass_rate)
-
-
-def _csv(comparison: Comparison) -> str:
-    """One row per recipe: numbers with their intervals."""
-    columns = ("measured", "asymptote", "exponent", "midpoint", "fixed_exponent", "to_reach")
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["recipe", "runs", "reference", *(f"{c}{end}" for c in columns for end in ("", "_lo", "_hi"))])
-    for arm in comparison.arms:
-        row: list[object] = [arm.name, arm.runs, arm.reference or ""]
-        for column in columns:
-            estimate = getattr(arm, column)
-            row += (
-                ["", "", ""] if estimate is None else [f"{v:.6g}" for v in (estimate.value, estimate.lo, estimate.hi)]
-            )
-        writer.writerow(row)
-    return out.getvalue()

@@ -14,12 +14,11 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
-from statistics import fmean
 
 from rich.console import Console
 
-from megatron_scalerl.checkpoints.commit import latest
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.commands.study.folder import PlannedRun, StudyFolder
 from megatron_scalerl.commands.study.warm_start import WarmStart, finish, prepare
@@ -62,7 +61,7 @@ class Runner:
         """
         finished, failed = self._study.finished(), []
         left = [run for run in runs if run.name not in finished]
-        self._estimate(runs, left)
+        self._say(f"{len(runs)} runs, {len(runs) - len(left)} of them finished: {self._study.path}")
         while left:
             run = left.pop(0)
             code = await self._one(run)
@@ -71,7 +70,7 @@ class Runner:
             if code != 0:
                 failed.append(run)
             after()
-            self._progress(runs, left)
+            self._say(f"{len(runs) - len(left)} of {len(runs)} runs have ended")
             if self._saving:
                 raise Stopped(SAVE_SIGNAL)
         return failed
@@ -100,7 +99,7 @@ class Runner:
         argv = [*PROGRAM, "megatron_scalerl", "train", *self._options, str(run.file)]
         code = await self._run(run.name, argv, run.log)
         seconds = time.monotonic() - begin
-        self._study.ended(run, code=code, seconds=seconds, fresh=fresh)
+        self._study.ended(run, code=code, seconds=seconds)
         if code == 0:
             self._say(f"{run.name}: finished in {in_words(seconds)}")
         elif code != SAVED_CODE:
@@ -116,52 +115,13 @@ class Runner:
             self._child = None
             await child.stop(GRACE_S)
 
-    def _estimate(self, runs: Sequence[PlannedRun], left: Sequence[PlannedRun]) -> None:
-        self._say(f"{len(runs)} runs, {len(runs) - len(left)} of them finished: {self._study.path}")
-        seconds = seconds_left(self._study, left)
-        if left and seconds is None:
-            self._say(f"time for {len(left)} runs: not known before the first one is finished")
-        elif left and seconds is not None:
-            count = len(self._study.times())
-            self._say(f"estimate: {in_words(seconds)} for {len(left)} runs, from {count} finished runs")
-
-    def _progress(self, runs: Sequence[PlannedRun], left: Sequence[PlannedRun]) -> None:
-        seconds = seconds_left(self._study, left)
-        rest = "" if seconds is None or not left else f", about {in_words(seconds)} left"
-        self._say(f"{len(runs) - len(left)} of {len(runs)} runs have ended{rest}")
-
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False)
 
 
-def seconds_left(study: StudyFolder, runs: Sequence[PlannedRun]) -> float | None:
-    """Seconds that `runs` still take; None before the first run of the study is finished.
-
-    A run takes as long as finished runs of its recipe, else as all finished ones, in proportion to its steps. Of a
-    run that was begun, what is left after its newest checkpoint counts.
-    """
-    times = study.times()
-    if not times:
-        return None
-    total = 0.0
-    for run in runs:
-        steps, newest = run.recipe.steps, latest(run.folder / "checkpoints")
-        of_recipe = [time for time in times if time[0] == run.arm] or times
-        whole = fmean(seconds / made * steps for _, made, seconds in of_recipe)
-        saved = 0 if newest is None else int(newest.name.rpartition("_")[2])
-        total += whole * (1.0 - min(saved, steps) / steps)
-    return total
-
-
 def in_words(seconds: float) -> str:
-    """35 s, 12:05 min, 3 h 10 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+    """0:12:05."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def steps_made(run: PlannedRun) -> int:

@@ -1,4 +1,4 @@
-"""The policy that all runs of a study start with, made once: supervised training, conversion, the tiny task.
+"""The policy that all runs of a study start with, made once: supervised training, the tiny task.
 
 CACHE/KEY/       KEY is a digest of everything that determines the content
   key.json       that, in words
@@ -60,7 +60,7 @@ class WarmStart:
         return [step for step in self.steps if not step.made.exists()]
 
 
-def tiny_warm_start(base: Path, cache: Path, overrides: Sequence[str], *, converted: bool) -> WarmStart:
+def tiny_warm_start(base: Path, cache: Path, overrides: Sequence[str]) -> WarmStart:
     """The tiny task and its policy, warm-started by the base's section sft. Raises RecipeError."""
     recipe = load_recipe(base, overrides)
     facts = {"tiny": {"format": FORMAT, **asdict(TINY)}, **_facts(recipe)}
@@ -74,10 +74,10 @@ def tiny_warm_start(base: Path, cache: Path, overrides: Sequence[str], *, conver
     counts = ("--seed", str(TINY.seed), "--train-prompts", str(TINY.train_prompts))
     make = Step(name="task", argv=("megatron_scalerl.tiny", str(task), *counts), draft=task, made=task / "tiny.json")
     settings = (*overrides, *files)
-    return _warm_start(base, (folder, key), task / "base_policy", settings, files, (make,), converted=converted)
+    return _warm_start(base, (folder, key), task / "base_policy", settings, files, (make,))
 
 
-def warm_start(base: Path, policy: Path, cache: Path, overrides: Sequence[str], *, converted: bool) -> WarmStart:
+def warm_start(base: Path, policy: Path, cache: Path, overrides: Sequence[str]) -> WarmStart:
     """`policy` (a Hugging Face folder), warm-started by the base's section sft. Raises RecipeError."""
     recipe = load_recipe(base, overrides)
     if not (policy / "config.json").is_file():
@@ -85,14 +85,7 @@ def warm_start(base: Path, policy: Path, cache: Path, overrides: Sequence[str], 
     if recipe.sft.path is None:
         raise RecipeError(f"{base}: sft.path: expected the examples of the warm start, found none")
     facts = {"files": digests([policy, Path(recipe.sft.path)]), **_facts(recipe)}
-    return _warm_start(base, _entry(cache, facts), policy, overrides, (), (), converted=converted)
-
-
-def conversion(policy: Path, cache: Path) -> WarmStart:
-    """`policy` (a Hugging Face folder) as a Megatron checkpoint."""
-    folder, key = _entry(cache, {"files": digests([policy])})
-    steps = (_convert(policy, folder),)
-    return WarmStart(folder=folder, key=key, overrides=_converted(folder), steps=steps)
+    return _warm_start(base, _entry(cache, facts), policy, overrides, (), ())
 
 
 def begin(made: WarmStart) -> None:
@@ -102,7 +95,7 @@ def begin(made: WarmStart) -> None:
 
 
 def prepare(step: Step) -> None:
-    """Remove what a step that was interrupted has left. The conversion goes on with it."""
+    """Remove what a step that was interrupted has left."""
     step.draft.parent.mkdir(parents=True, exist_ok=True)
     if step.name == "policy":
         shutil.rmtree(step.draft, ignore_errors=True)
@@ -123,27 +116,12 @@ def _warm_start(
     settings: Sequence[str],
     files: tuple[str, ...],
     before: tuple[Step, ...],
-    *,
-    converted: bool,
 ) -> WarmStart:
     folder, key = entry
     made, draft = folder / "policy", folder / "policy.draft"
     argv = ("megatron_scalerl", "sft", str(base), *settings, f"policy.path={policy}", "--out", str(draft))
     steps = (*before, Step(name="policy", argv=argv, draft=draft, made=made))
-    overrides = (*files, f"policy.path={made}")
-    if converted:
-        steps, overrides = (*steps, _convert(made, folder)), (*overrides, *_converted(folder))
-    return WarmStart(folder=folder, key=key, overrides=overrides, steps=steps)
-
-
-def _convert(policy: Path, folder: Path) -> Step:
-    draft, made = folder / "megatron.draft", folder / "megatron"
-    argv = ("megatron_scalerl", "convert", "to-megatron", str(policy), str(draft))
-    return Step(name="conversion", argv=argv, draft=draft, made=made)
-
-
-def _converted(folder: Path) -> tuple[str, ...]:
-    return (f"policy.megatron_path={folder / 'megatron'}",)
+    return WarmStart(folder=folder, key=key, overrides=(*files, f"policy.path={made}"), steps=steps)
 
 
 def _facts(recipe: Recipe) -> dict[str, Any]:
