@@ -235,7 +235,7 @@ def test_a_run_that_cannot_be_read_is_left_out(task):
     assert code == 0 and "results: " in said
     table = (study / "table.md").read_text()
     assert "3 of 6 runs are finished and compared." in table and table.count("Left out: ") == 3
-    assert "dapo_seed1: expected a run folder with validation.jsonl, from its first validation" in table
+    assert "dapo_seed1: expected a run folder with validation.jsonl of a first validation" in table
 
 
 @pytest.mark.parametrize(
