@@ -128,7 +128,8 @@ def hosts_of(
 
     names: comma-separated, SLURM, or ray and ray:NODES; None for this host alone. slots: devices of each; None: in
     an allocation its GPUs on this node, with Ray those of each. run_on: the command, None for ssh. address: of the
-    controller, None: the one on the route to the first other host. engine_slots: devices of each host of component 1, None: its GPUs. Raises ValueError.
+    controller, None: the one on the route to the first other host. engine_slots: devices of each host of component
+    1, None: its GPUs. Raises ValueError.
     """
     options = (("--slots", slots), ("--run-on", run_on), ("--address", address), ("--engine-slots", engine_slots))
     for option, value in options:
