@@ -2,9 +2,9 @@
 
     python tools/prune_fatbin.py ARCH LIBRARY [...]        ARCH: 90 keeps sm_90 and sm_90a; 100 those of Blackwell
 
-The driver walks the headers of a fat binary and loads the entry for its chip; it never reads the payload of another
-one. Only bytes of such payloads become zero: headers, sizes and offsets stay. Where a container has no entry for ARCH,
-its PTX of the same generation is kept, which the driver can compile. Prints what each library holds, in MiB.
+The driver walks the headers of a fat binary and loads the entry for its chip; it never reads the payload of another.
+Only bytes of such payloads become zero: headers, sizes and offsets stay. Where a container has no entry for ARCH, its
+PTX of the same generation is kept, which the driver can compile. Prints what each library holds, in MiB.
 """
 
 from __future__ import annotations

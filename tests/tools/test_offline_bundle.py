@@ -1,4 +1,4 @@
-"""What a bundle for a GPU machine without a package index leaves out: GPU code of other architectures, and packages."""
+"""What a bundle for a GPU machine without a package index leaves out: GPU code of other chips, and packages."""
 
 import struct
 import subprocess
