@@ -18,6 +18,7 @@ EPILOG = """examples:
   megatron-scalerl train --supervise my_run.yaml                       start it again whenever it fails
   megatron-scalerl train my_run.yaml --hosts a,b,c --slots 8           over hosts that `ssh` reaches
   megatron-scalerl train my_run.yaml --hosts slurm                     over the hosts of the allocation
+  megatron-scalerl train my_run.yaml --hosts ray:4 --slots 8           over four nodes of a Ray cluster
 
 A recipe states differences from the defaults in megatron_scalerl/recipe/sections.py. The run's folder is
 output_dir/name. A run that failed or was stopped resumes from its last checkpoint with the same command."""
@@ -40,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --supervise: restarts without a new checkpoint in between (default: %(default)s)",
     )
     several = parser.add_argument_group("several hosts, which share the run's folder")
-    several.add_argument("--hosts", metavar="A,B", help="names of the hosts; slurm: those of the allocation")
+    several.add_argument(
+        "--hosts", metavar="A,B", help="names; slurm: those of the allocation; ray[:N]: N nodes of a Ray cluster"
+    )
     several.add_argument("--slots", type=int, metavar="N", help="devices of each host (default with slurm: its GPUs)")
     several.add_argument(
         "--engine-slots",
@@ -66,13 +69,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     recipe = recipe_of(arguments)
     check_prompts(recipe)
-    hosts = hosts_of(
-        arguments.hosts,
-        slots=arguments.slots,
-        engine_slots=arguments.engine_slots,
-        run_on=arguments.run_on,
-        address=arguments.address,
-    )
     if arguments.supervise:
         from megatron_scalerl.commands.supervise import supervise
 
@@ -80,6 +76,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         return supervise(command, recipe.run_dir, restarts=arguments.max_failures)
     from megatron_scalerl.controller.train import train
 
+    hosts = hosts_of(
+        arguments.hosts,
+        slots=arguments.slots,
+        engine_slots=arguments.engine_slots,
+        run_on=arguments.run_on,
+        address=arguments.address,
+    )
     reason = train(recipe, console, hosts)
     console.print(f"{recipe.run_dir}: {reason}", highlight=False)
     return 0

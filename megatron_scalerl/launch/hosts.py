@@ -4,6 +4,8 @@
     --hosts a,b     `--run-on "ssh {host}"`: the words, then one argument for a shell on that host, as with ssh
     --hosts slurm   inside an allocation: one step (srun) per host and role, none of which spans two hosts; of a
                     heterogeneous job the hosts of component 1 run the engines, those of component 0 all else
+    --hosts ray     devices of a Ray cluster, reserved for as long as the controller runs (`launch.ray_hosts`); ray:4
+                    takes four nodes, for which the cluster may start machines
 
 The controller's own host may be one of them; its processes are children of the controller then, too. The hosts see
 the run's folder, the policy and this installation under the same paths.
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.distributed.rendezvous import own_address
+from megatron_scalerl.launch import ray_hosts
 from megatron_scalerl.processes.signals import HOSTS_LEFT_CODE
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.pool import default_workers
@@ -123,9 +126,10 @@ def hosts_of(
 ) -> Hosts:
     """The hosts that the user names.
 
-    names: comma-separated, or SLURM; None for this host alone. slots: devices of each; None: in an allocation its
-    GPUs on this node. run_on: the command, None for ssh. address: of the controller, None: the one on the route to
-    the first other host. engine_slots: devices of each host of component 1, None: its GPUs. Raises ValueError.
+    names: comma-separated, SLURM, or ray and ray:NODES; None for this host alone. slots: devices of each; None: in
+    an allocation its GPUs on this node, with Ray those of each. run_on: the command, None for ssh. address: of the
+    controller, None: the one on the route to the first other host. engine_slots: devices of each host of component
+    1, None: its GPUs. Raises ValueError.
     """
     options = (("--slots", slots), ("--run-on", run_on), ("--address", address), ("--engine-slots", engine_slots))
     for option, value in options:
@@ -133,6 +137,10 @@ def hosts_of(
             raise ValueError(f"{option} requires --hosts")
     if names is None:
         return ONE_HOST
+    if ray := re.fullmatch(r"ray(?::([1-9]\d*))?", names):
+        if run_on is not None:
+            raise ValueError(f"--run-on: expected none with --hosts {names}, found {run_on!r}")
+        return _of_ray(int(ray[1]) if ray[1] else None, slots, address)
     in_slurm = names == SLURM
     if in_slurm and run_on is not None:
         raise ValueError(f"--run-on: expected none with --hosts {SLURM}, which uses srun, found {run_on!r}")
@@ -157,6 +165,17 @@ def hosts_of(
         address=(address or _address_towards(others[0])) if others else None,
         words=words,
         shell=not in_slurm,
+    )
+
+
+def _of_ray(count: int | None, slots: int | None, address: str | None) -> Hosts:
+    """The controller's own node runs its programs through Ray, too, which then knows what uses its devices."""
+    reserved = ray_hosts.reserve(count, slots)
+    return Hosts(
+        hosts=tuple(Host(name=name) for name in reserved.hosts),
+        slots=reserved.slots,
+        address=address or _address_towards(reserved.hosts[0]),
+        words=reserved.words,
     )
 
 

@@ -1,0 +1,193 @@
+"""The hosts of a run from a Ray cluster: `train --hosts ray`.
+
+    controller --stdin/stdout--> keeper --Ray--> one actor on each node, which holds the node's devices
+         '--> `python -m megatron_scalerl.launch.ray_hosts SOCKET HOST PROGRAM` --socket--^   (one for each program)
+
+The keeper is a child process of the controller and the only one that is a driver of Ray: it reserves the devices, and
+its actors run the programs that `--run-on ssh` would run, with the same argument. When the controller ends, however
+that happens, so does the keeper, Ray ends its actors, and the programs die with these (`processes.parent_death`).
+
+    to the keeper, a line:      {"host": "10.0.0.2", "program": "cd /run && exec ..."}
+    from it, a line each time:  {"output": "..."}, at the end {"code": 0}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import socketserver
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.processes.parent_death import tied_command
+
+RESERVED_S = 1800.0
+"""Seconds for the cluster to have the devices: it may start machines for them."""
+_PROGRAMS = 512
+"""Programs that a node may run at a time."""
+_MODULE = "megatron_scalerl.launch.ray_hosts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserved:
+    """Devices of a Ray cluster, held until this process ends."""
+
+    hosts: tuple[str, ...]
+    """Addresses of the nodes."""
+    slots: int
+    """Devices of each."""
+    words: tuple[str, ...]
+    """The command that runs its last argument in a shell on {host}."""
+
+
+def reserve(count: int | None, slots: int | None) -> Reserved:
+    """Start the keeper and wait until it holds the devices. Raises ValueError.
+
+    count: nodes; None: all that have the devices. slots: devices of each node, None: its GPUs.
+    """
+    folder = tempfile.mkdtemp(prefix="msrl-ray-")
+    argv = [sys.executable, "-m", _MODULE, "--keep", folder, json.dumps([count, slots])]
+    keeper = subprocess.Popen(tied_command(argv), stdout=subprocess.PIPE, text=True)
+    assert keeper.stdout is not None
+    said = keeper.stdout.readline()
+    if not said.startswith("{"):
+        raise ValueError(f"--hosts ray: {said.strip() or f'its driver ended with exit code {keeper.wait()}'}")
+    found = json.loads(said)
+    words = (sys.executable, "-m", _MODULE, str(Path(folder) / "socket"), "{host}")
+    return Reserved(hosts=tuple(found["hosts"]), slots=found["slots"], words=words)
+
+
+class Node:
+    """An actor on one node, which holds its devices and runs programs."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, subprocess.Popen[str]] = {}
+
+    def run(self, name: str, program: str) -> Iterator[dict[str, Any]]:
+        """Run a program in a shell; its output as it comes, then its exit code."""
+        env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}  # Ray's own, 1
+        child = subprocess.Popen(
+            tied_command(["sh", "-c", program]),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._running[name] = child
+        assert child.stdout is not None
+        for line in child.stdout:
+            yield {"output": line}
+        del self._running[name]
+        yield {"code": child.wait()}
+
+    def end(self, name: str) -> None:
+        """Terminate a program, as the end of an ssh connection does."""
+        if (child := self._running.get(name)) is not None:
+            child.terminate()
+
+
+class _Program(socketserver.StreamRequestHandler):
+    """One program of the controller: asked for by a process of its own, whose end ends it."""
+
+    def handle(self) -> None:
+        import ray
+
+        asked, name = json.loads(self.rfile.readline()), uuid.uuid4().hex
+        node = self.server.nodes[asked["host"]]  # type: ignore[attr-defined]
+        threading.Thread(target=self._end_with_caller, args=(node, name), daemon=True).start()
+        try:
+            for said in node.run.options(num_returns="streaming").remote(name, asked["program"]):
+                self._tell(ray.get(said))
+        except ray.exceptions.RayError as error:
+            self._tell({"output": f"Ray lost {asked['host']}: {str(error).splitlines()[0]}\n"})
+            self._tell({"code": 1})
+
+    def _tell(self, said: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the caller is gone
+            self.wfile.write(json.dumps(said).encode() + b"\n")
+
+    def _end_with_caller(self, node: Any, name: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.rfile.read()
+        node.end.remote(name)
+
+
+def _keep(folder: str, count: int | None, slots: int | None) -> None:
+    """Reserve the devices, say which, and run programs on them until this process is killed."""
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    kind = "GPU" if slots is None or any("GPU" in node for node in alive) else "CPU"
+    slots = slots or int(max((node.get(kind, 0) for node in alive), default=0))
+    count = count or sum(node.get(kind, 0) >= slots for node in alive)
+    if not slots or not count:
+        raise ValueError(f"expected nodes with {slots or 'any'} {kind}s, found {len(alive)} nodes without")
+    bundles = [{kind: slots} for _ in range(count)]
+    group = placement_group(bundles, strategy="STRICT_SPREAD")
+    if not group.wait(RESERVED_S):
+        raise ValueError(f"{count} nodes with {slots} {kind}s each were not free within {RESERVED_S:g} s")
+    holds = {"num_gpus": slots} if kind == "GPU" else {"num_cpus": slots}
+    nodes = [
+        ray.remote(Node)
+        .options(
+            max_concurrency=_PROGRAMS,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+            **{"num_cpus": 0, **holds},
+        )
+        .remote()
+        for number in range(count)
+    ]
+    by_id = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    placed = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    hosts = [by_id[placed[number]] for number in range(count)]
+    server = socketserver.ThreadingUnixStreamServer(str(Path(folder) / "socket"), _Program)
+    server.daemon_threads = True
+    server.nodes = dict(zip(hosts, nodes))  # type: ignore[attr-defined]
+    print(json.dumps({"hosts": hosts, "slots": slots}), flush=True)
+    server.serve_forever()
+
+
+def _run(path: str, host: str, program: str) -> int:
+    """Ask the keeper for a program on a node, print its output, and return its exit code."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        connection.sendall(json.dumps({"host": host, "program": program}).encode() + b"\n")
+        with connection.makefile("rb") as lines:
+            for line in lines:
+                said = json.loads(line)
+                if "code" in said:
+                    return int(said["code"])
+                sys.stdout.write(said["output"])
+                sys.stdout.flush()
+    return 1  # the keeper is gone
+
+
+def main() -> int:
+    """Be the keeper, or a program of the run."""
+    if sys.argv[1] != "--keep":
+        return _run(*sys.argv[1:])
+    try:
+        _keep(sys.argv[2], *json.loads(sys.argv[3]))
+    except ImportError:
+        print("expected the package ray in this environment (pip install 'megatron_scalerl[ray]'), found none")
+    except (ValueError, ConnectionError, RuntimeError) as error:
+        print(str(error).splitlines()[0])
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

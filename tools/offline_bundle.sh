@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# Makes a folder with what a GPU machine without a package index needs: this checkout (tests/gpu too), the locked packages for
+# one GPU architecture, and the scripts that install and try them there.
+#
+#   tools/offline_bundle.sh OUT [--arch 90] [--python 3.12] [--have FREEZE] [--only "NAME ..."] [--part MIB]
+#
+#   --arch    of the GPUs: 90 (H100, H200), 100 (B200). GPU code of others is zeroed before the wheels are packed again
+#   --have    a file of `pip freeze` there: its packages are left out, also in another version, which is said
+#   --only    these packages alone, such as those of a machine that has the rest
+#   --part    split files above so many MiB, for a copy that limits them; the installation joins them
+#
+# There:      bash OUT/install.sh [FOLDER]    packages into FOLDER (default OUT/site), for the python3 on the path
+#             bash OUT/try.sh [RESULTS]       the first ten minutes on a GPU; what was found, in RESULTS (default OUT/results)
+#
+# Needs python3 with pip, git, readelf and zip. NOT RUN YET by the authors on a GPU machine.
+set -euo pipefail
+{ # read to its end before it runs
+cd "$(dirname "$0")/.."
+die() { echo "offline_bundle.sh: $*" >&2; exit 2; }
+case "${1:-}" in "" | -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+out="$1" arch=90 python=3.12 have= only= part=0
+shift
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --arch) arch="$2" ;;
+    --python) python="$2" ;;
+    --have) have="$2" ;;
+    --only) only="$2" ;;
+    --part) part="$2" ;;
+    *) die "expected an option (--help), found '$1'" ;;
+  esac
+  shift 2
+done
+lock="tools/locks/gpu-py${python/./}.txt"
+[ -f "$lock" ] || die "--python: expected 3.11 or 3.12, found $python"
+[ -z "$have" ] || [ -f "$have" ] || die "--have: expected a file of pip freeze, found none at $have"
+for program in git readelf zip python3; do
+  command -v "$program" >/dev/null || die "expected $program on the path, found none"
+done
+[ ! -e "$out" ] || die "$out exists"
+mkdir -p "$out/wheels"
+out="$(cd "$out" && pwd)"
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+
+# entries of the lock with their hashes, without what the machine has
+python3 - "$lock" "${have:-/dev/null}" "$only" >"$work/wanted.txt" <<'PYTHON'
+import re, sys
+
+def key(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+lock, have, only = open(sys.argv[1]).read(), open(sys.argv[2]).read(), {key(n) for n in sys.argv[3].split()}
+there = {key(n): v for n, v in re.findall(r"^([A-Za-z0-9][\w.-]*)==(\S+)", have, re.M)}
+for entry in re.findall(r"^[A-Za-z0-9][^\n]*(?:\n +[^\n]*)*", lock, re.M):
+    name, version = re.match(r"([\w.-]+)==([^\s;\\]+)", entry).groups()
+    if key(name) in there:
+        if there[key(name)].partition("+")[0] != version:
+            print(f"offline_bundle.sh: {name} {version} of the lock, {there[key(name)]} there", file=sys.stderr)
+    elif (not only or key(name) in only) and key(name) != "transformer-engine-torch":
+        print(entry)
+PYTHON
+count=$(grep -c == "$work/wanted.txt" || true)
+[ "$count" -gt 0 ] || die "expected packages to fetch, found none beyond --have and --only"
+echo "offline_bundle.sh: $count packages of $lock, by hash"
+target=(--only-binary=:all: --python-version "$python" --implementation cp --abi "cp${python/./}" --abi abi3 --abi none)
+for glibc in $(seq 39 -1 17); do target+=(--platform "manylinux_2_${glibc}_x86_64"); done
+target+=(--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64)
+pip() { python3 -m pip --disable-pip-version-check "$@" 2> >(grep -v '^WARNING: Location' >&2); }
+pip download -q --no-deps --require-hashes "${target[@]}" -d "$out/wheels" -r "$work/wanted.txt"
+if [ -z "$only" ] && grep -q '^transformer-engine-torch==' "$lock"; then # compiled there, against the torch there
+  pip download -q --no-deps --no-binary=:all: --no-build-isolation -d "$out/wheels" \
+    "$(grep -o '^transformer-engine-torch==[^ \\;]*' "$lock")" ||
+    echo "offline_bundle.sh: transformer-engine-torch was not fetched: pip could not read its source (it imports torch)"
+fi
+
+for wheel in "$out"/wheels/*.whl; do # without GPU code of other architectures
+  [ "$(stat -c %s "$wheel")" -gt 1000000 ] || continue
+  rm -rf "$work/tree"
+  mkdir "$work/tree"
+  python3 -m zipfile -e "$wheel" "$work/tree"
+  found=no
+  while read -r library; do
+    readelf -SW "$library" 2>/dev/null | grep -q '\.nv_fatbin' || continue
+    python3 tools/prune_fatbin.py "$arch" "$library" | sed "s|$work/tree/||"
+    found=yes
+  done < <(find "$work/tree" -name '*.so*' -type f)
+  [ "$found" = no ] || (cd "$work/tree" && rm "$wheel" && zip -qr -9 "$wheel" .)
+done
+
+git archive --format=tar.gz -o "$out/megatron_scalerl.tar.gz" HEAD
+cp tools/offline_install.sh "$out/install.sh"
+cp tools/offline_try.sh "$out/try.sh"
+if [ "$part" -gt 0 ]; then
+  find "$out/wheels" -name '*.whl' -size "+${part}M" -exec split -b "${part}M" {} {}.part_ \; -exec rm {} \;
+fi
+echo "offline_bundle.sh: $out, $(du -sm "$out" | cut -f1) MiB"
+exit 0
+}

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Installs a bundle of tools/offline_bundle.sh without a package index: its packages into FOLDER beside what python3 has.
+#
+#   bash install.sh [FOLDER]       default: site, beside this script. Then `. FOLDER/activate` sets PYTHONPATH
+set -euo pipefail
+here="$(cd "$(dirname "$0")" && pwd)"
+site="${1:-$here/site}"
+python="${MSRL_PYTHON:-python3}"
+mkdir -p "$site"
+site="$(cd "$site" && pwd)"
+for first in "$here"/wheels/*.part_aa; do # joined again where they were split
+  [ ! -e "$first" ] || { cat "${first%aa}"* >"${first%.part_aa}" && rm "${first%aa}"*; }
+done
+pip() { "$python" -m pip --disable-pip-version-check "$@"; }
+pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$here"/wheels/*.whl
+mkdir -p "$site/checkout"
+tar -xzf "$here/megatron_scalerl.tar.gz" -C "$site/checkout"
+PYTHONPATH="$site" pip install -q --no-index --no-deps --no-build-isolation --no-compile --target "$site" --upgrade \
+  "$site/checkout"
+rm -rf "$site/megatron_scalerl" "$site/checkout/build" # the checkout's own is used, with its tests
+source=$(ls "$here"/wheels/transformer?engine?torch-*.tar.gz 2>/dev/null || true)
+if [ -n "$source" ] && command -v nvcc >/dev/null; then
+  nvidia=$("$python" -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parent.parent / "nvidia")')
+  PYTHONPATH="$site" NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE PATH="$site/bin:$PATH" \
+    CPATH="$nvidia/cudnn/include:$nvidia/nccl/include:$nvidia/cu13/include${CPATH:+:$CPATH}" \
+    pip install -q --no-index --no-deps --no-build-isolation --target "$site" "$source" ||
+    echo "install.sh: Transformer Engine's torch extension was not compiled: the plain layers serve"
+fi
+cat >"$site/activate" <<ACTIVATE
+export PYTHONPATH="$site/checkout:$site\${PYTHONPATH:+:\$PYTHONPATH}" PATH="$site/bin:\$PATH"
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false
+ACTIVATE
+. "$site/activate"
+cd "$site/checkout"
+"$python" - <<'PYTHON'
+import importlib
+
+for name in ("torch", "megatron.core", "transformer_engine.pytorch", "vllm", "megatron_scalerl.trainer.step"):
+    try:
+        module = importlib.import_module(name)
+        print(f"install.sh: {name} {getattr(module, '__version__', '')}".rstrip())
+    except Exception as error:
+        print(f"install.sh: {name} does not import: {type(error).__name__}: {str(error)[:200]}")
+PYTHON
+echo "install.sh: done; now: . $site/activate"
