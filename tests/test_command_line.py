@@ -28,7 +28,6 @@ TRAIN = ["-m", "megatron_scalerl", "train", RECIPE]
 SFT = ["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"]
 NO_COMMANDS = {
     "checkout.py",
-    "curve_data.py",
     "harness.py",
     "logit_contenders.py",
     "logit_targets.py",
