@@ -28,7 +28,6 @@ TRAIN = ["-m", "megatron_scalerl", "train", RECIPE]
 SFT = ["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"]
 NO_COMMANDS = {
     "checkout.py",
-    "curve_data.py",
     "harness.py",
     "logit_contenders.py",
     "logit_targets.py",
@@ -103,7 +102,6 @@ MISTAKES = {
         "expected a recipe key, found optimzer",
     ),
     "doctor file": ([*DOCTOR, "none.yaml"], "none.yaml: expected a recipe file"),
-    "doctor report": ([*DOCTOR, "--compare", "a.json"], "--compare: expected at least two reports, found 1"),
     "fit": (["-m", "megatron_scalerl", "fit", "runs/none"], "runs/none: expected a run folder or"),
     "show": (["-m", "megatron_scalerl", "show", "runs/none"], "runs/none: expected a run folder"),
     "convert": ([*CONVERT, "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),

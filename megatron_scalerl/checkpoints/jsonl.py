@@ -126,9 +126,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def rewrite(path: str | Path, rows: Iterable[Any], *, private: bool = False) -> None:
+def rewrite(path: str | Path, rows: Iterable[Any]) -> None:
     """Replace all rows of the file, atomically."""
-    write_durably(Path(path), b"".join(msgspec.json.encode(row) + b"\n" for row in rows), private=private)
+    write_durably(Path(path), b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def _is_object(line: bytes) -> bool:

@@ -1,5 +1,4 @@
-"""The command line: `megatron-scalerl doctor [RECIPE] [options]`, `doctor --compare A.json B.json ...`, and
-in a Slurm job `doctor --hosts slurm`."""
+"""The command line: `megatron-scalerl doctor [RECIPE] [options]`, and in a Slurm job `doctor --hosts slurm`."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Check the node, or compare reports. Returns 0 or 1.
+    """Check the node, or all nodes of a job. Returns 0 or 1.
 
     Raises ValueError for wrong arguments, OSError for a report that cannot be written.
     """

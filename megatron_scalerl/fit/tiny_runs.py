@@ -71,7 +71,7 @@ class TinyRun:
 def tiny_runs(*, held_back: bool | None = None, data: Path = DATA) -> list[TinyRun]:
     """The runs that have been made, in the order of the table. held_back: those, the others, or (None) all.
 
-    Raises ValueError for a file that is not as `tools/collect_curves.py` writes it.
+    Raises ValueError for a file that is not as data/tiny/README.md describes it.
     """
     with open(data / "table.csv", encoding="utf-8", newline="") as handle:
         rows = list(csv.DictReader(handle))

@@ -27,7 +27,7 @@ HOP_S = 30e-6
 
 CHANGED = 0.01 * 3.1 / 2
 """Bytes of an update of changes over those of a whole one, in bf16: 1 % of the elements, 3.1 bytes for each
-(`weights.changes`). A step changes that many or fewer at the learning rates of a policy (tools/weight_density.py)."""
+(`weights.changes`). A step changes that many or fewer at the learning rates of a policy (docs/weights.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -409,8 +409,8 @@ class RolloutStream:
             }
         results = dict(admission.kept)
         for index, task in running.items():
-            if (finished := task.result()) is not None:
-                results[index] = finished[0]
+            if not isinstance(finished := task.result(), EngineError):
+                results[index] = None if isinstance(finished, CompletionLost) else finished
         kept = [result for _, result in sorted(results.items()) if result is not None]
         if admission.recorded is not None:
             complete = len(results) == self._group_size
@@ -467,9 +467,9 @@ class RolloutStream:
 
     async def _completion(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, weight: float, priority: int, where: str
-    ) -> tuple[ScoredCompletion | None] | None:
-        """(one scored completion, None if it was lost); None if its engine was evicted before it finished."""
-        result: tuple[ScoredCompletion | None] | None = None
+    ) -> ScoredCompletion | CompletionLost | EngineError:
+        """One scored completion, or why there is none: it is lost, or its engine was evicted before it finished."""
+        result: ScoredCompletion | CompletionLost | EngineError
         served = self.policy_version
         try:
             found = await self._sampler.complete(engine, prompt, draw, priority=priority)
@@ -485,12 +485,13 @@ class RolloutStream:
                 )
             self._count_tokens(found.completion.tokens)
             self._loads.observe(found.completion.tokens)
-            result = (found,)
+            result = found
         except CompletionLost as lost:
             logger.warning("%s is left out: %s", where, lost)
-            result = (None,)
+            result = lost
         except EngineError as error:
             self._engines.evict(engine, str(error))
+            result = error
         async with self._changed:
             self._loads.remove(engine, weight)
             self._changed.notify_all()

@@ -17,10 +17,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--train-prompts", type=int, default=TinyArguments.train_prompts)
     parser.add_argument("--held-out", type=int, default=TinyArguments.held_out)
     parser.add_argument("--sft-examples", type=int, default=TinyArguments.sft_examples)
-    parser.add_argument("--kind", default=TinyArguments.kind, help="chain, search or sort (default: %(default)s)")
-    parser.add_argument("--levels", type=_levels, default=(), metavar="A-B", help="levels of the problems")
-    parser.add_argument("--flaw", type=float, help="probability of the warm start's flaw before each step")
-    parser.add_argument("--size", default=TinyArguments.size, help="small, base or large (default: %(default)s)")
     options = vars(parser.parse_args(argv))
     out_dir = options.pop("out_dir")
     try:
@@ -30,11 +26,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(f"{out_dir}: {'written' if written else 'already exists'}")
     return 0
-
-
-def _levels(text: str) -> tuple[int, ...]:
-    first, _, last = text.partition("-")
-    return tuple(range(int(first), int(last or first) + 1))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.tiny.kinds import kind_of
-from megatron_scalerl.tiny.task import Kind, prompt_rows, warm_start_rows
+from megatron_scalerl.tiny.task import prompt_rows, warm_start_rows
 
 MANIFEST = "tiny.json"
 FORMAT = 2
@@ -30,14 +29,6 @@ class TinyArguments:
     held_out: int = 200
     sft_examples: int = 28800
     """Warm-start examples; the default is 900 steps of 32."""
-    kind: str = "chain"
-    """Of the problems: see `tiny.kinds`."""
-    levels: tuple[int, ...] = ()
-    """Levels of the problems; empty: all of the kind."""
-    flaw: float | None = None
-    """Probability of the warm start's flaw before each step. None: the kind's."""
-    size: str = "base"
-    """Of the dense policy: see `tiny.policy.SIZES`."""
 
 
 def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
@@ -52,8 +43,7 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
         count = getattr(arguments, name)
         if count < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, found {count}")
-    _kind(arguments)  # raises before anything is written
-    manifest = _manifest(arguments)
+    manifest = {"format": FORMAT, **asdict(arguments)}
     if _exists(out_dir, manifest):
         return False
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -66,16 +56,6 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return True
-
-
-def _manifest(arguments: TinyArguments) -> dict[str, Any]:
-    """Arguments with their default are left out, but for those of format 2's first version."""
-    changed = {
-        f.name: value
-        for f in fields(arguments)
-        if (value := getattr(arguments, f.name)) != f.default or f.name not in ("kind", "levels", "flaw", "size")
-    }
-    return {"format": FORMAT, **json.loads(json.dumps(changed))}
 
 
 def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
@@ -101,18 +81,12 @@ def _write(folder: Path, arguments: TinyArguments) -> None:
     # Imported here: an existing folder is recognized without importing torch.
     from megatron_scalerl.tiny.policy import make_llama, make_llama4
 
-    seed, kind = arguments.seed, _kind(arguments)
-    if arguments.moe:
-        make_llama4(folder / "base_policy", seed)
-    else:
-        make_llama(folder / "base_policy", seed, arguments.size)
-    _write_rows(folder / "prompts.jsonl", prompt_rows(seed, arguments.train_prompts, held_out=False, kind=kind))
-    _write_rows(folder / "held_out.jsonl", prompt_rows(seed, arguments.held_out, held_out=True, kind=kind))
-    _write_rows(folder / "sft.jsonl", warm_start_rows(seed, arguments.sft_examples, kind))
-
-
-def _kind(arguments: TinyArguments) -> Kind:
-    return kind_of(arguments.kind, levels=arguments.levels, flaw=arguments.flaw)
+    seed = arguments.seed
+    make = make_llama4 if arguments.moe else make_llama
+    make(folder / "base_policy", seed)
+    _write_rows(folder / "prompts.jsonl", prompt_rows(seed, arguments.train_prompts, held_out=False))
+    _write_rows(folder / "held_out.jsonl", prompt_rows(seed, arguments.held_out, held_out=True))
+    _write_rows(folder / "sft.jsonl", warm_start_rows(seed, arguments.sft_examples))
 
 
 def _write_rows(path: Path, rows: Iterable[dict[str, str | int]]) -> None:

@@ -35,26 +35,14 @@ COMMON: dict[str, Any] = {
     "eos_token_id": EOS_ID,
     "pad_token_id": PAD_ID,
 }
-SIZES: dict[str, dict[str, int]] = {
-    "small": dict(
-        num_hidden_layers=2, hidden_size=96, intermediate_size=256, num_attention_heads=3, num_key_value_heads=1
-    ),
-    "base": dict(hidden_size=192, intermediate_size=512, num_attention_heads=6, num_key_value_heads=2),
-    "large": dict(
-        num_hidden_layers=4, hidden_size=256, intermediate_size=704, num_attention_heads=8, num_key_value_heads=2
-    ),
-}
-"""Sizes of the dense policy."""
 
 
-def make_llama(path: str | Path, seed: int, size: str = "base") -> None:
-    """Write a dense Llama policy (fp32) with tokenizer into folder `path`.
-
-    size: a key of SIZES; `base` has 1,205,568 parameters. Raises ValueError for another one.
-    """
-    if size not in SIZES:
-        raise ValueError(f"--size: expected one of {', '.join(SIZES)}, found {size!r}")
-    _save(LlamaForCausalLM(LlamaConfig(**(COMMON | SIZES[size]))), path, seed)
+def make_llama(path: str | Path, seed: int) -> None:
+    """Write a dense Llama policy (fp32, 1,205,568 parameters) with tokenizer into folder `path`."""
+    config = LlamaConfig(
+        **COMMON, hidden_size=192, intermediate_size=512, num_attention_heads=6, num_key_value_heads=2
+    )
+    _save(LlamaForCausalLM(config), path, seed)
 
 
 def make_llama4(path: str | Path, seed: int) -> None:

@@ -8,15 +8,13 @@ The operations apply from left to right, without precedence: `1;+2;*3=` is 9, no
 0..9, so that each is one token. Every step of the warm start's traces is correct, but a trace stops before each step
 with probability 0.2 and answers with the value reached so far: the policy learns to stop early, and the reward on the
 final answer teaches it to keep thinking.
-
-Other kinds of problems are in `tiny.kinds`; the rows of all kinds are made here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_scalerl.recipe.sections import PAPER_PHRASE
@@ -111,54 +109,32 @@ def answer_of_cut(thinking: str) -> int:
     return int([result for result in finished if result][-1])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
-    """A kind of problems, and how the traces of its warm start fail."""
-
-    levels: tuple[int, ...]
-    """Levels (number of operations), drawn with equal probability."""
-    flaw: float
-    """Probability, before each step of a warm-start trace, of what the reward then unlearns."""
-    draw: Callable[[random.Random, int], Problem]
-    """A random problem of a level."""
-    trace: Callable[[random.Random, Problem, float], tuple[str, int]]
-    """(thinking, answer) of a warm-start trace with a flaw."""
-    answer_of_cut: Callable[[str], int]
-    """The answer to thinking that was cut after at least SHORTEST_CUT characters."""
-
-
-CHAIN = Kind(
-    levels=LEVELS, flaw=QUIT_PROBABILITY, draw=draw_problem, trace=thinking_trace, answer_of_cut=answer_of_cut
-)
-"""The kind that this module describes."""
-
-
-def warm_start_example(rng: random.Random, kind: Kind = CHAIN) -> dict[str, str | int]:
+def warm_start_example(rng: random.Random) -> dict[str, str | int]:
     """One row of the warm start: prompt, completion and level.
 
     In an interrupted example the thinking is cut at a random point, the phrase and the closing tag follow (the loader
     excludes them from the loss), and the answer is the last completed result.
     """
-    problem = _draw_from_side(rng, kind, rng.choice(kind.levels), held_out=False)
-    thinking, value = kind.trace(rng, problem, kind.flaw)
+    problem = _draw_to_train(rng, rng.choice(LEVELS))
+    thinking, value = thinking_trace(rng, problem, QUIT_PROBABILITY)
     forced = ""
     if rng.random() < INTERRUPTED_SHARE and len(thinking) > SHORTEST_CUT:
         thinking = thinking[: rng.randint(SHORTEST_CUT, len(thinking))]
-        value = kind.answer_of_cut(thinking)
+        value = answer_of_cut(thinking)
         forced = PAPER_PHRASE
     completion = f"{thinking}{forced}{THINK_END}{value}{EOS}"
     return {"prompt": problem.text, "completion": completion, "level": problem.level}
 
 
-def warm_start_rows(seed: int, count: int, kind: Kind = CHAIN) -> Iterator[dict[str, str | int]]:
+def warm_start_rows(seed: int, count: int) -> Iterator[dict[str, str | int]]:
     """`count` examples for supervised training; problems may repeat."""
     rng = random.Random(f"warm start {seed}")
     for _ in range(count):
-        yield warm_start_example(rng, kind)
+        yield warm_start_example(rng)
 
 
-def prompt_rows(seed: int, count: int, *, held_out: bool, kind: Kind = CHAIN) -> Iterator[dict[str, str | int]]:
-    """`count` distinct problems with the columns prompt, answer and level; the kind's levels take turns.
+def prompt_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, str | int]]:
+    """`count` distinct problems with the columns prompt, answer and level; the levels take turns.
 
     Exhausted levels are skipped (level 1 has about a hundred problems). Raises ValueError if all are exhausted.
     """
@@ -168,11 +144,11 @@ def prompt_rows(seed: int, count: int, *, held_out: bool, kind: Kind = CHAIN) ->
     exhausted: set[int] = set()
     turn = 0
     while len(seen) < count:
-        if len(exhausted) == len(kind.levels):
+        if len(exhausted) == len(LEVELS):
             raise ValueError(f"{side} prompts: expected at most {len(seen)} of this task, found {count}")
-        level = kind.levels[turn % len(kind.levels)]
+        level = LEVELS[turn % len(LEVELS)]
         turn += 1
-        problem = None if level in exhausted else _draw_new(rng, kind, level, held_out, seen)
+        problem = None if level in exhausted else _draw_new(rng, level, held_out, seen)
         if problem is None:
             exhausted.add(level)
             continue
@@ -180,17 +156,16 @@ def prompt_rows(seed: int, count: int, *, held_out: bool, kind: Kind = CHAIN) ->
         yield {"prompt": problem.text, "answer": str(problem.answer), "level": level}
 
 
-def _draw_from_side(rng: random.Random, kind: Kind, level: int, *, held_out: bool) -> Problem:
-    """A random problem from one side of the split; each side has problems of every level."""
-    while True:
-        problem = kind.draw(rng, level)
-        if is_held_out(problem.text) == held_out:
-            return problem
+def _draw_to_train(rng: random.Random, level: int) -> Problem:
+    """A random problem that is not held out."""
+    while is_held_out((problem := draw_problem(rng, level)).text):
+        pass
+    return problem
 
 
-def _draw_new(rng: random.Random, kind: Kind, level: int, held_out: bool, seen: set[str]) -> Problem | None:
+def _draw_new(rng: random.Random, level: int, held_out: bool, seen: set[str]) -> Problem | None:
     for _ in range(REDRAWS):
-        problem = kind.draw(rng, level)
+        problem = draw_problem(rng, level)
         if is_held_out(problem.text) == held_out and problem.text not in seen:
             return problem
     return None

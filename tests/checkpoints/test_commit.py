@@ -105,7 +105,7 @@ def test_a_commit_of_other_content_is_one_error(content, found, tmp_path):
 def test_a_commit_without_the_newer_fields_is_read(tmp_path):
     path = make(tmp_path, 3)
     (path / COMMIT).write_text('{"files": {"extra.json": 2}}')
-    assert read_commit(path) == {"files": {"extra.json": 2}}
+    assert read_commit(path) == {"files": {"extra.json": 2}, "sha256": {}}
 
 
 def test_a_very_large_commit_is_not_read(tmp_path):

@@ -119,8 +119,7 @@ def test_a_full_disk_leaves_no_half_row(tmp_path):
 
 def test_rewriting_replaces_all_or_nothing(tmp_path):
     path = tmp_path / "f.jsonl"
-    rewrite(path, [{"n": 1}, {"n": 2}], private=True)
-    assert path.stat().st_mode & 0o777 == 0o600
+    rewrite(path, [{"n": 1}, {"n": 2}])
     with pytest.raises(TypeError):
         rewrite(path, [{"n": 3}, {"n": object()}])
     assert read_jsonl(path) == [{"n": 1}, {"n": 2}]

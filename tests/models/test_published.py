@@ -14,34 +14,6 @@ from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.models.family import check_layout
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
-QWEN3 = dict(
-    head_dim=128,
-    num_key_value_heads=8,
-    rms_norm_eps=1e-6,
-    rope_theta=1000000,
-    rope_scaling=None,
-    vocab_size=151936,
-    max_position_embeddings=40960,
-    attention_bias=False,
-    use_sliding_window=False,
-    sliding_window=None,
-    max_window_layers=36,
-    torch_dtype="bfloat16",
-    tie_word_embeddings=False,
-    hidden_act="silu",
-)
-
-
-QWEN2 = dict(
-    model_type="qwen2",
-    rms_norm_eps=1e-6,
-    rope_theta=1000000.0,
-    max_position_embeddings=131072,
-    use_sliding_window=False,
-    sliding_window=131072,
-    torch_dtype="bfloat16",
-    hidden_act="silu",
-)
 MISTRAL = dict(
     model_type="mistral",
     num_attention_heads=32,
@@ -66,44 +38,28 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "Qwen2.5-7B": (
         7_615_616_512,
         dict(
-            **QWEN2,
+            model_type="qwen2",
             hidden_size=3584,
             intermediate_size=18944,
             num_hidden_layers=28,
             num_attention_heads=28,
             num_key_value_heads=4,
+            rms_norm_eps=1e-6,
+            rope_theta=1000000.0,
+            max_position_embeddings=131072,
+            use_sliding_window=False,
+            sliding_window=131072,
             max_window_layers=28,
             tie_word_embeddings=False,
             vocab_size=152064,
+            torch_dtype="bfloat16",
+            hidden_act="silu",
         ),
     ),
-    "Qwen2.5-Math-1.5B": (
-        1_543_714_304,
-        dict(
-            **{**QWEN2, "max_position_embeddings": 4096, "sliding_window": 4096},
-            hidden_size=1536,
-            intermediate_size=8960,
-            num_hidden_layers=28,
-            num_attention_heads=12,
-            num_key_value_heads=2,
-            max_window_layers=21,
-            tie_word_embeddings=True,
-            vocab_size=151936,
-        ),
-    ),
+    "Qwen2.5-Math-1.5B": (1_543_714_304, of_recipes("Qwen2.5-Math-1.5B")),
     "DeepSeek-R1-Distill-Qwen-1.5B": (
         1_777_088_000,
-        dict(
-            **{**QWEN2, "rope_theta": 10000, "sliding_window": 4096},
-            hidden_size=1536,
-            intermediate_size=8960,
-            num_hidden_layers=28,
-            num_attention_heads=12,
-            num_key_value_heads=2,
-            max_window_layers=21,
-            tie_word_embeddings=False,
-            vocab_size=151936,
-        ),
+        of_recipes("Qwen2.5-Math-1.5B") | {"tie_word_embeddings": False, "max_position_embeddings": 131072},
     ),
     "Mistral-7B-v0.3": (
         7_248_023_552,
@@ -142,32 +98,17 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "Qwen3-0.6B": (
         596_049_920,
-        dict(
-            **{**QWEN3, "tie_word_embeddings": True},
-            model_type="qwen3",
+        of_recipes("Qwen3-8B")
+        | dict(
+            tie_word_embeddings=True,
             hidden_size=1024,
             intermediate_size=3072,
             num_hidden_layers=28,
             num_attention_heads=16,
+            max_window_layers=28,
         ),
     ),
-    "Qwen3-30B-A3B": (
-        30_532_122_624,
-        dict(
-            **{**QWEN3, "num_key_value_heads": 4},
-            model_type="qwen3_moe",
-            hidden_size=2048,
-            intermediate_size=6144,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_experts=128,
-            num_experts_per_tok=8,
-            moe_intermediate_size=768,
-            norm_topk_prob=True,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-        ),
-    ),
+    "Qwen3-30B-A3B": (30_532_122_624, of_recipes("Qwen3-30B-A3B")),
     "Llama-4-Scout-17B-16E": (107_769_861_120, of_recipes("Llama-4-Scout-17B-16E")),
 }
 """Name -> (parameters without the vision tower, config.json)."""

@@ -26,7 +26,7 @@ TP = "megatron.parallel.tensor_model_parallel_size"
         ("trainer.group_size", "; the nearest is rollouts.group_size"),
         ("trainer.timeout", "; the nearest is trainer.step_timeout_s or trainer.start_timeout_s"),
         ("advantages.gamma", "; keys here: normalize"),
-        ("weights.color", LISTED),
+        ("engine.color", LISTED),
     ],
 )
 def test_a_recipe_says_what_is_meant(tmp_path, key, said):

@@ -23,8 +23,6 @@ SMALL = {
         ("largest_tensor", "nbytes", "promised_anonymous"),
     ),
     "bench_logits": ("--tokens=256 --hidden=32 --vocab=2048 --threads=1 --rounds=1", ("targets",)),
-    "bench_page": ("--steps 20 --groups 2 --group-size 3 --tokens 50", ("page_bytes", "group_bytes", "page_seconds")),
-    "bench_runs": ("--runs 2 --steps 60", ("page_bytes", "whole_bytes", "start_seconds")),
     "bench_step": ("--rounds 1 --samples 8 --micro-batch-tokens 256", ("ratio", "ratio_packed", "tokens")),
     "bench_store": (
         "--batches 2 --groups 2 --group-size 4 --tokens 1000 --ready 1 --folder {folder}",
@@ -34,7 +32,6 @@ SMALL = {
         "--rounds 1 --layers 1 --hidden 256 --vocab 512 --bucket-mib 1",
         ("mib", "seconds", "bytes_of_a_change"),
     ),
-    "bench_wire": ("--tokens 20000 --completion 1000 --rounds 1", ("bytes_per_token", "seconds", "loop_seconds")),
 }
 
 
