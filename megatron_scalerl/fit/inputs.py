@@ -77,7 +77,9 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     if (path / "validation.jsonl").is_file():
         return [_read_run_folder(path, options)]
     if (path / "recipe.yaml").is_file():
-        raise ValueError(f"{path}: expected a run folder with validation.jsonl, from its first validation, found none")
+        raise ValueError(
+            f"{path}: expected a run folder with validation.jsonl, from its first validation, found none"
+        )
     curves: list[Curve] = []
     failed: list[ValueError] = []
     tables = read_tables(path)
