@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`megatron-scalerl watch RUN` shows the same with all completions. Of a run with weight updates it imports "
         "torch, for the planner's prediction of them, where the policy's config.json is there."
     )
+    parser.epilog = "example:\n  megatron-scalerl report runs/my_run --html page.html"
     parser.add_argument("run_dir", metavar="RUN", help="folder of the run; with --html also of runs")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run, at most 25 MB")
     parser.add_argument(
