@@ -1,3 +1,3 @@
 """megatron_scalerl: reinforcement learning of reasoning policies at scale, made predictable."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -319,18 +319,18 @@ def _attempt(
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown: fault, tries, what happened, seconds until the run went on."""
-    lines = ["| process | fault | moment | engines | tries | as without the fault | until the run went on |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    kinds = sorted({(r["victim"], r["fault"], r["at"], r["real"]) for r in rows if r["happened"]})
-    for victim, fault, at, real in kinds:
-        same = [r for r in rows if (r["victim"], r["fault"], r["at"], r["real"]) == (victim, fault, at, real)]
+    lines = ["| process | fault | engines | tries | as without the fault | until the run went on |"]
+    lines.append("|---|---|---|---|---|---|")
+    kinds = sorted({(r["victim"], r["fault"], r["real"]) for r in rows if r["happened"]})
+    for victim, fault, real in kinds:
+        same = [r for r in rows if (r["victim"], r["fault"], r["real"]) == (victim, fault, real)]
         same = [r for r in same if r["happened"]]
         seconds = sorted(r["went_on_s"] for r in same if r["went_on_s"] is not None)
         good = sum(not r["wrong"] for r in same)
         spread = f"{statistics.median(seconds):.1f} s ({seconds[0]:.1f} to {seconds[-1]:.1f})" if seconds else "-"
         engines = "vLLM" if real else "stand-in"
         name = f"SIG{fault}" if fault in ("KILL", "STOP") else fault
-        lines.append(f"| {victim} | {name} | {at} | {engines} | {len(same)} | {good} | {spread} |")
+        lines.append(f"| {victim} | {name} | {engines} | {len(same)} | {good} | {spread} |")
     return "\n".join(lines)
 
 

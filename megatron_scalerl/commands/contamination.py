@@ -18,6 +18,7 @@ WIDTH = 200
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = "List the training prompts that have a sequence of words in common with evaluation problems."
+    parser.epilog = "example:\n  megatron-scalerl contamination data/math.jsonl --data math500.jsonl"
     parser.add_argument(
         "training",
         nargs="+",

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Write the policy of a run's newest checkpoint as a Hugging Face folder, which transformers and vLLM load."
     )
+    parser.epilog = "example:\n  megatron-scalerl export runs/my_run --out models/trained"
     parser.add_argument("run_dir", metavar="RUN", help="folder of the run")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
 

@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "instead: one file that needs no network; of a folder of runs, the list of them with their curves. "
         "`megatron-scalerl watch RUN` shows the same with all completions."
     )
+    parser.epilog = "example:\n  megatron-scalerl report runs/my_run --html page.html"
     parser.add_argument("run_dir", metavar="RUN", help="folder of the run; with --html also of runs")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run, at most 25 MB")
     parser.add_argument(

@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "one plot, where their recipes differ, and the page of each. It follows the runs while they write, and "
         "writes nothing itself. Ctrl-C ends it."
     )
+    parser.epilog = "example:\n  megatron-scalerl watch runs/my_run"
     parser.add_argument("run_dir", metavar="RUN", nargs="?", help="folder of the run, or of runs")
     parser.add_argument("--demo", action="store_true", help="show a small recorded run of this package")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port; by default one that is free")

@@ -154,7 +154,7 @@ def spread(recipes: Sequence[Runs]) -> float:
 def sharing_seeds(seeds: Sequence[tuple[int | None, ...]]) -> list[int]:
     """[recipes] a number that recipes have in common which share at least two seeds, directly or through others.
 
-    seeds: [recipes][runs]. A recipe with an unknown seed, or with one twice, shares none.
+    seeds: [recipes, runs]. A recipe with an unknown seed, or with one twice, shares none.
     """
     known = [set(own) if None not in own and len(set(own)) == len(own) else set() for own in seeds]
     parts = list(range(len(seeds)))

@@ -1,0 +1,51 @@
+"""The generated pages of the site have every setting and every command; the README is read in a minute."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from megatron_scalerl.__main__ import COMMANDS
+from megatron_scalerl.recipe import Recipe
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")  # which the page sets
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_setting_has_a_row_with_its_default_and_meaning(reference):
+    text = "\n".join(reference.settings())
+    for name, field in Recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            section = text.split(f"\n## {name}\n", 1)[1].split("\n## ", 1)[0]
+            assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(field.annotation.model_fields)
+    rows = [re.split(r"(?<!\\)\|", line) for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) >= 150 and all(len(row) == 5 and row[2].strip() and row[3].strip() for row in rows)
+    assert "| `max_is_weight` | `5.0` |" in text and "| `path` | required | Hugging Face folder" in text
+
+
+def test_every_command_has_its_help(reference):
+    text = "\n".join(reference.commands())
+    assert re.findall(r"^## (\S+)$", text, re.MULTILINE) == list(COMMANDS)
+    assert all(f"usage: megatron-scalerl {name} " in text for name in COMMANDS)
+
+
+def test_the_readme_is_short_and_begins_with_a_picture():
+    lines = (ROOT / "README.md").read_text(encoding="utf8").splitlines()
+    assert len(lines) <= 110 and any(line.startswith("![") for line in lines[:6])
+
+
+def test_every_command_s_help_has_an_example(reference):
+    helps = "\n".join(reference.commands()).split("\n## ")[1:]
+    assert [
+        text.split()[0] for text in helps if not re.search(r"^examples?:\n  megatron-scalerl", text, re.MULTILINE)
+    ] == []

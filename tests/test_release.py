@@ -1,0 +1,114 @@
+"""The archives of a release: built, installed in an empty environment, and complete."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import megatron_scalerl
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("megatron_scalerl", "recipes", "examples")
+FILES = (
+    "setup.cfg",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+)
+BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+VERSION = megatron_scalerl.__version__
+
+
+def test_the_version_is_the_same_everywhere():
+    assert f"\nversion = {VERSION}\n" in (ROOT / "setup.cfg").read_text()
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == VERSION
+    assert f"\n## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+def test_every_file_of_github_is_yaml(path):
+    """Workflows name their jobs and rights, issue forms what they ask."""
+    found = yaml.safe_load(path.read_text())
+    if path.parent.name == "workflows":
+        assert found["permissions"] == {"contents": "read"} and all(job["steps"] for job in found["jobs"].values())
+    elif path.name != "config.yml":
+        assert found["name"] and found["description"] and {part["type"] for part in found["body"]} & {"textarea"}
+
+
+def run(*command, folder, **variables):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    """(wheel, source archive), the wheel built from the unpacked source archive, as `python -m build` does."""
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
+    for name in PARTS:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, tree / name)
+    run(sys.executable, "-c", BUILD, "build_sdist", str(out), folder=tree)
+    [source] = out.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        archive.extractall(out / "unpacked", filter="data")
+    [unpacked] = (out / "unpacked").iterdir()
+    run(sys.executable, "-c", BUILD, "build_wheel", str(out), folder=unpacked)
+    [wheel] = out.glob("*.whl")
+    return wheel, source
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_file_of_the_package(archives):
+    wheel, _ = archives
+    assert wheel.name == f"megatron_scalerl-{VERSION}-py3-none-any.whl"
+    package = ROOT / "megatron_scalerl"
+    paths = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    wanted = {path.relative_to(ROOT).as_posix() for path in paths}
+    assert {"megatron_scalerl/py.typed", "megatron_scalerl/fit/data/points.csv"} <= wanted
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert packed == wanted
+
+
+@pytest.mark.slow
+def test_the_source_archive_has_recipes_and_examples(archives):
+    _, source = archives
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml")}
+    assert recipes | {"examples/quickstart.sh", "LICENSE", "CHANGELOG.md"} <= names
+    assert not any(name.startswith("tests/") for name in names)
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_and_its_quickstart_runs(archives, tmp_path):
+    """In an environment that has nothing else; the dependencies are those of this one, on the path behind it."""
+    wheel, _ = archives
+    venv.create(tmp_path / "env", with_pip=True)
+    python, program = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "megatron-scalerl"
+    run(str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel), folder=tmp_path)
+    assert VERSION in run(str(program), "--version", folder=tmp_path)
+    [site] = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    where = run(str(python), "-c", "import megatron_scalerl; print(megatron_scalerl.__file__)", folder=tmp_path)
+    assert Path(where.strip()).is_relative_to(site)
+    curve = site / "megatron_scalerl" / "fit" / "data" / "points.csv"
+    told = run(str(program), "fit", str(curve), "--series", "figure=fig1a_scalerl_100k", "--series",
+               "series=ScaleRL-bs2048-8B", "--r0", "0.4018", "--html", "report.html", folder=tmp_path)  # fmt: skip
+    assert "verdict: " in told and (tmp_path / "report.html").stat().st_size
