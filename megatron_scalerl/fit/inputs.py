@@ -40,6 +40,7 @@ _TOTAL = re.compile(r"\b(?:total|attempted|attempts|n|num problems|problems)\b")
 """In the name of a column with the number of problems, beside which whole numbers are counts."""
 FEW_ROWS, MANY_RUNS = 3, 24
 """Rows of a run, below which it cannot be fitted; and runs of one table that are fitted unasked."""
+CLOCK = "a time of day; export steps or the relative time, or choose with --compute"
 Check = tuple[str, Callable[[float], bool]]
 """(what is expected, whether a number is it)."""
 SIZE: Check = ("a whole number >= 1", lambda value: value >= 1 and value % 1 == 0)
@@ -77,7 +78,9 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     if (path / "validation.jsonl").is_file():
         return [_read_run_folder(path, options)]
     if (path / "recipe.yaml").is_file():
-        raise ValueError(f"{path}: expected a run folder with validation.jsonl, from its first validation, found none")
+        raise ValueError(
+            f"{path}: expected a run folder with validation.jsonl, from its first validation, found none"
+        )
     curves: list[Curve] = []
     failed: list[ValueError] = []
     tables = read_tables(path)
@@ -205,7 +208,7 @@ def _validations_without_measure(table: TableFile) -> list[str]:
 def _plain(value: Any) -> Any:
     """The number of a cell of plain digits, else the cell."""
     try:
-        return value if isinstance(value, bool) else float(value)
+        return value if isinstance(value, bool) else columns.number(value)
     except (TypeError, ValueError, OverflowError):
         return value
 
@@ -361,6 +364,8 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
     else:
         known = [table.x] if table.x else columns.computes(table.columns)
         known = [c for c in known if any(_has_number(row, c) for row in measured)] or known
+        for is_axis in (columns.is_step_name, lambda cell: columns.is_time_of_day("", str(cell))):
+            known = known or [c for c in table.columns if all(is_axis(row.get(c)) for row in measured)]
         steps = [c for c in known if columns.unit_of(c) == "steps"]
         usable = known if options.hours_per_step is None else steps or known
         usable = [c for c in usable if _grows([_plain(row.get(c)) for row in measured])] or usable
@@ -372,7 +377,8 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
     units = [(n, row["unit"]) for n, row in table.rows if not _blank(row.get("unit"))] if column == "compute" else []
     if units:
         _same(table, "unit", units)
-    unit = str(units[0][1]) if units else columns.unit_of(column)
+    unit = "steps" if columns.is_step_name(measured[0].get(column)) else columns.unit_of(column)
+    unit = str(units[0][1]) if units else unit
     if options.hours_per_step is None:
         return column, 1.0, unit
     if unit != "steps":
@@ -401,8 +407,7 @@ def _points(
             continue
         if x < 0 or columns.is_time_of_day(compute, x):
             expected = "compute >= 0" if x < 0 else "compute since the start"
-            what = f"{x:g}" if x < 0 else "a time of day; export steps or the relative time, or choose with --compute"
-            raise refused(table.path, expected, what, f"row {number}", compute)
+            raise refused(table.path, expected, f"{x:g}" if x < 0 else CLOCK, f"row {number}", compute)
         found.append(_Point(x * scale, y, row, number))
     if not found:
         raise refused(table.path, f"rows with {score} and {compute}", "none")
@@ -497,12 +502,14 @@ def _number(table: TableFile, number: int, column: str, row: Row) -> float | Non
     if value is None or (isinstance(value, str) and value.strip().lstrip("+-").lower() in MISSING):
         return None
     try:
-        text = value.strip().removesuffix("%") if isinstance(value, str) else value
-        parsed = float(text)
+        parsed = columns.number(value)
     except (TypeError, ValueError, OverflowError):
-        parsed = None
-    if parsed is None:
-        raise refused(table.path, "a finite number", f"{value!r:.80}", f"row {number}", column)
+        expected, found = (
+            ("compute since the start", CLOCK)
+            if columns.is_time_of_day(column, value)
+            else ("a finite number", f"{value!r:.80}")
+        )
+        raise refused(table.path, expected, found, f"row {number}", column) from None
     return parsed if math.isfinite(parsed) else None
 
 
