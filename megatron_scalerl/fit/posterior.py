@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_scalerl.fit.noise import binomial
 from megatron_scalerl.fit.observations import Observations, correlation, covariance
-from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, Bounds, Discrepancy, Prior
+from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, DEPARTURE, Bounds, Discrepancy, Prior
 from megatron_scalerl.fit.sigmoid import PARAMETERS, Array
 
 Index = NDArray[np.integer[Any]]
@@ -50,6 +50,8 @@ class Posterior:
     """[draws] variance of one measurement."""
     hypothesis: Index
     """[draws] index into `discrepancies`."""
+    departs: NDArray[np.bool_]
+    """[draws] whether the run leaves its curve after the fitted part."""
     seed: int
 
     @property
@@ -72,7 +74,7 @@ class Posterior:
         return self.observations.pass_rate - self.curves(self.observations.compute)
 
     def true_pass_rate(self, compute: Array) -> tuple[Array, Array]:
-        """Mean and variance, both [draws, len(compute)], of the noise-free pass rate: sigmoid plus discrepancy."""
+        """Mean and variance, both [draws, len(compute)], of the true pass rate: sigmoid plus deviations."""
         obs, new = self.observations, self._log(compute)
         mean = self.curves(compute)
         variance = np.zeros_like(mean)
@@ -86,6 +88,8 @@ class Posterior:
             mean[rows] += residual[rows] @ (inverse @ cross.T)
             left = obs.ratio(hypothesis) - ((cross @ inverse) * cross).sum(axis=1)
             variance[rows] = np.maximum(left, 0.0) * self.noise_variance[rows, None]
+        gained = self.curves(np.array([obs.scale])) - self.initial[:, None]
+        variance[self.departs] += (DEPARTURE * gained[self.departs]) ** 2 * np.maximum(new, 0.0)
         return mean, variance
 
     def measured(self, compute: Array, completions: Array | None = None) -> tuple[Array, Array]:
@@ -145,6 +149,7 @@ def sample(
         initial=initial,
         noise_variance=np.ones(draws),
         hypothesis=hypothesis,
+        departs=np.random.default_rng([seed, 3]).random(draws) < prior.departing,
         seed=seed,
     )
     if fixed_asymptote is None:

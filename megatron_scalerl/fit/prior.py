@@ -70,6 +70,8 @@ class Prior:
     """Shape of the inverse-gamma prior for an unknown validation size: much weaker."""
     discrepancies: tuple[Discrepancy, ...]
     """The hypotheses on the discrepancy, averaged by their posterior weights."""
+    departing: float = 0.04
+    """Probability that the run leaves its curve after the fitted part, of which no point can tell (`DEPARTURE`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,9 @@ DISCREPANCIES = tuple(
 )
 """None, small ones, a slow drift that is nearly a random walk, and a collapse: chosen by the back-test
 (docs/forecast_method.md), not learned."""
+DEPARTURE = 0.3
+"""Step of a departing run, a random walk in log compute from the last fitted point on: its standard deviation over a
+factor of e in compute, as a share of what the run has gained so far. Chosen by the same back-test."""
 DEFAULT_PRIOR = Prior(
     kinds=(
         Kind(
@@ -165,5 +170,6 @@ FLAT_PRIOR = replace(
     wide(exponent_sd=1e3, midpoint_sd=1e3, discrepancies=(Discrepancy(deviation=0.0, length=1.0, weight=1.0),)),
     noise_shape=0.5,
     unknown_noise_shape=0.5,
+    departing=0.0,
 )
 """Flat, with independent noise: its intervals are the narrowest that the paper's least squares justifies."""
