@@ -42,11 +42,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "inputs", nargs="+", metavar="INPUT", help="run folder, or file of W&B, TRL, verl, TensorBoard and others"
     )
     p.add_argument("--compute", metavar="COL", help="column with the compute (or the step)")
-    p.add_argument("--score", metavar="COL", help="column with the pass rate")
+    p.add_argument("--score", metavar="COL", help="column with the pass rate; of a task, pass_rate/TASK")
     p.add_argument("--score-range", metavar="LO,HI", help="range of the score, mapped to [0, 1]: --score-range=-1,1")
-    p.add_argument(
-        "--task", metavar="NAME", help="task of a mixture, from the columns pass_rate/NAME and prompts/NAME"
-    )
     p.add_argument(
         "--series",
         metavar="COL=VALUE",
@@ -124,7 +121,6 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
     columns = ColumnOptions(
         compute=options.compute,
         score=options.score,
-        task=options.task,
         series=tuple(series),
         score_range=(ends[0], ends[1]) if ends else None,
         hours_per_step=options.hours_per_step,
@@ -266,7 +262,7 @@ def _print(runs: list["RunReport"], comparison: "Comparison | None", options: ar
 
 
 def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: argparse.Namespace) -> None:
-    from megatron_scalerl.fit.plot import plot_comparison, plot_efficiency, plot_forecast
+    from megatron_scalerl.fit.plot import plot_comparison, plot_forecast
 
     fits = [run.fit for run in runs]
     computes = [p.compute for run in runs for p in run.predictions] if options.predict else []
@@ -281,7 +277,6 @@ def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: arg
         if path.suffix == ".png":
             plot_forecast(path.with_suffix(".svg"), fits, **figure)
         if comparison is not None:
-            plot_efficiency(path.with_name(f"{path.stem}_efficiency{path.suffix}"), comparison)
             plot_comparison(path.with_name(f"{path.stem}_comparison{path.suffix}"), comparison)
     if not options.html:
         return
@@ -291,15 +286,13 @@ def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: arg
         scratch = Path(folder)
         write_html(
             options.html,
-            [_with_details(scratch / f"backtest{n}.svg", run, options) for n, run in enumerate(runs)],
+            [_with_backtest(run, options) for run in runs],
             figure=plot_forecast(scratch / "forecast.svg", fits, **figure),
             comparison=comparison,
-            comparison_figures=()
-            if comparison is None
-            else (
-                (plot_comparison(scratch / "comparison.svg", comparison), "A, B and compute of every recipe"),
-                (plot_efficiency(scratch / "efficiency.svg", comparison), "Efficiency transform: the slope is B"),
-            ),
+            comparison_figures=[
+                (plot_comparison(scratch / "comparison.svg", each), "A, B and compute of every recipe")
+                for each in [comparison] * (comparison is not None)
+            ],
         )
 
 
@@ -310,12 +303,9 @@ def _not_fitted(run: "RunReport") -> "Points":
     return run.curve.compute[outside], run.curve.pass_rate[outside]
 
 
-def _with_details(path: Path, run: "RunReport", options: argparse.Namespace) -> "RunReport":
-    """The run with its backtest, drawn to `path`, if it has enough points."""
+def _with_backtest(run: "RunReport", options: argparse.Namespace) -> "RunReport":
+    """The run with its backtest, if it has enough points."""
     from megatron_scalerl.fit.backtest import MIN_POINTS
-    from megatron_scalerl.fit.plot import plot_backtest
 
-    if len(run.curve.compute) > MIN_POINTS + 1:
-        test = _backtest(run.curve, options, max_prefixes=BACKTEST_PREFIXES)
-        run = replace(run, backtest=test, backtest_figure=plot_backtest(path, test, unit=run.curve.unit))
-    return run
+    enough = len(run.curve.compute) > MIN_POINTS + 1
+    return replace(run, backtest=_backtest(run.curve, options, max_prefixes=BACKTEST_PREFIXES)) if enough else run

@@ -87,8 +87,6 @@ class ComparedArm:
     """A minus the reference's; None for the reference."""
     efficiency: Difference | None
     """Log of the compute to reach the pass rate over the reference's, at equal A; None where that is not compared."""
-    steepness: Difference | None
-    """Log of B over the reference's, at equal A."""
 
     @property
     def runs(self) -> int:
@@ -147,7 +145,6 @@ def compare(
         pass_rate = start + SHARE_OF_GAIN * (fixed - start)
     reach = compute_to(pass_rate)
     efficiency = _differences(reach, refits, seeds, to, paired)
-    steepness = _differences(EXPONENT, refits, seeds, to, paired)
     compared = tuple(
         ComparedArm(
             name=arm.name,
@@ -164,7 +161,6 @@ def compare(
             to_reach=reach.mean(refits if refits[n] else fits, seeds, n),
             ceiling=ceilings.get(n),
             efficiency=efficiency.get(n),
-            steepness=steepness.get(n),
         )
         for n, arm in enumerate(arms)
     )

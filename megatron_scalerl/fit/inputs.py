@@ -57,8 +57,6 @@ class ColumnOptions:
     """Compute column; None: by its name."""
     score: str | None = None
     """Pass rate column; None: by its name."""
-    task: str | None = None
-    """Task of a mixture: its pass rate and prompts are the columns pass_rate/TASK and prompts/TASK."""
     series: tuple[tuple[str, str], ...] = ()
     """(column, value) pairs that a row must match; the value "*" makes one run of each value."""
     score_range: tuple[float, float] | None = None
@@ -171,11 +169,8 @@ def _one_place(key: str, *values: object) -> bool:
 
 def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
     """Columns that the pass rate may be in, best first; of those that have numbers."""
-    if options.task and options.score:
-        raise ValueError(f"--task: expected no --score beside it, found --score {options.score}")
-    if options.task or options.score:
-        name = f"pass_rate/{options.task}" if options.task else str(options.score)
-        known = [_named(table, name, "--task" if options.task else "--score")]
+    if options.score:
+        known = [_named(table, options.score, "--score")]
     elif not (known := columns.scores(table.columns)):
         axes = [table.x] if table.x else columns.computes(table.columns)
         rest = [column for column in table.columns if column and column not in axes]
@@ -333,9 +328,10 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     also = f"also there: {', '.join(others[:2])}{more} (--score)" if others else ""
     if columns.stage(score) != 0 and options.score is None and (unread := _validations_without_measure(table)):
         said.append(f"validation columns without a measure: {', '.join(unread[:3])} (--score)")
+    task = score.removeprefix("pass_rate/") if score.startswith("pass_rate/") else ""
     size = _column_values(table, starts[:1], "generations", SIZE)
     within, at_first = (
-        None if options.task else _column_values(table, rows, "within_variance", VARIANCE, missing=math.nan)
+        None if task else _column_values(table, rows, "within_variance", VARIANCE, missing=math.nan)
         for rows in (points, starts[:1])
     )
     return Curve(
@@ -344,7 +340,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
         compute=np.array([p.compute for p in points]),
         pass_rate=np.array([p.pass_rate for p in points]),
         initial=float(np.mean([p.pass_rate for p in starts])) if starts else None,
-        prompts=_prompts(table, points, f"prompts/{options.task}" if options.task else "prompts"),
+        prompts=_prompts(table, points, f"prompts/{task}" if task else "prompts"),
         generations=_column_values(table, points, "generations", SIZE),
         initial_generations=None if size is None else int(size[0]),
         within_variance=within,
@@ -374,7 +370,7 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
             raise refused(table.path, "a compute column (name it with --compute)", names, "row 1")
         alike = [c for c in usable if columns.unit_of(c) == columns.unit_of(usable[0])]
         column = max(alike, key=lambda c: sum(_has_number(row, c) for row in measured))  # verl's step 0 lacks some
-    units = [(n, row["unit"]) for n, row in table.rows if not _blank(row.get("unit"))] if column == "compute" else []
+    units = [(n, row["unit"]) for n, row in table.rows if row.get("unit")] if column == "compute" else []
     if units:
         _same(table, "unit", units)
     unit = "steps" if columns.is_step_name(measured[0].get(column)) else columns.unit_of(column)
@@ -403,7 +399,9 @@ def _points(
         x, y = (_number(table, number, column, row) for column in (compute, score))
         if x is None or y is None:
             lacking = [row.get(column) for column, value in ((compute, x), (score, y)) if value is None]
-            skipped["without a number" if any(map(_blank, lacking)) else "NaN or infinite"] += 1
+            skipped[
+                "without a number" if any(str(cell or "").strip() == "" for cell in lacking) else "NaN or infinite"
+            ] += 1
             continue
         if x < 0 or columns.is_time_of_day(compute, x):
             expected = "compute >= 0" if x < 0 else "compute since the start"
@@ -451,24 +449,18 @@ def _is_percent(score: str, points: Sequence[_Point]) -> bool:
 def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str]]:
     """The points in the order of their compute, one of each, and what was corrected.
 
-    Of a compute that a resumed run has again its last row counts. Where most have several rows one after another, all
-    are measurements.
+    Of a compute that a resumed run has again its last row counts. Where most have several rows one after another,
+    or rows are single answers, their mean counts.
     """
     went_back = any(a.compute > b.compute for a, b in zip(points, points[1:]))
     latest = {point.compute: point for point in points}
     repeated = {point.compute for point in points if latest[point.compute] is not point}
-    if repeated and len(points) > 2 * len(latest) and {point.pass_rate for point in points} <= {0.0, 1.0}:
-        return _means(latest, points), [f"rows of single answers: their mean at each {compute}"]
-    if not repeated or went_back or 2 * len(repeated) < len(latest):
+    answers = len(points) > 2 * len(latest) and {point.pass_rate for point in points} <= {0.0, 1.0}
+    if not answers and (not repeated or went_back or 2 * len(repeated) < len(latest)):
         again = f"{len(points) - len(latest)} rows have a {compute} that a later row has again; the last counts"
         order = [f"rows were not sorted by {compute}; they were sorted"] if went_back else []
         return sorted(latest.values(), key=lambda point: point.compute), [again] if repeated else order
-    different = {(point.compute, point.pass_rate): point for point in reversed(points)}
-    copies, again_measured = len(points) - len(different), len(different) - len(latest)
-    notes = [f"{copies} rows repeat another row's compute and pass rate; each was counted once"] if copies else []
-    if again_measured:
-        notes.append(f"{again_measured} points share their compute with another one; all were kept as measurements")
-    return list(different.values())[::-1], notes
+    return _means(latest, points), [f"several rows of one {compute}: their mean was fitted"]
 
 
 def _means(latest: Mapping[float, _Point], points: Sequence[_Point]) -> list[_Point]:
@@ -483,10 +475,6 @@ def _named(table: TableFile, name: str, option: str) -> str:
     if name in table.columns:
         return name
     raise refused(table.path, f"column {name!r} ({option})", columns.some_of(table.columns, (name,)), "row 1")
-
-
-def _blank(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
 
 
 def _has_number(row: Row, column: str) -> bool:

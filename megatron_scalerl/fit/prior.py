@@ -103,48 +103,29 @@ DISCREPANCIES = tuple(
 DEPARTURE = 0.3
 """Step of a departing run, a random walk in log compute from the last fitted point on: its standard deviation over a
 factor of e in compute, as a share of what the run has gained so far. Chosen by the same back-test."""
+
+
+def kind(
+    name: str, weight: float, exponent: tuple[float, float], midpoint: tuple[float, float], gain: tuple[float, float]
+) -> Kind:
+    """A kind of runs: (center, scale) of log B and of log C_mid, and the Beta parameters of the gain."""
+    pairs = (
+        "log_exponent_mean",
+        "log_exponent_sd",
+        "log_midpoint_mean",
+        "log_midpoint_sd",
+        "gain_alpha",
+        "gain_beta",
+    )
+    return Kind(name=name, weight=weight, **dict(zip(pairs, (*exponent, *midpoint, *gain))))
+
+
 DEFAULT_PRIOR = Prior(
     kinds=(
-        Kind(
-            name="a ceiling below 1",
-            weight=0.5046,
-            log_exponent_mean=0.5808,
-            log_exponent_sd=0.25,
-            log_midpoint_mean=-1.0420,
-            log_midpoint_sd=0.5,
-            gain_alpha=6.9122,
-            gain_beta=17.0878,
-        ),
-        Kind(
-            name="close to 1",
-            weight=0.1806,
-            log_exponent_mean=0.4271,
-            log_exponent_sd=0.25,
-            log_midpoint_mean=-1.2569,
-            log_midpoint_sd=0.5,
-            gain_alpha=6.0,
-            gain_beta=1.0,
-        ),
-        Kind(
-            name="no gain",
-            weight=0.2269,
-            log_exponent_mean=0.6,
-            log_exponent_sd=0.5,
-            log_midpoint_mean=0.0,
-            log_midpoint_sd=1.2,
-            gain_alpha=1.0,
-            gain_beta=20.0,
-        ),
-        Kind(
-            name="anything",
-            weight=0.088,
-            log_exponent_mean=0.6,
-            log_exponent_sd=0.5,
-            log_midpoint_mean=0.0,
-            log_midpoint_sd=1.2,
-            gain_alpha=1.0,
-            gain_beta=1.0,
-        ),
+        kind("a ceiling below 1", 0.5046, (0.5808, 0.25), (-1.0420, 0.5), (6.9122, 17.0878)),
+        kind("close to 1", 0.1806, (0.4271, 0.25), (-1.2569, 0.5), (6.0, 1.0)),
+        kind("no gain", 0.2269, (0.6, 0.5), (0.0, 1.2), (1.0, 20.0)),
+        kind("anything", 0.088, (0.6, 0.5), (0.0, 1.2), (1.0, 1.0)),
     ),
     discrepancies=DISCREPANCIES,
 )
@@ -153,17 +134,8 @@ DEFAULT_PRIOR = Prior(
 
 def wide(*, exponent_sd: float, midpoint_sd: float, discrepancies: tuple[Discrepancy, ...]) -> Prior:
     """A prior of one kind, without any notion of what runs do: every gain is as likely."""
-    kind = Kind(
-        name="anything",
-        weight=1.0,
-        log_exponent_mean=0.6,
-        log_exponent_sd=exponent_sd,
-        log_midpoint_mean=0.0,
-        log_midpoint_sd=midpoint_sd,
-        gain_alpha=1.0,
-        gain_beta=1.0,
-    )
-    return Prior(kinds=(kind,), looks=((1.0, 1.0),), discrepancies=discrepancies)
+    anything = kind("anything", 1.0, (0.6, exponent_sd), (0.0, midpoint_sd), (1.0, 1.0))
+    return Prior(kinds=(anything,), looks=((1.0, 1.0),), discrepancies=discrepancies)
 
 
 FLAT_PRIOR = replace(

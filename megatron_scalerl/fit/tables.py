@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -76,8 +75,6 @@ class RunReport:
     """The forecast of the points after the window; None if there are none."""
     backtest: Backtest | None = None
     """HTML only."""
-    backtest_figure: Path | None = None
-    """The figure of `backtest`."""
 
 
 def parameters_table(runs: Sequence[RunReport]) -> Table:
@@ -137,16 +134,7 @@ def comparison_table(comparison: Comparison) -> Table:
     """The leave-one-out table of Khatri et al. (2025), Fig. 4, for these recipes, with intervals of the mean."""
     fixed, pass_rate = f"{comparison.fixed_asymptote:.3f}", f"{comparison.pass_rate:.3f}"
     return Table(
-        columns=(
-            "recipe",
-            "runs",
-            "measured",
-            "A",
-            "B",
-            "C_mid",
-            f"B at A = {fixed}",
-            f"compute to {pass_rate}",
-        ),
+        columns=("recipe", "runs", "measured", "A", "B", "C_mid", f"B at A = {fixed}", f"compute to {pass_rate}"),
         rows=tuple(
             (
                 arm.name,

@@ -557,7 +557,7 @@ def test_counts_are_no_percent_and_single_answers_are_averaged(tmp_path):
     answers = [{"step": 10 * n, "correct": i < n} for n in range(1, 11) for i in range(20)]
     (curve,) = read_curves(write(tmp_path, "answers.jsonl", lines(answers)))
     assert curve.pass_rate == pytest.approx([n / 20 for n in range(1, 11)])
-    assert curve.notes == ("answers.jsonl: rows of single answers: their mean at each step",)
+    assert curve.notes == ("answers.jsonl: several rows of one step: their mean was fitted",)
 
 
 def test_a_file_that_begins_anew_has_the_start_of_its_last_run(tmp_path):
