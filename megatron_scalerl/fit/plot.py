@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_scalerl.fit.compare import ComparedArm, Comparison
+from megatron_scalerl.fit.compare import ComparedArm, Comparison, compute_to
 from megatron_scalerl.fit.decide import Estimate
 from megatron_scalerl.fit.formatting import short_number, shortened, unit_label, unit_name
-from megatron_scalerl.fit.quantities import compute_to
 from megatron_scalerl.fit.result import LEVEL, SOLID_AND_DASHED, FitResult
 from megatron_scalerl.fit.sigmoid import Array
 
@@ -121,26 +120,12 @@ def draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points | None,
     axes.plot(future, mid, color=color, linewidth=2.0, linestyle=(0, (4, 1.5)), label=name if alone else None)
     if not alone:
         axes.plot([], [], marker, linestyle="-", color=color, linewidth=2.0, markersize=4.5, label=name)
-    axes.plot(
-        run.compute,
-        run.pass_rate,
-        marker,
-        color=color,
-        markersize=4.5,
-        linestyle="none",
-        label=f"fitted, {run.n_points} points" if alone else None,
-    )
+    dots: dict[str, Any] = {"linestyle": "none", "markeredgecolor": color}
+    label = f"fitted, {run.n_points} points" if alone else None
+    axes.plot(run.compute, run.pass_rate, marker, color=color, markersize=4.5, label=label, **dots)
     if unseen is not None and len(unseen[0]):
-        axes.plot(
-            unseen[0],
-            unseen[1],
-            marker,
-            markerfacecolor="white",
-            markeredgecolor=color,
-            markersize=5.5,
-            linestyle="none",
-            label="not fitted" if alone else None,
-        )
+        label = "not fitted" if alone else None
+        axes.plot(*unseen, marker, markerfacecolor="white", markersize=5.5, label=label, **dots)
     axes.axhline(run.asymptote, color=color, linewidth=1.0, linestyle=(0, (6, 3)), alpha=0.8)
     if alone:
         _name_asymptote(axes, run)
@@ -155,15 +140,9 @@ def _smooth(edge: Array) -> Array:
 
 def _name_asymptote(axes: "Axes", run: FitResult) -> None:
     lo, hi = run.intervals["asymptote"]
-    axes.annotate(
-        f"A = {run.asymptote:.3f}  [{lo:.3f}, {hi:.3f}]",
-        (0.01, run.asymptote),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        color=INK,
-        fontsize=10,
-    )
+    text, place = f"A = {run.asymptote:.3f}  [{lo:.3f}, {hi:.3f}]", (0.01, run.asymptote)
+    above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "color": INK, "fontsize": 10}
+    axes.annotate(text, place, xycoords=("axes fraction", "data"), **above)
 
 
 def plain_ticks(axes: "Axes") -> None:
@@ -262,14 +241,8 @@ def _row(axes: "Axes", row: int, mean: Estimate | None, runs: Sequence[float]) -
     shown = [value for value in runs if math.isfinite(value)]
     axes.plot(shown, [row] * len(shown), "o", color=_OTHER, markersize=4, linestyle="none", zorder=2)
     if mean is None or not math.isfinite(mean.value):
-        axes.annotate(
-            "another ceiling" if mean is None else "never",
-            (0.02, row),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=8,
-            color=INK,
-        )
+        text, place = "another ceiling" if mean is None else "never", (0.02, row)
+        axes.annotate(text, place, xycoords=("axes fraction", "data"), va="center", fontsize=8, color=INK)
         return
     if math.isfinite(mean.lo) and math.isfinite(mean.hi):
         axes.plot([mean.lo, mean.hi], [row, row], color=_OWN, linewidth=2.0, solid_capstyle="butt", zorder=1)

@@ -70,8 +70,9 @@ class Prior:
     """Shape of the inverse-gamma prior for an unknown validation size: much weaker."""
     discrepancies: tuple[Discrepancy, ...]
     """The hypotheses on the discrepancy, averaged by their posterior weights."""
-    departing: float = 0.04
-    """Probability that the run leaves its curve after the fitted part, of which no point can tell (`DEPARTURE`)."""
+    second_phase: tuple[float, float] = (0.04, 0.5)
+    """(probability, size) of a second rise after the fitted part, of which no fitted point tells: of half a normal
+    distribution, times the gain so far and the root of the log of compute. Chosen by the back-test, as the above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,24 +101,14 @@ DISCREPANCIES = tuple(
 )
 """None, small ones, a slow drift that is nearly a random walk, and a collapse: chosen by the back-test
 (docs/forecast_method.md), not learned."""
-DEPARTURE = 0.3
-"""Step of a departing run, a random walk in log compute from the last fitted point on: its standard deviation over a
-factor of e in compute, as a share of what the run has gained so far. Chosen by the same back-test."""
 
 
 def kind(
     name: str, weight: float, exponent: tuple[float, float], midpoint: tuple[float, float], gain: tuple[float, float]
 ) -> Kind:
     """A kind of runs: (center, scale) of log B and of log C_mid, and the Beta parameters of the gain."""
-    pairs = (
-        "log_exponent_mean",
-        "log_exponent_sd",
-        "log_midpoint_mean",
-        "log_midpoint_sd",
-        "gain_alpha",
-        "gain_beta",
-    )
-    return Kind(name=name, weight=weight, **dict(zip(pairs, (*exponent, *midpoint, *gain))))
+    numbers = [*Kind.__dataclass_fields__][2:]
+    return Kind(name=name, weight=weight, **dict(zip(numbers, (*exponent, *midpoint, *gain))))
 
 
 DEFAULT_PRIOR = Prior(
@@ -142,6 +133,6 @@ FLAT_PRIOR = replace(
     wide(exponent_sd=1e3, midpoint_sd=1e3, discrepancies=(Discrepancy(deviation=0.0, length=1.0, weight=1.0),)),
     noise_shape=0.5,
     unknown_noise_shape=0.5,
-    departing=0.0,
+    second_phase=(0.0, 0.0),
 )
 """Flat, with independent noise: its intervals are the narrowest that the paper's least squares justifies."""

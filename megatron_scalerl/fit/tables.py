@@ -101,12 +101,12 @@ def predictions_table(runs: Sequence[RunReport]) -> Table:
     """Forecast pass rates with the interval of a measurement."""
     return Table(
         columns=("run", unit_name(runs[0].fit.unit), "pass rate", "90 % interval"),
-        rows=tuple(
-            (run.fit.name, short_number(p.compute), f"{p.pass_rate:.4f}", _interval(p.lo, p.hi, "{:.4f}".format))
-            for run in runs
-            for p in run.predictions
-        ),
+        rows=tuple((run.fit.name, short_number(p.compute), *_forecast(p)) for run in runs for p in run.predictions),
     )
+
+
+def _forecast(p: Prediction) -> tuple[str, str]:
+    return f"{p.pass_rate:.4f}", _interval(p.lo, p.hi, "{:.4f}".format)
 
 
 def evaluation_table(evaluation: ForecastEvaluation) -> Table:
@@ -119,8 +119,7 @@ def evaluation_table(evaluation: ForecastEvaluation) -> Table:
         rows=tuple(
             (
                 short_number(p.compute),
-                f"{p.pass_rate:.4f}",
-                _interval(p.lo, p.hi, "{:.4f}".format),
+                *_forecast(p),
                 f"{measured:.4f}",
                 f"{error:+.4f}",
                 "" if covered else "outside",
@@ -185,9 +184,8 @@ def backtest_table(test: Backtest) -> Table:
             (
                 short_number(point.compute),
                 str(point.n_points),
-                f"{point.forecast:.4f}",
-                _interval(point.lo, point.hi, "{:.4f}".format),
-                f"{point.forecast - test.final_pass_rate:+.4f}",
+                *_forecast(point.forecast),
+                f"{point.forecast.pass_rate - test.final_pass_rate:+.4f}",
                 f"{point.asymptote:.3f}",
             )
             for point in test.points
