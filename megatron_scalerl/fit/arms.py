@@ -21,26 +21,10 @@ from megatron_scalerl.fit.curve import Curve
 START = ("policy.path", "policy.megatron_path", "prompts.path", "prompts.held_out_path", "prompts.tasks")
 """Settings that name the policy and the task that runs start with."""
 APART = (
-    "name",
-    "seed",
-    "output_dir",
-    "steps",
-    "validation",
-    "checkpoint",
-    "forecast",
-    "sft",
-    "download",
-    "policy.digest",
-    "rewards.workers",
-    "rollouts.decoders",
-    "trainer.micro_batch_tokens",
-    "weights.store",
-    "weights.store_gib",
-    "engine.host",
-    "engine.port",
-    "engine.min_engines",
-    "engine.min_relative_rate",
-    *START,
+    *("name", "seed", "output_dir", "steps", "validation", "checkpoint", "forecast", "sft", "download"),
+    *("policy.digest", "rewards.workers", "rollouts.decoders", "trainer.micro_batch_tokens"),
+    *("weights.store", "weights.store_gib", "engine.host", "engine.port", "engine.min_engines"),
+    *("engine.min_relative_rate", *START),
 )
 """Settings, or sections, that differ between runs of one recipe; those ending in timeout_s or max_restarts, too."""
 _SHOWN = 4

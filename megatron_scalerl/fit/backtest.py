@@ -10,6 +10,7 @@ from megatron_scalerl.fit.checks import Fall, falling_tail
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.formatting import short_number
+from megatron_scalerl.fit.result import Prediction
 
 MARGIN = 0.02
 """Error, in pass rate, up to which a forecast counts as right."""
@@ -25,12 +26,8 @@ class BacktestPoint:
     """Compute at the end of the prefix, in the run's unit."""
     n_points: int
     """Points fitted."""
-    forecast: float
-    """Pass rate in [0, 1]."""
-    lo: float
-    """Lower end of the 90 % interval of the last measured point."""
-    hi: float
-    """Upper end of it."""
+    forecast: Prediction
+    """Of the last measured point."""
     asymptote: float
     """A of the prefix's fit."""
 
@@ -55,10 +52,12 @@ class Backtest:
     def summary(self) -> str:
         """Which forecasts were right and how wrong the others were, in one sentence."""
         right = [p for p in self.points if self.settled_from is not None and p.compute >= self.settled_from]
-        errors = [abs(p.forecast - self.final_pass_rate) for p in self.points[: len(self.points) - len(right)]]
+        errors = [
+            abs(p.forecast.pass_rate - self.final_pass_rate) for p in self.points[: len(self.points) - len(right)]
+        ]
         off = f"{', before it' if right else ':'} up to {max(errors):.3f} off" if errors else ""
         before = [p for p in self.points if self.fall is not None and p.compute <= self.fall.compute]
-        unseen = before and all(abs(p.forecast - self.final_pass_rate) > MARGIN for p in before)
+        unseen = before and all(abs(p.forecast.pass_rate - self.final_pass_rate) > MARGIN for p in before)
         fell = f"; {self.fall}, which no forecast before it foresaw" if unseen else ""
         what = f"{self.name}: the forecast of the last point, {self.final_pass_rate:.4f} at "
         what += f"{short_number(self.final_compute)}, "
@@ -97,16 +96,8 @@ def backtest(
         result = fit_curve(known, method=method, fit_from=fit_from, seed=seed, draws=draws)
         last = None if curve.completions is None else curve.completions[-1:]
         (forecast,) = result.predict([float(c[-1])], completions=last)
-        points.append(
-            BacktestPoint(
-                compute=float(c[end]),
-                n_points=result.n_points,
-                forecast=forecast.pass_rate,
-                lo=forecast.lo,
-                hi=forecast.hi,
-                asymptote=result.asymptote,
-            )
-        )
+        at, number, asymptote = float(c[end]), result.n_points, result.asymptote
+        points.append(BacktestPoint(compute=at, n_points=number, forecast=forecast, asymptote=asymptote))
     final = float(curve.pass_rate[-1])
     return Backtest(
         name=curve.name,
@@ -121,7 +112,7 @@ def backtest(
 def _settled_from(points: list[BacktestPoint], final: float) -> float | None:
     settled = None
     for point in reversed(points):
-        if abs(point.forecast - final) > MARGIN:
+        if abs(point.forecast.pass_rate - final) > MARGIN:
             break
         settled = point.compute
     return settled

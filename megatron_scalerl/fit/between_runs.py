@@ -15,6 +15,7 @@ p values are adjusted for the number of recipes (Holm 1979).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -211,17 +212,11 @@ def _prior(variances: Array, freedom: Array) -> tuple[float, float]:
 
 
 def _inverse_trigamma(value: float) -> float:
-    """x with trigamma(x) = value > 0, by Newton's method on 1 / trigamma (Smyth 2004, appendix)."""
+    """x with trigamma(x) = value > 0, which lies between 1 / value and 1 / value + 1 / sqrt(value)."""
+    from scipy.optimize import brentq
     from scipy.special import polygamma
 
-    x = 0.5 + 1.0 / value
-    for _ in range(50):
-        trigamma = float(polygamma(1, x))
-        step = trigamma * (1.0 - trigamma / value) / float(polygamma(2, x))
-        x += step
-        if -step / x < 1e-8:
-            break
-    return x
+    return float(brentq(lambda x: float(polygamma(1, x)) - value, 1.0 / value, 1.0 / value + value**-0.5))
 
 
 def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
@@ -243,20 +238,15 @@ def seeds_to_tell(difference: Difference, size: float, *, seeds: int) -> int | N
         return None
     from scipy.special import nctdtr
 
-    low, high = 2, MOST_SEEDS
-
     def enough(count: int) -> bool:
         freedom = max(difference.freedom * (count - 1) / (seeds - 1), 1.0)
         limit = _t_quantile(1.0 - ERROR / (2 * difference.comparisons), freedom)
         shift = size / math.sqrt(difference.variance / count)
         return 1.0 - float(nctdtr(freedom, min(shift, 30.0), limit)) >= POWER
 
-    if not enough(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle + 1, high)
-    return low
+    counts = range(2, MOST_SEEDS + 1)
+    place = bisect_left(counts, True, key=enough)
+    return counts[place] if place < len(counts) else None
 
 
 def _t_tail(value: float, freedom: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
+from typing import Any
 
 STAGES = (
     r"val|valid|validation|eval|evaluation|test|dev|heldout|held out",
@@ -51,7 +52,11 @@ COMPUTES: tuple[tuple[str, str | None], ...] = (
     (r".*[-_ ]hours?", None),
 )
 """(pattern of the whole name in lower case, unit) of a compute column, in order of preference; None: its own name."""
-_DAYTIME = re.compile(r"(?:wall[-_ ]?time|_?timestamp|time|date)", re.IGNORECASE)
+_DAYTIME = re.compile(r"(?:wall[-_ ]?time|_?timestamp|(?:date)?time|date|created[-_ ]?at)", re.IGNORECASE)
+_DATE = re.compile(r"\d{4}-\d\d-\d\d(?:[T ].*)?")
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+_STEP_NAME = re.compile(r"(?:.*[-_/ ])?(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_ ]?(\d+)/?", re.IGNORECASE)
+"""The name of a checkpoint: checkpoint-100, runs/a/global_step_100, step_000100."""
 
 
 def words(name: str) -> str:
@@ -105,8 +110,23 @@ def computes(names: Sequence[str]) -> list[str]:
     return [name for pattern, _ in COMPUTES for name in names if re.fullmatch(pattern, name.lower())]
 
 
-def is_time_of_day(name: str, value: float) -> bool:
-    """Whether it is a date in seconds, not the time since a run's start."""
+def number(cell: Any) -> float:
+    """The number in a cell: 12, "0.3", "12%", "1,200", "checkpoint-100". Raises ValueError, TypeError for others."""
+    text = cell.strip().removesuffix("%") if isinstance(cell, str) else cell
+    if isinstance(text, str) and _THOUSANDS.fullmatch(text):
+        text = text.replace(",", "")
+    return float(named[1] if isinstance(text, str) and (named := _STEP_NAME.fullmatch(text)) else text)
+
+
+def is_step_name(cell: Any) -> bool:
+    """Whether it names a checkpoint by its step."""
+    return _STEP_NAME.fullmatch(str(cell).strip()) is not None
+
+
+def is_time_of_day(name: str, value: Any) -> bool:
+    """Whether it is a date, as text or in seconds, not the time since a run's start."""
+    if isinstance(value, str):
+        return _DATE.fullmatch(value.strip()) is not None
     return value > 1e9 and _DAYTIME.fullmatch(name) is not None
 
 

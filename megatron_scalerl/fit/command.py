@@ -38,22 +38,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     p.description = "Fit a run's compute-performance curve, forecast it, and decide whether to continue the run."
     p.epilog = EPILOG
-    p.add_argument(
-        "inputs", nargs="+", metavar="INPUT", help="run folder, or file of W&B, TRL, verl, TensorBoard and others"
-    )
+    files = "run folder, or file of W&B, TRL, verl, TensorBoard and others"
+    p.add_argument("inputs", nargs="+", metavar="INPUT", help=files)
     p.add_argument("--compute", metavar="COL", help="column with the compute (or the step)")
-    p.add_argument("--score", metavar="COL", help="column with the pass rate")
+    p.add_argument("--score", metavar="COL", help="column with the pass rate; of a task, pass_rate/TASK")
     p.add_argument("--score-range", metavar="LO,HI", help="range of the score, mapped to [0, 1]: --score-range=-1,1")
-    p.add_argument(
-        "--task", metavar="NAME", help="task of a mixture, from the columns pass_rate/NAME and prompts/NAME"
-    )
-    p.add_argument(
-        "--series",
-        metavar="COL=VALUE",
-        action="append",
-        default=[],
-        help="only rows where COL is VALUE; may be repeated; VALUE * makes one run of each value",
-    )
+    series = "only rows where COL is VALUE; may be repeated; VALUE * makes one run of each value"
+    p.add_argument("--series", metavar="COL=VALUE", action="append", default=[], help=series)
     p.add_argument("--hours-per-step", type=float, metavar="H", help="compute of a step, for tables with steps")
     p.add_argument("--r0", type=float, metavar="X", help="pass rate before RL; default: the run's own step 0")
     p.add_argument("--fit-from", type=float, metavar="C", help="leave points before C out of the fit")
@@ -66,13 +57,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--plot", metavar="OUT.png", help="draw PNG and SVG (both are written, side by side)")
     p.add_argument("--html", metavar="OUT.html", help="write a report in one self-contained file")
     p.add_argument("--compare", action="store_true", help="group the runs by recipe and compare the recipes")
-    p.add_argument(
-        "--reference",
-        metavar="[RECIPE=]NAME",
-        action="append",
-        default=[],
-        help="recipe that the others, or RECIPE alone, are compared with; default: the first",
-    )
+    reference = "recipe that the others, or RECIPE alone, are compared with; default: the first"
+    p.add_argument("--reference", metavar="[RECIPE=]NAME", action="append", default=[], help=reference)
     p.add_argument("--fixed-asymptote", type=float, metavar="X", help="hold A at X")
     p.add_argument("--budget", type=float, metavar="C", help="further compute to decide on; default: as much again")
     p.add_argument("--worth", type=float, metavar="X", help="gain that the budget has to buy; default 0.01")
@@ -124,7 +110,6 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
     columns = ColumnOptions(
         compute=options.compute,
         score=options.score,
-        task=options.task,
         series=tuple(series),
         score_range=(ends[0], ends[1]) if ends else None,
         hours_per_step=options.hours_per_step,
@@ -266,7 +251,7 @@ def _print(runs: list["RunReport"], comparison: "Comparison | None", options: ar
 
 
 def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: argparse.Namespace) -> None:
-    from megatron_scalerl.fit.plot import plot_comparison, plot_efficiency, plot_forecast
+    from megatron_scalerl.fit.plot import plot_comparison, plot_forecast
 
     fits = [run.fit for run in runs]
     computes = [p.compute for run in runs for p in run.predictions] if options.predict else []
@@ -281,25 +266,23 @@ def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: arg
         if path.suffix == ".png":
             plot_forecast(path.with_suffix(".svg"), fits, **figure)
         if comparison is not None:
-            plot_efficiency(path.with_name(f"{path.stem}_efficiency{path.suffix}"), comparison)
             plot_comparison(path.with_name(f"{path.stem}_comparison{path.suffix}"), comparison)
     if not options.html:
         return
     from megatron_scalerl.fit.html import write_html
 
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
+        scratch, drawn = Path(folder), []
+        if comparison is not None:
+            drawn.append(
+                (plot_comparison(scratch / "comparison.svg", comparison), "A, B and compute of every recipe")
+            )
         write_html(
             options.html,
-            [_with_details(scratch / f"backtest{n}.svg", run, options) for n, run in enumerate(runs)],
+            [_with_backtest(run, options) for run in runs],
             figure=plot_forecast(scratch / "forecast.svg", fits, **figure),
             comparison=comparison,
-            comparison_figures=()
-            if comparison is None
-            else (
-                (plot_comparison(scratch / "comparison.svg", comparison), "A, B and compute of every recipe"),
-                (plot_efficiency(scratch / "efficiency.svg", comparison), "Efficiency transform: the slope is B"),
-            ),
+            comparison_figures=drawn,
         )
 
 
@@ -310,12 +293,9 @@ def _not_fitted(run: "RunReport") -> "Points":
     return run.curve.compute[outside], run.curve.pass_rate[outside]
 
 
-def _with_details(path: Path, run: "RunReport", options: argparse.Namespace) -> "RunReport":
-    """The run with its backtest, drawn to `path`, if it has enough points."""
+def _with_backtest(run: "RunReport", options: argparse.Namespace) -> "RunReport":
+    """The run with its backtest, if it has enough points."""
     from megatron_scalerl.fit.backtest import MIN_POINTS
-    from megatron_scalerl.fit.plot import plot_backtest
 
-    if len(run.curve.compute) > MIN_POINTS + 1:
-        test = _backtest(run.curve, options, max_prefixes=BACKTEST_PREFIXES)
-        run = replace(run, backtest=test, backtest_figure=plot_backtest(path, test, unit=run.curve.unit))
-    return run
+    enough = len(run.curve.compute) > MIN_POINTS + 1
+    return replace(run, backtest=_backtest(run.curve, options, max_prefixes=BACKTEST_PREFIXES)) if enough else run

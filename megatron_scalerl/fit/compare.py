@@ -16,20 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_scalerl.fit.arms import Arm, arms_of, differences, shared_start
-from megatron_scalerl.fit.between_runs import Difference, Table, adjusted, spread
+from megatron_scalerl.fit.between_runs import Difference, Runs, Table, adjusted, spread
 from megatron_scalerl.fit.curve import Curve
-from megatron_scalerl.fit.decide import Estimate
-from megatron_scalerl.fit.quantities import (
-    ASYMPTOTE,
-    EXPONENT,
-    MIDPOINT,
-    Arms,
-    Quantity,
-    Seeds,
-    compute_to,
-    last_measured,
-)
+from megatron_scalerl.fit.decide import Estimate, estimate
 from megatron_scalerl.fit.result import FitResult
+from megatron_scalerl.fit.sigmoid import Array, compute_to_reach
 
 SAME_ASYMPTOTE = 0.02
 """Two asymptotes within this margin count as the same (three independent runs; Khatri et al. 2025, A.5)."""
@@ -38,21 +29,83 @@ SAME_COMPUTE = math.log(1.25)
 SHARE_OF_GAIN = 0.8
 """The compared pass rate is this share of the way from R_0 to the common A."""
 
-Refit = Callable[[FitResult, float], FitResult]
+Arms = Sequence[Sequence[FitResult]]
+"""The fits of each arm; an empty one has no part in a quantity."""
+Seeds = Sequence[tuple[int | None, ...]]
+"""The seeds of the fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmRuns:
-    """One recipe, fitted."""
+class Quantity:
+    """One number of a fit. A number that is positive is compared by its logarithm."""
 
-    name: str
-    """The arm's name."""
-    fits: tuple[FitResult, ...]
-    """Its runs, each fitted with A free."""
-    seeds: tuple[int | None, ...]
-    """Their seeds; None where unknown."""
-    change: str = ""
-    """What the recipe sets that its reference sets otherwise; empty if unknown."""
+    value: Callable[[FitResult], float]
+    """The number."""
+    draws: Callable[[FitResult], Array]
+    """[draws] of it."""
+    positive: bool = True
+    """Whether it is compared by its logarithm."""
+
+    def of(self, fit: FitResult) -> float:
+        """The number, or its logarithm."""
+        return math.log(self.value(fit)) if self.positive and self.value(fit) > 0 else self.value(fit)
+
+    def known(self, fits: Sequence[FitResult]) -> bool:
+        """Whether there are fits, and each has a finite value."""
+        values = [self.value(f) for f in fits]
+        return bool(values) and all(math.isfinite(v) and (v > 0 or not self.positive) for v in values)
+
+    def runs(self, fits: Sequence[FitResult], seeds: tuple[int | None, ...]) -> Runs:
+        """The number of each run, with the variance of its fit."""
+        return Runs(
+            values=np.array([self.of(f) for f in fits]),
+            fit_variance=np.array([self._variance(f) for f in fits]),
+            seeds=seeds,
+        )
+
+    def mean(self, arms: Arms, seeds: Seeds, index: int) -> Estimate:
+        """The mean over the runs of one arm with the 90 % interval of it, the geometric one of a positive number.
+
+        With one run it is the run's number with the interval of its fit; inf where a run never gets there.
+        """
+        fits = arms[index]
+        values = [self.value(f) for f in fits]
+        if not self.known(fits):
+            return Estimate(value=max(values), lo=min(values), hi=max(values))
+        if len(fits) == 1:
+            return estimate(self.draws(fits[0]), value=values[0])
+        kept = [n for n, each in enumerate(arms) if self.known(each)]
+        table = Table([self.runs(arms[n], seeds[n]) for n in kept], paired=False)
+        found = table.mean(kept.index(index))
+        back = math.exp if self.positive else float
+        return Estimate(value=back(found.value), lo=back(found.lo), hi=back(min(found.hi, 700.0)))
+
+    def _variance(self, fit: FitResult) -> float:
+        """By quantiles: draws of a compute to reach have a heavy tail."""
+        with np.errstate(divide="ignore"):
+            draws = np.log(self.draws(fit)) if self.positive else self.draws(fit)
+        low, high = np.quantile(draws, [0.1587, 0.8413], method="nearest")
+        return ((float(high) - float(low)) / 2) ** 2 if math.isfinite(low) and math.isfinite(high) else 1e6
+
+
+ASYMPTOTE = Quantity(value=lambda f: f.asymptote, draws=lambda f: f.posterior.asymptote, positive=False)
+EXPONENT = Quantity(value=lambda f: f.exponent, draws=lambda f: f.posterior.exponent)
+MIDPOINT = Quantity(value=lambda f: f.midpoint, draws=lambda f: f.posterior.midpoint)
+
+
+def compute_to(pass_rate: float) -> Quantity:
+    """Compute at which a run's curve reaches the pass rate; inf where it never does."""
+
+    def of(parameters: Mapping[str, float] | Mapping[str, Array]) -> Array:
+        return compute_to_reach(pass_rate, **parameters)  # type: ignore[arg-type]
+
+    return Quantity(value=lambda f: float(of(f.parameters)), draws=lambda f: of(f.posterior.parameters))
+
+
+def last_measured(fits: Sequence[FitResult]) -> Estimate:
+    """Mean of the runs' last fitted pass rates, with the lowest and the highest."""
+    last = [float(f.pass_rate[-1]) for f in fits]
+    return Estimate(value=float(np.mean(last)), lo=min(last), hi=max(last))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +140,6 @@ class ComparedArm:
     """A minus the reference's; None for the reference."""
     efficiency: Difference | None
     """Log of the compute to reach the pass rate over the reference's, at equal A; None where that is not compared."""
-    steepness: Difference | None
-    """Log of B over the reference's, at equal A."""
 
     @property
     def runs(self) -> int:
@@ -116,67 +167,6 @@ class Comparison:
         return next(arm for arm in self.arms if arm.name == name)
 
 
-def compare(
-    arms: Sequence[ArmRuns],
-    refit: Refit,
-    *,
-    references: Mapping[str, str] | None = None,
-    pass_rate: float | None = None,
-    paired: bool = False,
-) -> Comparison:
-    """Compare recipes with the first of them.
-
-    refit:      (fit with A free, A) -> the same run fitted with that A; the caller has the run's options.
-    references: arm -> the arm that it is compared with in place of the first one.
-    pass_rate:  whose compute is compared; default: R_0 plus 80 % of the gain to the common A.
-    paired:     whether runs of two arms with one seed began alike, so that they may be compared within the seed.
-    Raises ValueError for one run alone.
-    """
-    if sum(len(arm.fits) for arm in arms) < 2:
-        raise ValueError(f"expected at least two runs to compare, found {sum(len(arm.fits) for arm in arms)}")
-    fits, seeds = [arm.fits for arm in arms], [arm.seeds for arm in arms]
-    names = [arm.name for arm in arms]
-    to = [names.index((references or {}).get(name, names[0])) for name in names]
-    ceilings = _differences(ASYMPTOTE, fits, seeds, to, paired)
-    shared = _share_the_ceiling(arms, ceilings, to)
-    mean = float(np.mean([ASYMPTOTE.mean(fits, seeds, n).value for n, alike in enumerate(shared) if alike]))
-    fixed = max(mean, max(f.initial for own in fits for f in own) + 1e-3)
-    refits = [tuple(refit(f, fixed) for f in own) if alike else () for own, alike in zip(fits, shared)]
-    if pass_rate is None:
-        start = float(np.mean([f.initial for f in fits[0]]))
-        pass_rate = start + SHARE_OF_GAIN * (fixed - start)
-    reach = compute_to(pass_rate)
-    efficiency = _differences(reach, refits, seeds, to, paired)
-    steepness = _differences(EXPONENT, refits, seeds, to, paired)
-    compared = tuple(
-        ComparedArm(
-            name=arm.name,
-            reference=arms[to[n]].name if n else None,
-            change=arm.change,
-            fits=arm.fits,
-            seeds=arm.seeds,
-            refits=refits[n],
-            measured=last_measured(arm.fits),
-            asymptote=_inside(ASYMPTOTE.mean(fits, seeds, n)),
-            exponent=EXPONENT.mean(fits, seeds, n),
-            midpoint=MIDPOINT.mean(fits, seeds, n),
-            fixed_exponent=EXPONENT.mean(refits, seeds, n) if refits[n] else None,
-            to_reach=reach.mean(refits if refits[n] else fits, seeds, n),
-            ceiling=ceilings.get(n),
-            efficiency=efficiency.get(n),
-            steepness=steepness.get(n),
-        )
-        for n, arm in enumerate(arms)
-    )
-    return Comparison(
-        arms=compared,
-        fixed_asymptote=fixed,
-        pass_rate=pass_rate,
-        between_runs=spread([ASYMPTOTE.runs(own, s) for own, s in zip(fits, seeds)]),
-        paired=any(each.paired for each in ceilings.values()),
-    )
-
-
 def compare_runs(
     curves: Sequence[Curve],
     fit_curve: Callable[[Curve, float | None], FitResult],
@@ -188,6 +178,7 @@ def compare_runs(
 
     fit_curve:  (run, A to hold or None) -> its fit.
     references: the arm that the others are compared with (default: the first run's), and ARM=REFERENCE for others.
+    pass_rate:  whose compute is compared; default: R_0 plus 80 % of the gain to the common A.
     Raises ValueError for one run alone, for the name of no arm, and for runs in different units of compute.
     """
     for curve in curves:
@@ -195,6 +186,8 @@ def compare_runs(
             raise ValueError(
                 f"{curve.source}: expected compute in {curves[0].unit}, as of {curves[0].source}, found {curve.unit}"
             )
+    if len(curves) < 2:
+        raise ValueError(f"expected at least two runs to compare, found {len(curves)}")
     by_arm = {arm.name: arm for arm in arms_of(curves)}
     own: dict[str, str] = {}
     first = next(iter(by_arm))
@@ -205,22 +198,48 @@ def compare_runs(
             own[_named(by_arm, name)] = found
         else:
             first = found
-    order = [first, *(name for name in by_arm if name != first)]
-    sources = {curve.name: curve for curve in curves}
-    return compare(
-        [
-            ArmRuns(
-                name=name,
-                fits=tuple(fit_curve(curve, None) for curve in by_arm[name].curves),
-                seeds=tuple(curve.seed for curve in by_arm[name].curves),
-                change="" if name == first else differences(by_arm[name], by_arm[own.get(name, first)]),
-            )
-            for name in order
-        ],
-        lambda fit, asymptote: fit_curve(sources[fit.name], asymptote),
-        references=own,
+    arms = [by_arm[first], *(arm for arm in by_arm.values() if arm.name != first)]
+    names, paired = [arm.name for arm in arms], shared_start(arms)
+    to = [names.index(own.get(name, first)) for name in names]
+    seeds = [tuple(curve.seed for curve in arm.curves) for arm in arms]
+    fits = [tuple(fit_curve(curve, None) for curve in arm.curves) for arm in arms]
+    ceilings = _differences(ASYMPTOTE, fits, seeds, to, paired)
+    shared = _share_the_ceiling(fits, ceilings, to)
+    mean = float(np.mean([ASYMPTOTE.mean(fits, seeds, n).value for n, alike in enumerate(shared) if alike]))
+    fixed = max(mean, max(f.initial for each in fits for f in each) + 1e-3)
+    refits = [
+        tuple(fit_curve(curve, fixed) for curve in arm.curves) if alike else () for arm, alike in zip(arms, shared)
+    ]
+    if pass_rate is None:
+        start = float(np.mean([f.initial for f in fits[0]]))
+        pass_rate = start + SHARE_OF_GAIN * (fixed - start)
+    reach = compute_to(pass_rate)
+    efficiency = _differences(reach, refits, seeds, to, paired)
+    compared = tuple(
+        ComparedArm(
+            name=arm.name,
+            reference=names[to[n]] if n else None,
+            change=differences(arm, arms[to[n]]) if n else "",
+            fits=fits[n],
+            seeds=seeds[n],
+            refits=refits[n],
+            measured=last_measured(fits[n]),
+            asymptote=_inside(ASYMPTOTE.mean(fits, seeds, n)),
+            exponent=EXPONENT.mean(fits, seeds, n),
+            midpoint=MIDPOINT.mean(fits, seeds, n),
+            fixed_exponent=EXPONENT.mean(refits, seeds, n) if refits[n] else None,
+            to_reach=reach.mean(refits if refits[n] else fits, seeds, n),
+            ceiling=ceilings.get(n),
+            efficiency=efficiency.get(n),
+        )
+        for n, arm in enumerate(arms)
+    )
+    return Comparison(
+        arms=compared,
+        fixed_asymptote=fixed,
         pass_rate=pass_rate,
-        paired=shared_start(list(by_arm.values())),
+        between_runs=spread([ASYMPTOTE.runs(own_fits, own_seeds) for own_fits, own_seeds in zip(fits, seeds)]),
+        paired=any(each.paired for each in ceilings.values()),
     )
 
 
@@ -264,17 +283,17 @@ def _differences(
     return found | adjusted({n: each for n, each in found.items() if each.p < 1.0})
 
 
-def _share_the_ceiling(arms: Sequence[ArmRuns], ceilings: Mapping[int, Difference], to: Sequence[int]) -> list[bool]:
+def _share_the_ceiling(fits: Arms, ceilings: Mapping[int, Difference], to: Sequence[int]) -> list[bool]:
     def alone(n: int) -> bool:
         if n == 0:
             return True
         difference = ceilings[n]
-        if min(len(arms[n].fits), len(arms[to[n]].fits)) < 2:
+        if min(len(fits[n]), len(fits[to[n]])) < 2:
             # 1e-9: the grid of the paper's method puts differences of exactly 0.02 on either side of it
             return abs(difference.value) <= SAME_ASYMPTOTE + 1e-9
         return not moves_the_ceiling(difference)
 
-    return [alone(n) and alone(to[n]) for n in range(len(arms))]
+    return [alone(n) and alone(to[n]) for n in range(len(fits))]
 
 
 def _inside(rate: Estimate) -> Estimate:

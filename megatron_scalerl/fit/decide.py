@@ -46,8 +46,6 @@ class Decision:
     """Further compute that the gain is for; default: as much again as was spent."""
     gain: Estimate
     """Gain in the true pass rate from `now` to `now + budget`."""
-    gain_per_unit: Estimate
-    """That gain per unit of compute."""
     worth: float
     """The gain that the budget has to buy."""
     probability: float
@@ -87,7 +85,6 @@ def decide(
         now=now,
         budget=budget,
         gain=estimate(gains),
-        gain_per_unit=estimate(gains / budget),
         worth=worth,
         probability=probability,
         compute_to_95_percent_of_asymptote=estimate(near_asymptote),

@@ -20,6 +20,8 @@ from megatron_scalerl.fit.result import TAIL, FitResult
 from megatron_scalerl.fit.sigmoid import Array, sigmoid
 
 METHODS = ("robust", "paper")
+Window = tuple[float | None, float | None]
+"""(first, last) compute that is fitted; None: without a limit."""
 OUTLIER = 3.0
 """Standardized leave-one-out residual above which a point is an outlier and is downweighted."""
 ISOLATED = 5.0
@@ -86,8 +88,7 @@ def fit(
         truncated_share=checked["truncated_share"],
         unit=unit,
     ).part(c > 0)
-    window = {"fit_from": fit_from, "fit_until": fit_until}
-    return _fit(curve, method, seed=seed, fixed_asymptote=fixed_asymptote, prior=prior, draws=draws, **window)
+    return _fit(curve, method, (fit_from, fit_until), fixed_asymptote, prior, draws, seed)
 
 
 def fit_curve(
@@ -102,27 +103,18 @@ def fit_curve(
     draws: int = 4000,
 ) -> FitResult:
     """Fit a run that was read from a file; the options are those of `fit`. Raises ValueError naming the file."""
-    window = {"fit_from": fit_from, "fit_until": fit_until}
     try:
-        result = _fit(curve, method, seed=seed, fixed_asymptote=fixed_asymptote, prior=prior, draws=draws, **window)
+        result = _fit(curve, method, (fit_from, fit_until), fixed_asymptote, prior, draws, seed)
     except ValueError as error:
         raise ValueError(f"{curve.source}: {error}" + (f" ({curve.read})" if curve.read else "")) from None
     return replace(result, warnings=(*curve.notes, *result.warnings))
 
 
 def _fit(
-    curve: Curve,
-    method: str,
-    *,
-    seed: int,
-    fit_from: float | None,
-    fit_until: float | None,
-    fixed_asymptote: float | None,
-    prior: Prior,
-    draws: int,
+    curve: Curve, method: str, window: Window, fixed_asymptote: float | None, prior: Prior, draws: int, seed: int
 ) -> FitResult:
     _check_options(method, fixed_asymptote, curve.initial)
-    kept, notes = _window(curve.compute, method, fit_from, fit_until)
+    kept, notes = _window(curve.compute, method, window)
     curve = curve.part(kept)
     if len(curve.compute) < 3:
         found = len(curve.compute)
@@ -236,8 +228,8 @@ def _initial_notes(curve: Curve) -> list[str]:
     ]
 
 
-def _window(c: Array, method: str, low: float | None, high: float | None) -> tuple[NDArray[np.bool_], list[str]]:
-    notes = []
+def _window(c: Array, method: str, window: Window) -> tuple[NDArray[np.bool_], list[str]]:
+    notes, (low, high) = [], window
     kept = c > 0
     if high is not None:
         kept &= c <= high

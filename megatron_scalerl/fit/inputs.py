@@ -40,6 +40,7 @@ _TOTAL = re.compile(r"\b(?:total|attempted|attempts|n|num problems|problems)\b")
 """In the name of a column with the number of problems, beside which whole numbers are counts."""
 FEW_ROWS, MANY_RUNS = 3, 24
 """Rows of a run, below which it cannot be fitted; and runs of one table that are fitted unasked."""
+CLOCK = "a time of day; export steps or the relative time, or choose with --compute"
 Check = tuple[str, Callable[[float], bool]]
 """(what is expected, whether a number is it)."""
 SIZE: Check = ("a whole number >= 1", lambda value: value >= 1 and value % 1 == 0)
@@ -56,8 +57,6 @@ class ColumnOptions:
     """Compute column; None: by its name."""
     score: str | None = None
     """Pass rate column; None: by its name."""
-    task: str | None = None
-    """Task of a mixture: its pass rate and prompts are the columns pass_rate/TASK and prompts/TASK."""
     series: tuple[tuple[str, str], ...] = ()
     """(column, value) pairs that a row must match; the value "*" makes one run of each value."""
     score_range: tuple[float, float] | None = None
@@ -168,11 +167,8 @@ def _one_place(key: str, *values: object) -> bool:
 
 def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
     """Columns that the pass rate may be in, best first; of those that have numbers."""
-    if options.task and options.score:
-        raise ValueError(f"--task: expected no --score beside it, found --score {options.score}")
-    if options.task or options.score:
-        name = f"pass_rate/{options.task}" if options.task else str(options.score)
-        known = [_named(table, name, "--task" if options.task else "--score")]
+    if options.score:
+        known = [_named(table, options.score, "--score")]
     elif not (known := columns.scores(table.columns)):
         axes = [table.x] if table.x else columns.computes(table.columns)
         rest = [column for column in table.columns if column and column not in axes]
@@ -205,7 +201,7 @@ def _validations_without_measure(table: TableFile) -> list[str]:
 def _plain(value: Any) -> Any:
     """The number of a cell of plain digits, else the cell."""
     try:
-        return value if isinstance(value, bool) else float(value)
+        return value if isinstance(value, bool) else columns.number(value)
     except (TypeError, ValueError, OverflowError):
         return value
 
@@ -330,9 +326,10 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     also = f"also there: {', '.join(others[:2])}{more} (--score)" if others else ""
     if columns.stage(score) != 0 and options.score is None and (unread := _validations_without_measure(table)):
         said.append(f"validation columns without a measure: {', '.join(unread[:3])} (--score)")
+    task = score.removeprefix("pass_rate/") if score.startswith("pass_rate/") else ""
     size = _column_values(table, starts[:1], "generations", SIZE)
     within, at_first = (
-        None if options.task else _column_values(table, rows, "within_variance", VARIANCE, missing=math.nan)
+        None if task else _column_values(table, rows, "within_variance", VARIANCE, missing=math.nan)
         for rows in (points, starts[:1])
     )
     return Curve(
@@ -341,7 +338,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
         compute=np.array([p.compute for p in points]),
         pass_rate=np.array([p.pass_rate for p in points]),
         initial=float(np.mean([p.pass_rate for p in starts])) if starts else None,
-        prompts=_prompts(table, points, f"prompts/{options.task}" if options.task else "prompts"),
+        prompts=_prompts(table, points, f"prompts/{task}" if task else "prompts"),
         generations=_column_values(table, points, "generations", SIZE),
         initial_generations=None if size is None else int(size[0]),
         within_variance=within,
@@ -361,6 +358,8 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
     else:
         known = [table.x] if table.x else columns.computes(table.columns)
         known = [c for c in known if any(_has_number(row, c) for row in measured)] or known
+        for is_axis in (columns.is_step_name, lambda cell: columns.is_time_of_day("", str(cell))):
+            known = known or [c for c in table.columns if all(is_axis(row.get(c)) for row in measured)]
         steps = [c for c in known if columns.unit_of(c) == "steps"]
         usable = known if options.hours_per_step is None else steps or known
         usable = [c for c in usable if _grows([_plain(row.get(c)) for row in measured])] or usable
@@ -369,10 +368,11 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
             raise refused(table.path, "a compute column (name it with --compute)", names, "row 1")
         alike = [c for c in usable if columns.unit_of(c) == columns.unit_of(usable[0])]
         column = max(alike, key=lambda c: sum(_has_number(row, c) for row in measured))  # verl's step 0 lacks some
-    units = [(n, row["unit"]) for n, row in table.rows if not _blank(row.get("unit"))] if column == "compute" else []
+    units = [(n, row["unit"]) for n, row in table.rows if row.get("unit")] if column == "compute" else []
     if units:
         _same(table, "unit", units)
-    unit = str(units[0][1]) if units else columns.unit_of(column)
+    unit = "steps" if columns.is_step_name(measured[0].get(column)) else columns.unit_of(column)
+    unit = str(units[0][1]) if units else unit
     if options.hours_per_step is None:
         return column, 1.0, unit
     if unit != "steps":
@@ -397,12 +397,13 @@ def _points(
         x, y = (_number(table, number, column, row) for column in (compute, score))
         if x is None or y is None:
             lacking = [row.get(column) for column, value in ((compute, x), (score, y)) if value is None]
-            skipped["without a number" if any(map(_blank, lacking)) else "NaN or infinite"] += 1
+            skipped[
+                "without a number" if any(str(cell or "").strip() == "" for cell in lacking) else "NaN or infinite"
+            ] += 1
             continue
         if x < 0 or columns.is_time_of_day(compute, x):
             expected = "compute >= 0" if x < 0 else "compute since the start"
-            what = f"{x:g}" if x < 0 else "a time of day; export steps or the relative time, or choose with --compute"
-            raise refused(table.path, expected, what, f"row {number}", compute)
+            raise refused(table.path, expected, f"{x:g}" if x < 0 else CLOCK, f"row {number}", compute)
         found.append(_Point(x * scale, y, row, number))
     if not found:
         raise refused(table.path, f"rows with {score} and {compute}", "none")
@@ -446,24 +447,18 @@ def _is_percent(score: str, points: Sequence[_Point]) -> bool:
 def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str]]:
     """The points in the order of their compute, one of each, and what was corrected.
 
-    Of a compute that a resumed run has again its last row counts. Where most have several rows one after another, all
-    are measurements.
+    Of a compute that a resumed run has again its last row counts. Where most have several rows one after another,
+    or rows are single answers, their mean counts.
     """
     went_back = any(a.compute > b.compute for a, b in zip(points, points[1:]))
     latest = {point.compute: point for point in points}
     repeated = {point.compute for point in points if latest[point.compute] is not point}
-    if repeated and len(points) > 2 * len(latest) and {point.pass_rate for point in points} <= {0.0, 1.0}:
-        return _means(latest, points), [f"rows of single answers: their mean at each {compute}"]
-    if not repeated or went_back or 2 * len(repeated) < len(latest):
+    answers = len(points) > 2 * len(latest) and {point.pass_rate for point in points} <= {0.0, 1.0}
+    if not answers and (not repeated or went_back or 2 * len(repeated) < len(latest)):
         again = f"{len(points) - len(latest)} rows have a {compute} that a later row has again; the last counts"
         order = [f"rows were not sorted by {compute}; they were sorted"] if went_back else []
         return sorted(latest.values(), key=lambda point: point.compute), [again] if repeated else order
-    different = {(point.compute, point.pass_rate): point for point in reversed(points)}
-    copies, again_measured = len(points) - len(different), len(different) - len(latest)
-    notes = [f"{copies} rows repeat another row's compute and pass rate; each was counted once"] if copies else []
-    if again_measured:
-        notes.append(f"{again_measured} points share their compute with another one; all were kept as measurements")
-    return list(different.values())[::-1], notes
+    return _means(latest, points), [f"several rows of one {compute}: their mean was fitted"]
 
 
 def _means(latest: Mapping[float, _Point], points: Sequence[_Point]) -> list[_Point]:
@@ -480,10 +475,6 @@ def _named(table: TableFile, name: str, option: str) -> str:
     raise refused(table.path, f"column {name!r} ({option})", columns.some_of(table.columns, (name,)), "row 1")
 
 
-def _blank(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
-
-
 def _has_number(row: Row, column: str) -> bool:
     value = row.get(column)
     if isinstance(value, int | float):
@@ -497,12 +488,14 @@ def _number(table: TableFile, number: int, column: str, row: Row) -> float | Non
     if value is None or (isinstance(value, str) and value.strip().lstrip("+-").lower() in MISSING):
         return None
     try:
-        text = value.strip().removesuffix("%") if isinstance(value, str) else value
-        parsed = float(text)
+        parsed = columns.number(value)
     except (TypeError, ValueError, OverflowError):
-        parsed = None
-    if parsed is None:
-        raise refused(table.path, "a finite number", f"{value!r:.80}", f"row {number}", column)
+        expected, found = (
+            ("compute since the start", CLOCK)
+            if columns.is_time_of_day(column, value)
+            else ("a finite number", f"{value!r:.80}")
+        )
+        raise refused(table.path, expected, found, f"row {number}", column) from None
     return parsed if math.isfinite(parsed) else None
 
 

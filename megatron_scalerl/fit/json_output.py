@@ -45,7 +45,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
 
 def _arm_json(comparison: Comparison, arm: ComparedArm) -> dict[str, Any]:
     numbers = ("measured", "asymptote", "exponent", "midpoint", "fixed_exponent", "to_reach")
-    differences = ("ceiling", "efficiency", "steepness")
+    differences = ("ceiling", "efficiency")
     refits = arm.refits or (None,) * arm.runs
     return {
         "name": arm.name,

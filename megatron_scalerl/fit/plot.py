@@ -4,8 +4,6 @@ Drawn with matplotlib's object interface: no display and no global state are nee
 which color-blind readers can distinguish; every run has its own marker as well.
 
 Figures of a comparison: every recipe's numbers with their intervals, and the curves of its runs.
-
-The other figures of a report: the efficiency transform of a comparison, and the backtest.
 """
 
 from __future__ import annotations
@@ -18,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_scalerl.fit.backtest import MARGIN, Backtest
-from megatron_scalerl.fit.compare import ComparedArm, Comparison
+from megatron_scalerl.fit.compare import ComparedArm, Comparison, compute_to
 from megatron_scalerl.fit.decide import Estimate
 from megatron_scalerl.fit.formatting import short_number, shortened, unit_label, unit_name
-from megatron_scalerl.fit.quantities import compute_to
 from megatron_scalerl.fit.result import LEVEL, SOLID_AND_DASHED, FitResult
-from megatron_scalerl.fit.sigmoid import Array, efficiency_transform
+from megatron_scalerl.fit.sigmoid import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,26 +120,12 @@ def draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points | None,
     axes.plot(future, mid, color=color, linewidth=2.0, linestyle=(0, (4, 1.5)), label=name if alone else None)
     if not alone:
         axes.plot([], [], marker, linestyle="-", color=color, linewidth=2.0, markersize=4.5, label=name)
-    axes.plot(
-        run.compute,
-        run.pass_rate,
-        marker,
-        color=color,
-        markersize=4.5,
-        linestyle="none",
-        label=f"fitted, {run.n_points} points" if alone else None,
-    )
+    dots: dict[str, Any] = {"linestyle": "none", "markeredgecolor": color}
+    label = f"fitted, {run.n_points} points" if alone else None
+    axes.plot(run.compute, run.pass_rate, marker, color=color, markersize=4.5, label=label, **dots)
     if unseen is not None and len(unseen[0]):
-        axes.plot(
-            unseen[0],
-            unseen[1],
-            marker,
-            markerfacecolor="white",
-            markeredgecolor=color,
-            markersize=5.5,
-            linestyle="none",
-            label="not fitted" if alone else None,
-        )
+        label = "not fitted" if alone else None
+        axes.plot(*unseen, marker, markerfacecolor="white", markersize=5.5, label=label, **dots)
     axes.axhline(run.asymptote, color=color, linewidth=1.0, linestyle=(0, (6, 3)), alpha=0.8)
     if alone:
         _name_asymptote(axes, run)
@@ -158,15 +140,9 @@ def _smooth(edge: Array) -> Array:
 
 def _name_asymptote(axes: "Axes", run: FitResult) -> None:
     lo, hi = run.intervals["asymptote"]
-    axes.annotate(
-        f"A = {run.asymptote:.3f}  [{lo:.3f}, {hi:.3f}]",
-        (0.01, run.asymptote),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        color=INK,
-        fontsize=10,
-    )
+    text, place = f"A = {run.asymptote:.3f}  [{lo:.3f}, {hi:.3f}]", (0.01, run.asymptote)
+    above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "color": INK, "fontsize": 10}
+    axes.annotate(text, place, xycoords=("axes fraction", "data"), **above)
 
 
 def plain_ticks(axes: "Axes") -> None:
@@ -265,14 +241,8 @@ def _row(axes: "Axes", row: int, mean: Estimate | None, runs: Sequence[float]) -
     shown = [value for value in runs if math.isfinite(value)]
     axes.plot(shown, [row] * len(shown), "o", color=_OTHER, markersize=4, linestyle="none", zorder=2)
     if mean is None or not math.isfinite(mean.value):
-        axes.annotate(
-            "another ceiling" if mean is None else "never",
-            (0.02, row),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=8,
-            color=INK,
-        )
+        text, place = "another ceiling" if mean is None else "never", (0.02, row)
+        axes.annotate(text, place, xycoords=("axes fraction", "data"), va="center", fontsize=8, color=INK)
         return
     if math.isfinite(mean.lo) and math.isfinite(mean.hi):
         axes.plot([mean.lo, mean.hi], [row, row], color=_OWN, linewidth=2.0, solid_capstyle="butt", zorder=1)
@@ -284,50 +254,3 @@ def _curve(axes: "Axes", fit: FitResult, color: str, *, points: bool) -> None:
     axes.plot(compute, fit.curve(compute), color=color, linewidth=1.2, zorder=2 if points else 1)
     if points:
         axes.plot(fit.compute, fit.pass_rate, "o", color=color, markersize=2.2, alpha=0.6, linestyle="none")
-
-
-def plot_efficiency(path: str | Path, comparison: Comparison) -> Path:
-    """Plot F(R) = C^B against C on log axes for the runs that share a ceiling; the slope is B.
-
-    Runs of one recipe have one color. Points at or above the common A have no transform and are not shown; the legend
-    states their number.
-    """
-    figure, axes = new_figure()
-    runs = [(index, run) for index, arm in enumerate(comparison.arms) for run in arm.refits]
-    for index, run in runs:
-        color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
-        log_f = efficiency_transform(run.pass_rate, **run.parameters)
-        shown = np.isfinite(log_f)
-        excluded = "" if shown.all() else f", {np.count_nonzero(~shown)} points above A"
-        ends = np.array([run.compute.min(), run.compute.max()])
-        label = f"{shortened(run.name, 50)}: B = {run.exponent:.2f}{excluded}"
-        axes.plot(ends, np.exp(run.exponent * np.log(ends)), color=color, linewidth=1.8)
-        style: dict[str, Any] = {"color": color, "markersize": 4.5, "linestyle": "none", "label": label}
-        axes.plot(run.compute[shown], np.exp(log_f[shown]), marker, **style)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    plain_ticks(axes)
-    axes.set_xlabel(unit_label(comparison.arms[0].fits[0].unit))
-    axes.set_ylabel("F(R) = C$^B$")
-    _finish(figure, axes, f"Efficiency at A = {comparison.fixed_asymptote:.3f}: the steeper, the better")
-    return save(figure, path)
-
-
-def plot_backtest(path: str | Path, test: Backtest, *, unit: str = "gpu_hours") -> Path:
-    """Plot the forecast of the last point against the compute up to which the run was fitted."""
-    figure, axes = new_figure()
-    x = np.array([point.compute for point in test.points])
-    y, lo, hi = (np.array([getattr(point, key) for point in test.points]) for key in ("forecast", "lo", "hi"))
-    axes.fill_between(x, lo, hi, color=COLORS[0], alpha=0.16, linewidth=0, label="90 % interval")
-    axes.plot(x, y, "o-", color=COLORS[0], markersize=4.5, label="forecast of the last point")
-    low, high = test.final_pass_rate - MARGIN, test.final_pass_rate + MARGIN
-    axes.axhspan(low, high, color=COLORS[2], alpha=0.15, linewidth=0, label=f"measured, ±{MARGIN:g}")
-    axes.axhline(test.final_pass_rate, color=COLORS[2], linewidth=1.2)
-    if test.settled_from is not None:
-        axes.axvline(test.settled_from, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label="settled from here")
-    axes.set_xscale("log")
-    plain_ticks(axes)
-    axes.set_xlabel(f"{unit_label(unit)}, fitted up to")
-    axes.set_ylabel(f"forecast for {short_number(test.final_compute)}")
-    _finish(figure, axes, f"{test.name}: how the forecast of the last point moved")
-    return save(figure, path)

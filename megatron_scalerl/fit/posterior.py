@@ -50,6 +50,8 @@ class Posterior:
     """[draws] variance of one measurement."""
     hypothesis: Index
     """[draws] index into `discrepancies`."""
+    second_rise: Array
+    """[draws] of a second phase, as a share of the gain so far, over a factor of e in compute; mostly 0."""
     seed: int
 
     @property
@@ -72,7 +74,7 @@ class Posterior:
         return self.observations.pass_rate - self.curves(self.observations.compute)
 
     def true_pass_rate(self, compute: Array) -> tuple[Array, Array]:
-        """Mean and variance, both [draws, len(compute)], of the noise-free pass rate: sigmoid plus discrepancy."""
+        """Mean and variance, both [draws, len(compute)], of the true pass rate: sigmoid, deviation, second phase."""
         obs, new = self.observations, self._log(compute)
         mean = self.curves(compute)
         variance = np.zeros_like(mean)
@@ -86,6 +88,8 @@ class Posterior:
             mean[rows] += residual[rows] @ (inverse @ cross.T)
             left = obs.ratio(hypothesis) - ((cross @ inverse) * cross).sum(axis=1)
             variance[rows] = np.maximum(left, 0.0) * self.noise_variance[rows, None]
+        gained = self.curves(np.array([obs.scale])) - self.initial[:, None]
+        mean += self.second_rise[:, None] * gained * np.sqrt(np.maximum(new, 0.0))
         return mean, variance
 
     def measured(self, compute: Array, completions: Array | None = None) -> tuple[Array, Array]:
@@ -96,7 +100,8 @@ class Posterior:
         mean, variance = self.true_pass_rate(compute)
         noise = np.random.default_rng([self.seed, 1]).standard_normal(mean.shape)
         spread = np.sqrt(variance + self.measurement_variance(mean, completions))
-        return np.clip(np.median(mean, axis=0), 0.0, 1.0), np.clip(mean + spread * noise, 0.0, 1.0)
+        center = np.median(mean[self.second_rise == 0.0], axis=0)
+        return np.clip(center, 0.0, 1.0), np.clip(mean + spread * noise, 0.0, 1.0)
 
     def measurement_variance(self, pass_rate: Array, completions: Array | None = None) -> Array:
         """[draws, m] variance of a new measurement where the true pass rate is `pass_rate` [draws, m].
@@ -136,6 +141,7 @@ def sample(
     initial = np.asarray(observations.initials)[start]
     jitter = rng.uniform(-0.5, 0.5, draws) * grid.step[start, hypothesis, i, j]
     offset = grid.offset[start, hypothesis, i, j, k] + jitter
+    (probability, size), rise = prior.second_phase, np.random.default_rng([seed, 3]).standard_normal(draws)
     posterior = Posterior(
         observations=observations,
         discrepancies=prior.discrepancies,
@@ -145,6 +151,7 @@ def sample(
         initial=initial,
         noise_variance=np.ones(draws),
         hypothesis=hypothesis,
+        second_rise=np.where(np.arange(draws) < probability * draws, size * abs(rise), 0.0),
         seed=seed,
     )
     if fixed_asymptote is None:
@@ -152,16 +159,6 @@ def sample(
     shape = observations.noise_shape + len(observations.pass_rate) / 2
     scale = observations.noise_shape * observations.noise_variance + _misfit(posterior) / 2
     return replace(posterior, noise_variance=scale / rng.gamma(shape, size=draws))
-
-
-def log_prior(posterior: Posterior, prior: Prior) -> Array:
-    """[draws] log density of `prior` at the draws, up to a constant; -inf where it lacks the draw's hypothesis."""
-    known = {(d.deviation, d.length): d.weight for d in prior.discrepancies}
-    with np.errstate(divide="ignore"):
-        weights = np.log([known.get((d.deviation, d.length), 0.0) for d in posterior.discrepancies])
-    gain = (posterior.asymptote - posterior.initial) / (1.0 - posterior.initial)
-    density = log_density(np.log(posterior.exponent), posterior.log_midpoint, gain, prior)
-    return density + weights[posterior.hypothesis]
 
 
 def log_density(log_exponent: Array, log_midpoint: Array, gain: Array, prior: Prior) -> Array:

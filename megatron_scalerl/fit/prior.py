@@ -70,6 +70,9 @@ class Prior:
     """Shape of the inverse-gamma prior for an unknown validation size: much weaker."""
     discrepancies: tuple[Discrepancy, ...]
     """The hypotheses on the discrepancy, averaged by their posterior weights."""
+    second_phase: tuple[float, float] = (0.04, 0.5)
+    """(probability, size) of a second rise after the fitted part, of which no fitted point tells: of half a normal
+    distribution, times the gain so far and the root of the log of compute. Chosen by the back-test, as the above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,48 +101,22 @@ DISCREPANCIES = tuple(
 )
 """None, small ones, a slow drift that is nearly a random walk, and a collapse: chosen by the back-test
 (docs/forecast_method.md), not learned."""
+
+
+def kind(
+    name: str, weight: float, exponent: tuple[float, float], midpoint: tuple[float, float], gain: tuple[float, float]
+) -> Kind:
+    """A kind of runs: (center, scale) of log B and of log C_mid, and the Beta parameters of the gain."""
+    numbers = [*Kind.__dataclass_fields__][2:]
+    return Kind(name=name, weight=weight, **dict(zip(numbers, (*exponent, *midpoint, *gain))))
+
+
 DEFAULT_PRIOR = Prior(
     kinds=(
-        Kind(
-            name="a ceiling below 1",
-            weight=0.5046,
-            log_exponent_mean=0.5808,
-            log_exponent_sd=0.25,
-            log_midpoint_mean=-1.0420,
-            log_midpoint_sd=0.5,
-            gain_alpha=6.9122,
-            gain_beta=17.0878,
-        ),
-        Kind(
-            name="close to 1",
-            weight=0.1806,
-            log_exponent_mean=0.4271,
-            log_exponent_sd=0.25,
-            log_midpoint_mean=-1.2569,
-            log_midpoint_sd=0.5,
-            gain_alpha=6.0,
-            gain_beta=1.0,
-        ),
-        Kind(
-            name="no gain",
-            weight=0.2269,
-            log_exponent_mean=0.6,
-            log_exponent_sd=0.5,
-            log_midpoint_mean=0.0,
-            log_midpoint_sd=1.2,
-            gain_alpha=1.0,
-            gain_beta=20.0,
-        ),
-        Kind(
-            name="anything",
-            weight=0.088,
-            log_exponent_mean=0.6,
-            log_exponent_sd=0.5,
-            log_midpoint_mean=0.0,
-            log_midpoint_sd=1.2,
-            gain_alpha=1.0,
-            gain_beta=1.0,
-        ),
+        kind("a ceiling below 1", 0.5046, (0.5808, 0.25), (-1.0420, 0.5), (6.9122, 17.0878)),
+        kind("close to 1", 0.1806, (0.4271, 0.25), (-1.2569, 0.5), (6.0, 1.0)),
+        kind("no gain", 0.2269, (0.6, 0.5), (0.0, 1.2), (1.0, 20.0)),
+        kind("anything", 0.088, (0.6, 0.5), (0.0, 1.2), (1.0, 1.0)),
     ),
     discrepancies=DISCREPANCIES,
 )
@@ -148,22 +125,14 @@ DEFAULT_PRIOR = Prior(
 
 def wide(*, exponent_sd: float, midpoint_sd: float, discrepancies: tuple[Discrepancy, ...]) -> Prior:
     """A prior of one kind, without any notion of what runs do: every gain is as likely."""
-    kind = Kind(
-        name="anything",
-        weight=1.0,
-        log_exponent_mean=0.6,
-        log_exponent_sd=exponent_sd,
-        log_midpoint_mean=0.0,
-        log_midpoint_sd=midpoint_sd,
-        gain_alpha=1.0,
-        gain_beta=1.0,
-    )
-    return Prior(kinds=(kind,), looks=((1.0, 1.0),), discrepancies=discrepancies)
+    anything = kind("anything", 1.0, (0.6, exponent_sd), (0.0, midpoint_sd), (1.0, 1.0))
+    return Prior(kinds=(anything,), looks=((1.0, 1.0),), discrepancies=discrepancies)
 
 
 FLAT_PRIOR = replace(
     wide(exponent_sd=1e3, midpoint_sd=1e3, discrepancies=(Discrepancy(deviation=0.0, length=1.0, weight=1.0),)),
     noise_shape=0.5,
     unknown_noise_shape=0.5,
+    second_phase=(0.0, 0.0),
 )
 """Flat, with independent noise: its intervals are the narrowest that the paper's least squares justifies."""

@@ -70,17 +70,3 @@ def compute_to_reach(
         log_c = np.log(midpoint) + np.log(ratio) / np.asarray(exponent, dtype=float)
         reached = np.exp(np.minimum(log_c, 709.0))
     return np.where(below, 0.0, np.where(above, np.inf, reached))
-
-
-def efficiency_transform(
-    pass_rate: ArrayLike, *, asymptote: float, exponent: float, midpoint: float, initial: float
-) -> Array:
-    """F(R) = C_mid^B / ((A - R_0)/(R - R_0) - 1), which equals C^B on the curve; returned as log F.
-
-    log F against log C is a line of slope B (Khatri et al. 2025, caption of the leave-one-out figure). Shape of
-    `pass_rate`; nan where R lies outside (R_0, A): the transform does not exist there.
-    """
-    r = np.asarray(pass_rate, dtype=float)
-    inside = (r > initial) & (r < asymptote)
-    share = np.where(inside, (r - initial) / (asymptote - initial), 0.5)
-    return np.where(inside, exponent * np.log(midpoint) + np.log(share) - np.log1p(-share), np.nan)

@@ -18,13 +18,14 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.fit.columns import stage
+from megatron_scalerl.fit.columns import computes, stage
 
 FOLDER = ("trainer_state.json", "checkpoint-*/trainer_state.json", "metrics.jsonl")
 """Files that are looked for in a folder, in this order; of several the one with the highest number is read."""
@@ -33,6 +34,8 @@ WRAPPERS = ("data", "metrics", "logs", "log", "values", "scalars")
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _STEP_LINE = re.compile(r"\bstep:\s*(\d+) - (.+:.+)")
 """verl: `(TaskRunner pid=7) step:5 - critic/score/mean:0.1 - actor/lr:1e-06`."""
+_TITLE = re.compile(r"\A[^,;\t\n]*\n(?=[^\n]*[A-Za-z])(?=[^\n]*[,;\t])")
+"""A line without a mark between cells above a header that has them."""
 _NUMPY = re.compile(r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor)\d*\(([^()]*)\)")
 _DICT_LINE = re.compile(r"(?:\b(?:step|rollout|iteration|eval) (\d+): )?(\{'[^{}]*\})")
 """transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`; slime: `rollout 5: {'rollout/raw_reward': 0.1}`."""
@@ -105,7 +108,7 @@ def _table(path: Path, layout: str, rows: Iterable[Row], numbers: Iterable[int] 
 
 
 def _from_csv(path: Path, text: str) -> list[TableFile]:
-    text = re.sub(r"(?m)^#.*$", "", text)
+    text = _TITLE.sub("\n", re.sub(r"(?m)^#.*$", "", text))
     first = text.lstrip().partition("\n")[0]
     delimiter = max(",\t; ", key=lambda mark: (mark != " " and mark in first, first.count(mark)))
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=delimiter == " ")
@@ -193,13 +196,20 @@ def _rows_of_object(value: Any) -> tuple[str, list[Any]]:
     lists = {k: v for k, v in held.items() if isinstance(v, list) and all(isinstance(row, dict) for row in v)}
     if "log_history" in lists:
         return "trainer_state.json", lists["log_history"]
+    columns = {
+        k: [*cells.values()] if isinstance(cells, dict) else cells for k, cells in held.items() if k not in lists
+    }
+    lengths = Counter(map(len, columns.values()))
+    usual = max(lengths, key=lambda length: (lengths[length], length), default=0)
+    columns = {k: cells for k, cells in columns.items() if len(cells) == usual}
+    mixed = len(lengths) > 1 or bool(lists)
+    if len(columns) > mixed and (not lists or computes(list(columns))):
+        return "JSON columns", [dict(zip(columns, cells)) for cells in zip(*columns.values())]
     if lists:
         column = "kind" if any(stage(key) != 1 for key in lists) else "run"
         named = [({column: key} if len(lists) > 1 else {}) | row for key, rows in lists.items() for row in rows]
         return f"JSON, {', '.join(lists)}", named
-    columns = {key: list(cells.values()) if isinstance(cells, dict) else cells for key, cells in held.items()}
-    same = len({len(cells) for cells in columns.values()}) == 1
-    return "JSON columns", [dict(zip(columns, cells)) for cells in zip(*columns.values())] if same else []
+    return "JSON", []
 
 
 def _flat(row: Row) -> Row:

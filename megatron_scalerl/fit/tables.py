@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -76,8 +75,6 @@ class RunReport:
     """The forecast of the points after the window; None if there are none."""
     backtest: Backtest | None = None
     """HTML only."""
-    backtest_figure: Path | None = None
-    """The figure of `backtest`."""
 
 
 def parameters_table(runs: Sequence[RunReport]) -> Table:
@@ -104,12 +101,12 @@ def predictions_table(runs: Sequence[RunReport]) -> Table:
     """Forecast pass rates with the interval of a measurement."""
     return Table(
         columns=("run", unit_name(runs[0].fit.unit), "pass rate", "90 % interval"),
-        rows=tuple(
-            (run.fit.name, short_number(p.compute), f"{p.pass_rate:.4f}", _interval(p.lo, p.hi, "{:.4f}".format))
-            for run in runs
-            for p in run.predictions
-        ),
+        rows=tuple((run.fit.name, short_number(p.compute), *_forecast(p)) for run in runs for p in run.predictions),
     )
+
+
+def _forecast(p: Prediction) -> tuple[str, str]:
+    return f"{p.pass_rate:.4f}", _interval(p.lo, p.hi, "{:.4f}".format)
 
 
 def evaluation_table(evaluation: ForecastEvaluation) -> Table:
@@ -122,8 +119,7 @@ def evaluation_table(evaluation: ForecastEvaluation) -> Table:
         rows=tuple(
             (
                 short_number(p.compute),
-                f"{p.pass_rate:.4f}",
-                _interval(p.lo, p.hi, "{:.4f}".format),
+                *_forecast(p),
                 f"{measured:.4f}",
                 f"{error:+.4f}",
                 "" if covered else "outside",
@@ -137,16 +133,7 @@ def comparison_table(comparison: Comparison) -> Table:
     """The leave-one-out table of Khatri et al. (2025), Fig. 4, for these recipes, with intervals of the mean."""
     fixed, pass_rate = f"{comparison.fixed_asymptote:.3f}", f"{comparison.pass_rate:.3f}"
     return Table(
-        columns=(
-            "recipe",
-            "runs",
-            "measured",
-            "A",
-            "B",
-            "C_mid",
-            f"B at A = {fixed}",
-            f"compute to {pass_rate}",
-        ),
+        columns=("recipe", "runs", "measured", "A", "B", "C_mid", f"B at A = {fixed}", f"compute to {pass_rate}"),
         rows=tuple(
             (
                 arm.name,
@@ -197,9 +184,8 @@ def backtest_table(test: Backtest) -> Table:
             (
                 short_number(point.compute),
                 str(point.n_points),
-                f"{point.forecast:.4f}",
-                _interval(point.lo, point.hi, "{:.4f}".format),
-                f"{point.forecast - test.final_pass_rate:+.4f}",
+                *_forecast(point.forecast),
+                f"{point.forecast.pass_rate - test.final_pass_rate:+.4f}",
                 f"{point.asymptote:.3f}",
             )
             for point in test.points

@@ -54,7 +54,7 @@ def test_both_methods_and_a_fixed_asymptote(capsys):
 def test_the_reference_comes_first(capsys, tmp_path):
     chosen = [*RECIPES, "--series", "series=*", "--compare", "--reference", "ScaleRL", "--json", "-"]
     assert main([*chosen, "--plot", str(tmp_path / "runs.png")]) == 0
-    names = ("runs.png", "runs.svg", "runs_efficiency.png", "runs_comparison.png")
+    names = ("runs.png", "runs.svg", "runs_comparison.png")
     assert all((tmp_path / name).exists() for name in names)
     arms = json.loads(capsys.readouterr().out)["comparison"]["arms"]
     assert [arm["name"] for arm in arms][:2] == ["ScaleRL", "DeepSeek-GRPO"] and "reference" in arms[0]["summary"]

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from command_line import command
 from recipe_runs import write_run
 
 from megatron_scalerl.fit.arms import arms_of, differences, shared_start
-from megatron_scalerl.fit.compare import ArmRuns, compare, compare_runs, moves_the_ceiling
-from megatron_scalerl.fit.forecast import fit, fit_curve
+from megatron_scalerl.fit.compare import compare_runs, moves_the_ceiling
+from megatron_scalerl.fit.curve import Curve
+from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 from megatron_scalerl.fit.published import published_run
 from megatron_scalerl.fit.verdicts import conclusions, summary
@@ -167,26 +169,13 @@ def test_three_runs_of_one_recipe_differ_by_nothing_but_their_seeds(tmp_path):
 
 def test_comparison_reads_like_the_leave_one_out_table():
     """Khatri et al. 2025, Fig. 4: all three runs share their ceiling; ScaleRL has the highest B there."""
-    arms, makers = [], {}
+    curves = []
     for name in ("fig8a_loo/ScaleRL", "LOO-prompt-lvl-adv-norm", "LOO-length-penalty"):
         series = published_run(name)
-
-        def make(fixed=None, series=series, name=name):
-            seen = series.fitted
-            return fit(
-                series.compute[seen],
-                series.pass_rate[seen],
-                initial=series.initial,
-                method="paper",
-                prompts=1000,
-                generations=16,
-                name=name,
-                fixed_asymptote=fixed,
-            )
-
-        makers[name] = make
-        arms.append(ArmRuns(name=name, fits=(make(),), seeds=(None,)))
-    comparison = compare(arms, lambda f, a: makers[f.name](a))
+        known = {"prompts": 1000, "generations": np.full(len(series.compute), 16.0), "initial": series.initial}
+        points = {"compute": series.compute, "pass_rate": series.pass_rate}
+        curves.append(Curve(name=name, source=Path(name), **points, **known).part(series.fitted))
+    comparison = compare_runs(curves, lambda c, a: fit_curve(c, method="paper", fixed_asymptote=a))
     assert all(arm.refits for arm in comparison.arms)
     assert comparison.fixed_asymptote == pytest.approx(0.605, abs=0.01)
     exponents = [arm.fixed_exponent.value for arm in comparison.arms]
@@ -196,6 +185,14 @@ def test_comparison_reads_like_the_leave_one_out_table():
 
 def test_a_comparison_needs_two_runs():
     series = published_run("fig8a_loo/ScaleRL")
-    alone = fit(series.compute, series.pass_rate, initial=series.initial)
+    alone = Curve(
+        name="a",
+        source=Path("a"),
+        compute=series.compute,
+        pass_rate=series.pass_rate,
+        initial=series.initial,
+        prompts=None,
+        generations=None,
+    )
     with pytest.raises(ValueError, match="at least two runs"):
-        compare([ArmRuns(name="a", fits=(alone,), seeds=(None,))], lambda f, a: f)
+        compare_runs([alone], fitted)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_scalerl.fit.sigmoid import compute_to_reach, efficiency_transform, sigmoid
+from megatron_scalerl.fit.sigmoid import compute_to_reach, sigmoid
 
 PUBLISHED = [
     # Khatri et al. 2025, Table 1 and figures: (R_0, A, C_mid, B), {C: R(C)}
@@ -53,17 +53,3 @@ def test_compute_to_reach_inverts_the_curve():
     assert compute_to_reach(0.61, **RUN) == np.inf
     assert compute_to_reach(0.7, **RUN) == np.inf
     assert compute_to_reach(0.4, **RUN) == 0.0
-
-
-def test_efficiency_transform_is_a_line_of_slope_b():
-    compute = np.array([500.0, 2000.0, 8000.0])
-    log_f = efficiency_transform(sigmoid(compute, **RUN), **RUN)
-    np.testing.assert_allclose(log_f, 1.92 * np.log(compute), rtol=1e-10)
-    steep = {"asymptote": 0.9, "exponent": 1.5, "midpoint": 2000.0, "initial": 0.2}  # more than doubles its pass rate
-    log_f = efficiency_transform(sigmoid(compute, **steep), **steep)
-    np.testing.assert_allclose(log_f, 1.5 * np.log(compute), rtol=1e-10)
-
-
-def test_efficiency_transform_is_nan_outside_of_the_curve_without_a_warning():
-    with np.errstate(all="raise"):
-        assert np.isnan(efficiency_transform([0.40, 0.4002, 0.61, 0.62], **RUN)).all()

@@ -557,10 +557,48 @@ def test_counts_are_no_percent_and_single_answers_are_averaged(tmp_path):
     answers = [{"step": 10 * n, "correct": i < n} for n in range(1, 11) for i in range(20)]
     (curve,) = read_curves(write(tmp_path, "answers.jsonl", lines(answers)))
     assert curve.pass_rate == pytest.approx([n / 20 for n in range(1, 11)])
-    assert curve.notes == ("answers.jsonl: rows of single answers: their mean at each step",)
+    assert curve.notes == ("answers.jsonl: several rows of one step: their mean was fitted",)
 
 
 def test_a_file_that_begins_anew_has_the_start_of_its_last_run(tmp_path):
     rows = [{"step": 10 * n, "reward": at + n / 50} for at in (0.2, 0.5) for n in range(10)]
     (curve,) = read_curves(write(tmp_path, "a.jsonl", lines(rows)))
     assert curve.initial == 0.5 and curve.pass_rate[0] == pytest.approx(0.52)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-{}", "runs/a/global_step_{}", "step_{:06d}", "out/iter_{:07d}/"])
+@pytest.mark.parametrize("column", ["checkpoint", "model"])
+def test_names_of_checkpoints_are_steps(tmp_path, name, column):
+    data = table({column: [name.format(step) for step in STEPS], "accuracy": RATES})
+    [curve] = read_curves(write(tmp_path, "t.csv", data))
+    assert curve.compute.tolist() == STEPS and curve.unit == "steps" and curve.pass_rate.tolist() == RATES
+
+
+def test_commas_between_thousands(tmp_path):
+    data = table({"step": [f"{100 * step:,}" for step in STEPS], "accuracy": RATES})
+    assert '"1,000"' in data
+    [curve] = read_curves(write(tmp_path, "t.csv", data))
+    assert curve.compute.tolist() == [100 * step for step in STEPS]
+
+
+@pytest.mark.parametrize("column", ["timestamp", "when"])
+def test_dates_are_refused_as_an_axis_and_no_obstacle_beside_one(tmp_path, column):
+    days = [f"2026-01-{step // 10:02d}T10:00:00Z" for step in STEPS]
+    with pytest.raises(ValueError, match=rf"row 2: {column}: expected compute since the start, found a time of day"):
+        read_curves(write(tmp_path, "t.csv", table({column: days, "accuracy": RATES})))
+    [curve] = read_curves(write(tmp_path, "u.csv", table({column: days, "step": STEPS, "accuracy": RATES})))
+    assert curve.compute.tolist() == STEPS
+
+
+def test_a_title_above_the_header(tmp_path):
+    data = "My second run\n" + table({"step": STEPS, "accuracy": RATES})
+    [curve] = read_curves(write(tmp_path, "t.csv", data))
+    assert curve.compute.tolist() == STEPS
+    with pytest.raises(ValueError, match="row 5: step"):
+        read_curves(write(tmp_path, "u.csv", data.replace("\r\n30,", "\r\nx,")))
+
+
+@pytest.mark.parametrize("other", [{"tags": ["a", "b"]}, {"samples": [{"score": 0.5}, {"score": 0.25}]}])
+def test_lists_of_columns_beside_other_lists(tmp_path, other):
+    [curve] = read_curves(write(tmp_path, "t.json", json.dumps(other | {"steps": STEPS, "scores": RATES})))
+    assert curve.compute.tolist() == STEPS and curve.pass_rate.tolist() == RATES

@@ -25,7 +25,7 @@ from known_runs import KnownRun, by_run, known_runs
 
 from megatron_scalerl.fit.forecast import robust_posterior
 from megatron_scalerl.fit.observations import observe
-from megatron_scalerl.fit.posterior import log_density, log_prior
+from megatron_scalerl.fit.posterior import Posterior, log_density
 from megatron_scalerl.fit.prior import DISCREPANCIES, Kind, Prior, wide
 from megatron_scalerl.fit.sigmoid import Array
 
@@ -110,6 +110,16 @@ def _shape(of_run: tuple[KnownRun, ...]) -> Shape:
     return Shape(
         gain=gain, rise=rise, log_exponent=log_exponent, log_midpoint=log_midpoint, log_reference=log_reference
     )
+
+
+def log_prior(posterior: Posterior, prior: Prior) -> Array:
+    """[draws] log density of `prior` at the draws, up to a constant; -inf where it lacks the draw's hypothesis."""
+    known = {(d.deviation, d.length): d.weight for d in prior.discrepancies}
+    with np.errstate(divide="ignore"):
+        weights = np.log([known.get((d.deviation, d.length), 0.0) for d in posterior.discrepancies])
+    gain = (posterior.asymptote - posterior.initial) / (1.0 - posterior.initial)
+    density = log_density(np.log(posterior.exponent), posterior.log_midpoint, gain, prior)
+    return density + weights[posterior.hypothesis]
 
 
 def _kind(name: str, own: Sequence[Shape], of_runs: Array) -> Kind:

@@ -67,6 +67,10 @@ def from_the_prior(rng: np.random.Generator, compute: Array, size: int) -> tuple
     path = np.linalg.cholesky(correlation) @ rng.standard_normal(len(x))
     noise = prior.noise_share * variance / size * prior.noise_shape / rng.gamma(prior.noise_shape)
     level = curve + discrepancy.deviation * math.sqrt(variance[compute <= 1.0].mean()) * path
+    probability, size = prior.second_phase
+    if rng.random() < probability:
+        gained = curve[compute <= 1.0][-1] - initial
+        level += size * abs(rng.standard_normal()) * gained * np.sqrt(np.maximum(x, 0.0))
     return truth, np.clip(level + np.sqrt(noise) * rng.standard_normal(len(x)), 0.0, 1.0)
 
 
