@@ -132,9 +132,10 @@ class WeightsSection(Section):
     and closed to other users of the host."""
     bucket_mib: PositiveInt = 64
     """Size of one packed bucket (MiB); each sender has two in memory, each engine worker as well."""
-    max_senders: PositiveInt = 16
-    """Ranks of the trainer that send, each its own share of the weights: as many data-parallel copies of the ranks
-    that one copy of the policy needs, which all send, as fit. Each has a group with each shard of the engines."""
+    max_senders: PositiveInt = 1
+    """Ranks of the trainer that send, each its own share of the weights: those that one copy of the policy needs, and
+    as many data-parallel copies of them as fit. Each has a group with each shard of the engines: over NCCL, whose
+    broadcasts run one at a time, more copies only cost buffers in engines."""
     transaction: Literal["streamed", "staged"] = "streamed"
     """streamed: engines are paused while an update is sent, and write each bucket as it comes. staged: they go on
     generating while it arrives in host memory, one copy for each engine, and are paused to write it."""
