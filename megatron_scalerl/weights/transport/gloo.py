@@ -21,7 +21,7 @@ from megatron_scalerl.distributed.rendezvous import gloo_device, open_store
 from megatron_scalerl.weights.plan import Connection
 
 Read = Callable[[int], torch.Tensor]
-"""Number of a part -> its values, of the shape of its rectangle; valid until the next call."""
+"""Number of a part -> its values, of the shape of its rectangle: a view of a parameter."""
 Finish = Callable[[], None]
 
 
