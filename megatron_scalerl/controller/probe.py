@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
 
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays, read
 from megatron_scalerl.engine.answers import EngineError
@@ -25,12 +28,50 @@ logger = logging.getLogger(__name__)
 PROMPTS = 4
 TOKENS = 256
 """Longest completion: the trainer waits for it, and a whole one may take minutes."""
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Nats by policy.dtype, if weights.probe_tolerance is unset."""
+TOLERANCE = {"float32": 5e-4, "bfloat16": 0.15}
+"""Nats by policy.dtype, for the mean of an engine's tokens, if weights.probe_tolerance is unset. In bf16 correct
+random policies of four layers have 0.02 to 0.08, and with one tensor zeroed or transposed, or two experts exchanged,
+0.35 or more (tests/controller/test_probe_bounds.py)."""
+FAR = 20
+"""A single token may differ by this many times as much: in bf16 one in a hundred is several means away."""
 
 
 class ProbeError(RuntimeError):
     """An engine's log-probs or policy version do not match the trainer's."""
+
+
+class Scored(NamedTuple):
+    """One sampled token."""
+
+    prompt_id: str
+    place: int
+    """In the completion."""
+    token_id: int
+    trainer: float
+    """Log-probs (nats)."""
+    engine: float
+
+    @property
+    def difference(self) -> float:
+        """Between the two."""
+        return abs(self.trainer - self.engine)
+
+
+def judged(tokens: Sequence[Scored], tolerance: float) -> str:
+    """What is wrong with an engine's log-probs, empty if nothing is. A NaN is wrong."""
+    mean, worst = fmean(each.difference for each in tokens), max(tokens, key=_worst)
+    if mean <= tolerance and worst.difference <= FAR * tolerance:
+        return ""
+    return (
+        f"expected log-probs within {tolerance:g} nats of the trainer's on average and {FAR * tolerance:g} in any "
+        f"token (weights.probe_tolerance), found {mean:.3g} and {worst.difference:.3g}: token {worst.place} of the "
+        f"completion of {worst.prompt_id}, id {worst.token_id}, has {worst.trainer:.4g} at the trainer and "
+        f"{worst.engine:.4g} here"
+    )
+
+
+def _worst(token: Scored) -> float:
+    return math.inf if math.isnan(token.difference) else token.difference
 
 
 class Probe:
@@ -59,16 +100,13 @@ class Probe:
             rollouts = await self._completions(engine)
             if rollouts is None:
                 continue
-            differences = await self._differences(rollouts)
+            tokens = await self._scored(rollouts)
             versions = sorted({v for rollout in rollouts for v in rollout.policy_versions.tolist()})
             if versions != [policy_version]:
                 raise ProbeError(f"{engine.name}: expected policy version {policy_version}, found {versions}")
-            if max(differences) > self._tolerance:
-                raise ProbeError(
-                    f"{engine.name} at policy version {policy_version}: expected log-probs within "
-                    f"{self._tolerance} nats of the trainer's (weights.probe_tolerance), found {max(differences):.3g}"
-                )
-            found += differences
+            if wrong := judged(tokens, self._tolerance):
+                raise ProbeError(f"{engine.name} at policy version {policy_version}: {wrong}")
+            found += [token.difference for token in tokens]
             self._checked.add(engine)
         return {"probe_mismatch_mean": sum(found) / len(found), "probe_mismatch_max": max(found)} if found else {}
 
@@ -96,14 +134,19 @@ class Probe:
             return None
         return [read(task.result().data) for task in running]
 
-    async def _differences(self, rollouts: Sequence[RolloutArrays]) -> list[float]:
+    async def _scored(self, rollouts: Sequence[RolloutArrays]) -> list[Scored]:
         sequences = [[*p.token_ids, *r.token_ids.tolist()] for p, r in zip(self._prompts, rollouts)]
         scored = await self._fleet.trainer.logprobs(sequences)
         return [
-            abs(trainer - engine)
+            Scored(prompt.prompt_id, place, token, trainer, engine)
             for prompt, rollout, logprobs in zip(self._prompts, rollouts, scored)
-            for trainer, engine, sampled in zip(
-                logprobs[len(prompt.token_ids) - 1 :], rollout.rollout_logprobs.tolist(), rollout.loss_mask
+            for place, (token, trainer, engine, sampled) in enumerate(
+                zip(
+                    rollout.token_ids.tolist(),
+                    logprobs[len(prompt.token_ids) - 1 :],
+                    rollout.rollout_logprobs.tolist(),
+                    rollout.loss_mask,
+                )
             )
             if sampled
         ]

@@ -131,9 +131,10 @@ class WeightsSection(Section):
     and closed to other users of the host."""
     bucket_mib: PositiveInt = 64
     """Size of one packed bucket (MiB); each sender has two in memory, each engine worker as well."""
-    max_senders: PositiveInt = 16
-    """Ranks of the trainer that send, each its own share of the weights: as many data-parallel copies of the ranks
-    that one copy of the policy needs, which all send, as fit. Each has a group with each shard of the engines."""
+    max_senders: PositiveInt = 1
+    """Ranks of the trainer that send, each its own share of the weights: those that one copy of the policy needs, and
+    as many data-parallel copies of them as fit. Each has a group with each shard of the engines: over NCCL, whose
+    broadcasts run one at a time, more copies only cost buffers in engines."""
     transaction: Literal["streamed", "staged"] = "streamed"
     """streamed: engines are paused while an update is sent, and write each bucket as it comes. staged: they go on
     generating while it arrives in host memory, one copy for each engine, and are paused to write it."""
@@ -155,8 +156,8 @@ class WeightsSection(Section):
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
     one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""
     probe_tolerance: PositiveFloat | None = None
-    """The run fails where |trainer - engine log-prob| on the probe exceeds this (nats). null: 1e-3 in float32, 0.5 in
-    bfloat16."""
+    """The run fails where |trainer - engine log-prob| on the probe exceeds this on average (nats), or 20 times as much
+    in one token. null: 5e-4 in float32, 0.15 in bfloat16."""
     timeout_s: PositiveFloat = 600.0
     """Time limit of each phase of a weight update (s); an engine that exceeds it is evicted."""
     connect_timeout_s: PositiveFloat = 60.0

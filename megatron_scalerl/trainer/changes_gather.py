@@ -42,7 +42,7 @@ class ChangesGather:
 
     def __call__(self) -> None:
         """Tell the group what this rank's shards have, and add what the others have of those that are needed here."""
-        found = [self._written.of(shard) for shard in self._own]
+        found = self._written.of(self._own)
         counts = torch.tensor([_DENSE if each is None else each.positions.numel() for each in found])
         every_count = [each.tolist() for each in self._gathered(counts.to(self._device, torch.int64))]
         for shards, numbers in zip(self._others, every_count):

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_scalerl.batching.packing import pad_to, real_tokens, scoring_micro_batches
+from megatron_scalerl.batching.packing import filler_micro_batch, pad_to, real_tokens, scoring_micro_batches
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.losses import LossInputs, LossOutput, is_separable, make_loss
@@ -120,10 +120,9 @@ class Trainer:
             # Megatron's own scheduler would apply both multipliers; wd_mult is 0 for vectors.
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
-        running = StepMetrics(self.parallel.device)
-        loss_of = partial(self._train_loss, running, len(batch.micro_batches))
-        with span("forward and backward", RANK, micro_batches=len(batch.micro_batches)):
-            self._schedule(batch.micro_batches, loss_of, train=True)
+        running, rows = StepMetrics(self.parallel.device), self._filled(batch.micro_batches)
+        with span("forward and backward", RANK, micro_batches=len(rows)):
+            self._schedule(rows, partial(self._train_loss, running, len(rows)), train=True)
         self.changes.begin()
         with span("optimizer", RANK):
             succeeded, grad_norm, _ = self.optimizer.step()
@@ -169,7 +168,7 @@ class Trainer:
 
         self._check(rows, step=self.steps_made)
         with torch.no_grad():
-            self._schedule(rows, collect, train=False)
+            self._schedule(self._filled(rows), collect, train=False)
         sizes = [len(ids) - 1 for ids in token_ids]
         values = torch.cat(found, 1) if found else torch.zeros(2, sum(sizes), device=self.parallel.device)
         if self.parallel.pp_size > 1:
@@ -191,6 +190,11 @@ class Trainer:
     def _chunk_loss(self, row: Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
         """The sum over some of a row's tokens."""
         return self._loss(row.loss_inputs(logprobs, places)).loss
+
+    def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """With fillers to a multiple of the pipeline's stages, which Megatron requires where they are interleaved."""
+        missing = -len(micro_batches) % self.parallel.pp_size if len(self.chunks) > 1 else 0
+        return [*micro_batches, *[filler_micro_batch(self.pad_multiple)] * missing]
 
     def _schedule(
         self, micro_batches: Sequence[MicroBatch], loss: Callable[[Row, Tensor], Any], *, train: bool

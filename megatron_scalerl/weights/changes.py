@@ -12,8 +12,9 @@ At a density of 1 %, gaps take 1.08 bytes for an element; in bf16 `absolute` tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from megatron_scalerl.weights import change_loops
 from megatron_scalerl.weights.change_loops import MOST_DIMENSIONS, loops
-from megatron_scalerl.weights.digest import digest_at, factors_of, weighed
+from megatron_scalerl.weights.digest import change_at, factors_of, total, weighed, weighed_by
 from megatron_scalerl.weights.plan import Ranges, volume
 
 Codec = Literal["absolute", "ulp"]
@@ -65,30 +66,13 @@ class Changes:
         if self.steps is None:
             return self.values
         found = _ordered(_ordered(old) + self.steps)
-        found[self.steps == _FAR] = self.values
-        return found
-
-    def coordinates(self) -> list[Tensor]:
-        """[dimensions][n] int64 indices of the whole tensor."""
-        found, rest = [], self.positions
-        for first, end in reversed(self.ranges[1:]):
-            up = rest.div(end - first, rounding_mode="floor")
-            found.append(rest - up * (end - first) + first)
-            rest = up
-        if self.ranges:
-            found.append(rest + self.ranges[0][0])
-        return found[::-1]
-
-    def digest(self, old: Tensor, new: Tensor, coordinates: Sequence[Tensor] | None = None) -> int:
-        """What to add to a `value_digest` that had the old bits. coordinates: where they are known already."""
-        if coordinates is None and (found := self._digest_on_cpu(old, new)) is not None:
+        if not self.values.numel():
             return found
-        mask = (1 << (8 * old.element_size())) - 1
-        change = (new.to(torch.int64) & mask) - (old.to(torch.int64) & mask)
-        shape = [end for _, end in self.ranges]
-        return digest_at(self.tensor, self.coordinates() if coordinates is None else coordinates, shape, change)
+        far = self.steps == _FAR
+        return torch.where(far, self.values[(far.cumsum(0) - 1).clamp_(min=0)], found)
 
-    def _digest_on_cpu(self, old: Tensor, new: Tensor) -> int | None:
+    def digest_on_cpu(self, old: Tensor, new: Tensor) -> int | None:
+        """What to add to a `value_digest` that had the old bits, by a compiled loop; None where there is none."""
         compiled, place = loops(), self.in_three()
         if compiled is None or place is None or old.device.type != "cpu":
             return None
@@ -161,51 +145,101 @@ def warm_up() -> None:
         found = find(bits_of(values.clone()), torch.ones_like(values))
         assert found is not None
         [piece] = decode(encode([(0, found)], "absolute"), [(0, ((0, 64),), values.dtype)])
-        piece.digest(found.old, found.new)
+        digest_of([piece], [found.old], [found.new])
 
 
 def encode(found: Sequence[tuple[int, Found]], codec: Codec) -> Tensor:
     """[bytes] uint8, a multiple of 8: the changes of several pieces, each with its number; none of them empty.
 
     int64 [1]           number of pieces
-    int64 [pieces, 4]   number, changed elements, bytes of gaps, far elements (-1: absolute)
-    for each piece, every line padded to 8 bytes:
+    int64 [pieces, 4]   number, changed elements, bytes of gaps, far elements (-1: absolute); wide types first
+    planes, one after the other those of all pieces, each padded to 8 bytes:
         uint8 [...]     gaps
         int8 [n]        ulp: steps
         bits [...]      absolute: all values; ulp: those of far elements
     """
-    rows, planes = [], []
-    for number, piece in found:
-        gaps = _gaps(piece.positions)
-        step = _steps(piece) if codec == "ulp" and piece.old.element_size() == 2 else None
-        far = -1 if step is None else int((step == _FAR).sum())
-        rows.append([number, piece.positions.numel(), gaps.numel(), far])
-        planes += [gaps] if step is None else [gaps, step.view(torch.uint8)]
-        planes.append((piece.new if step is None else piece.new[step == _FAR]).view(torch.uint8))
-    head = torch.tensor([len(rows), *(field for row in rows for field in row)], dtype=torch.int64)
-    device = planes[0].device
-    return torch.cat([head.view(torch.uint8).to(device), *(padded for plane in planes for padded in _padded(plane))])
+    found = sorted(found, key=lambda one: -one[1].old.element_size())
+    pieces = [piece for _, piece in found]
+    counts = [piece.positions.numel() for piece in pieces]
+    gaps, gap_bytes = _gaps([piece.positions for piece in pieces])
+    whole = [piece for piece in pieces if codec != "ulp" or piece.old.element_size() != 2]
+    values, fars, planes = [piece.new.view(torch.uint8) for piece in whole], [-1] * len(whole), [gaps]
+    if stepped := pieces[len(whole) :]:
+        old, new = torch.cat([piece.old for piece in stepped]), torch.cat([piece.new for piece in stepped])
+        distance = _ordered(new).to(torch.int32) - _ordered(old)
+        steps = torch.where(distance.abs() < -_FAR, distance, _FAR).to(torch.int8)
+        far = steps == _FAR
+        before = far.cumsum(0)[_host(ends_of(counts[len(whole) :]), far.device) - 1].tolist()
+        fars += [after - start for start, after in zip([0, *before], before)]
+        planes.append(steps.view(torch.uint8))
+        values.append(new[far].view(torch.uint8))
+    planes.append(torch.cat(values))
+    rows = zip((number for number, _ in found), counts, gap_bytes, fars)
+    head = torch.tensor([len(found), *(field for row in rows for field in row)], dtype=torch.int64)
+    return torch.cat([head.view(torch.uint8).to(gaps.device), *(part for plane in planes for part in _padded(plane))])
 
 
-def decode(frame: Tensor, pieces: Sequence[tuple[int, Ranges, torch.dtype]]) -> Iterator[Changes]:
+def decode(frame: Tensor, pieces: Sequence[tuple[int, Ranges, torch.dtype]]) -> list[Changes]:
     """Inverse of `encode`. pieces: (tensor, rectangle, type) by number. Raises ValueError for anything else."""
     reader = _Reader(frame)
     (count,) = reader.take(torch.int64, 1).tolist()
     if not 0 <= count <= len(pieces):
         raise ValueError(f"weight changes: expected at most {len(pieces)} pieces, found {count}")
-    for number, changed, gap_bytes, far in reader.take(torch.int64, 4 * count).view(count, 4).tolist():
+    rows = reader.take(torch.int64, 4 * count).view(count, 4).tolist()
+    for number, changed, gap_bytes, _ in rows:
         if not 0 <= number < len(pieces):
             raise ValueError(f"weight changes: expected one of {len(pieces)} pieces, found number {number}")
-        tensor, ranges, dtype = pieces[number]
-        positions = _positions(reader.take(torch.uint8, gap_bytes), changed)
-        if positions.numel() != changed or (changed and int(positions[-1]) >= volume(ranges)):
-            raise ValueError(f"weight changes: expected {changed} of {volume(ranges)} elements, found others")
-        steps = None if far < 0 else reader.take(torch.int8, changed)
-        if steps is not None and (dtype.itemsize != 2 or int((steps == _FAR).sum()) != far):
-            raise ValueError(f"weight changes: expected {far} far elements of a type of two bytes, found others")
-        values = reader.take(_BITS[dtype.itemsize], changed if steps is None else far)
-        yield Changes(tensor=tensor, ranges=ranges, positions=positions, steps=steps, values=values)
+        if not 0 < changed <= min(volume(pieces[number][1]), gap_bytes):
+            raise ValueError(
+                f"weight changes: expected some of {volume(pieces[number][1])} elements, found {changed}"
+            )
+    if not rows:
+        reader.end()
+        return []
+    own = [pieces[number] for number, *_ in rows]
+    counts, fars = [changed for _, changed, _, _ in rows], [far for *_, far in rows]
+    if any(a[2].itemsize < b[2].itemsize for a, b in zip(own, own[1:])):
+        raise ValueError("weight changes: expected wide types first, found others")
+    gap_bytes = [size for _, _, size, _ in rows]
+    positions = _positions(
+        reader.take(torch.uint8, sum(gap_bytes)), gap_bytes, counts, [volume(r) for _, r, _ in own]
+    )
+    stepped = [count for count, far in zip(counts, fars) if far >= 0]
+    steps = iter(reader.take(torch.int8, sum(stepped)).split(stepped)) if stepped else iter(())
+    sizes = [(n if far < 0 else far) * dtype.itemsize for n, far, (_, _, dtype) in zip(counts, fars, own)]
+    values = reader.take(torch.uint8, sum(sizes)).split(sizes)
+    found = [
+        Changes(
+            tensor=tensor,
+            ranges=ranges,
+            positions=at,
+            steps=None if far < 0 else next(steps),
+            values=bits.view(_BITS[dtype.itemsize]),
+        )
+        for (tensor, ranges, dtype), at, far, bits in zip(own, positions, fars, values)
+    ]
+    if stepped:
+        _check_far(found, fars)
     reader.end()
+    return found
+
+
+def _check_far(found: Sequence[Changes], fars: Sequence[int]) -> None:
+    """Raise ValueError unless as many steps are far as the rows say."""
+    each = [change.steps for change in found if change.steps is not None]
+    told = [far for far in fars if far >= 0]
+    counts = (torch.cat(each) == _FAR).cumsum(0)[_host(ends_of([len(one) for one in each]), each[0].device) - 1]
+    if counts.tolist() != ends_of(told) or any(c.steps is not None and c.values.element_size() != 2 for c in found):
+        raise ValueError(f"weight changes: expected {sum(told)} far elements of a type of two bytes, found others")
+
+
+def ends_of(counts: Sequence[int]) -> list[int]:
+    """Running totals."""
+    return list(accumulate(counts))
+
+
+def _host(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).to(device)
 
 
 class _Reader:
@@ -236,33 +270,107 @@ def _padded(plane: Tensor) -> list[Tensor]:
     return [plane, plane.new_zeros(missing)] if missing else [plane]
 
 
-def _gaps(positions: Tensor) -> Tensor:
-    """[...] uint8 of rising positions."""
-    if positions.device.type == "cpu" and (compiled := loops()) is not None:
-        found = np.empty(len(positions) + int(positions[-1]) // _LONG + 1, np.uint8)
-        return torch.from_numpy(found[: compiled.gaps(positions.numpy(), found)])
-    before = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
+def _gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """([...] uint8 of each piece's rising positions, one piece after the other; bytes of each)."""
+    if positions[0].device.type == "cpu" and (compiled := loops()) is not None:
+        each = []
+        for piece in positions:
+            found = np.empty(len(piece) + int(piece[-1]) // _LONG + 1, np.uint8)
+            each.append(torch.from_numpy(found[: compiled.gaps(piece.numpy(), found)]))
+        return torch.cat(each), [len(one) for one in each]
+    every, ends = torch.cat(list(positions)), ends_of([len(piece) for piece in positions])
+    before = torch.diff(every, prepend=every.new_full((1,), -1)) - 1
+    starts = _host([0, *ends[:-1]], every.device)
+    before[starts] = every[starts]
     longs = before.div(_LONG, rounding_mode="floor")
-    ends = torch.cumsum(longs + 1, 0) - 1
-    gaps = torch.full((int(ends[-1]) + 1,), _LONG, dtype=torch.uint8, device=positions.device)
-    gaps[ends] = (before - longs * _LONG).to(torch.uint8)
-    return gaps
+    last = torch.cumsum(longs + 1, 0)
+    sizes = last[_host(ends, every.device) - 1].tolist()
+    gaps = torch.full((sizes[-1],), _LONG, dtype=torch.uint8, device=every.device)
+    gaps[last - 1] = (before - longs * _LONG).to(torch.uint8)
+    return gaps, [end - start for start, end in zip([0, *sizes], sizes)]
 
 
-def _positions(gaps: Tensor, changed: int) -> Tensor:
-    """[changed] int64, inverse of `_gaps`; of another length where the gaps are of others."""
+def _positions(gaps: Tensor, gap_bytes: list[int], counts: list[int], volumes: list[int]) -> Sequence[Tensor]:
+    """[pieces][changed] int64, inverse of `_gaps`. Raises ValueError where the gaps are of others."""
+    wrong = ValueError(f"weight changes: expected {counts} of {volumes} elements, found others")
     if gaps.device.type == "cpu" and (compiled := loops()) is not None:
-        found = np.empty(max(min(changed, len(gaps)), 0), np.int64)
-        count = compiled.positions(gaps.numpy(), found)
-        return torch.from_numpy(found[:count] if count >= 0 else np.empty(0, np.int64))
+        each = []
+        for piece, changed, elements in zip(gaps.split(gap_bytes), counts, volumes):
+            found = np.empty(changed, np.int64)
+            if compiled.positions(piece.numpy(), found) != changed or found[-1] >= elements:
+                raise wrong
+            each.append(torch.from_numpy(found))
+        return each
     last = gaps != _LONG
-    return torch.cumsum(gaps.to(torch.int64) + last, 0)[last] - 1
+    running, number = torch.cumsum(gaps.to(torch.int64) + last, 0), torch.cumsum(last, 0)
+    places = running[last]
+    ends = torch.tensor([ends_of(gap_bytes), ends_of(counts), volumes], dtype=torch.int64).to(gaps.device)
+    if places.numel() != sum(counts):
+        raise wrong
+    before = torch.cat([ends.new_zeros(1), running[ends[0] - 1][:-1]])
+    within = places - 1 - before[_of_each(counts, gaps.device)]
+    if not bool(((number[ends[0] - 1] == ends[1]) & (within[ends[1] - 1] < ends[2])).all()):
+        raise wrong
+    return within.split(counts)
 
 
-def _steps(piece: Found) -> Tensor:
-    """[n] int8 distances, _FAR where they do not fit."""
-    distance = _ordered(piece.new).to(torch.int32) - _ordered(piece.old)
-    return torch.where(distance.abs() < -_FAR, distance, _FAR).to(torch.int8)
+def _of_each(counts: Sequence[int], device: torch.device) -> Tensor:
+    """[sum of counts] the number of the piece that each element is of."""
+    return torch.repeat_interleave(_host(counts, device), output_size=sum(counts))
+
+
+class Together:
+    """The changed elements of several rectangles on one device, of one number of dimensions and one type: their
+    coordinates and digest in one set of operations, however many rectangles they are."""
+
+    def __init__(self, changes: Sequence[Changes], extra: Sequence[Sequence[int]] = ()) -> None:
+        """extra: [columns][rectangles] numbers to spread over their elements (`column`)."""
+        self._dimensions, self._ends = (
+            len(changes[0].ranges),
+            [max(end for _, end in along) for along in zip(*(c.ranges for c in changes))],
+        )
+        self.positions = torch.cat([change.positions for change in changes])
+        device = self.positions.device
+        self._which = _of_each([change.positions.numel() for change in changes], device)
+        sizes = [[end - first for first, end in along] for along in zip(*(c.ranges for c in changes))]
+        firsts = [[first for first, _ in along] for along in zip(*(c.ranges for c in changes))]
+        factors = [weighed_by(change.tensor) for change in changes]
+        self._table = torch.tensor([factors, *sizes, *firsts, *extra], dtype=torch.int64).to(device)
+        rest, self.coordinates = self.positions, [self.positions] * self._dimensions
+        for axis in reversed(range(self._dimensions)):
+            size = self._column(1 + axis)
+            up = rest.div(size, rounding_mode="floor") if axis else torch.zeros_like(rest)
+            self.coordinates[axis] = rest - up * size + self._column(1 + self._dimensions + axis)
+            rest = up
+
+    def _column(self, row: int) -> Tensor:
+        return self._table[row][self._which]
+
+    def column(self, number: int) -> Tensor:
+        """[n] int64 of `extra`."""
+        return self._column(1 + 2 * self._dimensions + number)
+
+    def digest(self, old: Tensor, new: Tensor) -> Tensor:
+        """[] int64, modulo 2^64: what to add to a `value_digest` that had the old bits."""
+        mask = (1 << (8 * old.element_size())) - 1
+        change = (new.to(torch.int64) & mask) - (old.to(torch.int64) & mask)
+        return (change_at(self.coordinates, self._ends, change) * self._column(0)).sum()
+
+
+def digest_of(changes: Sequence[Changes], old: Sequence[Tensor], new: Sequence[Tensor]) -> int:
+    """What to add to a `value_digest` that had the old bits, for all of them."""
+    done, late = 0, dict[tuple[int, torch.dtype], list[int]]()
+    for number, change in enumerate(changes):
+        found = change.digest_on_cpu(old[number], new[number])
+        if found is None:
+            late.setdefault((len(change.ranges), old[number].dtype), []).append(number)
+        else:
+            done += found
+    each = [
+        Together([changes[n] for n in own]).digest(torch.cat([old[n] for n in own]), torch.cat([new[n] for n in own]))
+        for own in late.values()
+    ]
+    return total([done, *(torch.stack(each).tolist() if each else ())])
 
 
 def _ordered(bits: Tensor) -> Tensor:

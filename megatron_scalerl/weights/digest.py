@@ -128,14 +128,20 @@ def value_digest(values: torch.Tensor, tensor: int, axes: Sequence[int], along: 
     return weighed(tensor, _weighted(values, factors))
 
 
-def digest_at(tensor: int, coordinates: Sequence[torch.Tensor], shape: Sequence[int], values: torch.Tensor) -> int:
-    """Digest of single elements of a tensor of at least this shape.
+def change_at(coordinates: Sequence[torch.Tensor], shape: Sequence[int], values: torch.Tensor) -> torch.Tensor:
+    """[n] int64: single elements of tensors of at most this shape, weighed by their indices.
 
     coordinates: [dimensions][n] int64. values: [n] int64, bits or differences of bits.
     """
     for axis, (index, size) in enumerate(zip(coordinates, shape)):
         values = values * _table_on(axis, max(size - 1, 1).bit_length(), values.device)[index]
-    return weighed(tensor, int(values.sum()))
+    return values
+
+
+def weighed_by(tensor: int) -> int:
+    """A tensor's factor, as a signed number of 64 bits."""
+    factor = mixed(tensor) | 1
+    return factor - (1 << 64) if factor >> 63 else factor
 
 
 def weighed(tensor: int, found: int) -> int:

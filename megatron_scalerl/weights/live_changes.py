@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_scalerl.weights.changes import MOST_DIMENSIONS, Changes, bits_of, loops, unsigned
-from megatron_scalerl.weights.digest import weighed
+from megatron_scalerl.weights.changes import MOST_DIMENSIONS, Changes, Together, bits_of, loops, unsigned
+from megatron_scalerl.weights.digest import total, weighed
 from megatron_scalerl.weights.plan import Ranges
 
 if TYPE_CHECKING:
@@ -19,23 +19,86 @@ Chosen = slice | torch.Tensor
 """Some of n elements: a slice, or [m] int64."""
 
 
-def write_changes(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtype) -> int:
-    """Write them into the parts of their tensor; returns what the digest of values changes by.
+def write_changes(of: Sequence[tuple[Sequence[LivePart], Changes, torch.dtype]]) -> int:
+    """Write changes into the parts of their tensors; returns what the digest of values changes by.
 
-    dtype: the tensor's. Values that the elements have now are read where they lie.
+    of: (parts of the tensor, changes, the tensor's type) of each rectangle. Values that the elements have now are
+    read where they lie. Rectangles of one parameter, as those of a layer's experts, are written together.
     """
-    parts = [part for part in parts if _meets(part, changes)]
-    if (change := _write_on_cpu(parts, changes, dtype)) is not None:
-        return change
-    coordinates, count = changes.coordinates(), changes.positions.numel()
-    places = [(part, *_places(part, changes.ranges, coordinates, count)) for part in parts]
+    change, later = 0, list[torch.Tensor]()
+    together: dict[tuple[int, int, torch.dtype], list[tuple[LivePart, Changes]]] = {}
+    for every, changes, dtype in of:
+        parts = [part for part in every if _meets(part, changes)]
+        if (found := _write_on_cpu(parts, changes, dtype)) is not None:
+            change += found
+        elif len(parts) == 1 and _holds(parts[0], changes):
+            key = parts[0].live.untyped_storage().data_ptr(), len(changes.ranges), dtype
+            together.setdefault(key, []).append((parts[0], changes))
+        else:
+            later.append(_write_apart(parts, changes, dtype))
+    later += [_write_together(pairs, dtype) for (_, _, dtype), pairs in together.items()]
+    return total([change, int(torch.stack(later).sum())] if later else [change])
+
+
+def _write_apart(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtype) -> torch.Tensor:
+    """One rectangle, into any parts."""
+    every, count = Together([changes]), changes.positions.numel()
+    places = [(part, *_places(part, changes.ranges, every.coordinates, count)) for part in parts]
     old = torch.zeros(count, dtype=changes.values.dtype, device=changes.positions.device)
     for part, chosen, where in places:
         old[chosen] = bits_of(_flat(part)[where].to(dtype))
     new = changes.bits(old)
     for part, chosen, where in places:
         _flat(part)[where] = new[chosen].view(dtype).to(part.live.dtype)
-    return changes.digest(old, new, coordinates)
+    return every.digest(old, new)
+
+
+def _write_together(pairs: Sequence[tuple[LivePart, Changes]], dtype: torch.dtype) -> torch.Tensor:
+    """Rectangles whose places in one parameter are sums over their indices."""
+    strides = [_strides(part) for part, _ in pairs]
+    firsts = [sum(step * first for step, first in each.values()) for each in strides]
+    base = [int(part.live.storage_offset()) - first for (part, _), first in zip(pairs, firsts)]
+    axes = range(len(pairs[0][1].ranges))
+    every = Together(
+        [changes for _, changes in pairs], [base, *([each[axis][0] for each in strides] for axis in axes)]
+    )
+    where = every.column(0)
+    for axis in axes:
+        where = where + every.coordinates[axis] * every.column(1 + axis)
+    live = pairs[0][0].live
+    memory = live.as_strided((live.untyped_storage().nbytes() // live.element_size(),), (1,), 0)
+    old = bits_of(memory[where].to(dtype))
+    values = [changes for _, changes in pairs]
+    stepped = values[0].steps is not None
+    joined = Changes(
+        tensor=0,
+        ranges=(),
+        positions=every.positions,
+        steps=torch.cat([each.steps for each in values if each.steps is not None]) if stepped else None,
+        values=torch.cat([each.values for each in values]),
+    )
+    new = joined.bits(old)
+    memory[where] = new.view(dtype).to(live.dtype)
+    return every.digest(old, new)
+
+
+def _strides(part: LivePart) -> dict[int, tuple[int, int]]:
+    """Axis of the tensor -> (stride in memory, first index)."""
+    found = {axis: (0, index) for axis, index in part.fixed.items()}
+    for axis, along, stride in zip(part.axes, part.indices, part.live.stride()):
+        assert isinstance(along, range)
+        found[axis] = stride, along.start
+    return found
+
+
+def _holds(part: LivePart, changes: Changes) -> bool:
+    """Whether the part has the whole rectangle, without tables of indices."""
+    along = {axis: range(index, index + 1) for axis, index in part.fixed.items()}
+    for axis, index in zip(part.axes, part.indices):
+        if not isinstance(index, range):
+            return False
+        along[axis] = index
+    return all(along[axis].start <= a and b <= along[axis].stop for axis, (a, b) in enumerate(changes.ranges))
 
 
 def _write_on_cpu(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtype) -> int | None:

@@ -34,7 +34,7 @@ def warm_up() -> None:
         assert found is not None
         part = LivePart(tensor="", parameter="", live=live, axes=(0,), indices=(range(8),), fixed={})
         [changes] = decode(encode([(0, found)], "absolute"), [(0, ranges, dtype)])
-        write_changes([part], changes, dtype)
+        write_changes([([part], changes, dtype)])
 
 
 def live_parts(
@@ -173,16 +173,16 @@ class LiveWeights:
                 f"found others ({found:016x}): something else changed them"
             )
 
-    def write(self, part: Values | Changes) -> None:
-        """Write a rectangle of a tensor, or some of its elements."""
-        parts = self._parts[part.tensor]
-        self._written.add(part.tensor)
-        if isinstance(part, Changes):
-            change = write_changes(parts, part, self._dtypes[part.tensor])
+    def write(self, part: Values | list[Changes]) -> None:
+        """Write a rectangle of a tensor, or some elements of several."""
+        if isinstance(part, list):
+            self._written |= {each.tensor for each in part}
+            change = write_changes([(self._parts[c.tensor], c, self._dtypes[c.tensor]) for c in part])
             self._digest = total((self._digest, change))
             return
+        self._written.add(part.tensor)
         self._running = self._exact = False
-        for each in parts:
+        for each in self._parts[part.tensor]:
             each.write(part.ranges, part.values)
 
     def finish(self) -> None:

@@ -401,7 +401,7 @@ class Connection:
     timeout_s: float
     """For every single broadcast (seconds)."""
     connect_timeout_s: float
-    """For joining, on gloo; NCCL connects in its first broadcast (seconds)."""
+    """Until all members of a group have come (seconds)."""
     deltas: Literal["off", "absolute", "ulp"] = "off"
     """How changes are coded (`weights.changes`); off: all updates are whole."""
     anchor_every: int = 20

@@ -23,7 +23,7 @@ class StagedUpdate:
         self.version = version
         self.told = Told()
         """Complete once `take` gives the first part out."""
-        self._parts: list[Values | Changes] = []
+        self._parts: list[Values | list[Changes]] = []
         self._error = "a bug ended its thread, see the engine's log"  # until it has all
         self._discarded = False
         self._groups, self._plan, self._holds = dict(groups), plan, holds
@@ -34,7 +34,7 @@ class StagedUpdate:
         """None while parts are arriving, "" once all have, else why they will not."""
         return None if self._thread.is_alive() else self._error
 
-    def take(self) -> Iterator[Values | Changes]:
+    def take(self) -> Iterator[Values | list[Changes]]:
         """The parts, each of them once; waits until all have arrived. Raises RuntimeError if they will not.
 
         The memory of a part is free after the next one was asked for.
@@ -87,8 +87,8 @@ def _apart(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.Stream(device=device)
 
 
-def _on_host(part: Values | Changes) -> Values | Changes:
+def _on_host(part: Values | list[Changes]) -> Values | list[Changes]:
     """Values move to host memory; changes, which are small, stay where they are."""
-    if isinstance(part, Changes) or part.values.device.type == "cpu":
+    if isinstance(part, list) or part.values.device.type == "cpu":
         return part
     return replace(part, values=part.values.to("cpu"))

@@ -183,7 +183,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         """The live parameters, if updates are written into them; None if vLLM's loader takes them."""
         return None if self._plan is None else _live(self.model, self._plan.parameters)
 
-    def _load(self, plan: WeightPlan, parts: Iterator[Values | Changes]) -> None:
+    def _load(self, plan: WeightPlan, parts: Iterator[Values | list[Changes]]) -> None:
         """Give whole tensors to vLLM's loader."""
         model = cast(Any, self.model)
         expected = {name for name, _ in self.model.named_parameters() if not name.startswith(VISION)}

@@ -8,7 +8,7 @@ engines have is kept.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -130,12 +130,31 @@ class Written:
         """Whether changes of all elements of a view are recorded."""
         return not self.is_wrong and bool(self._shards_of(view)) and _nested(view)
 
-    def of(self, view: Tensor) -> Found | None:
-        """The changes of a view that is covered, by position in its row-major order, since the last update.
+    def of(self, views: Sequence[Tensor]) -> list[Found | None]:
+        """The changes of views that are covered, by position in row-major order of each, since the last update.
 
         None where more than one in MOST_CHANGED of a shard changed, in all steps together, after `lose`, and where
         changes are not wanted, or not those of another rank's shard.
         """
+        shards = [self._found_in(view) for view in views]
+        each = [(view, *one) for view, of_view in zip(views, shards) if of_view for one in of_view]
+        bounds: Iterator[list[int]] = iter(())
+        if each:  # all in one read of a device
+            ends = torch.tensor([[offset, offset + _extent(view)] for view, _, offset in each], dtype=torch.int64)
+            places = ends.to(each[0][1].positions.device)
+            at = [torch.searchsorted(found.positions, place) for (_, found, _), place in zip(each, places)]
+            bounds = iter(torch.stack(at).tolist())
+        parts: list[Found | None] = []
+        for view, of_view in zip(views, shards):
+            if of_view is None:
+                parts.append(None)
+                continue
+            part = joined([_cut(found, next(bounds), offset) for found, offset in of_view])
+            parts.append(part if view.is_contiguous() else _in_view(part, view))
+        return parts
+
+    def _found_in(self, view: Tensor) -> list[tuple[Found, int]] | None:
+        """(changes of a shard, where the view begins in it) of the shards that make up a view."""
         numbers = self._shards_of(view)
         if not numbers or self._lost or not self.wanted:
             return None
@@ -145,13 +164,8 @@ class Written:
             found = shard.joined()
             if found is None or (shard.of_another and number not in self._needed):
                 return None
-            offset = (view.data_ptr() - self._addresses[number]) // view.element_size()
-            ends = torch.tensor([offset, offset + _extent(view)], device=found.positions.device)
-            first, end = torch.searchsorted(found.positions, ends).tolist()
-            positions = found.positions[first:end] - offset
-            pieces.append(Found(positions=positions, old=found.old[first:end], new=found.new[first:end]))
-        part = joined(pieces)
-        return part if view.is_contiguous() else _in_view(part, view)
+            pieces.append((found, (view.data_ptr() - self._addresses[number]) // view.element_size()))
+        return pieces
 
     def _number_of(self, shard: Tensor) -> int:
         return bisect_right(self._addresses, shard.data_ptr()) - 1
@@ -180,6 +194,12 @@ def joined(pieces: Sequence[Found]) -> Found:
         return pieces[0]
     positions, old = torch.cat([each.positions for each in pieces]), torch.cat([each.old for each in pieces])
     return Found(positions=positions, old=old, new=torch.cat([each.new for each in pieces]))
+
+
+def _cut(found: Found, bounds: Sequence[int], offset: int) -> Found:
+    first, end = bounds
+    positions = found.positions[first:end] - offset
+    return Found(positions=positions, old=found.old[first:end], new=found.new[first:end])
 
 
 def _merged(before: Found, after: Found) -> Found:

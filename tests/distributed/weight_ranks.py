@@ -37,7 +37,8 @@ class Worker:
 
     def take(self, version: int) -> Received:
         """A copy of all tensors after an update."""
-        for part in receive(self.groups, self.plan, version, holds=self.version):
+        received = receive(self.groups, self.plan, version, holds=self.version)
+        for part in (each for of in received for each in (of if isinstance(of, list) else [of])):
             here = self.held[self.plan.parameters[part.tensor].name][tuple(slice(a, b) for a, b in part.ranges)]
             if isinstance(part, Changes):
                 flat = here.reshape(-1).clone()

@@ -1,14 +1,20 @@
 """The weight transport on each device: digests, packing, sending. NCCL does not support two ranks on one GPU, so that
-nothing is received over it here; the run with two GPUs in test_gpu_loop.py does that."""
+it takes two of them to receive something: the last check here, and the run in test_gpu_loop.py."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_scalerl.distributed.rendezvous import private_folder
 from megatron_scalerl.weights.digest import digest, value_digest
 
 
@@ -38,3 +44,38 @@ def test_the_same_weights_are_sent_thrice(ranks: Callable, device: str, record_p
     [(digests, rate)] = ranks(1, "gpu_ranks:send", *size.values(), device=device)
     record_property("GiB/s", rate)
     assert len(digests) == 1
+
+
+STAYS_S = {"cpu": 1, "gpu": 150}
+"""Over NCCL a watchdog would end a rank after 60 s, and its monitor after another 30 (the variable below)."""
+
+
+@pytest.mark.slow
+@pytest.mark.gpus(2)
+def test_an_engine_that_is_gone_does_not_end_the_trainer(device: str) -> None:
+    """It is killed in the middle of a broadcast. Its sender reports it, sends to the next engine, and lives on."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "30"}
+    environment |= {} if device == "gpu" else {"CUDA_VISIBLE_DEVICES": ""}
+
+    def start(role: str, rank: int, folder: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(Path(__file__).with_name("gone_engine.py")), role, folder]
+        pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env=environment | {"LOCAL_RANK": str(rank)}, **pipes)
+
+    with private_folder() as rendezvous:
+        sides = [start("sender", 0, rendezvous.folder), start("gone", 1, rendezvous.folder)]
+        try:
+            sender, gone = sides
+            assert sender.stdout is not None and sender.stdin is not None
+            assert sender.stdout.readline() == "failed\n" and gone.wait() == -signal.SIGKILL
+            sides.append(start("next", 1, rendezvous.folder))
+            assert sender.stdout.readline() == "sent\n" and sides[-1].wait() == 0
+            with pytest.raises(subprocess.TimeoutExpired):
+                sender.wait(STAYS_S[device])
+            sender.stdin.write("\n")
+            sender.stdin.close()
+            assert sender.wait() == 0
+        finally:
+            for side in sides:
+                side.kill()
+                side.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -290,3 +291,28 @@ def test_fused_adamw_differs_by_rounding(new_trainer, monkeypatch):
     for name, weight in weights(plain).items():
         # a step moves a weight by 1e-3; rounding of one of size 1 is 1.2e-7
         torch.testing.assert_close(theirs[name], weight, rtol=3e-7, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("stages", "expected"), [(1, 3), (2, 4), (4, 4)])
+def test_interleaved_stages_get_micro_batches_in_multiples_of_their_number(
+    new_trainer, monkeypatch, stages, expected
+):
+    """Megatron refuses others (schedules.py); the schedule is not run, as it hangs over gloo."""
+    trainer, [batch] = new_trainer(), batches_of(random_samples(1), micro_batch_tokens=64)
+    [first, *_] = batch.micro_batches
+    batch = Batch(step=1, micro_batches=(first,) * 3)
+    monkeypatch.setattr(trainer, "chunks", [*trainer.chunks] * (2 if stages > 1 else 1))
+    monkeypatch.setattr(trainer, "parallel", replace(trainer.parallel, pp_size=stages))
+    monkeypatch.setattr(trainer, "_check", lambda *_, **__: None)
+    given = []
+
+    def schedule(micro_batches, loss, *, train):
+        given.append((len(micro_batches), [m.token_weights.any() for m in micro_batches[3:]], train))
+        raise EOFError
+
+    monkeypatch.setattr(trainer, "_schedule", schedule)
+    for work in (lambda: trainer.step(batch), lambda: trainer.token_scores([[1] * 40] * 3)):
+        monkeypatch.setattr(trainer, "micro_batch_tokens", 64)
+        with pytest.raises(EOFError):
+            work()
+    assert given == [(expected, [False] * (expected - 3), train) for train in (True, False)]

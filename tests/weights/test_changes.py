@@ -98,7 +98,9 @@ def test_a_view_that_is_not_contiguous_and_a_scalar(way):
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 70_000])
 def test_gaps_of_any_length(gap):
     positions = torch.tensor([gap, 2 * gap + 1, 2 * gap + 2])
-    assert torch.equal(module._positions(module._gaps(positions), len(positions)), positions)
+    gaps, sizes = module._gaps([positions, positions + 300])
+    found = module._positions(gaps, sizes, [3, 3], [2 * gap + 3, 2 * gap + 303])
+    assert torch.equal(found[0], positions) and torch.equal(found[1], positions + 300)
 
 
 def test_bytes_of_a_changed_element():
@@ -121,7 +123,8 @@ def test_coordinates_and_what_the_digest_changes_by(ranges, dtype):
     places = torch.arange(0, n, 9)
     new = changed(old, places, 3, near=False)
     piece = Changes(tensor=7, ranges=ranges, positions=places, steps=None, values=bits_of(new)[places])
-    coordinates = piece.coordinates()
+    coordinates = module.Together([piece, piece]).coordinates
+    coordinates = [along[len(places) :] for along in coordinates]
     expected = (
         torch.tensor([[a for a, _ in ranges]])
         + torch.stack(torch.unravel_index(places, shape or (1,)), 1)[:, : len(shape)]
@@ -131,8 +134,9 @@ def test_coordinates_and_what_the_digest_changes_by(ranges, dtype):
     )
     before, after = (value_digest(x.view(shape), 7, range(len(shape)), along) for x in (old, new))
     was, now = bits_of(old)[places], bits_of(new)[places]
-    for change in (piece.digest(was, now), piece.digest(was, now, coordinates)):
-        assert (before + change) % (1 << 64) == after
+    assert (before + module.digest_of([piece], [was], [now])) % (1 << 64) == after
+    twice = module.digest_of([piece, piece], [was, was], [now, now])
+    assert (2 * before + twice) % (1 << 64) == 2 * after % (1 << 64)
 
 
 @settings(max_examples=300, deadline=None)

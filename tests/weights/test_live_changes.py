@@ -72,7 +72,7 @@ def test_changes_are_what_the_loader_writes(rank, tp, seed):
             places = (old[name][cut] != new[name][cut]).reshape(-1).nonzero().flatten()
             values = bits_of(new[name][cut].reshape(-1)[places])
             piece = Changes(tensor=number, ranges=ranges, positions=places, steps=None, values=values)
-            change += write_changes(parts[name], piece, torch.float32)
+            change += write_changes([(parts[name], piece, torch.float32)])
         after = total([part.digest(number, torch.float32) for part in parts[name]])
         assert total([before, change]) == after
     assert all(torch.equal(parameters[name], expected[name]) for name in expected)
@@ -108,7 +108,7 @@ def test_changes_of_experts_in_blocks_of_rows(fused, codec):
     for number, (name, shape) in enumerate(shapes.items()):
         piece = changes_of(number, tuple((0, size) for size in shape), old[name], new[name], codec)
         assert piece is not None
-        write_changes(parts[name], piece, torch.bfloat16)
+        write_changes([(parts[name], piece, torch.bfloat16)])
     expected = {"w13": torch.zeros(3, 80, 6).bfloat16()}
     load(new.items(), expected)
     assert torch.equal(parameters["w13"], in_blocks(expected["w13"]))
@@ -121,7 +121,7 @@ def test_a_wider_parameter_and_a_scalar():
     parts[0].write(((0, 16),), old)
     new = old.clone()
     new[[3, 9]] += 1
-    change = write_changes(parts, changes_of(0, ((0, 16),), old, new, "ulp"), torch.bfloat16)
+    change = write_changes([(parts, changes_of(0, ((0, 16),), old, new, "ulp"), torch.bfloat16)])
     assert torch.equal(parameters["norm"], new.float())
     assert total([value_digest(old, 0, (0,), (range(16),)), change]) == value_digest(new, 0, (0,), (range(16),))
 
@@ -135,6 +135,6 @@ def test_a_value_that_something_else_changed_shows_in_the_digest_or_is_repaired(
     new = old.clone()
     new[3] += 1
     parameters["norm"].view(torch.int32)[3] ^= 1 << 9
-    change = write_changes(parts, changes_of(0, ((0, 16),), old, new), torch.float32)
+    change = write_changes([(parts, changes_of(0, ((0, 16),), old, new), torch.float32)])
     assert torch.equal(parameters["norm"], new)
     assert total([value_digest(old, 0, (0,), (range(16),)), change]) != value_digest(new, 0, (0,), (range(16),))

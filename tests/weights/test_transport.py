@@ -8,10 +8,12 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from fakes.nccl import NcclProcessGroup
 from transfers import KINDS, joined, manifest, or_leaves, plan_of, reader, tensors
 
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, address_of, listen_on, private_folder, serve_store
@@ -285,17 +287,62 @@ def test_a_receiver_that_vanishes_in_the_middle_of_a_broadcast_ends_the_update_i
         receiver.wait()
 
 
-def test_a_group_over_nccl_has_the_stores_name_of_its_sender_and_shard(spec, monkeypatch):
-    """Over a stand-in for NCCL and its device, which are not here."""
-    made = []
+@pytest.fixture
+def nccl(monkeypatch):
+    """A stand-in for NCCL and its device, which are not here; this one's groups."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclProcessGroup, raising=False)
+    monkeypatch.setattr(NcclProcessGroup, "made", [])
+    return NcclProcessGroup.made
+
+
+def test_a_group_over_nccl_has_the_stores_name_of_its_sender_and_shard(spec, nccl, monkeypatch):
+    names = []
     monkeypatch.setattr(
-        "megatron_scalerl.weights.transport.gloo.open_store", lambda _, name, timeout: made.append(name)
+        "megatron_scalerl.weights.transport.gloo.open_store",
+        lambda _, name, timeout: names.append(name) or torch.distributed.HashStore(),
     )
-    monkeypatch.setattr(NcclGroup, "_make", lambda self, connection, rank: None)
-    sender = make_sender(spec(backend="nccl", world_sizes=(2, 2, 2), group="g"), 1, (0, 2))
-    assert made == ["g-1-0", "g-1-2"] and {type(group) for group in sender.groups.values()} == {NcclGroup}
+    sender = make_sender(spec(backend="nccl", world_sizes=(1, 1, 1), group="g"), 1, (0, 2))
+    assert names == ["g-1-0", "g-1-2"] and {type(group) for group in sender.groups.values()} == {NcclGroup}
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_group_over_nccl_connects_at_once_and_has_no_watchdog(spec, nccl, monkeypatch, before):
+    if before is None:
+        monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    else:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+    connection = spec(backend="nccl", world_size=3)
+    with ThreadPoolExecutor(3) as pool:  # each waits for the others
+        sender, *_ = [pool.submit(NcclGroup, connection, rank) for rank in range(3)]
+        group = sender.result()
+    assert [(each.blocking_wait, each.calls) for each in nccl] == 3 * [("1", [("connect", torch.device("cpu", 0))])]
+    assert all(each.options.config.max_ctas <= 8 for each in nccl)  # channels, each with buffers on the device
+    assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before  # the trainer's own groups keep their watchdog
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: pytest.fail("waited for the whole device"))
+    group.start(torch.zeros(1))()
+    assert [call[0] for call in group._group.calls] == ["connect", "broadcast", "wait"]
+
+
+def test_a_group_over_nccl_is_not_formed_without_a_member_that_does_not_come(spec, nccl):
+    with pytest.raises(RuntimeError, match=r"[Tt]ime"):
+        make_sender(spec(backend="nccl", connect_timeout_s=0.5))
+    assert [each.calls for each in nccl] == [["abort"]]  # NCCL, which has no such limit, was not asked to connect
+
+
+def test_a_group_over_nccl_whose_member_is_gone_when_it_connects_is_closed(spec, nccl, monkeypatch):
+    monkeypatch.setattr(NcclProcessGroup, "fails", True)
+    with pytest.raises(RuntimeError, match="remote process exited"):
+        make_sender(spec(backend="nccl", world_size=1))
+    assert nccl[0].calls[-1] == "abort"
+
+
+def test_the_names_that_nccl_groups_use_are_those_of_the_torch_that_is_installed():
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    assert '"TORCH_NCCL_BLOCKING_WAIT"' in header.read_text()
+    stubs = (Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi").read_text()
+    assert "def eager_connect_single_device(self, device" in stubs and "max_ctas: int" in stubs
 
 
 def test_a_group_that_is_not_formed_closes_the_others_of_its_sender(spec, monkeypatch):

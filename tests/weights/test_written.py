@@ -28,7 +28,7 @@ VIEWS = {
 def check(recorder, view, before, name):
     """What is recorded of a view is what a comparison with the values before finds."""
     expected = find(bits_of(before.contiguous().view(-1).clone()), view, any_number=True)
-    found = recorder.of(view)
+    found = recorder.of([view])[0]
     for column in ("positions", "old", "new"):
         assert torch.equal(getattr(found, column), getattr(expected, column)), (name, column)
 
@@ -94,7 +94,7 @@ def test_what_is_not_all_in_shards_is_not_covered(recorder):
     assert covered == [True, True, False, True, False, False]
     assert not recorder.covers(memory[10:50].view(torch.int32)), "another type"
     assert not recorder.covers(memory[10:40].as_strided((10, 10), (2, 1))), "elements that are there twice"
-    assert recorder.of(memory[40:95]) is None and not Written().covers(memory)
+    assert recorder.of([memory[40:95]])[0] is None and not Written().covers(memory)
 
 
 def test_what_another_rank_wrote_is_known_where_it_was_asked_for(recorder):
@@ -105,8 +105,8 @@ def test_what_another_rank_wrote_is_known_where_it_was_asked_for(recorder):
     recorder.begin_step()
     assert [recorder.needs(weights[first : first + 50]) for first in (0, 50)] == [False, True]
     write(recorder, weights[50:], stepped(weights[50:], 0.3, 0))
-    assert recorder.of(weights[50:]).positions.numel() and recorder.of(weights[:50]) is None
-    assert recorder.of(weights) is None
+    assert recorder.of([weights[50:]])[0].positions.numel() and recorder.of([weights[:50]])[0] is None
+    assert recorder.of([weights])[0] is None
 
 
 def test_more_than_one_in_eight_is_unknown(recorder):
@@ -114,9 +114,9 @@ def test_more_than_one_in_eight_is_unknown(recorder):
     recorder.watch(weights)
     recorder.begin_step()
     write(recorder, weights, stepped(weights, 0.2, 0), chunk=1 << 16)
-    assert recorder.of(weights[:5]) is None
+    assert recorder.of([weights[:5]])[0] is None
     recorder.forget()
-    assert recorder.of(weights).positions.numel() == 0
+    assert recorder.of([weights])[0].positions.numel() == 0
 
 
 def test_changes_are_known_since_the_last_update_and_of_the_optimizer_alone(recorder):
@@ -128,18 +128,18 @@ def test_changes_are_known_since_the_last_update_and_of_the_optimizer_alone(reco
         write(recorder, weights, stepped(weights, 0.05, 1))
 
     step()
-    assert recorder.of(weights).positions.numel()
+    assert recorder.of([weights])[0].positions.numel()
     recorder.lose()
-    assert recorder.of(weights) is None, "a checkpoint was loaded"
+    assert recorder.of([weights])[0] is None, "a checkpoint was loaded"
     recorder.forget()
-    assert recorder.of(weights).positions.numel() == 0
+    assert recorder.of([weights])[0].positions.numel() == 0
     recorder.want(False)
     step()
-    assert recorder.of(weights) is None, "nothing was recorded"
+    assert recorder.of([weights])[0] is None, "nothing was recorded"
     recorder.want(True)
-    assert recorder.of(weights) is None, "... nor then"
+    assert recorder.of([weights])[0] is None, "... nor then"
     recorder.forget()
     step()
-    assert recorder.of(weights).positions.numel()
+    assert recorder.of([weights])[0].positions.numel()
     recorder.is_wrong = True
     assert not recorder.covers(weights), "something else writes, too"

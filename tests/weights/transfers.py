@@ -83,7 +83,7 @@ class Held:
         return told.digests
 
     def _write(self, plan, parts):
-        for part in parts:
+        for part in (each for of in parts for each in (of if isinstance(of, list) else [of])):
             self.kinds.append(type(part).__name__)
             tensor = self.weights[plan.parameters[part.tensor].name]
             cut = tensor[tuple(slice(a, b) for a, b in part.ranges)]

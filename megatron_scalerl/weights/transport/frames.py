@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_scalerl.weights.changes import Changes, Found, bits_of, can_code, decode, find
-from megatron_scalerl.weights.digest import digest, mixed, total
+from megatron_scalerl.weights.changes import Changes, Found, bits_of, can_code, decode, digest_of, find
+from megatron_scalerl.weights.digest import digest, mixed
 from megatron_scalerl.weights.plan import Bucket, Ranges, Slot, WeightPlan, buckets, volume, within
 from megatron_scalerl.weights.transport.gloo import Finish, Group, Read
 from megatron_scalerl.weights.written import Written
@@ -62,7 +62,7 @@ def is_recorded(plan: WeightPlan, bucket: Bucket, read: Read, written: Written) 
 
 def recorded(plan: WeightPlan, bucket: Bucket, read: Read, written: Written) -> list[tuple[int, Found]] | None:
     """(place of the slot, its changes) where there are any, as the optimizer recorded them; None where it did not."""
-    every = [written.of(read_slot(plan, slot, read)) for slot in bucket.slots]
+    every = written.of([read_slot(plan, slot, read) for slot in bucket.slots])
     if None in every:
         return None
     return [(place, found) for place, found in enumerate(every) if found is not None and found.positions.numel()]
@@ -86,18 +86,17 @@ def compared(plan: WeightPlan, bucket: Bucket, read: Read, held: torch.Tensor) -
 
 def digest_change(plan: WeightPlan, bucket: Bucket, found: Sequence[tuple[int, Found]]) -> int:
     """What changes add to the digest of a bucket's values."""
-    each = []
-    for place, differ in found:
-        slot = bucket.slots[place]
-        part = Changes(
-            tensor=plan.parts[slot.part].tensor,
-            ranges=slot.ranges,
+    each = [
+        Changes(
+            tensor=plan.parts[bucket.slots[place].part].tensor,
+            ranges=bucket.slots[place].ranges,
             positions=differ.positions,
             steps=None,
             values=differ.new,
         )
-        each.append(part.digest(differ.old, differ.new))
-    return total(each)
+        for place, differ in found
+    ]
+    return digest_of(each, [differ.old for _, differ in found], [differ.new for _, differ in found])
 
 
 MAGIC = 0x4D53524C
@@ -136,8 +135,8 @@ def receive(
     *,
     holds: int | None = None,
     reuse: bool = False,
-) -> Iterator[Values | Changes]:
-    """The parts of one update, each after its bucket was checked.
+) -> Iterator[Values | list[Changes]]:
+    """The parts of one update, each after its bucket was checked: rectangles, or all changes of a bucket.
 
     groups: sender -> group. plan: of the receiver's shard alone. told: what is filled in. holds: the version
     that the receiver has, None if it takes whole updates only. The values stay valid, as each bucket has memory of
@@ -180,7 +179,9 @@ def receive(
         yield from _parts_of(plan, bucket, packed[:-8], whole=is_whole)
 
 
-def _parts_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor, *, whole: bool) -> Iterator[Values | Changes]:
+def _parts_of(
+    plan: WeightPlan, bucket: Bucket, packed: torch.Tensor, *, whole: bool
+) -> Iterator[Values | list[Changes]]:
     tensors = [plan.parts[slot.part].tensor for slot in bucket.slots]
     pieces = [
         (tensor, slot.ranges, getattr(torch, plan.parameters[tensor].dtype))
@@ -191,21 +192,21 @@ def _parts_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor, *, whole: 
             yield Values(tensor=tensor, ranges=ranges, values=place_of(packed, slot, dtype).view(shape_of(ranges)))
         return
     try:
-        yield from decode(packed, pieces)
+        yield decode(packed, pieces)
     except ValueError as error:
         raise RuntimeError(f"weight update: {error}") from None
 
 
-def assembled(parts: Iterable[Values | Changes], plan: WeightPlan) -> Iterator[tuple[str, torch.Tensor]]:
+def assembled(parts: Iterable[Values | list[Changes]], plan: WeightPlan) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what `receive` yields, each with its last part. What the shard does not need is not set.
 
     Raises RuntimeError for changes.
     """
     unfinished: dict[int, tuple[torch.Tensor, int]] = {}
     for part in parts:
+        if isinstance(part, list):
+            raise RuntimeError("weight update: expected values, found changes")
         meta = plan.parameters[part.tensor]
-        if isinstance(part, Changes):
-            raise RuntimeError(f"weight update: {meta.name}: expected values, found changes")
         if tuple(part.values.shape) == meta.shape:
             yield meta.name, part.values
             continue

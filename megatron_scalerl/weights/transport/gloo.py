@@ -8,7 +8,9 @@ The broadcast group over NCCL: the framing of `transport.frames` with buckets in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +21,7 @@ from megatron_scalerl.distributed.rendezvous import gloo_device, open_store
 from megatron_scalerl.weights.plan import Connection
 
 Read = Callable[[int], torch.Tensor]
-"""Number of a part -> its values, of the shape of its rectangle; valid until the next call."""
+"""Number of a part -> its values, of the shape of its rectangle: a view of a parameter."""
 Finish = Callable[[], None]
 
 
@@ -81,7 +83,7 @@ class Group:
 
 
 class NcclGroup(Group):
-    """A broadcast group on GPUs; each member uses its current device.
+    """A broadcast group on GPUs; each member uses its current device, and all connect before the first broadcast.
 
     NCCL listens on the interface NCCL_SOCKET_IFNAME, in the trainer's ranks and in the engines, and accepts a
     connection that presents the random number which rank 0 put into the store.
@@ -97,14 +99,46 @@ class NcclGroup(Group):
         assert self._store is not None
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
-        return dist.ProcessGroupNCCL(self._store, rank, self._world_size, options)
+        options.config.max_ctas = _MOST_CHANNELS
+        with _without_watchdog():
+            group: Any = dist.ProcessGroupNCCL(self._store, rank, self._world_size, options)
+        try:
+            self._store.set(f"here-{rank}", "")  # NCCL itself waits without a limit for a member that never comes
+            everyone = [f"here-{member}" for member in range(self._world_size)]
+            self._store.wait(everyone, timedelta(seconds=connection.connect_timeout_s))
+            group.eager_connect_single_device(self.device)
+        except BaseException:
+            group.abort()
+            raise
+        return group
 
     def start(self, tensor: torch.Tensor) -> Finish:
         """Broadcast rank 0's tensor and wait until it has arrived. Raises RuntimeError.
 
         One at a time: with two communicators in progress on one device, two receivers may run them in different
-        orders, and wait for each other.
+        orders, and wait for each other. The wait is for the broadcast, not for what the model has queued.
         """
         super().start(tensor)()
-        torch.accelerator.synchronize(self.device)
         return lambda: None
+
+
+_MOST_CHANNELS = 8
+"""Of a communicator: each has buffers on every member's device. An estimate; NCCL's own choice goes up to 32."""
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Groups made meanwhile have no watchdog, which ends its process a minute after a collective has failed.
+
+    To switch off its error handling alone (TORCH_NCCL_ASYNC_ERROR_HANDLING) is not enough: it also signals the
+    default group's monitor, which ends the process, too (torch's ProcessGroupNCCL.cpp, Watchdog::runLoop and
+    HeartbeatMonitor::runLoop). Without it `wait` finds failures and time-outs, and raises them.
+    """
+    name, value = "TORCH_NCCL_BLOCKING_WAIT", os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if value is not None:
+            os.environ[name] = value
