@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
+from own_processes import adopt_orphans, own_processes
 from whole_runs import ROOT, make_tiny, overrides
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -76,6 +77,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path_factory):
+    adopt_orphans()
     cluster = Cluster(tmp_path_factory.mktemp("ray"))
     yield cluster
     cluster.close()
@@ -109,13 +111,8 @@ def steps(out):
 
 
 def of_run(out):
-    """Processes that name the run's folder in their command line or environment."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if str(out) in " ".join([*process.cmdline(), *process.environ().values()]) and process.pid != os.getpid():
-                found.append(process)
-    return found
+    """Processes of this run: raylets and the controller are below this process, and their orphans come to it."""
+    return own_processes(lambda process: str(out) in " ".join([*process.cmdline(), *process.environ().values()]))
 
 
 def test_a_whole_run(cluster, tiny, tmp_path):
