@@ -72,10 +72,7 @@ def saturation(budgets: Sequence[int], rates: np.ndarray, *, margin: float = MAR
     """Apply the rule of this module.
 
     budgets: ascending, at least two. rates: [P, budgets] share of correct completions of each problem at each budget.
-    Raises ValueError for budgets that do not ascend.
     """
-    if len(budgets) < 2 or any(a >= b for a, b in zip(budgets, budgets[1:])) or rates.shape[1] != len(budgets):
-        raise ValueError(f"--budgets: expected at least two, ascending, found {list(budgets)}")
     means, drawn = rates.mean(axis=0), bootstrap_means(rates, seed=seed)
     steps = []
     for number, budget in enumerate(budgets[:-1]):

@@ -46,16 +46,6 @@ class Counts:
     completions: tuple[int, ...]
     """[P] at least 1; fewer than k where completions were lost."""
 
-    def __post_init__(self) -> None:
-        if not self.correct or len(self.correct) != len(self.completions):
-            raise ValueError(
-                f"counts: expected the same prompts in both, found {len(self.correct)} and {len(self.completions)}"
-            )
-        if any(not 0 <= c <= n or n < 1 for c, n in zip(self.correct, self.completions)):
-            raise ValueError(
-                f"counts: expected 0 <= correct <= completions, found {self.correct}, {self.completions}"
-            )
-
     def rates(self) -> np.ndarray:
         """[P] share of correct completions of each prompt."""
         return np.asarray(self.correct, dtype=float) / np.asarray(self.completions, dtype=float)
@@ -70,11 +60,8 @@ def pass_at_k(counts: Counts, k: int) -> Estimate:
     """The probability that at least one of k completions is correct, unbiased: the mean over prompts of
     1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1).
 
-    Raises ValueError where a prompt has fewer than k completions.
+    Every prompt has k completions or more.
     """
-    fewest = min(counts.completions)
-    if not 1 <= k <= fewest:
-        raise ValueError(f"pass@k: expected k from 1 to {fewest}, the fewest completions of a prompt, found {k}")
     values = [
         1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
         for c, n in zip(counts.correct, counts.completions)

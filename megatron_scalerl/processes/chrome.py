@@ -12,21 +12,13 @@ answer. `otherData.clocks` has the offset in the middle of these bounds and the 
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from megatron_scalerl.processes.spans import CONTROLLER, STEP, Clock, Span, Spans
 
-T = TypeVar("T")
-
-PORTION = 256
-"""Spans after which the thread rests: the event loop of the process needs the GIL at least every few milliseconds."""
-REST_S = 0.0005
 FIRST_TRACKS = ("loop", "batch", "weight update", "validation", "evaluation")
 """Shown above the other tracks of their process."""
 
@@ -36,14 +28,14 @@ def trace(controller: Spans, ranks: Mapping[int, Sequence[Spans]], other: Mappin
     home = controller.clock
     own: list[Span] = []
     engines: dict[str, list[Span]] = {}
-    for each in _paced(controller.spans):
+    for each in controller.spans:
         shown = engines.setdefault(each.process, []) if each.process not in ("", CONTROLLER) else own
         shown.append(_at(each, home, home))
     placed = {CONTROLLER: own}
     for rank, parts in sorted(ranks.items()):
-        placed[f"trainer-{rank}"] = [_at(each, part.clock, home) for part in parts for each in _paced(part.spans)]
+        placed[f"trainer-{rank}"] = [_at(each, part.clock, home) for part in parts for each in part.spans]
     placed |= dict(sorted(engines.items()))  # below the ranks: they have a thread for each request at a time
-    zero = min((each.begin_ns for spans in placed.values() for each in _paced(spans)), default=0)
+    zero = min((each.begin_ns for spans in placed.values() for each in spans), default=0)
     dropped = controller.dropped + sum(part.dropped for parts in ranks.values() for part in parts)
     data = {
         "clock": "CLOCK_REALTIME",
@@ -53,33 +45,14 @@ def trace(controller: Spans, ranks: Mapping[int, Sequence[Spans]], other: Mappin
         **other,
     }
     begin = msgspec.json.encode({"displayTimeUnit": "ms", "otherData": data})[:-1] + b',"traceEvents":['
-    return b"".join([begin, *_encoded(_events(placed, zero)), b"]}"])
-
-
-def _paced(items: Iterable[T]) -> Iterator[T]:
-    """The items, with a rest after each portion, in which other threads run."""
-    for number, each in enumerate(items, 1):
-        yield each
-        if number % PORTION == 0:
-            time.sleep(REST_S)
-
-
-def _encoded(events: Iterable[dict[str, Any]]) -> Iterator[bytes]:
-    """The events as JSON, with commas between, a portion at a time: encoding holds the GIL."""
-    encoder, comma = msgspec.json.Encoder(), b""
-    portions = _paced(events)
-    while portion := list(itertools.islice(portions, PORTION)):
-        yield comma + encoder.encode(portion)[1:-1]
-        comma = b","
+    return begin + b",".join(map(msgspec.json.encode, _events(placed, zero))) + b"]}"
 
 
 def lanes(spans: Sequence[Span]) -> list[list[Span]]:
     """The spans of a track as lanes: in each of them any two spans are apart, or one contains the other."""
     found: list[list[Span]] = []
     ends: list[list[int]] = []  # [lanes] ends of the spans that are open
-    # a sort holds the GIL: of a few at a time
-    parts = [sorted(spans[n : n + 16 * PORTION], key=_begin) for n in range(0, len(spans), 16 * PORTION)]
-    for each in _paced(heapq.merge(*parts, key=_begin)):
+    for each in sorted(spans, key=lambda each: (each.begin_ns, -each.end_ns)):
         lane = next((n for n, of_lane in enumerate(ends) if _fits(each, of_lane)), len(found))
         if lane == len(found):
             found.append([])
@@ -87,10 +60,6 @@ def lanes(spans: Sequence[Span]) -> list[list[Span]]:
         found[lane].append(each)
         ends[lane].append(each.end_ns)
     return found
-
-
-def _begin(each: Span) -> tuple[int, int]:
-    return each.begin_ns, -each.end_ns
 
 
 def _fits(each: Span, ends: list[int]) -> bool:
@@ -113,7 +82,7 @@ def _events(placed: Mapping[str, Sequence[Span]], zero: int) -> Iterator[dict[st
         yield _named("process_name", pid, 0, name=process)
         yield _named("process_sort_index", pid, 0, sort_index=pid)
         tracks: dict[str, list[Span]] = {}
-        for each in _paced(spans):
+        for each in spans:
             tracks.setdefault(each.track, []).append(each)
         for track in sorted(tracks, key=_place):
             for number, lane in enumerate(lanes(tracks[track]), 1):

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import passes
 
-from megatron_scalerl.processes import chrome
 from megatron_scalerl.processes import spans as module
 from megatron_scalerl.processes.chrome import lanes, trace
 from megatron_scalerl.processes.spans import (
@@ -238,15 +237,3 @@ def test_processes_and_overlapping_requests_are_told_apart():
     }
     threads = [e["args"]["name"] for e in metadata if e["name"] == "thread_name"]
     assert threads == ["loop", "rank", "requests", "requests (2)", "requests (3)"]
-
-
-def test_a_long_trace_is_made_in_portions_with_rests_between(monkeypatch):
-    rests = []
-    monkeypatch.setattr(chrome.time, "sleep", rests.append)
-    monkeypatch.setattr(chrome, "PORTION", 4)
-    count = 101
-    spans = [Span(str(n), "t", count - n, count - n + 1, {"n": n}) for n in range(count)]
-    made = traced(spans, {})
-    found = [e for e in made["traceEvents"] if e["ph"] == "X"]
-    assert [(e["name"], e["args"]["n"]) for e in found] == [(str(n), n) for n in reversed(range(count))]
-    assert len(rests) >= 4 * (count // 4) and set(rests) == {chrome.REST_S}
