@@ -126,7 +126,8 @@ def describe_thinking(rollout: dict[str, Any]) -> str:
     """One line on interruption point, interruption and truncation."""
     cut = f"{'cut after' if rollout['interrupted'] else 'limited to'} {rollout['thinking_cut']} tokens"
     ended = "interrupted" if rollout["interrupted"] else "not interrupted"
-    return f"{cut if rollout['thinking_cut'] else 'no cut'}, {ended}, {'truncated' if rollout['truncated'] else 'not truncated'}"
+    cut = cut if rollout["thinking_cut"] else "no cut"
+    return f"{cut}, {ended}, {'truncated' if rollout['truncated'] else 'not truncated'}"
 
 
 def describe_versions(versions: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import logging
 import secrets
@@ -236,7 +237,7 @@ async def _attempts(run: _Run, resumed: _Resumed) -> str:
                     held_since = time.monotonic()
                     too_few = launcher.engines.members.left < minimum
                     await asyncio.to_thread(present, run.hosts, engines=minimum if too_few else 0)
-                    if too_few:  # those that are given up do not come back
+                    if too_few or _is_full(error):  # engines that are given up do not come back, nor does space
                         raise
                     resumed = await asyncio.to_thread(_resume, run.folder, run.console)  # engines are watched
                     reached = resumed.start.step
@@ -247,6 +248,11 @@ async def _attempts(run: _Run, resumed: _Resumed) -> str:
                     what = f"restart {restarts} of at most {run.recipe.trainer.max_restarts} from step {reached}"
                     run.console.print(f"{what}: {str(error).splitlines()[0]}", highlight=False)
                 run.folder.attempt = run.folder.begin_attempt()
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether a rank found no space for a checkpoint."""
+    return any(f"[Errno {code}]" in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _record(engines: JsonlWriter, member: Member) -> None:

@@ -49,7 +49,7 @@ class TrainerSection(Section):
     max_restarts: NonNegativeInt = 3
     """When the trainer fails, its processes are started again from the newest checkpoint while the engines keep
     running; at most so many times without a new checkpoint in between. 0: the run fails."""
-    start_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: PositiveFloat = 1800.0
     """Time limit for all trainer processes to start (s)."""
     deterministic: bool = False
     """Use deterministic kernels on GPUs. Training on CPUs is always deterministic."""
@@ -85,7 +85,7 @@ class EngineSection(Section):
     """Address the servers bind to."""
     port: NonNegativeInt = 0
     """Port of the first engine; engine i uses port + i. 0: free ports are chosen."""
-    start_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: PositiveFloat = 1800.0
     """Time limit for a server to start (s)."""
     stall_timeout_s: PositiveFloat = 600.0
     """An engine is evicted when it has running requests, some of which have tokens, and produces none, or does not
@@ -104,7 +104,7 @@ class EngineSection(Section):
     """An evicted engine's server is ended and started again, after a delay that doubles from 1 s to 60 s; at most so
     many times in a row, not counting starts after which it ran for 10 minutes more than stall_timeout_s,
     first_token_timeout_s and weights.timeout_s each allow a hung one. Its groups are generated again. 0: an engine is
-    given up when it fails."""
+    given up when it fails. One that ends twice before any engine of the run has completed a request is given up."""
     min_engines: PositiveInt = 1
     """The run fails when fewer engines than this are not given up; at most engine.count."""
     vllm: dict[str, Any] = Field(default_factory=dict)
