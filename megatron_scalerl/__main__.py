@@ -109,7 +109,7 @@ exit codes:
   2    user error, in one line: file, key or row, what was expected, what was found
   75   SIGUSR1 asked the run to save and exit; the same command goes on with it
   76   another controller has the run
-  77   Slurm has taken a host of the trainer out of the job; another job goes on with the run
+  77   Slurm has taken a host of the trainer, or of too many engines, out of the job; another job goes on with the run
   130  interrupted (SIGINT)
   143  terminated (SIGTERM)
 

@@ -80,7 +80,8 @@ class Rollout:
     token_ids: tuple[int, ...]
     """[T] completion tokens: sampled and forced ones, the end-of-sequence token included if it was generated."""
     rollout_logprobs: tuple[float, ...]
-    """[T] raw log-probability (nats, temperature 1) under the engine that sampled the token; 0.0 if forced."""
+    """[T] log-probability (nats, at the temperature it was sampled with; greedy: 1) under the engine that sampled the
+    token; 0.0 if forced."""
     policy_versions: tuple[int, ...]
     """[T] version of the weights that produced each token."""
     loss_mask: tuple[bool, ...]

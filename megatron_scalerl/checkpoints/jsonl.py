@@ -106,11 +106,14 @@ def recover(path: str | Path) -> None:
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """Every complete row of a JSONL file; a torn last line is skipped, a missing file reads as empty.
 
-    Raises ValueError naming file and line for any other line that is not a JSON object.
+    Raises ValueError naming file and line for any other line that is not a JSON object, and for what is no file: a
+    pipe would be waited for.
     """
     path = Path(path)
     if not path.exists():
         return []
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a file, found something else")
     rows: list[dict[str, Any]] = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):

@@ -16,7 +16,7 @@ from megatron_scalerl.cluster.slurm_checks import JOBS, jobs_of
 from megatron_scalerl.controller.run_folder import END, SLURM
 from megatron_scalerl.recipe.file import read_run_recipe
 
-ROLES = ("preflight", "controller")
+ROLES = ("setup", "preflight", "controller")
 """What an attempt starts, in this order; each leaves ROLE.exit and ROLE.log."""
 HOSTS = "hosts"
 """In the folder of an attempt: the nodes that the job had at its start, one a line."""

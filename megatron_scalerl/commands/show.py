@@ -124,8 +124,9 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
 
 def describe_thinking(rollout: dict[str, Any]) -> str:
     """One line on interruption point, interruption and truncation."""
-    cut = f"cut after {rollout['thinking_cut']} tokens" if rollout["thinking_cut"] else "no cut"
+    cut = f"{'cut after' if rollout['interrupted'] else 'limited to'} {rollout['thinking_cut']} tokens"
     ended = "interrupted" if rollout["interrupted"] else "not interrupted"
+    cut = cut if rollout["thinking_cut"] else "no cut"
     return f"{cut}, {ended}, {'truncated' if rollout['truncated'] else 'not truncated'}"
 
 

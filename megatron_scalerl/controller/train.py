@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import logging
 import secrets
@@ -51,6 +52,7 @@ from megatron_scalerl.controller.trace_file import trace_files
 from megatron_scalerl.controller.weight_store import weight_store
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
 from megatron_scalerl.engine.membership import Member
+from megatron_scalerl.engine.watchdog import EngineDied
 from megatron_scalerl.launch.hosts import ONE_HOST, Hosts, allow_open_files
 from megatron_scalerl.launch.launcher import Launcher, launching
 from megatron_scalerl.launch.placement import Devices, Fleet, Placement
@@ -129,7 +131,7 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     map_large_blocks()
     takeover = Takeover(recipe.run_dir)
     placement = Placement.of(recipe, hosts)
-    placement.check_present(hosts)
+    placement.check_present(hosts, engines=recipe.engine.min_engines)
     inputs = check_inputs(recipe)
     for line in [*inputs.prompts.report.lines(), *inputs.evaluation.lines()]:
         console.print(line, highlight=False)
@@ -212,10 +214,11 @@ async def _attempts(run: _Run, resumed: _Resumed) -> str:
     resumed: where the first one starts.
     """
     restarts, newest = 0, -1
+    present, minimum = run.placement.check_present, run.recipe.engine.min_engines
     held_since = time.monotonic() - held_uncharged()
     # private: a reason may quote what an engine answered
-    with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as engines:
-        record = partial(_record, engines)
+    with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as changes:
+        record = partial(_record, changes)
         secret = secrets.token_hex(32)
         async with launching(run.recipe, run.folder.attempt, secret, record, hosts=run.hosts) as launcher:
             if run.collector is not None:
@@ -223,13 +226,19 @@ async def _attempts(run: _Run, resumed: _Resumed) -> str:
             while True:
                 try:
                     return await _attempt(run, launcher, resumed, held_since=held_since, first=newest == -1)
+                except EngineDied:
+                    await asyncio.to_thread(present, run.hosts, engines=minimum)
+                    raise
                 except _RESTART as error:
                     if run.takeover.happened:
                         raise RuntimeError(
                             f"a later attempt of the job has begun; this one failed: {error}"
                         ) from error
                     held_since = time.monotonic()
-                    await asyncio.to_thread(run.placement.check_present, run.hosts)
+                    too_few = launcher.engines.members.left < minimum
+                    await asyncio.to_thread(present, run.hosts, engines=minimum if too_few else 0)
+                    if too_few or _is_full(error):  # engines that are given up do not come back, nor does space
+                        raise
                     resumed = await asyncio.to_thread(_resume, run.folder, run.console)  # engines are watched
                     reached = resumed.start.step
                     restarts, newest = (restarts if reached == newest else 0) + 1, reached
@@ -239,6 +248,11 @@ async def _attempts(run: _Run, resumed: _Resumed) -> str:
                     what = f"restart {restarts} of at most {run.recipe.trainer.max_restarts} from step {reached}"
                     run.console.print(f"{what}: {str(error).splitlines()[0]}", highlight=False)
                 run.folder.attempt = run.folder.begin_attempt()
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether a rank found no space for a checkpoint."""
+    return any(f"[Errno {code}]" in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _record(engines: JsonlWriter, member: Member) -> None:

@@ -29,7 +29,7 @@ from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.launch.process import EngineProcess
 from megatron_scalerl.launch.race import race
 from megatron_scalerl.launch.remote_server import RemoteServer
-from megatron_scalerl.processes.child_process import fatal_error
+from megatron_scalerl.processes.child_process import LOG_END, fatal_error
 from megatron_scalerl.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,9 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 HEALTHY_S = 600.0
 """An engine that ran for so long, besides the longest time in which a fault is found, starts a new row of restarts
 (seconds)."""
+MOST_BARREN = 2
+"""Starts in a row of an engine that died with requests before any engine of the run had completed one: what kills it
+is not chance, and more starts would take minutes each."""
 UNREACHED_S = 600.0
 """Starts on a host that cannot be reached do not count as restarts for so long (seconds): it may be starting up."""
 
@@ -75,6 +78,7 @@ class Engines:
             )
         self._processes = [self._make(index) for index in range(engine.count)]
         self._agent_tasks: list[asyncio.Task[NoReturn]] = []  # the reader of their socket, who takes in engines
+        self._completed = False
         self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -146,10 +150,15 @@ class Engines:
 
     async def _supervise(self, index: int) -> None:
         """Keep one engine running until it is given up."""
-        failures, started = 0, time.monotonic()
+        failures, barren, started = 0, 0, time.monotonic()
         while True:
             reason = await self._until_evicted(self._processes[index])
-            failures = 1 if time.monotonic() - started > self._healthy_s else failures + 1
+            client = self._processes[index].client
+            barren = barren + 1 if client.ended and not self._completes else 0
+            if barren == MOST_BARREN:
+                reason = f"{reason}; {barren} starts without a completion, of any engine"
+                failures = self._recipe.engine.max_restarts  # no more
+            failures = 1 if time.monotonic() - started > self._healthy_s and barren < MOST_BARREN else failures + 1
             delay, lost = FIRST_DELAY_S * 2 ** (failures - 1), time.monotonic()
             while not await self._restart(index, failures, reason, delay=min(delay, LONGEST_DELAY_S)):
                 if self.members.members[index].given_up:
@@ -158,6 +167,12 @@ class Engines:
                     failures += 1
                 delay, reason = 2 * delay, self.members.members[index].reason
             started = time.monotonic()
+
+    @property
+    def _completes(self) -> bool:
+        """Whether an engine has ever completed a request."""
+        self._completed |= any(process.client.received_tokens for process in self._processes)
+        return self._completed
 
     @property
     def _healthy_s(self) -> float:
@@ -169,8 +184,12 @@ class Engines:
         """Wait until the engine fails or is evicted; it is evicted then. Returns the reason."""
         async with race(process.watch(self._lag), self.members.evicted(process.client)) as (watch, evicted):
             if watch.done() and (error := watch.exception()) is not None:
-                self.members.evict(process.client, str(error))
-                return str(error)
+                line, *_ = str(error).splitlines()
+                # of one that was killed the log does not say why
+                cause = "" if "exited with code -" in line else fatal_error(process.server.log_path)
+                reason = f"{line.partition(LOG_END)[0]} ({cause})" if cause else str(error)
+                self.members.evict(process.client, reason)
+                return reason
             reason = await evicted
             if "EngineCore" in reason:
                 # vLLM's server only says that its core has died, and the core wrote why into the log that both share

@@ -8,6 +8,7 @@ leads its own process group, so that its core and its workers stop with it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalerl.distributed.rendezvous import LOOPBACK
+from megatron_scalerl.distributed.rendezvous import LOOPBACK, private_folder
 from megatron_scalerl.engine.certificate import CertificateFiles
 from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
 from megatron_scalerl.launch.race import race
@@ -67,6 +68,7 @@ class LocalServer:
         self.port: int = self._socket.getsockname()[1]
         self._arguments = engine_arguments(recipe, host=place.host, port=self.port, tls=place.tls)
         self._process: ChildProcess | None = None
+        self._folder = contextlib.ExitStack()  # of vLLM's own sockets, which it leaves behind
 
     @property
     def where(self) -> str:
@@ -125,6 +127,7 @@ class LocalServer:
         self._socket.close()
         if self._process is not None:
             await self._process.stop(grace_s)
+        self._folder.close()
 
     async def _launch(self) -> int:
         """Start the process; returns the read end of the pipe on which it reports that it is up."""
@@ -138,6 +141,7 @@ class LocalServer:
             devices=self._place.devices,
             interface=self._place.interface,
         )
+        env["VLLM_RPC_BASE_PATH"] = self._folder.enter_context(private_folder()).folder
         command = engine_command(self._arguments)
         try:
             self._process = await ChildProcess.start(

@@ -72,13 +72,20 @@ class Placement:
             raise ValueError(_too_few(recipe, hosts, slots, gpus=gpus))
         return cls(trainer=tuple(trainer), engines=tuple(engines))
 
-    def check_present(self, hosts: Hosts) -> None:
-        """Raises HostsLeft if a host with trainer ranks has left the job. Blocks."""
-        gone = hosts.have_left() & {ranks.host.name for ranks in self.trainer}
-        if gone:
-            raise HostsLeft(
-                f"{', '.join(sorted(gone))}: Slurm removed this node, which had trainer ranks, from the job"
-            )
+    def check_present(self, hosts: Hosts, *, engines: int = 0) -> None:
+        """Raises HostsLeft if a host with trainer ranks has left the job, or those of all but fewer than `engines`.
+
+        Blocks.
+        """
+        left = hosts.have_left()
+        for what, names in (
+            ("trainer ranks", {ranks.host.name for ranks in self.trainer}),
+            ("engines", {place.host.name for place in self.engines}),
+        ):
+            gone, there = left & names, sum(place.host.name not in left for place in self.engines)
+            if gone and (what != "engines" or there < engines):
+                nodes = ", ".join(sorted(gone))
+                raise HostsLeft(f"{nodes}: Slurm removed this node, which had {what}, from the job")
 
     @classmethod
     def without_trainer(cls, recipe: Recipe) -> Placement:

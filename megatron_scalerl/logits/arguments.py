@@ -107,8 +107,8 @@ def _call(
     selected = targets if kept is None else targets.index_select(0, kept)
     if not settings.trusted:
         _check_targets(selected, kept, true_size)
-    scale = _scale(settings.temperature, hidden.device)
-    scale = scale.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32).detach()
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    scale = _scale(settings.temperature, hidden.device, wide).detach()
     call = Call(
         backend=choose_backend(settings.backend, hidden.device, hidden.dtype),
         group=group,
@@ -131,11 +131,11 @@ def _call(
     return call
 
 
-def _scale(temperature: float | Tensor, device: torch.device) -> Tensor:
+def _scale(temperature: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """1 / temperature on `device`; a number is filled in there, since the host would wait for a copy."""
     if isinstance(temperature, Tensor):
-        return (1.0 / temperature).to(device)
-    return torch.full((), 1.0 / temperature, device=device)
+        return 1.0 / temperature.to(device, dtype)
+    return torch.full((), 1.0 / temperature, dtype=dtype, device=device)
 
 
 def _check_options(settings: Settings) -> None:

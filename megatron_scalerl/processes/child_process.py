@@ -179,14 +179,17 @@ def log_end(path: Path) -> str:
     return f"{LOG_END}{path}:\n{log_tail(path)}"
 
 
+_ERROR = re.compile(r"^(?:\(.*?\) )?(?:ERROR .*?\] )? *((?:\w+\.)*\w+(?:Error|Exception): [^\n]*)", re.MULTILINE)
 _FATAL = re.compile(r"fatal error\.\n.*?^ *((?:\w+\.)*\w+(?:Error|Exception): [^\n]*)", re.DOTALL | re.MULTILINE)
 
 
 def fatal_error(path: Path) -> str:
-    """The exception after the last "fatal error." of a log's end, as vLLM's core writes it; empty without one."""
+    """The exception after the last "fatal error." of a log's end, as vLLM's core writes it, else its last exception;
+    empty without one."""
     with contextlib.suppress(OSError), open(path, "rb") as file:  # another host's may be unreadable with it
         file.seek(max(0, file.seek(0, os.SEEK_END) - 10 * _TAIL_BYTES))
-        found = _FATAL.findall(file.read().decode(errors="replace"))
+        text = file.read().decode(errors="replace")
+        found = _FATAL.findall(text) or _ERROR.findall(text)
         return found[-1] if found else ""
     return ""
 

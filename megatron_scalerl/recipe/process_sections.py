@@ -48,7 +48,7 @@ class TrainerSection(Section):
     max_restarts: NonNegativeInt = 3
     """When the trainer fails, its processes are started again from the newest checkpoint while the engines keep
     running; at most so many times without a new checkpoint in between. 0: the run fails."""
-    start_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: PositiveFloat = 1800.0
     """Time limit for all trainer processes to start (s)."""
     deterministic: bool = False
     """Use deterministic kernels on GPUs. Training on CPUs is always deterministic."""
@@ -84,7 +84,7 @@ class EngineSection(Section):
     """Address the servers bind to."""
     port: NonNegativeInt = 0
     """Port of the first engine; engine i uses port + i. 0: free ports are chosen."""
-    start_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: PositiveFloat = 1800.0
     """Time limit for a server to start (s)."""
     stall_timeout_s: PositiveFloat = 600.0
     """An engine is evicted when it has running requests, some of which have tokens, and produces none, or does not
@@ -103,7 +103,7 @@ class EngineSection(Section):
     """An evicted engine's server is ended and started again, after a delay that doubles from 1 s to 60 s; at most so
     many times in a row, not counting starts after which it ran for 10 minutes more than stall_timeout_s,
     first_token_timeout_s and weights.timeout_s each allow a hung one. Its groups are generated again. 0: an engine is
-    given up when it fails."""
+    given up when it fails. One that ends twice before any engine of the run has completed a request is given up."""
     min_engines: PositiveInt = 1
     """The run fails when fewer engines than this are not given up; at most engine.count."""
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -156,8 +156,8 @@ class WeightsSection(Section):
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
     one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""
     probe_tolerance: PositiveFloat | None = None
-    """The run fails where |trainer - engine log-prob| on the probe exceeds this on average (nats), or 20 times it in
-    one token. null: 5e-4 in float32, 0.15 in bfloat16."""
+    """The run fails where |trainer - engine log-prob| on the probe exceeds this on average (nats), or 20 times as
+    much in one token. null: 5e-4 in float32, 0.15 in bfloat16."""
     timeout_s: PositiveFloat = 600.0
     """Time limit of each phase of a weight update (s); an engine that exceeds it is evicted."""
     connect_timeout_s: PositiveFloat = 60.0

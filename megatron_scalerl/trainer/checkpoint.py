@@ -11,9 +11,12 @@ rank write it; `finish` commits it between two of the trainer's commands, since 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_scalerl.checkpoints import safe_megatron
 from megatron_scalerl.checkpoints.atomic_io import write_durably
@@ -62,7 +66,7 @@ class AsyncSave:
     def finish(self, *, wait: bool) -> float | None:
         """Commit; the seconds for which the slowest rank wrote. None if a rank still writes, unless `wait`.
 
-        Raises CheckpointException on every rank if one could not write its files.
+        Raises on every rank if one could not write its files: OSError for a full disk, else CheckpointException.
         """
         if wait:
             self._writing.wait()
@@ -71,7 +75,8 @@ class AsyncSave:
         all_done, seconds = found.tolist()
         if not all_done:
             return None
-        self._writing.complete()
+        with _full_disk_named(self._path):
+            self._writing.complete()
         _commit(self._path, self._parallel, self._facts, self._extra)
         return -seconds
 
@@ -85,10 +90,23 @@ def _save(
     path: Path, state: dict[str, Any], parallel: Parallel, facts: dict[str, Any], extra: dict[str, Any] | None
 ) -> None:
     _make_folder(path, parallel)
-    with writing_in_process():
+    with writing_in_process(), _full_disk_named(path):
         dist_checkpointing.save(state, str(path))
     dist.barrier()
     _commit(path, parallel, facts, extra)
+
+
+@contextlib.contextmanager
+def _full_disk_named(path: Path) -> Iterator[None]:
+    """Turn Megatron's report, which has the traceback of every rank, into an OSError with the path."""
+    try:
+        yield
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            for code in (errno.ENOSPC, errno.EDQUOT):
+                if f"[Errno {code}]" in str(cause):
+                    raise OSError(code, os.strerror(code), str(path)) from None
+        raise
 
 
 def _make_folder(path: Path, parallel: Parallel) -> None:

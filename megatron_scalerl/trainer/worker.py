@@ -233,8 +233,11 @@ def main() -> int:
     try:
         serve(link, settings, listening)
     except BaseException as error:
-        logger.exception("failed, exiting")
         line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        if isinstance(error, OSError) and error.filename:
+            logger.error("%s", line)  # where it was raised says nothing more
+        else:
+            logger.exception("failed, exiting")
         link.send(messages.Failed(rank=settings.rank, error=line))
         link.exit(EXIT_FAILED)
     link.exit(0)

@@ -97,6 +97,12 @@ def test_a_broken_row_in_the_middle_is_named(tmp_path):
         read_jsonl(path)
 
 
+def test_a_pipe_in_place_of_a_file_is_named_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "validation.jsonl")
+    with pytest.raises(ValueError, match=r"validation\.jsonl: expected a file, found something else"):
+        read_jsonl(tmp_path / "validation.jsonl")
+
+
 def test_a_full_disk_leaves_no_half_row(tmp_path):
     """A limit on the file's size stands for the disk: the write that passes it is cut short, then fails."""
     path = tmp_path / "f.jsonl"

@@ -123,7 +123,11 @@ def test_a_heterogeneous_job_has_the_engines_hosts_in_component_1(components, mo
     Placement.of(recipe_on_three_nodes(), hosts).check_present(hosts)
     (components / "job").write_text("JobId=7 NodeList=gpu[1-2] Batch\nJobId=8 NodeList=(null) Batch\n")
     assert hosts.have_left() == {"small1"}, "and no rank was there"
-    Placement.of(recipe_on_three_nodes(), hosts).check_present(hosts)
+    placement = Placement.of(recipe_on_three_nodes(), hosts)
+    placement.check_present(hosts)
+    assert {place.host.name for place in placement.engines} == {"small1"}
+    with pytest.raises(HostsLeft, match="small1: Slurm removed this node, which had engines, from the job"):
+        placement.check_present(hosts, engines=1)
     (components / "job").write_text("JobId=7 NodeList=gpu1 Batch\nJobId=8 NodeList=small1 Batch\n")
     with pytest.raises(HostsLeft, match="gpu2: Slurm removed this node, which had trainer ranks, from the job"):
         Placement.of(recipe_on_three_nodes(), hosts).check_present(hosts)

@@ -1,6 +1,8 @@
 """The launcher stops every process, whatever fails meanwhile, and starts an evicted engine again."""
 
 import asyncio
+import sys
+from types import SimpleNamespace
 
 import pytest
 from fakes.server import StandInHungServer
@@ -13,6 +15,7 @@ from megatron_scalerl.engine.answers import EngineLost
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.watchdog import EngineDied, watch_progress
 from megatron_scalerl.launch import engines as engines_module
+from megatron_scalerl.launch import local_server
 from megatron_scalerl.launch import trainer as trainer_module
 from megatron_scalerl.launch.engines import Engines
 from megatron_scalerl.launch.hosts import ONE_HOST
@@ -134,7 +137,8 @@ class StandInProcess:
 
     reached = True
 
-    def __init__(self, index, url, settings, fail_starts):
+    def __init__(self, index, url, settings, fail_starts, log_path):
+        self.server = SimpleNamespace(log_path=log_path)
         self.name = f"engine-{index}"
         self.client = EngineClient(url=url, secret="s", name=self.name)
         self._settings, self._fail_starts = settings, fail_starts
@@ -165,7 +169,7 @@ def engines_of(recipe, tmp_path, monkeypatch, url, fail_starts=()):
     monkeypatch.setattr(engines_module, "FIRST_DELAY_S", 0.0)
 
     def make(self, index):
-        made.append(StandInProcess(index, url, recipe.engine, failing))
+        made.append(StandInProcess(index, url, recipe.engine, failing, tmp_path / "engine-0.log"))
         return made[-1]
 
     monkeypatch.setattr(Engines, "_make", make)
@@ -250,6 +254,59 @@ def test_an_engine_that_cannot_serve_again_is_given_up_and_ends_the_run(
 
     with pytest.raises(error, match=said):
         run(asyncio.wait_for(scenario(), 120))
+
+
+@pytest.mark.parametrize(("completed", "starts"), [(0, 2), (64, 3)])
+def test_an_engine_that_ends_with_its_first_requests_is_given_up_with_the_last_error_of_its_log(
+    recipe, run, tmp_path, monkeypatch, completed, starts
+):
+    """Not where engines of the run have completed something: then it may be chance."""
+    error = "RuntimeError: CUDA error: no kernel image is available"
+    (tmp_path / "engine-0.log").write_text(f"(EngineCore pid=7) ERROR 11-25 [core.py:1] {error}\nINFO: down\n")
+
+    async def scenario():
+        async with StandInHungServer(tokens=512) as server:
+            engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
+            make = Engines._make
+
+            def busy(self, index):
+                process = make(self, index)
+                process.client.ended, process.client.received_tokens = 1, completed
+                return process
+
+            monkeypatch.setattr(Engines, "_make", busy)
+            engines._processes = [engines._make(0)]
+            made.pop(0)
+            await engines.start()
+            try:
+                await engines.watch()
+            finally:
+                await engines.stop()
+                assert len(made) == starts
+
+    barren = "; 2 starts without a completion, of any engine" if not completed else ""
+    with pytest.raises(EngineDied, match=rf"found 0 \(engine-0: engine-0 produced no token.* \({error}\){barren}\)$"):
+        run(asyncio.wait_for(scenario(), 120))
+
+
+def test_the_sockets_of_a_server_go_with_it(recipe, run, tmp_path, monkeypatch):
+    """vLLM makes them in VLLM_RPC_BASE_PATH, and leaves them there."""
+    program = "import os; e = os.environ; open(e['VLLM_RPC_BASE_PATH'] + '/a', 'w')"
+    program += "; os.write(int(e['MSRL_READY_FD']), b'1'); input()"
+    monkeypatch.setattr(local_server, "engine_command", lambda _: [sys.executable, "-c", program])
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+
+    async def scenario():
+        place = local_server.ServerPlace(host="127.0.0.1")
+        server = local_server.LocalServer(recipe, place, name="e", secret="s", log_path=tmp_path / "log")
+        await server.start()
+        made = [path.name for path in temporary.glob("*/*")]
+        await server.stop()
+        return made
+
+    assert run(asyncio.wait_for(scenario(), 120)) == ["a"] and list(temporary.iterdir()) == []
 
 
 def test_a_first_start_that_fails_is_final(recipe, run, tmp_path, monkeypatch):

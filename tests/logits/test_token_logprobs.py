@@ -23,6 +23,13 @@ def test_two_words_by_hand() -> None:
     assert entropy.tolist() == pytest.approx([-0.75 * math.log(0.75) - 0.25 * math.log(0.25)] * 2, rel=1e-6)
 
 
+def test_a_number_as_temperature_is_exact_in_fp64() -> None:
+    h, w, y = problem()
+    found, _ = token_logprobs(h, w, y, temperature=0.7)
+    expected = (h @ w.t() / 0.7).log_softmax(-1).gather(1, y[:, None])[:, 0]
+    assert (found - expected).abs().max() < 1e-13
+
+
 @pytest.mark.parametrize(("entropy", "temperature"), [("none", 0.7), ("metric", "per token"), ("grad", 1.0)])
 def test_gradients_in_fp64(entropy: str, temperature: float | str) -> None:
     h, w, y = problem()

@@ -62,7 +62,7 @@ def test_the_newest_groups_first_completion_is_shown_without_arguments(any_forma
         "group      2, epoch 0, in no batch yet, pass rate 1/2",
         "completion 0 of 2, 8 tokens, seed 11",
         "reward     +1 (right), reference 9",
-        "thinking   cut after 5 tokens, not interrupted, not truncated",
+        "thinking   limited to 5 tokens, not interrupted, not truncated",
         "versions   3 (tokens 0-7)",
         "prompt     <bos>7;+2=<think>",
         "‹v3›7+2=9</think>9<eos>",

@@ -16,6 +16,7 @@ from megatron_scalerl.cluster.allocation import Allocation, Request
 from megatron_scalerl.cluster.job import JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
 from megatron_scalerl.cluster.slurm_checks import SAVE_S, STARTUP_S, check_script, times_of
+from megatron_scalerl.cluster.slurm_status import last_error
 from megatron_scalerl.cluster.submission import array_name
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.recipe.other_names import unknown_key
@@ -164,7 +165,7 @@ def test_the_lines_of_the_site_are_there(tmp_path):
     )
     text = checked(changed(PLAN, site=read_site(tmp_path / "site.yaml")), tmp_path)
     for line in ("#SBATCH --account=lab", "#SBATCH --qos=high", "#SBATCH --constraint=h100", "export LIST='a b$c'",
-                 "module load cuda/13.0 || exit 1", "export NCCL_SOCKET_IFNAME=ib0"):  # fmt: skip
+                 "module load cuda/13.0 || no_module 'the module cuda/13.0 could not be loaded'", "export NCCL_SOCKET_IFNAME=ib0"):  # fmt: skip
         assert f"\n{line}\n" in text
 
 
@@ -277,23 +278,24 @@ wait $job
 """
 
 
-def written(folder, program, **changes):
-    """A job script in `folder`, with `program` in place of megatron-scalerl."""
+def written(folder, program, modules=(), **changes):
+    """A job script in `folder`, with `program` in place of megatron-scalerl: a command of bash, or words."""
     script = folder / "slurm" / "job.sbatch"
     script.parent.mkdir()
-    site = Site(program=("bash", "-c", program))
+    words = ("bash", "-c", program) if isinstance(program, str) else program
+    site = Site(program=words, modules=modules)
     script.write_text(render(changed(PLAN, script=script, runs=(folder,), cwd=folder, site=site, **changes)))
     return script
 
 
-def alone(folder, program, **changes):
+def alone(folder, program, *, env=None, **changes):
     """What a job script did without Slurm, and without waiting."""
     script = written(folder, program, **changes)
     (folder / "bin").mkdir()
     (folder / "bin" / "sleep").symlink_to("/bin/true")
     (folder / "bin" / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>{folder}/requeued\n')
     (folder / "bin" / "scontrol").chmod(0o755)
-    env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"} | (env or {})
     return subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
@@ -308,6 +310,27 @@ def test_a_controller_of_an_earlier_attempt_is_waited_for(tmp_path):
     assert said.count("No such file") == 3, "a status in between would show an error"
     assert done.stdout.count(f"another controller has {tmp_path}") == 2
     assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "0\n"
+
+
+def test_a_program_that_is_missing_has_the_shells_exit_code(tmp_path):
+    """143 would say that somebody stopped the job."""
+    done = alone(tmp_path, (f"{tmp_path}/venv/bin/python", "-m", "megatron_scalerl"))
+    assert done.returncode == 127, done.stdout + done.stderr
+    assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "127\n"
+    assert "venv/bin/python: No such file or directory" in last_error(tmp_path)
+
+
+def test_modules_may_read_variables_that_are_not_set(tmp_path):
+    module = {"BASH_FUNC_module%%": "() { LOADED=$LOADED:$2; export LOADED; }"}
+    done = alone(tmp_path, f"echo $LOADED >{tmp_path}/loaded", env=module, modules=("a", "c d"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "loaded").read_text() == ":a:c d\n"
+
+
+def test_a_module_that_cannot_be_loaded_is_named(tmp_path):
+    done = alone(tmp_path, "true", env={"BASH_FUNC_module%%": "() { false; }"}, modules=("it's",))
+    assert done.returncode == 1 and "the module it's could not be loaded" in done.stdout
+    assert "the module it's could not be loaded" in last_error(tmp_path)
 
 
 def test_an_attempt_that_never_had_the_run_leaves_it_to_the_controller_that_has(tmp_path):

@@ -1,8 +1,16 @@
 {% if modules %}
+no_module() {  # as a role that failed, for --status
+  say "$1" | tee "$logs/setup.log"
+  echo 1 >"$logs/setup.exit"
+  touch "$logs/started"
+  exit 1
+}
+set +u  # scripts of modules read variables that may be unset
 type module >/dev/null 2>&1 || . /etc/profile
 {% for module in modules %}
-module load {{ module | quote }} || exit 1
+module load {{ module | quote }} || no_module {{ ("the module " + module + " could not be loaded") | quote }}
 {% endfor %}
+set -u
 {% endif %}
 {% for name, value in environment.items() %}
 export {{ name }}={{ value | quote }}

@@ -1,0 +1,39 @@
+"""A disk that is full when the trainer writes a checkpoint, with Megatron's own writer."""
+
+import os
+import subprocess
+
+import pytest
+from random_policy import batches_of, random_samples
+
+from megatron_scalerl.controller.train import _is_full
+from megatron_scalerl.trainer import checkpoint
+from megatron_scalerl.trainer.client import TrainerError
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_is_one_line_with_the_path_and_space_is_enough_to_go_on(new_trainer, tmp_path, asynchronous):
+    """It was a traceback of every rank in each rank's log."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=120k", "none", tmp_path]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    trainer, path = new_trainer(), tmp_path / "step-1"
+
+    def save():
+        if asynchronous:
+            checkpoint.AsyncSave(path, trainer, {}).finish(wait=True)
+        else:
+            checkpoint.save(path, trainer, {})
+
+    try:
+        trainer.step(batches_of(random_samples(1))[0])
+        with pytest.raises(OSError) as full:
+            save()
+        assert str(full.value) == f"[Errno 28] No space left on device: '{path}'"
+        assert _is_full(TrainerError(f"trainer rank 0: OSError: {full.value}")), "it is not started again"
+        assert not _is_full(TrainerError("trainer rank 0: RuntimeError: [Errno 2] None"))
+        subprocess.run(["mount", "-o", "remount,size=8m", tmp_path], check=True)
+        save()
+        assert checkpoint.load(path, trainer) == {}
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
