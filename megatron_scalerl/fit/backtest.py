@@ -71,15 +71,13 @@ def backtest(
     curve: Curve,
     *,
     method: str = "robust",
-    max_prefixes: int | None = None,
     fit_from: float | None = None,
     seed: int = 0,
     draws: int = 1000,
 ) -> Backtest:
     """Fit every prefix of `curve` and forecast its last point from each.
 
-    max_prefixes: use at most this many prefixes, evenly spread; None for all. A prefix with fewer than
-                  `MIN_POINTS` points in the window is skipped.
+    A prefix with fewer than `MIN_POINTS` points in the window is skipped.
     Raises ValueError if the run is too short for any prefix.
     """
     c = curve.compute
@@ -88,8 +86,6 @@ def backtest(
     if not ends:
         expected = f"expected at least {MIN_POINTS + 1} points for a backtest"
         raise ValueError(f"{curve.name}: {expected}, found {len(usable)}")
-    if max_prefixes is not None and len(ends) > max_prefixes:
-        ends = [ends[i] for i in np.unique(np.linspace(0, len(ends) - 1, max_prefixes).round().astype(int))]
     points = []
     for end in ends:
         known = curve.part(np.arange(end + 1))

@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_scalerl.fit.backtest import Backtest
     from megatron_scalerl.fit.compare import Comparison
     from megatron_scalerl.fit.curve import Curve
     from megatron_scalerl.fit.plot import Points
     from megatron_scalerl.fit.result import FitResult
     from megatron_scalerl.fit.tables import RunReport
 
-BACKTEST_PREFIXES = 20
-"""Prefixes in the HTML report's backtest; --backtest prints all."""
 PIPE_WIDTH = 200
 """Columns of a table that is not printed to a terminal."""
 
@@ -63,7 +60,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--budget", type=float, metavar="C", help="further compute to decide on; default: as much again")
     p.add_argument("--worth", type=float, metavar="X", help="gain that the budget has to buy; default 0.01")
     p.add_argument("--target", type=float, metavar="X", help="pass rate whose compute is estimated")
-    p.add_argument("--backtest", action="store_true", help="refit at every prefix of the run")
+    p.add_argument("--backtest", action="store_true", help="refit at every prefix; in the HTML report, too")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the intervals; default 0")
 
 
@@ -76,10 +73,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     runs = [_run_report(curve, options) for curve in _with_unique_names(_read(options))]
     comparison = _comparison(runs, options) if options.compare else None
     fits = [{"read": r.curve.read, **fit_json(r.fit, r.predictions, r.decision)} for r in runs]
-    out: dict[str, Any] = {"fits": fits}
-    if comparison is not None:
-        out["comparison"] = comparison_json(comparison)
-    text = json.dumps(out, indent=2, allow_nan=False) + "\n"
+    compared = {} if comparison is None else {"comparison": comparison_json(comparison)}
+    text = json.dumps({"fits": fits} | compared, indent=2, allow_nan=False) + "\n"
     if options.json == "-":
         sys.stdout.write(text)
     else:
@@ -107,13 +102,8 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
     ends = _numbers(options.score_range, "--score-range", "-1,1")
     if ends and not (len(ends) == 2 and ends[0] < ends[1]):
         raise ValueError(f"--score-range: expected the lowest and the highest value, found {options.score_range!r}")
-    columns = ColumnOptions(
-        compute=options.compute,
-        score=options.score,
-        series=tuple(series),
-        score_range=(ends[0], ends[1]) if ends else None,
-        hours_per_step=options.hours_per_step,
-    )
+    named = {key: getattr(options, key) for key in ("compute", "score", "hours_per_step")}
+    columns = ColumnOptions(series=tuple(series), score_range=(ends[0], ends[1]) if ends else None, **named)
     given = {"initial": options.r0, "prompts": options.prompts, "initial_generations": options.generations}
     given = {key: value for key, value in given.items() if value is not None}
     curves = [replace(curve, **given) for path in options.inputs for curve in read_curves(path, columns)]
@@ -128,24 +118,23 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
 
 def _with_unique_names(curves: list["Curve"]) -> list["Curve"]:
     """Prefix the names that two runs share with their folder's name, or number them."""
-    names = [c.name for c in curves]
-    out = []
-    for index, curve in enumerate(curves):
-        name = curve.name
-        if names.count(name) > 1:
-            parents = [c.source.resolve().parent.name for c in curves if c.name == name]
-            parent = curve.source.resolve().parent.name
-            name = f"{parent}/{name}" if parents.count(parent) == 1 else f"{name} ({names[: index + 1].count(name)})"
-        out.append(replace(curve, name=name))
-    return out
+    names = [curve.name for curve in curves]
+    out = [f"{curve.source.resolve().parent.name}/{curve.name}" for curve in curves]
+    out = [name if names.count(name) == 1 else longer for name, longer in zip(names, out)]
+    out = [n if out.count(n) == 1 else f"{names[i]} ({out[: i + 1].count(n)})" for i, n in enumerate(out)]
+    return [replace(curve, name=name) for curve, name in zip(curves, out)]
 
 
 def _run_report(curve: "Curve", options: argparse.Namespace) -> "RunReport":
+    from megatron_scalerl.fit.backtest import backtest
     from megatron_scalerl.fit.decide import WORTH, decide
     from megatron_scalerl.fit.tables import RunReport
 
+    computes = _numbers(options.predict, "--predict", "16000,50000")
+    if any(value <= 0 for value in computes):
+        raise ValueError(f"--predict: expected computes > 0, found {options.predict!r}")
     result = _fit(curve, options, options.fixed_asymptote)
-    computes = _computes(options.predict) or [k * float(result.compute.max()) for k in (2, 5, 10)]
+    computes = computes or [k * float(result.compute.max()) for k in (2, 5, 10)]
     worth = WORTH if options.worth is None else options.worth
     rest = curve.part(curve.compute > (options.fit_until or float("inf")))
     return RunReport(
@@ -156,20 +145,18 @@ def _run_report(curve: "Curve", options: argparse.Namespace) -> "RunReport":
         evaluation=result.evaluate(rest.compute, rest.pass_rate, completions=rest.completions)
         if rest.compute.size
         else None,
+        backtest=backtest(curve, **_how(options)) if options.backtest else None,
     )
 
 
-def _fit(curve: "Curve", options: argparse.Namespace, fixed_asymptote: float | None) -> "FitResult":
+def _how(options: argparse.Namespace) -> dict[str, Any]:
+    return {"method": options.method, "seed": options.seed, "fit_from": options.fit_from}
+
+
+def _fit(curve: "Curve", options: argparse.Namespace, asymptote: float | None) -> "FitResult":
     from megatron_scalerl.fit.forecast import fit_curve
 
-    return fit_curve(
-        curve,
-        method=options.method,
-        seed=options.seed,
-        fit_from=options.fit_from,
-        fit_until=options.fit_until,
-        fixed_asymptote=fixed_asymptote,
-    )
+    return fit_curve(curve, fit_until=options.fit_until, fixed_asymptote=asymptote, **_how(options))
 
 
 def _numbers(text: str | None, option: str, example: str) -> list[float]:
@@ -183,13 +170,6 @@ def _numbers(text: str | None, option: str, example: str) -> list[float]:
     return values
 
 
-def _computes(text: str | None) -> list[float]:
-    values = _numbers(text, "--predict", "16000,50000")
-    if any(value <= 0 for value in values):
-        raise ValueError(f"--predict: expected computes > 0, found {text!r}")
-    return values
-
-
 def _comparison(runs: list["RunReport"], options: argparse.Namespace) -> "Comparison":
     from megatron_scalerl.fit.compare import compare_runs
 
@@ -200,14 +180,6 @@ def _comparison(runs: list["RunReport"], options: argparse.Namespace) -> "Compar
 
     curves = [run.curve for run in runs]
     return compare_runs(curves, fit_curve, references=options.reference, pass_rate=options.target)
-
-
-def _backtest(curve: "Curve", options: argparse.Namespace, max_prefixes: int | None) -> "Backtest":
-    from megatron_scalerl.fit.backtest import backtest
-
-    return backtest(
-        curve, method=options.method, max_prefixes=max_prefixes, fit_from=options.fit_from, seed=options.seed
-    )
 
 
 def _print(runs: list["RunReport"], comparison: "Comparison | None", options: argparse.Namespace) -> None:
@@ -238,11 +210,9 @@ def _print(runs: list["RunReport"], comparison: "Comparison | None", options: ar
         for warning in each.fit.warnings:
             print(f"warning: {warning}")
         print(f"verdict: {each.decision.sentence()}")
-    if options.backtest:
-        for each in runs:
-            test = _backtest(each.curve, options, max_prefixes=None)
-            show(tables.backtest_table(test))
-            print(test.summary())
+    for test in (each.backtest for each in runs if each.backtest is not None):
+        show(tables.backtest_table(test))
+        print(test.summary())
     if comparison is not None:
         from megatron_scalerl.fit.verdicts import conclusions, summary
 
@@ -279,7 +249,7 @@ def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: arg
             )
         write_html(
             options.html,
-            [_with_backtest(run, options) for run in runs],
+            runs,
             figure=plot_forecast(scratch / "forecast.svg", fits, **figure),
             comparison=comparison,
             comparison_figures=drawn,
@@ -291,11 +261,3 @@ def _not_fitted(run: "RunReport") -> "Points":
 
     outside = ~np.isin(run.curve.compute, run.fit.compute)
     return run.curve.compute[outside], run.curve.pass_rate[outside]
-
-
-def _with_backtest(run: "RunReport", options: argparse.Namespace) -> "RunReport":
-    """The run with its backtest, if it has enough points."""
-    from megatron_scalerl.fit.backtest import MIN_POINTS
-
-    enough = len(run.curve.compute) > MIN_POINTS + 1
-    return replace(run, backtest=_backtest(run.curve, options, max_prefixes=BACKTEST_PREFIXES)) if enough else run

@@ -188,19 +188,8 @@ def compare_runs(
             )
     if len(curves) < 2:
         raise ValueError(f"expected at least two runs to compare, found {len(curves)}")
-    by_arm = {arm.name: arm for arm in arms_of(curves)}
-    own: dict[str, str] = {}
-    first = next(iter(by_arm))
-    for text in references:
-        name, equals, other = text.rpartition("=")
-        found = _named(by_arm, other)
-        if equals:
-            own[_named(by_arm, name)] = found
-        else:
-            first = found
-    arms = [by_arm[first], *(arm for arm in by_arm.values() if arm.name != first)]
-    names, paired = [arm.name for arm in arms], shared_start(arms)
-    to = [names.index(own.get(name, first)) for name in names]
+    arms, to = _ordered(arms_of(curves), references)
+    paired = shared_start(arms)
     seeds = [tuple(curve.seed for curve in arm.curves) for arm in arms]
     fits = [tuple(fit_curve(curve, None) for curve in arm.curves) for arm in arms]
     ceilings = _differences(ASYMPTOTE, fits, seeds, to, paired)
@@ -210,15 +199,14 @@ def compare_runs(
     refits = [
         tuple(fit_curve(curve, fixed) for curve in arm.curves) if alike else () for arm, alike in zip(arms, shared)
     ]
-    if pass_rate is None:
-        start = float(np.mean([f.initial for f in fits[0]]))
-        pass_rate = start + SHARE_OF_GAIN * (fixed - start)
+    start = float(np.mean([f.initial for f in fits[0]]))
+    pass_rate = start + SHARE_OF_GAIN * (fixed - start) if pass_rate is None else pass_rate
     reach = compute_to(pass_rate)
     efficiency = _differences(reach, refits, seeds, to, paired)
     compared = tuple(
         ComparedArm(
             name=arm.name,
-            reference=names[to[n]] if n else None,
+            reference=arms[to[n]].name if n else None,
             change=differences(arm, arms[to[n]]) if n else "",
             fits=fits[n],
             seeds=seeds[n],
@@ -241,6 +229,20 @@ def compare_runs(
         between_runs=spread([ASYMPTOTE.runs(own_fits, own_seeds) for own_fits, own_seeds in zip(fits, seeds)]),
         paired=any(each.paired for each in ceilings.values()),
     )
+
+
+def _ordered(arms: Sequence[Arm], references: Sequence[str]) -> tuple[list[Arm], list[int]]:
+    """(the arms, the reference of all first; the index of each one's own reference)."""
+    by_name, own, first = {arm.name: arm for arm in arms}, dict[str, str](), arms[0].name
+    for text in references:
+        name, equals, other = text.rpartition("=")
+        found = _named(by_name, other)
+        if equals:
+            own[_named(by_name, name)] = found
+        else:
+            first = found
+    names = [first, *(name for name in by_name if name != first)]
+    return [by_name[name] for name in names], [names.index(own.get(name, first)) for name in names]
 
 
 def _named(arms: Mapping[str, Arm], name: str) -> str:

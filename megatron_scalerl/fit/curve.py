@@ -59,15 +59,6 @@ class Curve:
 
     def part(self, kept: NDArray[Any]) -> Curve:
         """The run with the points `kept` alone: [n] of booleans, or indices."""
-
-        def of(column: Array | None) -> Array | None:
-            return None if column is None else column[kept]
-
-        return replace(
-            self,
-            compute=self.compute[kept],
-            pass_rate=self.pass_rate[kept],
-            generations=of(self.generations),
-            within_variance=of(self.within_variance),
-            truncated_share=of(self.truncated_share),
-        )
+        names = ("compute", "pass_rate", "generations", "within_variance", "truncated_share")
+        parts: dict[str, Any] = {n: column[kept] for n in names if (column := getattr(self, n)) is not None}
+        return replace(self, **parts)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -81,11 +82,9 @@ def fit(
         pass_rate=y,
         initial=initial,
         prompts=prompts,
-        generations=checked["generations"],
         initial_generations=initial_generations,
-        within_variance=checked["within_variance"],
         initial_within_variance=initial_within_variance,
-        truncated_share=checked["truncated_share"],
+        **checked,
         unit=unit,
     ).part(c > 0)
     return _fit(curve, method, (fit_from, fit_until), fixed_asymptote, prior, draws, seed)
@@ -125,28 +124,23 @@ def _fit(
         raise ValueError(f"method paper: expected R_0 below its highest A, {ASYMPTOTES[-1]:g}, found {start:.3f}")
     observations = observe(curve, prior, highest=fixed_asymptote)
     solution = solve(observations, prior, fixed_asymptote, draws, seed)
-    notes = _initial_notes(curve) + notes + solution.notes
+    notes = _initial_notes(curve) + notes + solution[2]
     return _result(curve, solution, notes + checks.truncation_warnings(curve.compute, curve.truncated_share), method)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Solution:
-    parameters: tuple[float, float, float, float]
-    """A, B, C_mid, R_0."""
-    posterior: Posterior
-    notes: list[str]
-    """Warnings of the method."""
+Solution = tuple[tuple[float, float, float, float], Posterior, list[str]]
+"""A, B, C_mid and R_0; the posterior; warnings of the method."""
 
 
-def _result(curve: Curve, solution: _Solution, notes: list[str], method: str) -> FitResult:
-    c, y, (a, b, m, r0) = curve.compute, curve.pass_rate, solution.parameters
+def _result(curve: Curve, solution: Solution, notes: list[str], method: str) -> FitResult:
+    c, y, ((a, b, m, r0), posterior, _) = curve.compute, curve.pass_rate, solution
     residual = y - sigmoid(c, asymptote=a, exponent=b, midpoint=m, initial=r0)
-    intervals, reached = _intervals(solution.posterior, a, b, m), checks.highest_level(y)
+    intervals, reached = _intervals(posterior, a, b, m), checks.highest_level(y)
     low, high = intervals["asymptote"]
     if low < high < reached and checks.falling_tail(c, y) is None:  # A is not held
         intervals["asymptote"] = (low, reached)
         notes = [*notes, f"the sigmoid does not describe this run: A lies below {reached:.3f}, which was measured"]
-    notes = notes + checks.curve_warnings(c, y, exponent=b, midpoint=m, posterior=solution.posterior)
+    notes = notes + checks.curve_warnings(c, y, exponent=b, midpoint=m, posterior=posterior)
     return FitResult(
         name=curve.name,
         method=method,
@@ -160,18 +154,18 @@ def _result(curve: Curve, solution: _Solution, notes: list[str], method: str) ->
         warnings=tuple(dict.fromkeys(notes)),
         compute=c,
         pass_rate=y,
-        posterior=solution.posterior,
+        posterior=posterior,
         unit=curve.unit,
     )
 
 
-def _solve_robust(obs: Observations, prior: Prior, fixed_asymptote: float | None, draws: int, seed: int) -> _Solution:
+def _solve_robust(obs: Observations, prior: Prior, fixed_asymptote: float | None, draws: int, seed: int) -> Solution:
     posterior = robust_posterior(obs, prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
     notes = checks.bound_warnings(posterior, fixed=fixed_asymptote is not None)
-    return _Solution(parameters=_central(posterior), posterior=posterior, notes=notes)
+    return _central(posterior), posterior, notes
 
 
-def _solve_paper(obs: Observations, prior: Prior, fixed_asymptote: float | None, draws: int, seed: int) -> _Solution:
+def _solve_paper(obs: Observations, prior: Prior, fixed_asymptote: float | None, draws: int, seed: int) -> Solution:
     initial = obs.initials[0]
     grid = fit_paper(obs.compute, obs.pass_rate, initial=initial, fixed_asymptote=fixed_asymptote)
     bounds = Bounds(
@@ -181,7 +175,7 @@ def _solve_paper(obs: Observations, prior: Prior, fixed_asymptote: float | None,
     )
     posterior = sample(obs, prior=prior, bounds=bounds, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
     parameters = (grid.asymptote, grid.exponent, grid.midpoint, initial)
-    return _Solution(parameters=parameters, posterior=posterior, notes=checks.grid_warnings(grid))
+    return parameters, posterior, checks.grid_warnings(grid)
 
 
 def _check_options(method: str, fixed_asymptote: float | None, initial: float | None) -> None:
@@ -195,7 +189,7 @@ def _check_options(method: str, fixed_asymptote: float | None, initial: float | 
 
 def _checked(
     compute: ArrayLike, pass_rate: ArrayLike, columns: dict[str, ArrayLike | None]
-) -> tuple[Array, Array, dict[str, Array | None]]:
+) -> tuple[Array, Array, dict[str, Any]]:
     """The points as arrays, sorted by compute; columns: one value a point, one for all, or None.
 
     Raises ValueError for shapes and values out of range.
@@ -219,13 +213,15 @@ def _checked(
 
 
 def _initial_notes(curve: Curve) -> list[str]:
-    if curve.initial is not None:
-        return []
     candidates = initial_candidates(curve.pass_rate)
-    return [
-        "R_0 is missing: no pass rate at compute 0 was given; assumed between "
-        f"{candidates[0]:.3f} and {candidates[-1]:.3f}, at or below the first point"
-    ]
+    return (
+        []
+        if curve.initial is not None
+        else [
+            "R_0 is missing: no pass rate at compute 0 was given; assumed between "
+            f"{candidates[0]:.3f} and {candidates[-1]:.3f}, at or below the first point"
+        ]
+    )
 
 
 def _window(c: Array, method: str, window: Window) -> tuple[NDArray[np.bool_], list[str]]:

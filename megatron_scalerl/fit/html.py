@@ -6,6 +6,7 @@ import base64
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -53,13 +54,9 @@ def comparison_page(comparison: Comparison | None, *, title: str, notes: Sequenc
 
 def _rendered(template: str, **values: object) -> str:
     # autoescape: names of runs and columns are the user's text
+    blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, **blocks
     )
     environment.filters.update(data_uri=_data_uri, subscript=_subscript)
     # globals: imported macros see no others

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_scalerl.fit.between_runs import Difference
 from megatron_scalerl.fit.compare import ComparedArm, Comparison
-from megatron_scalerl.fit.decide import Decision, Estimate
+from megatron_scalerl.fit.decide import Decision
 from megatron_scalerl.fit.result import FitResult, Prediction
 from megatron_scalerl.fit.verdicts import conclusions, summary
 
@@ -17,16 +16,12 @@ from megatron_scalerl.fit.verdicts import conclusions, summary
 def fit_json(fit: FitResult, predictions: Sequence[Prediction], decision: Decision) -> dict[str, Any]:
     """One entry of the JSON's `fits`."""
     return {
-        "name": fit.name,
-        "method": fit.method,
+        **{key: getattr(fit, key) for key in ("name", "method", "n_points", "rmse", "unit")},
         **fit.parameters,
         "intervals": {key: list(pair) for key, pair in fit.intervals.items()},
-        "n_points": fit.n_points,
-        "rmse": fit.rmse,
         "predictions": [asdict(prediction) for prediction in predictions],
         "warnings": list(fit.warnings),
         "verdict": decision.sentence(),
-        "unit": fit.unit,
         "decision": _finite(asdict(decision)),
     }
 
@@ -34,10 +29,7 @@ def fit_json(fit: FitResult, predictions: Sequence[Prediction], decision: Decisi
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """The comparison: its arms with intervals, their runs, and what it says in words."""
     return {
-        "fixed_asymptote": comparison.fixed_asymptote,
-        "pass_rate": comparison.pass_rate,
-        "between_runs": _finite(comparison.between_runs),
-        "paired": comparison.paired,
+        **{k: _finite(getattr(comparison, k)) for k in ("fixed_asymptote", "pass_rate", "between_runs", "paired")},
         "conclusions": conclusions(comparison),
         "arms": [_arm_json(comparison, arm) for arm in comparison.arms],
     }
@@ -50,7 +42,7 @@ def _arm_json(comparison: Comparison, arm: ComparedArm) -> dict[str, Any]:
     return {
         "name": arm.name,
         "reference": arm.reference,
-        **{key: _fields(getattr(arm, key)) for key in numbers + differences},
+        **{key: _finite(asdict(each)) if (each := getattr(arm, key)) else None for key in numbers + differences},
         "runs": [
             {
                 "name": fit.name,
@@ -64,10 +56,6 @@ def _arm_json(comparison: Comparison, arm: ComparedArm) -> dict[str, Any]:
         ],
         "summary": summary(comparison, arm),
     }
-
-
-def _fields(record: Estimate | Difference | None) -> dict[str, Any] | None:
-    return None if record is None else _finite(asdict(record))
 
 
 def _finite(value: Any) -> Any:

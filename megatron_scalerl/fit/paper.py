@@ -12,7 +12,6 @@ the triple with the smallest sum of squares is kept. Departures from the paper:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,24 +94,20 @@ def best_cell(
     best = (np.inf, float(asymptotes[0]), float(midpoints[0]), 1.0)
     for i, j in zip(*np.unravel_index(order, squares.shape)):
         a, m = asymptotes[i], midpoints[j]
-        model = _exponent_model(initial, a, m)
+
+        def model(c: Array, exponent: float, a: float = a, m: float = m) -> Array:
+            return initial + (a - initial) * gain_share(c, exponent=exponent, midpoint=m)
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OptimizeWarning)
             try:
-                (exponent,), _ = curve_fit(model, compute, pass_rate)
+                (exponent,), _ = curve_fit(model, compute, pass_rate, p0=[1.0])
             except RuntimeError:  # no convergence in this cell
                 continue
         found = float(np.sum((model(compute, exponent) - pass_rate) ** 2))
         if found < best[0] and exponent > 0:
             best = (found, float(a), float(m), float(exponent))
     return best
-
-
-def _exponent_model(initial: float, asymptote: float, midpoint: float) -> Callable[[Array, float], Array]:
-    def model(compute: Array, exponent: float) -> Array:
-        return initial + (asymptote - initial) * gain_share(compute, exponent=exponent, midpoint=midpoint)
-
-    return model
 
 
 def _table(compute: Array, pass_rate: Array, initial: float, asymptotes: Array, midpoints: Array) -> Array:

@@ -54,7 +54,8 @@ def plot_forecast(
     runs = [fits] if isinstance(fits, FitResult) else list(fits)
     figure, axes = new_figure()
     unseen = unseen or {}
-    right = until or 2.0 * max(_furthest(run, unseen.get(run.name)) for run in runs)
+    shown = [float(x) for run in runs for x in (*run.compute, *unseen.get(run.name, ((), ()))[0])]
+    right = until or 2.0 * max(shown)
     for index, run in enumerate(runs):
         draw_run(axes, run, index, unseen=unseen.get(run.name), until=right, alone=len(runs) == 1)
     if target is not None:
@@ -128,7 +129,10 @@ def draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points | None,
         axes.plot(*unseen, marker, markerfacecolor="white", markersize=5.5, label=label, **dots)
     axes.axhline(run.asymptote, color=color, linewidth=1.0, linestyle=(0, (6, 3)), alpha=0.8)
     if alone:
-        _name_asymptote(axes, run)
+        low, high = run.intervals["asymptote"]
+        text, place = f"A = {run.asymptote:.3f}  [{low:.3f}, {high:.3f}]", (0.01, run.asymptote)
+        above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "color": INK, "fontsize": 10}
+        axes.annotate(text, place, xycoords=("axes fraction", "data"), **above)
         axes.fill_between([], [], [], color=color, alpha=0.16, label=f"{LEVEL:.0%} interval of a measurement")
 
 
@@ -138,13 +142,6 @@ def _smooth(edge: Array) -> Array:
     return np.convolve(padded, np.ones(5) / 5.0, mode="valid").astype(float)
 
 
-def _name_asymptote(axes: "Axes", run: FitResult) -> None:
-    lo, hi = run.intervals["asymptote"]
-    text, place = f"A = {run.asymptote:.3f}  [{lo:.3f}, {hi:.3f}]", (0.01, run.asymptote)
-    above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "color": INK, "fontsize": 10}
-    axes.annotate(text, place, xycoords=("axes fraction", "data"), **above)
-
-
 def plain_ticks(axes: "Axes") -> None:
     """Label 1, 2 and 5 of every decade in short form."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -152,10 +149,6 @@ def plain_ticks(axes: "Axes") -> None:
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _furthest(run: FitResult, unseen: Points | None) -> float:
-    return max([float(run.compute.max()), *([] if unseen is None else map(float, unseen[0]))])
 
 
 ROW_INCHES = 0.34

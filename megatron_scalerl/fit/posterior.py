@@ -332,12 +332,9 @@ def _log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
     total = np.zeros(np.broadcast_shapes(share.shape, highest.shape))
     for kind, cells in zip(prior.kinds, log_cells):
         alpha, beta = kind.gain_alpha, kind.gain_beta
-        total += np.exp(cells - highest + (alpha - 1.0) * made + (beta - 1.0) * left - _log_beta(alpha, beta))
+        log_beta = math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
+        total += np.exp(cells - highest + (alpha - 1.0) * made + (beta - 1.0) * left - log_beta)
     return highest + np.log(np.maximum(total, 1e-300))
-
-
-def _log_beta(alpha: float, beta: float) -> float:
-    return math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
 
 
 def _log_student(z: Array, freedom: float) -> Array:

@@ -45,11 +45,6 @@ class PublishedSeries:
         """figure/series; unique."""
         return f"{self.figure}/{self.series}"
 
-    @property
-    def predicted(self) -> bool:
-        """Whether the figure shows points that the authors did not fit."""
-        return not bool(self.fitted.all())
-
 
 def published_series() -> list[PublishedSeries]:
     """Every digitized series, in the order of the identity table (data/runs.csv)."""

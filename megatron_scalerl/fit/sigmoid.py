@@ -30,12 +30,7 @@ def gain_share(compute: ArrayLike, *, exponent: ArrayLike, midpoint: ArrayLike) 
 
 
 def sigmoid(
-    compute: ArrayLike,
-    *,
-    asymptote: ArrayLike,
-    exponent: ArrayLike,
-    midpoint: ArrayLike,
-    initial: ArrayLike,
+    compute: ArrayLike, *, asymptote: ArrayLike, exponent: ArrayLike, midpoint: ArrayLike, initial: ArrayLike
 ) -> Array:
     """Pass rate R(C) after `compute` (Khatri et al. 2025, eq. 1); arguments broadcast.
 
@@ -52,12 +47,7 @@ def sigmoid(
 
 
 def compute_to_reach(
-    pass_rate: ArrayLike,
-    *,
-    asymptote: ArrayLike,
-    exponent: ArrayLike,
-    midpoint: ArrayLike,
-    initial: ArrayLike,
+    pass_rate: ArrayLike, *, asymptote: ArrayLike, exponent: ArrayLike, midpoint: ArrayLike, initial: ArrayLike
 ) -> Array:
     """Compute C at which R(C) = `pass_rate`: the inverse of `sigmoid`, with the same arguments; they broadcast.
 

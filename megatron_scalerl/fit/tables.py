@@ -74,7 +74,7 @@ class RunReport:
     evaluation: ForecastEvaluation | None = None
     """The forecast of the points after the window; None if there are none."""
     backtest: Backtest | None = None
-    """HTML only."""
+    """With --backtest."""
 
 
 def parameters_table(runs: Sequence[RunReport]) -> Table:
@@ -117,13 +117,7 @@ def evaluation_table(evaluation: ForecastEvaluation) -> Table:
         labeled=False,
         columns=(unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
         rows=tuple(
-            (
-                short_number(p.compute),
-                *_forecast(p),
-                f"{measured:.4f}",
-                f"{error:+.4f}",
-                "" if covered else "outside",
-            )
+            (short_number(p.compute), *_forecast(p), f"{measured:.4f}", f"{error:+.4f}", "" if covered else "outside")
             for p, measured, error, covered in cells
         ),
     )

@@ -27,8 +27,6 @@ class TinyRun:
     """One run."""
 
     name: str
-    regime: str
-    """What the row was put into the table for; several rows share it, whatever came of them."""
     held_back: bool
     """True: it scores a method that is frozen, and informs none."""
     row: Mapping[str, str] = field(repr=False)
@@ -43,16 +41,12 @@ class TinyRun:
     """[n] optimizer step of each validation, from 0."""
     compute: Array = field(repr=False)
     """[n] model TFLOPs of training up to it, 0 at step 0."""
-    device_hours: Array = field(repr=False)
-    """[n] the ledger's axis: of the machine's load as much as of the run."""
     pass_rate: Array = field(repr=False)
     """[n]"""
     generations: NDArray[np.int64] = field(repr=False)
     """[n] completions per prompt."""
     within_variance: Array = field(repr=False)
     """[n] mean over prompts of the variance of one completion; NaN with one generation."""
-    truncated_share: Array = field(repr=False)
-    """[n] share of truncated completions."""
     outcomes: tuple[str | None, ...] = field(repr=False)
     """[n] what each completion was, see `correct`; None where one was lost."""
     training: Mapping[str, Array] = field(repr=False)
@@ -89,7 +83,6 @@ def _read(path: Path, row: Mapping[str, str], held_back: bool) -> TinyRun:
         points: dict[str, list[Any]] = found["validations"]
         run = TinyRun(
             name=row["name"],
-            regime=row["regime"],
             held_back=held_back,
             row=row,
             overrides=found["overrides"],
@@ -111,4 +104,4 @@ def _read(path: Path, row: Mapping[str, str], held_back: bool) -> TinyRun:
     return run
 
 
-_NUMBERS = ("compute", "device_hours", "pass_rate", "within_variance", "truncated_share")
+_NUMBERS = ("compute", "pass_rate", "within_variance")

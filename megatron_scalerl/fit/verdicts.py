@@ -56,7 +56,7 @@ def conclusions(comparison: Comparison) -> list[str]:
     faster = [arm for arm in decided if arm not in moved and arm.efficiency is not None and arm.efficiency.declared]
     equal = [a for a in kept if a.efficiency is not None and a not in faster and within(a.efficiency, SAME_COMPUTE)]
     open_ones = [arm.name for arm in decided if arm not in moved and arm not in faster and arm not in equal]
-    lines.append(f"Moves the ceiling: {_named(moved, lambda a: _raised(a))}.")
+    lines.append(f"Moves the ceiling: {_named(moved, lambda a: f'A {a.ceiling.value:+.3f}' if a.ceiling else '')}.")
     lines.append(f"Changes the efficiency: {_named(faster, lambda a: _ratio(a.efficiency))}.")
     if equal:
         lines.append(f"Neither, within the margins: {', '.join(arm.name for arm in equal)}.")
@@ -134,11 +134,6 @@ def _ratio(difference: Difference | None) -> str:
     assert difference is not None
     lo, hi = (math.exp(min(end, 700.0)) for end in (difference.lo, difference.hi))
     return f"{math.exp(difference.value):.2f} [{lo:.2f}, {hi:.2f}] times the compute"
-
-
-def _raised(arm: ComparedArm) -> str:
-    assert arm.ceiling is not None
-    return f"A {arm.ceiling.value:+.3f}"
 
 
 def _named(arms: list[ComparedArm], how: Callable[[ComparedArm], str]) -> str:

@@ -85,10 +85,9 @@ def width(point):
 def test_backtest_settles_and_narrows():
     series = published_run("fig2_recipes/ScaleRL")
     curve = curve_of(series.compute, series.pass_rate, initial=series.initial)
-    test = backtest(curve, max_prefixes=8, draws=500)
-    # 33 points: prefixes of 4 to 32, eight of these 29 evenly spread
-    assert [p.n_points for p in test.points] == [4, 8, 12, 16, 20, 24, 28, 32]
-    assert [p.compute for p in test.points] == series.compute[3:32:4].tolist()
+    test = backtest(curve, draws=500)
+    assert [p.n_points for p in test.points] == list(range(4, 33))  # of 33 points
+    assert [p.compute for p in test.points] == series.compute[3:32].tolist()
     assert (test.final_compute, test.final_pass_rate) == (series.compute[-1], series.pass_rate[-1])
     assert test.settled_from is not None and test.settled_from <= 8000
     assert width(test.points[0]) > 2 * width(test.points[-1])

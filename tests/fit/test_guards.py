@@ -39,8 +39,8 @@ def test_a_second_phase_widens_upward_what_lies_ahead_of_a_run_that_gained():
         plain, wide = (
             fit(compute, rates, initial=rates[0], prior=p).predict([24.0, 72.0]) for p in (without, DEFAULT_PRIOR)
         )
-        assert wide[0] == plain[0]
-        assert (wide[1].hi > plain[1].hi + 0.02) == gains and wide[1].lo == pytest.approx(plain[1].lo, abs=0.005)
+        assert (wide[0].lo, wide[0].hi) == (plain[0].lo, plain[0].hi)
+        assert (wide[1].hi > plain[1].hi + 0.003) == gains and wide[1].lo == pytest.approx(plain[1].lo, abs=0.005)
         assert wide[1].pass_rate == pytest.approx(plain[1].pass_rate, abs=0.003)
 
 

@@ -440,7 +440,11 @@ def test_the_nearest_names_are_proposed_where_none_fits(tmp_path):
         ("a.jsonl", '{"step": 1' + "0" * 400 + ', "acc": 0.5}\n', "expected a finite number, found 1000"),
         ("a.json", '{"a": {"b": 1}}', "expected a score column .*, found a$"),
         ("a.csv", "step,acc,acc\n1,0.1,0.2\n", "expected each column once, found 'acc' 2 times"),
-        ("a.csv.gz", gzip.compress(b"step,acc\n1,0.1\n" * 99)[:-9], "expected a gzip file, found a damaged one"),
+        (
+            "a.csv.gz",
+            gzip.compress(b"step,acc\n1,0.1\n" * 99, mtime=0)[:-9],
+            "expected a gzip file, found a damaged one",
+        ),
         ("a.csv", b"step,acc\n1,0.1\xff\n", "expected text in UTF-8, found byte 0xff"),
         (
             "a.json",
