@@ -113,7 +113,7 @@ def test_engines_join_a_run_until_it_is_finished(stand_in, tmp_path, capsys):
     assert "control/controller.json: expected the file of a controller" in refused(more)
     (run / "control").mkdir()
     (run / "control" / "controller.json").write_text("{}")
-    assert "--gpus-per-node: expected at least 2" in refused([*more, "--gpus-per-node", "1"])
+    assert "--gpus-per-node: 1 is too few: ranks and engines take 2" in refused([*more, "--gpus-per-node", "1"])
     [added] = submitted(more, capsys)
     joined = wait_for(lambda: len(rows := read_jsonl(run / "slurm" / "joined")) == 4 and rows, "four engines")
     places = sorted((row["node"], row["environment"]["CUDA_VISIBLE_DEVICES"]) for row in joined)
