@@ -81,8 +81,8 @@ def allocate(recipes: Sequence[Recipe], partition: Partition, asked: Request) ->
         needed = max(_checked_need(recipe, slots, asked.nodes) for recipe in recipes)
         if needed < asked.nodes:
             raise ValueError(
-                f"--nodes: expected {needed}, which the fleet fills with {slots} devices each, found {asked.nodes}: "
-                "the others would be idle"
+                f"--nodes: {asked.nodes} is too many: the fleet fills {needed} with {slots} devices "
+                "each, and the others would be idle"
             )
     cpus = asked.cpus
     if cpus is None and not (gpus and gpus == partition.gpus):  # else whole nodes
@@ -172,7 +172,7 @@ def check_plan(
 def check_nodes(option: str, nodes: int, partition: Partition, needed: int | None = None, what: str = "") -> None:
     """Raises ValueError for more nodes than the partition has, or for others than are needed for `what` on each."""
     if not 1 <= nodes <= partition.nodes:
-        raise ValueError(f"{option}: expected 1 to {partition.nodes}, the nodes of {partition.name}, found {nodes}")
+        raise ValueError(f"{option}: {nodes} is out of range: partition {partition.name} has {partition.nodes} nodes")
     if needed is not None and nodes != needed:
         raise ValueError(f"{option}: expected {needed} for {what} devices each, found {nodes}")
 
@@ -209,16 +209,14 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
             more = hosts_needed(recipe, partition.gpus)
             advice = f"; --nodes {more}" if more else f"; one engine takes {recipe.engine.devices_per_engine}"
             raise ValueError(
-                f"{recipe.name}: expected trainer ranks and engines that fit on one node, found "
-                f"{recipe.trainer.world_size} trainer and {devices - recipe.trainer.world_size} engine GPUs; a node "
-                f"of {partition.name} has {partition.gpus}{advice}"
+                f"{recipe.name}: {recipe.trainer.world_size} trainer and "
+                f"{devices - recipe.trainer.world_size} engine GPUs "
+                f"do not fit on one node: a node of {partition.name} has {partition.gpus}{advice}"
             )
         return devices
     gpus = gpus_of_node(recipe, partition, given, asked.slots)
     if asked.nodes == 1 and 0 < gpus < devices:
-        raise ValueError(
-            f"--gpus-per-node: expected at least {devices}, one for each rank and engine device, found {gpus}"
-        )
+        raise ValueError(f"--gpus-per-node: {gpus} is too few: ranks and engines take {devices} on one node")
     return gpus
 
 
@@ -241,7 +239,7 @@ def _checked_need(recipe: Recipe, slots: int, nodes: int) -> int:
         )
     if needed > nodes:
         raise ValueError(
-            f"--nodes: expected at least {needed} with {slots} devices each for {recipe.trainer.world_size} trainer "
-            f"ranks and {engines} ({recipe.name}), found {nodes}"
+            f"--nodes: {nodes} is too few: {recipe.trainer.world_size} trainer ranks and {engines} ({recipe.name}) "
+            f"take at least {needed} nodes of {slots} devices"
         )
     return needed

@@ -62,7 +62,7 @@ def check_partition(name: str, partitions: Mapping[str, Partition], option: str 
     """The partition of this name."""
     if name not in partitions:
         if not partitions:
-            raise ValueError(f"{option}: expected a partition of this cluster, found {name}; it has none")
+            raise ValueError(f"{option}: there is no partition {name}; this cluster has none")
         text = unknown_key(name, partitions, expected="a partition of this cluster", kind="partitions")
         raise ValueError(f"{option}: {text}")
     return partitions[name]
@@ -73,13 +73,13 @@ def check_time(limit: str, partition: Partition, times: Times) -> None:
     seconds, least = seconds_of(limit), times.startup_s + times.lead_s
     if seconds < least:
         raise ValueError(
-            f"--time: expected at least {least:.0f} s (start-up {times.startup_s:.0f} s, a step and its "
-            f"checkpoint {times.save_s:.0f} s, margin {MARGIN_S} s), found {seconds} s; --startup-seconds and "
-            "--save-seconds say otherwise"
+            f"--time: {seconds} s is too short for start-up ({times.startup_s:.0f} s), a step and its checkpoint "
+            f"({times.save_s:.0f} s) and a margin ({MARGIN_S} s); use at least {least:.0f} s, or state "
+            "other times with --startup-seconds and --save-seconds"
         )
     if partition.limit_s is not None and seconds > partition.limit_s:
         raise ValueError(
-            f"--time: expected at most {partition.limit_s} s, the limit of {partition.name}, found {seconds} s"
+            f"--time: {seconds} s is more than the limit of partition {partition.name}, {partition.limit_s} s"
         )
 
 
@@ -109,8 +109,8 @@ def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
     found = f"{place}, {mount.kind} at {mount.point}"
     if private and several and not anywhere:
         raise ValueError(
-            f"output_dir: expected a folder that the other nodes see under the same path, found {found}; "
-            "--any-file-system submits all the same"
+            f"output_dir: the other nodes seem not to see {found}; use a shared folder, or submit all the same with "
+            "--any-file-system"
         )
     return f"output_dir: do the job's nodes see it under the same path? It is {found}"
 
@@ -118,9 +118,7 @@ def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
 def check_free(run: Path, jobs: Iterable[Job]) -> None:
     """A run without a job that is queued or running."""
     for job in jobs_of(run, jobs):
-        raise ValueError(
-            f"{run}: expected a run without a job, found job {job.job_id} {job.state}; scancel {job.job_id} ends it"
-        )
+        raise ValueError(f"{run}: has job {job.job_id} already, {job.state}; scancel {job.job_id} ends it")
 
 
 def check_script(script: Path, runs: Iterable[Path]) -> None:

@@ -35,7 +35,7 @@ def recipes_of(
     if not array:
         return [load_recipe(source, overrides)], {}
     if not Path(source).is_dir():
-        raise ValueError(f"{source}: expected a folder with recipes (*.yaml), found none")
+        raise ValueError(f"{source}: is not a folder with recipes (*.yaml)")
     recipes: list[Recipe] = []
     folders: dict[Path, Path] = {}
     items = listed([source])
@@ -46,7 +46,7 @@ def recipes_of(
             other = folders.setdefault(Path(recipe.run_dir).absolute(), item.file)
             if other != item.file:
                 raise ValueError(
-                    f"{item.file}: expected a run of its own, found the folder of {other} ({recipe.run_dir})"
+                    f"{item.file}: has the same run folder as {other} ({recipe.run_dir}); give it another name"
                 )
         recipes += own
     return recipes, same
@@ -114,15 +114,17 @@ def _plan(
 ) -> JobPlan:
     runs = tuple(Path(recipe.run_dir).absolute() for recipe in recipes)
     if (request.nodes > 1 or request.engine_nodes) and site.container != "none":
-        raise ValueError(f"{request.site}: container: expected none with several nodes, found {site.container}")
+        raise ValueError(f"{request.site}: container: {site.container} does not work with several nodes yet")
     if (request.nodes > 1 or request.engine_nodes) and any(recipe.engine.colocate for recipe in recipes):
         asked = request.nodes + request.engine_nodes
-        raise ValueError(f"--nodes: expected 1 with engine.colocate, found {asked}")
+        raise ValueError(f"--nodes: {asked} is too many: engine.colocate runs on one node")
     partition, engines = partitions[request.partition], None
     used = {partition.name: partition}
     if request.engine_nodes:
         if request.throttle is not None:
-            raise ValueError("--engine-nodes: expected no --array with it: Slurm has no arrays of heterogeneous jobs")
+            raise ValueError(
+                "--engine-nodes: does not work with --array, since Slurm has no arrays of heterogeneous jobs"
+            )
         other = request.engine_partition or partition.name
         used[other] = checks.check_partition(other, partitions, "--engine-partition")
         nodes, engines = components(recipes[0], partition, used[other], request)
@@ -177,7 +179,7 @@ def submitting(run: Path) -> Iterator[None]:
     try:
         handle = lock_file(run / SLURM / "lock")
     except BlockingIOError:
-        raise ValueError(f"{run}: expected one submission at a time, found another one in progress") from None
+        raise ValueError(f"{run}: another submission of this run is in progress") from None
     try:
         yield
     finally:

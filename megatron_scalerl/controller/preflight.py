@@ -104,8 +104,8 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     ):
         if longest > limit:
             raise ValueError(
-                f"{key}: expected at least {longest} (prompts.max_prompt_tokens {recipe.prompts.max_prompt_tokens} + "
-                f"thinking + phrase + answer), found {limit}"
+                f"{key}: {limit} is too short for the longest sequence, {longest} tokens (prompts.max_prompt_tokens "
+                f"{recipe.prompts.max_prompt_tokens} + thinking + phrase + answer)"
             )
     return Inputs(
         tokenizer=tokenizer,
@@ -122,10 +122,12 @@ def checked_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Promp
     prompts = load_prompts(tokenizer, tasks_of(recipe), check_answers)
     digest = prompts.digest()
     if recipe.prompts.digest not in (None, digest):
-        raise ValueError(f"prompts.digest: {PROMPTS_CHANGED}: expected {recipe.prompts.digest}, found {digest}")
+        raise ValueError(f"prompts.digest: {PROMPTS_CHANGED}: they were {recipe.prompts.digest}, and are {digest}")
     for task in tasks_of(recipe) if recipe.validation.every_steps else ():
         if all(prompt.task != task.name for prompt in prompts.held_out):
-            raise ValueError(f"validation.every_steps: expected held-out prompts ({task.key}.held_out), found none")
+            raise ValueError(
+                f"validation.every_steps: there are no held-out prompts to validate on; set {task.key}.held_out"
+            )
     return prompts
 
 

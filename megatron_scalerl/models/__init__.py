@@ -69,7 +69,7 @@ def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
 
     path = Path(hf_path) / "config.json"
     if not path.is_file():
-        raise ValueError(f"policy.path: expected a Hugging Face folder with config.json, found {hf_path}")
+        raise ValueError(f"policy.path: {hf_path} is not a Hugging Face folder: it has no config.json")
     try:
         found = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
@@ -89,4 +89,4 @@ def _check_known(kind: str | None, *, planned: bool) -> None:
         return
     known = [*FAMILIES, *(PLANNED if planned else ())]
     missing = f"; missing: {MISSING[kind]}" if kind in MISSING else ""
-    raise ValueError(f"config.json: model_type: expected one of {', '.join(known)}, found {kind!r}{missing}")
+    raise ValueError(f"config.json: model_type {kind!r} is not supported{missing}; supported are {', '.join(known)}")

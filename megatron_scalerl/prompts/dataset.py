@@ -110,8 +110,8 @@ def load_prompts(
         kept = [prompt for prompt in found if prompt.text not in texts]
         if not kept:
             raise ValueError(
-                f"{loader.task.key}.held_out: expected fewer than the {len(found) + loader.split_off} prompts of "
-                f"{loader.task.prompts.path}, found {len(held_out)} held out and none to train on"
+                f"{loader.task.key}.held_out: holds out {len(held_out)} of the "
+                f"{len(found) + loader.split_off} prompts of {loader.task.prompts.path}, and none is left to train on"
             )
         training += kept
         reports.append(loader.report(kept, held_out, leaked=len(found) - len(kept)))
@@ -248,15 +248,15 @@ class _Loader:
                 self._unusable.append(f"{unique.pop(identity).where}: {layout.reference[-1]!r}: {problem}")
         read, skipped = self._rows - before - elsewhere, len(self._unusable) - unusable - elsewhere
         if not read:
-            found = "rows for other verifiers alone" if elsewhere else "an empty file"
-            raise ValueError(f"{path}: expected at least one prompt, found {found}")
+            why = "all rows are for other verifiers" if elsewhere else "the file is empty"
+            raise ValueError(f"{path}: has no prompt: {why}")
         if 2 * skipped > read:
             raise ValueError(f"{path}: {skipped} of {read} rows cannot be learned from, such as {self._unusable[-1]}")
         kept = self._render(unique)
         if not kept:
             raise ValueError(
-                f"{path}: expected a prompt of at most {self._prompts.max_prompt_tokens} tokens "
-                f"(prompts.max_prompt_tokens), found all {len(unique)} longer"
+                f"{path}: all {len(unique)} prompts are longer than prompts.max_prompt_tokens "
+                f"{self._prompts.max_prompt_tokens}"
             )
         return kept
 

@@ -21,7 +21,7 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
     """
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
-        raise ValueError(f"policy.path: expected a tokenizer with an end-of-sequence token, found {eos!r}")
+        raise ValueError(f"policy.path: the tokenizer has no end-of-sequence token ({eos!r})")
     config_file = Path(policy) / "config.json"
     generation_file = config_file.with_name("generation_config.json")
     config = _read(config_file)

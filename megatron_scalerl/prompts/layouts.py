@@ -172,7 +172,8 @@ def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layo
     layout = layouts[0] if len(layouts) == 1 or not readable else _detected(path, readable, layouts, verifier)
     if readable and not _serves(layout, verifier):
         raise ValueError(
-            f"{path}: {layout.line()}: expected the verifier {layout.verifier} (rewards.verifier), found {verifier}"
+            f"{path}: {layout.line()}: these rows are for the verifier {layout.verifier}, but "
+            f"rewards.verifier is {verifier}"
         )
     return layout, chain(sample, rows)
 
@@ -190,7 +191,7 @@ def _candidates(prompts: PromptsSection) -> list[Layout]:
         layouts = [layout for layout in LAYOUTS if layout.name == prompts.preset]
         if not layouts:
             known = ", ".join(layout.name for layout in LAYOUTS)
-            raise ValueError(f"prompts.preset: expected one of {known}, found {prompts.preset}")
+            raise ValueError(f"prompts.preset: there is no layout {prompts.preset}; there are {known}")
     question, reference = prompts.prompt_column, prompts.answer_column
     if question or reference:
         layouts = [
@@ -220,8 +221,8 @@ def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifie
     if not fitting:
         found = ", ".join(dict.fromkeys(chain.from_iterable(row.values for row in rows))) or "no columns"
         raise ValueError(
-            f"{path}: expected a layout that docs/prompts.md lists, or prompts.prompt_column and "
-            f"prompts.answer_column, found the columns {found}"
+            f"{path}: no known layout has its columns, {found}; name two of them as prompts.prompt_column and "
+            f"prompts.answer_column (docs/prompts.md lists the layouts)"
         )
     lowest = min(layout.rank for layout in fitting)
     fitting = [layout for layout in fitting if layout.rank == lowest]
@@ -230,7 +231,7 @@ def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifie
     if any(usable[layout.name] != usable[able[0].name] for layout in able):
         names = " or ".join(layout.name for layout in able)
         raise ValueError(
-            f"{path}: expected one layout, found several: set prompts.preset to {names}, or name columns"
+            f"{path}: several layouts fit, and read it differently: set prompts.preset to {names}, or name columns"
         )
     return able[0]
 

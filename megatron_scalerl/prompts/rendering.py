@@ -39,7 +39,7 @@ class PromptRenderer:
     def __init__(self, tokenizer: Any, prompts: PromptsSection) -> None:
         if "{prompt}" not in prompts.prompt_template:
             raise ValueError(
-                f"prompts.prompt_template: expected a text with {{prompt}}, found {prompts.prompt_template!r}"
+                f"prompts.prompt_template: {prompts.prompt_template!r} has no {{prompt}}, where the problem goes"
             )
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -49,12 +49,12 @@ class PromptRenderer:
             self._check_chat()
         elif prompts.system is not None or prompts.template_arguments:
             key = "template_arguments" if prompts.system is None else "system"
-            raise ValueError(f"prompts.{key}: expected prompts.chat_template true with it, found false")
+            raise ValueError(f"prompts.{key}: has no effect without prompts.chat_template true")
 
     def check(self, question: Question, where: str) -> None:
         """Raises ValueError for several messages without a chat template."""
         if question.messages and not self._prompts.chat_template:
-            raise ValueError(f"{where}: several messages: expected prompts.chat_template true, found false")
+            raise ValueError(f"{where}: has several messages, which need prompts.chat_template true")
 
     def text(self, question: Question | str) -> str:
         """The rendered prompt, which ends with the think prefill."""
@@ -90,32 +90,32 @@ class PromptRenderer:
 
     def _check_chat(self) -> None:
         if not self._tokenizer.chat_template:
-            raise ValueError("prompts.chat_template: expected a tokenizer with a chat template, found none")
+            raise ValueError("prompts.chat_template: the tokenizer has no chat template")
         source = self._tokenizer.get_chat_template()
         names = template_names(source) - GIVEN - set(self._tokenizer.special_tokens_map)
-        readable = ", ".join(sorted(names)) or "it reads none"
+        readable = ", ".join(sorted(names)) or "none"
         if unread := [name for name in self._prompts.template_arguments if name not in names]:
             raise ValueError(
-                f"prompts.template_arguments: expected arguments that the chat template reads ({readable}), "
-                f"found {unread[0]}"
+                f"prompts.template_arguments: the chat template does not read {unread[0]} (what it reads: {readable})"
             )
         system, start, end = self._prompts.system, self._prompts.think_start.strip(), self._prompts.think_end.strip()
         shown = self._text("1+1")
         if system and system.strip() not in shown:
-            raise ValueError("prompts.system: expected a chat template that shows it, found one that leaves it out")
+            raise ValueError("prompts.system: the chat template leaves the system message out")
         tags = next((pair for pair in THINK_TAGS if pair[0] in source or pair[0] in shown), None)
         if tags and not end and shown.rstrip().endswith(tags[1]):
             return  # the prompt closes thinking, and the policy answers without
         if tags and (end != tags[1] or start not in ("", tags[0])):
             raise ValueError(
-                f"prompts.think_start, prompts.think_end: expected {tags[0]!r} and {tags[1]!r}, in which the chat "
-                f"template thinks, found {start!r} and {end!r}"
+                f"prompts.think_start, prompts.think_end: the chat template thinks in {tags[0]!r} and "
+                f"{tags[1]!r}, not in {start!r} and {end!r}"
             )
         if end and shown.rstrip().endswith(end):
             raise ValueError(
-                "prompts.template_arguments: expected a prompt that leaves thinking to the policy, found one that "
-                f"ends with {end}, after which no answer would be found; the chat template reads {readable} (to "
-                "train it so: prompts.think_start and think_end empty, and interruption.enabled false)"
+                f"prompts.template_arguments: the prompt ends with {end}, so the policy could not "
+                "think; the chat template "
+                f"reads {readable} (to train it so: prompts.think_start and think_end empty, and "
+                "interruption.enabled false)"
             )
 
     def special_token_in(self, problem: str) -> str:
@@ -163,7 +163,9 @@ def check_think_tags(tokenizer: Any, start: str, end: str) -> None:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if decoded.strip() != text.strip():
-            raise ValueError(f"{key}: expected a text that survives encode and decode, found {text!r} -> {decoded!r}")
+            raise ValueError(
+                f"{key}: {text!r} becomes {decoded!r} when the tokenizer encodes and decodes it; choose another text"
+            )
 
 
 def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:
@@ -171,6 +173,6 @@ def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:
     needed = 1 + max(tokenizer.get_vocab().values())
     if model_vocabulary < needed:
         raise ValueError(
-            f"policy: expected a vocabulary of at least {needed}, the tokenizer's, found {model_vocabulary} in "
-            "the model"
+            f"policy: the model has a vocabulary of {model_vocabulary} tokens, fewer than the {needed} of the "
+            "tokenizer; they do not belong together"
         )

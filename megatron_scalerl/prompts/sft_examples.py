@@ -151,16 +151,16 @@ def _longest(recipe: Recipe) -> tuple[str, int]:
 
 def _rows(path: str | None) -> list[_Row]:
     if path is None:
-        raise ValueError("sft.path: expected a .jsonl file with the columns prompt and completion, found null")
+        raise ValueError("sft.path: is missing; name a .jsonl file with the columns prompt and completion")
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"{file}: expected a .jsonl file of warm-start examples, found none")
+        raise ValueError(f"{file}: there is no such file of warm-start examples")
     rows = [
         _Row(where=row.where, prompt=_text(row, "prompt"), completion=_text(row, "completion"))
         for row in map(Row.readable, read_json_lines(file, ("prompt", "completion")))
     ]
     if not rows:
-        raise ValueError(f"{file}: expected at least one warm-start example, found an empty file")
+        raise ValueError(f"{file}: has no warm-start examples")
     return rows
 
 

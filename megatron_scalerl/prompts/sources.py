@@ -58,7 +58,7 @@ def read_rows(path: str | Path, columns: Sequence[str], split: str | None = None
     elif path.is_file():
         yield from _read_file(path, columns)
     else:
-        raise ValueError(f"{path}: expected a prompts file or folder, found nothing")
+        raise ValueError(f"{path}: there is no such file or folder of prompts")
 
 
 def _read_file(path: Path, columns: Sequence[str]) -> Iterator[Row]:

@@ -26,7 +26,7 @@ def load_tokenizer(path: str | Path) -> Any:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"policy.path: expected a tokenizer in {path}, found none ({error})") from None
+        raise ValueError(f"policy.path: {path} has no tokenizer that can be read ({error})") from None
     if not (file := Path(path) / "tokenizer.json").is_file():
         return tokenizer
     from tokenizers import Tokenizer

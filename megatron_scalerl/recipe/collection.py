@@ -33,7 +33,7 @@ def listed(sources: Sequence[str | Path]) -> list[Listed]:
     for source in map(Path, sources):
         found = sorted(source.glob("*.yaml")) if source.is_dir() else [source]
         if not found:
-            raise RecipeError(f"{source}: expected a folder with recipes (*.yaml), found none")
+            raise RecipeError(f"{source}: is not a folder with recipes (*.yaml)")
         files += [file for file in found if file.absolute() not in {other.absolute() for other in files}]
     stems = [file.stem for file in files]
     named: dict[str, Path] = {}

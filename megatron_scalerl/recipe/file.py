@@ -60,7 +60,7 @@ def load_recipe_for(
     data: dict[str, Any] = {"name": "evaluation", "steps": 1, **own}
     for key in ("policy", "prompts"):
         if not isinstance(data.get(key, {}), dict):
-            raise RecipeError(f"{path}: expected a section, found a value at {key}")
+            raise RecipeError(f"{path}: {key} is a section, but a value is given for it")
     data["policy"] = data.get("policy", {}) | {"path": str(policy), "megatron_path": None}
     if "tasks" not in data.get("prompts", {}):
         data["prompts"] = {"path": prompts} | data.get("prompts", {})
@@ -133,17 +133,19 @@ def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
 def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     """The mapping in a YAML file. Raises `RecipeError` for a file that is missing, unreadable or not a mapping."""
     if not path.is_file():
-        raise RecipeError(f"{path}: expected {kind}, found {'a folder' if path.is_dir() else 'nothing'}")
+        raise RecipeError(
+            f"{path}: {'is a folder, not' if path.is_dir() else 'there is no such file; it should be'} {kind}"
+        )
     try:
         text = path.read_text(encoding="utf8")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: expected UTF-8, found {error.reason} at byte {error.start}") from None
+        raise RecipeError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from None
     except OSError as error:
-        raise RecipeError(f"{path}: expected a readable file, found {error.strerror}") from None
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     data = _parsed(text, str(path))
     if not isinstance(data, dict):
-        found = "an empty file" if data is None else type(data).__name__
-        raise RecipeError(f"{path}: expected a mapping of keys, found {found}")
+        what = "is empty" if data is None else f"holds a {type(data).__name__}"
+        raise RecipeError(f"{path}: {what}; a recipe is a mapping of keys to values")
     return data
 
 
@@ -159,19 +161,19 @@ def _parsed(text: str, where: str) -> Any:
 def _yaml_problem(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}: " if mark else ""
-    return f"{where}expected YAML, found {' '.join(str(getattr(error, 'problem', None) or error).split())}"
+    return f"{where}not valid YAML: {' '.join(str(getattr(error, 'problem', None) or error).split())}"
 
 
 def _override(data: dict[str, Any], item: str) -> None:
     key, separator, text = item.partition("=")
     if not separator or not key:
-        raise RecipeError(f"override {item!r}: expected key.path=value")
+        raise RecipeError(f"override {item!r}: write it as key.path=value")
     *parents, last = key.split(".")
     node = data
     for name in parents:
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
-            raise RecipeError(f"override {item!r}: expected a section, found a value at {name}")
+            raise RecipeError(f"override {item!r}: {name} is a value, not a section")
     node[last] = _parsed(text, f"override {item if len(item) <= 100 else item[:97] + '...'!r}") if text else None
 
 
@@ -189,7 +191,7 @@ def _first_line(error: ValidationError) -> str:
         known, setting = _keys_beside(key), setting_of(key)
         return unknown_key(key, known, expected="a recipe key", setting=setting, listed=LISTED) + more
     if first["type"] == "missing":
-        return f"{key}: expected a value, found none{more}"
+        return f"{key}: is missing, and has no default{more}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return (f"{key}: " if key and not message.startswith(str(first["loc"][-1])) else "") + message + more
@@ -219,13 +221,13 @@ def check_policy(recipe: Recipe) -> None:
     section = recipe.policy
     if not Path(section.path, "config.json").is_file():
         raise ValueError(
-            f"policy.path: expected a Hugging Face folder with config.json, found {section.path}"
+            f"policy.path: {section.path} is not a Hugging Face folder: it has no config.json"
             + hint(section.path, "model")
         )
     if section.megatron_path is not None and not Path(section.megatron_path).is_dir():
         raise ValueError(
-            "policy.megatron_path: expected the folder of a converted checkpoint (docs/checkpoints.md), "
-            f"found {section.megatron_path}"
+            f"policy.megatron_path: there is no folder {section.megatron_path}; `megatron-scalerl convert "
+            "to-megatron` makes one (docs/checkpoints.md)"
         )
 
 
@@ -233,4 +235,4 @@ def check_prompts(recipe: Recipe) -> None:
     """Raises ValueError where a file or folder with prompts does not exist."""
     for path in (path for task in tasks_of(recipe) for path in (task.prompts.path, task.prompts.held_out_path)):
         if path is not None and not Path(path).exists():
-            raise ValueError(f"{path}: expected a prompts file or folder, found nothing" + hint(path, "dataset"))
+            raise ValueError(f"{path}: there is no such file or folder of prompts" + hint(path, "dataset"))

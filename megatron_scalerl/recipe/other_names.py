@@ -106,13 +106,13 @@ def unknown_key(
     kind: str = "keys",
     listed: str = "",
 ) -> str:
-    """`expected ..., found KEY; the nearest is ...`, and without a near one `...; keys here: a, b, c`.
+    """`KEY is not ...; the nearest is ...`, and without a near one `...; keys here: a, b, c`.
 
     Dotted keys are compared with those of their own section, then by their last part with all others. expected: what
     `known` holds, as in "a recipe key"; kind: the same in one word. setting: what KEY is called here, if that is
     known (`setting_of`). listed: where the keys are listed that are too many for a line.
     """
-    text = f"expected {expected}, found {key}"
+    text = f"{key} is not {expected}"
     if setting is not None:
         return f"{text}; it is set by {setting}"
     names = list(known)

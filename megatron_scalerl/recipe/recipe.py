@@ -47,7 +47,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,99}")
 def _checked_name(name: str) -> str:
     """The name of a run is that of its folder and of its job on Slurm."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"name: expected at most 100 letters, digits and . _ + = @ -, found {name!r}")
+        raise ValueError(f"name: {name!r} is not usable; take at most 100 letters, digits and . _ + = @ -")
     return name
 
 
@@ -133,17 +133,18 @@ class Recipe(Section):
         r = self.rollouts
         if r.group_size == 1 and self.advantages.normalize != "none":
             raise ValueError(
-                "rollouts.group_size: expected at least 2 with advantages.normalize "
-                f"{self.advantages.normalize!r}, found 1 (a group of one has no advantage)"
+                "rollouts.group_size: 1 is too small: a group of one has no advantage with advantages.normalize "
+                f"{self.advantages.normalize!r}; use at least 2"
             )
         if r.max_in_flight < r.group_size:
             raise ValueError(
-                f"rollouts.max_in_flight: expected at least group_size {r.group_size}, found {r.max_in_flight}"
+                f"rollouts.max_in_flight: {r.max_in_flight} does not hold one group; use at least "
+                f"group_size {r.group_size}"
             )
         if not self.prompts.think_end.strip() and (self.interruption.enabled or self.prompts.think_start.strip()):
             raise ValueError(
-                "prompts.think_end: expected a tag that closes thinking, found an empty one (for a policy that "
-                "thinks in no tags: prompts.think_start empty as well, and interruption.enabled false)"
+                "prompts.think_end: is empty, but a tag has to close thinking. For a policy that thinks in no tags "
+                "set prompts.think_start to an empty text as well, and interruption.enabled to false"
             )
         _check_tasks(self)
         _check_evaluation(self)
@@ -151,31 +152,31 @@ class Recipe(Section):
         penalty = self.length_penalty
         if penalty is not None and (penalty.cache_tokens or 0) > (penalty.max_tokens or 0):
             raise ValueError(
-                f"rewards.length_penalty.cache_tokens: expected at most max_tokens {penalty.max_tokens}, "
-                f"found {penalty.cache_tokens}"
+                f"rewards.length_penalty.cache_tokens: {penalty.cache_tokens} is more than max_tokens "
+                f"{penalty.max_tokens}"
             )
         if self.engine.min_engines > self.engine.count:
             raise ValueError(
-                f"engine.min_engines: expected at most engine.count {self.engine.count}, found "
-                f"{self.engine.min_engines}"
+                f"engine.min_engines: {self.engine.min_engines} is more than the "
+                f"{self.engine.count} engines of engine.count"
             )
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and (self.interruption.enabled or r.kv_cache == "keep"):
             raise ValueError(
-                "rollouts.routing_replay: expected interruption.enabled false and rollouts.kv_cache recompute, found "
+                "rollouts.routing_replay: needs interruption.enabled false and rollouts.kv_cache recompute; they are "
                 f"{str(self.interruption.enabled).lower()} and {r.kv_cache}"
             )
         if (window := self.telemetry.trace_steps) is not None and window[0] > window[1]:
             raise ValueError(
-                f"telemetry.trace_steps: expected the first and the last step, found {window[0]} and {window[1]}"
+                f"telemetry.trace_steps: the first step {window[0]} comes after the last one, {window[1]}"
             )
         context = self.engine.vllm.get("max_model_len")
         need = self.longest_sequence(phrase_tokens=0)
         if context is not None and need > context:
             raise ValueError(
-                f"engine.vllm.max_model_len: expected at least {need} (prompts.max_prompt_tokens "
-                f"{self.prompts.max_prompt_tokens} + thinking {self.interruption.thinking_tokens[1]} + answer "
-                f"{self.interruption.answer_tokens} + forced tokens), found {context}"
+                f"engine.vllm.max_model_len: {context} is too short for the longest sequence, {need} tokens "
+                f"(prompts.max_prompt_tokens {self.prompts.max_prompt_tokens} + thinking "
+                f"{self.interruption.thinking_tokens[1]} + answer {self.interruption.answer_tokens} + forced tokens)"
             )
         return self
 
@@ -186,11 +187,13 @@ def _check_evaluation(recipe: Recipe) -> None:
     if not section.every_steps:
         return
     if not section.files:
-        raise ValueError("evaluation.files: expected at least one file with evaluation.every_steps, found none")
+        raise ValueError(
+            "evaluation.files: name at least one file, or evaluation.every_steps has nothing to evaluate"
+        )
     if recipe.engine.count < 2 or rollouts.one_by_one:
         raise ValueError(
-            "evaluation.every_steps: expected engine.count of at least 2, rollouts.schedule pipeline and "
-            f"rollouts.deterministic false, found {recipe.engine.count}, {rollouts.schedule} and "
+            "evaluation.every_steps: needs engine.count of at least 2, rollouts.schedule pipeline and "
+            f"rollouts.deterministic false; they are {recipe.engine.count}, {rollouts.schedule} and "
             f"{str(rollouts.deterministic).lower()}"
         )
 
@@ -202,20 +205,20 @@ def _check_colocation(recipe: Recipe) -> None:
         return
     if recipe.trainer.world_size != engine.count * engine.devices_per_engine:
         raise ValueError(
-            f"engine.colocate: expected engine.count x engine.devices_per_engine of trainer.world_size "
-            f"{recipe.trainer.world_size}, found {engine.count} x {engine.devices_per_engine}"
+            f"engine.colocate: engines take {engine.count} x {engine.devices_per_engine} devices (engine.count x "
+            f"engine.devices_per_engine), the trainer {recipe.trainer.world_size}; both have to be equal"
         )
     if weights.transport != "auto" or weights.deltas != "off":
         raise ValueError(
-            "weights.transport: expected auto, and weights.deltas off, with engine.colocate (NCCL refuses two "
-            "processes on one device, and changes are not sent through host memory), found "
-            f"{weights.transport} and {weights.deltas}"
+            f"weights.transport: {weights.transport} with weights.deltas {weights.deltas} does not work with "
+            "engine.colocate; use auto and off (NCCL refuses two processes on one device, and changes are not sent "
+            "through host memory)"
         )
     for key in ("kv_cache_memory_bytes", "gpu_memory_utilization"):
         if key not in engine.vllm:
             raise ValueError(
-                f"engine.vllm.{key}: expected a value with engine.colocate (vLLM would measure what the trainer "
-                "leaves of its device, which changes), found none"
+                f"engine.vllm.{key}: is required with engine.colocate, because vLLM would measure what the trainer "
+                "leaves of its device, which changes"
             )
 
 
@@ -223,18 +226,18 @@ def _check_tasks(recipe: Recipe) -> None:
     """Raises ValueError unless one of prompts.path and prompts.tasks is set, for what tasks cannot share."""
     prompts = recipe.prompts
     if prompts.path is None and prompts.tasks is None:
-        raise ValueError("prompts.path: expected a value, found none (nor prompts.tasks)")
+        raise ValueError("prompts.path: is missing; name a file of prompts, or set prompts.tasks")
     if prompts.tasks is not None:
         if prompts.path is not None:
-            raise ValueError("prompts.path: expected none beside prompts.tasks, found " + prompts.path)
+            raise ValueError(f"prompts.path: {prompts.path} and prompts.tasks are both set; keep one of them")
         if not prompts.tasks:
-            raise ValueError("prompts.tasks: expected at least one task, found none")
+            raise ValueError("prompts.tasks: is empty; name at least one task")
         if prompts.held_out_path is not None:
             raise ValueError(
-                "prompts.held_out_path: expected prompts.tasks.NAME.held_out_path in a mixture, found "
-                f"{prompts.held_out_path}"
+                f"prompts.held_out_path: {prompts.held_out_path} belongs to no task; in a mixture set "
+                "prompts.tasks.NAME.held_out_path"
             )
     rewards = recipe.rewards
     tasks = [(task.verifier, task.memory_mb) for task in (prompts.tasks or {}).values()] or [(None, None)]
     if any((verifier or rewards.verifier) == "code" and not (own or rewards.memory_mb) for verifier, own in tasks):
-        raise ValueError("rewards.memory_mb: expected a limit for the verifier code, found null")
+        raise ValueError("rewards.memory_mb: the verifier code needs a limit of memory, and this is null")

@@ -213,13 +213,13 @@ class RolloutsSection(Section):
         default = type(self).model_fields["updates_per_phase"].default
         if self.schedule == "pipeline" and self.updates_per_phase != default:
             raise ValueError(
-                f"updates_per_phase: expected its default {default} with schedule pipeline (there it is "
-                f"max_staleness_steps that bounds the age), found {self.updates_per_phase}"
+                f"updates_per_phase: {self.updates_per_phase} has no effect with schedule pipeline, where "
+                f"max_staleness_steps bounds the age; leave it at {default}"
             )
         if self.batches_per_update > self.max_staleness_steps + 1:
             raise ValueError(
-                f"updates_per_phase: expected at most max_staleness_steps {self.max_staleness_steps} + 1 (the last "
-                f"batch of a phase is updates_per_phase - 1 steps old), found {self.updates_per_phase}"
+                f"updates_per_phase: {self.updates_per_phase} is more than max_staleness_steps "
+                f"{self.max_staleness_steps} + 1 (the last batch of a phase is updates_per_phase - 1 steps old)"
             )
         return self
 
@@ -228,9 +228,7 @@ class RolloutsSection(Section):
         overlaps = self.schedule == "pipeline" and self.max_staleness_steps > 0
         if self.deterministic and (overlaps or self.routing_replay):
             found = f"{self.max_staleness_steps} and {str(self.routing_replay).lower()}"
-            raise ValueError(
-                f"deterministic: expected max_staleness_steps 0 and routing_replay false with it, found {found}"
-            )
+            raise ValueError(f"deterministic: needs max_staleness_steps 0 and routing_replay false; they are {found}")
         return self
 
 
@@ -261,7 +259,7 @@ class InterruptionSection(Section):
     def _range(self) -> "InterruptionSection":
         low, high = self.thinking_tokens
         if not 1 <= low <= high:
-            raise ValueError(f"thinking_tokens: expected 1 <= low <= high, found [{low}, {high}]")
+            raise ValueError(f"thinking_tokens: [{low}, {high}] is no range; it has to be 1 <= low <= high")
         return self
 
 

@@ -59,10 +59,13 @@ def test_a_verifier_of_code_scores_an_answer_without_a_program(tiny, capsys):
 
 def test_what_train_would_refuse_is_refused(tiny, capsys):
     for setting, message in (
-        ("prompts.template_arguments={a: 1}", "prompts.template_arguments: expected prompts.chat_template true"),
+        (
+            "prompts.template_arguments={a: 1}",
+            "prompts.template_arguments: has no effect without prompts.chat_template true",
+        ),
         ("interruption.phrase=Ende", "interruption.phrase: expected a text that survives"),
         ("prompts.digest=0", "prompts.digest: "),
-        ("validation.every_steps=1", "validation.every_steps: expected held-out prompts"),
+        ("validation.every_steps=1", "validation.every_steps: there are no held-out prompts"),
     ):
         code, shown = output(tiny, capsys, setting)
         assert code == 2 and message in shown.err

@@ -58,7 +58,9 @@ def test_prompts_that_render_otherwise_than_before_are_refused(tiny, tmp_path):
     changed = check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more))
     with pytest.raises(ValueError, match=r"a prompt file, the tokenizer or its template has changed since the run"):
         check_recipe(changed)
-    with pytest.raises(ValueError, match=rf"prompts.digest: a prompt file.*expected {begun.prompts.digest}, found"):
+    with pytest.raises(
+        ValueError, match=rf"prompts.digest: a prompt file.*they were {begun.prompts.digest}, and are"
+    ):
         check_inputs(begun)
 
 
@@ -105,9 +107,15 @@ def test_too_long_prompts_are_skipped_counted_and_named(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.micro_batch_tokens=64", "trainer.micro_batch_tokens: expected at least 91"),
-        ("interruption.thinking_tokens=[4000, 5000]", "max_position_embeddings of the policy: expected at least"),
-        ("engine.vllm.max_model_len=89", "engine.vllm.max_model_len: expected at least 91"),
+        (
+            "trainer.micro_batch_tokens=64",
+            "trainer.micro_batch_tokens: 64 is too short for the longest sequence, 91 tokens",
+        ),
+        ("interruption.thinking_tokens=[4000, 5000]", "max_position_embeddings of the policy: .* is too short"),
+        (
+            "engine.vllm.max_model_len=89",
+            "engine.vllm.max_model_len: 89 is too short for the longest sequence, 91 tokens",
+        ),
         ("weights.store=/nowhere", "weights.store: expected the absolute path of a folder .* found /nowhere"),
         ('engine.vllm.hf_overrides={"head_dtype": "model"}', "expected no head_dtype .set policy.logits."),
     ],
@@ -120,7 +128,7 @@ def test_settings_that_cannot_work(tiny, override, message):
 
 def test_no_held_out_prompts_but_validation(tiny):
     message = refusal(tiny, "prompts.held_out_path=null", "prompts.held_out=0")
-    assert message.startswith("validation.every_steps: expected held-out prompts")
+    assert message.startswith("validation.every_steps: there are no held-out prompts")
 
 
 def test_vocabularies_that_disagree(tiny, tmp_path):
@@ -161,9 +169,11 @@ def test_a_mixture_is_checked_task_by_task(tiny, tmp_path):
     assert [p.task for p in inputs.prompts.training] == ["code"] * 2 + ["math"] * 100
     assert [p.task for p in inputs.prompts.held_out] == ["code"] + ["math"] * 20
     settings = [*mixture(tiny, tmp_path, TESTS, TESTS), "prompts.tasks.code.held_out=0"]
-    said = "validation.every_steps: expected held-out prompts (prompts.tasks.code.held_out), found none"
+    said = "validation.every_steps: there are no held-out prompts to validate on; set prompts.tasks.code.held_out"
     assert refusal(tiny, *settings) == said
-    assert "expected a prompts file or folder" in refusal(tiny, *settings, "prompts.tasks.code.path=nowhere.jsonl")
+    assert "there is no such file or folder of prompts" in refusal(
+        tiny, *settings, "prompts.tasks.code.path=nowhere.jsonl"
+    )
 
 
 def test_tests_that_the_verifier_code_cannot_run_are_named_by_row(tiny, tmp_path):

@@ -89,9 +89,9 @@ def test_other_families_have_no_attention_temperature(tmp_path):
     [
         (
             {"max_model_length": 5},
-            r"engine\.vllm: expected .*, found max_model_length; the nearest is max_model_len$",
+            r"engine\.vllm: max_model_length is not .*; the nearest is max_model_len$",
         ),
-        ({"max_num_seq": 5}, r"engine\.vllm: expected .*, found max_num_seq; the nearest is max_num_seqs$"),
+        ({"max_num_seq": 5}, r"engine\.vllm: max_num_seq is not .*; the nearest is max_num_seqs$"),
         ({"dtype": "float32"}, r"engine\.vllm\.dtype: .*set by policy\.dtype"),
         ({"enable_prefix_caching": True}, r"enable_prefix_caching: expected none \(it is fixed\), found True"),
         ({"hf_overrides": {"head_dtype": "model"}}, r"hf_overrides: expected no head_dtype \(set policy\.logits\)"),
@@ -210,7 +210,7 @@ def test_no_expert_choices_on_cpus_nor_without_their_conditions(tmp_path):
         arguments(tmp_path, **REPLAY)
     for part, found in (("rollouts", "false and keep"), ("interruption", "true and recompute")):
         other = {**REPLAY, part: {"routing_replay": True} if part == "rollouts" else {}}
-        with pytest.raises(ValueError, match=f"routing_replay: expected .* found {found}"):
+        with pytest.raises(ValueError, match=f"routing_replay: needs .* they are {found}"):
             recipe_for(tmp_path, **other)
 
 

@@ -61,9 +61,9 @@ def test_a_folder_takes_the_place_of_the_recipes_policy(tmp_path):
     assert found.prompts.think_end == "</t>" and found.rollouts.temperature == 0.6
     bare = load_recipe_for("new", prompts="eval.jsonl")
     assert bare.policy.path == "new" and bare.interruption.thinking_tokens == (10240, 12288)
-    with pytest.raises(RecipeError, match=r"^expected a recipe key, found engine\.cuont"):
+    with pytest.raises(RecipeError, match=r"^engine\.cuont is not a recipe key"):
         load_recipe_for("new", None, ["engine.cuont=2"], prompts="eval.jsonl")
-    with pytest.raises(RecipeError, match="expected a section, found a value at policy"):
+    with pytest.raises(RecipeError, match="policy is a section, but a value is given for it"):
         recipe.write_text("policy: x\n")
         load_recipe_for("new", recipe)
 
@@ -104,7 +104,10 @@ def test_budgets_are_ascending_numbers_of_tokens(text):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["evaluate", "none", "--data", "none.jsonl", "--out", "o"], "none.jsonl: expected a prompts file or folder"),
+        (
+            ["evaluate", "none", "--data", "none.jsonl", "--out", "o"],
+            "none.jsonl: there is no such file or folder of prompts",
+        ),
         (["evaluate", "none", "--data", "x", "--out", "o", "--k", "0"], "--k: expected at least 1, found 0"),
     ],
 )

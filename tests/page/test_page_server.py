@@ -185,7 +185,7 @@ def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run, monkey
     ("arguments", "said"),
     [
         (["watch"], "RUN: expected the folder of a run or --demo, found none"),
-        (["watch", "none"], "recipe.yaml: expected a recipe file, found nothing"),
+        (["watch", "none"], "recipe.yaml: there is no such file; it should be a recipe file"),
         (["watch", "RUN", "--port", "70000"], "--port: expected 0 to 65535, found 70000"),
         (["watch", "EMPTY"], "expected the folder of a run (recipe.yaml) or of runs, found neither"),
         (["report", "RUNS", "--html", "OUT", "--group", "1"], "--group: expected one run with it, found the folder"),

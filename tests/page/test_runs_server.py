@@ -43,7 +43,7 @@ def test_the_list_and_the_page_of_each_run(folder):
     assert [row["name"] for row in rows.values()] == ["broken", "hostile", "study/runs/plain"]
     assert run[0] == 200 and '"home":"../../"' in run[2]
     assert [each["id"] for each in json.loads(groups[2])["groups"]] == [2, 3]
-    assert bad[0] == 422 and "recipe.yaml: line 1: expected YAML" in json.loads(bad[2])["error"]
+    assert bad[0] == 422 and "recipe.yaml: line 1: not valid YAML" in json.loads(bad[2])["error"]
     assert none[0] == 404
     for _, headers, _ in (page, data, run, groups, bad, none):
         assert headers["Cache-Control"] == "no-store" and headers["Referrer-Policy"] == "no-referrer"

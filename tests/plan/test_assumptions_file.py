@@ -92,12 +92,15 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("gpu: [", "line 1: expected YAML, found"),
+        ("gpu: [", "line 1: not valid YAML"),
         (
             GOOD.replace(H100, "NVIDIA H100 PCIe"),
             "gpu: expected one that the planner supports (gb200, h100-80g, h200)",
         ),
-        (GOOD.replace("packing", "paking"), "found assumptions.paking; the nearest is assumptions.packing"),
+        (
+            GOOD.replace("packing", "paking"),
+            "assumptions.paking is not a key of an assumptions file; the nearest is assumptions.packing",
+        ),
         (f"gpu: {H100}\n", "assumptions: field required"),
         (GOOD.replace("0.8", "80"), f"assumptions.packing.value: expected {SHARE}, found 80"),
     ],

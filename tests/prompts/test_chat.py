@@ -102,13 +102,17 @@ REFUSED = {
     "argument": (
         QWEN3,
         {"template_arguments": {"think": 1}},
-        r"template_arguments: .* \(enable_thinking\), found think",
+        r"the chat template does not read think \(what it reads: enable_thinking\)",
     ),
-    "none": (TURNS, {"template_arguments": {"think": 1}}, r"template_arguments: .* \(it reads none\), found think"),
+    "none": (
+        TURNS,
+        {"template_arguments": {"think": 1}},
+        r"the chat template does not read think \(what it reads: none\)",
+    ),
     "no thinking": (
         QWEN3,
         {"template_arguments": {"enable_thinking": False}},
-        r"ends with </think>, .*no answer would.* reads enable_thinking",
+        r"ends with </think>, so the policy could not think.* reads enable_thinking",
     ),
     "no thinking, trained so": (
         QWEN3,
@@ -118,16 +122,20 @@ REFUSED = {
     "thinks on demand": (
         TURNS + "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}",
         {"think_start": "<|channel>thought\n", "think_end": "<channel|>"},
-        r"ends with <channel\|>, .*no answer would.* reads enable_thinking",
+        r"ends with <channel\|>, so the policy could not think.* reads enable_thinking",
     ),
-    "no system": (DISTILL, {"system": "Be brief."}, r"prompts\.system: expected a chat template that shows it"),
-    "other tags": (MAGISTRAL, {}, r"prompts\.think_end: expected '\[THINK\]' and '\[/THINK\]', .*found '<think>'"),
+    "no system": (
+        DISTILL,
+        {"system": "Be brief."},
+        r"prompts\.system: the chat template leaves the system message out",
+    ),
+    "other tags": (MAGISTRAL, {}, r"prompts\.think_end: .*thinks in '\[THINK\]' and '\[/THINK\]', not in '<think>'"),
     "channels": (GPT_OSS, {}, re.escape(GPT_OSS_END)),
-    "other closing": (DISTILL, {"think_end": "</thought>"}, "expected '<think>' and '</think>'"),
+    "other closing": (DISTILL, {"think_end": "</thought>"}, "thinks in '<think>' and '</think>'"),
     "no chat": (
         QWEN3,
         {"chat_template": False, "system": "x"},
-        r"prompts\.system: expected prompts\.chat_template true",
+        r"prompts\.system: has no effect without prompts\.chat_template true",
     ),
 }
 

@@ -55,5 +55,5 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
     build_tokenizer().save_pretrained(tmp_path)
     nameless = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     nameless.eos_token = None
-    with pytest.raises(ValueError, match="expected a tokenizer with an end-of-sequence token, found None"):
+    with pytest.raises(ValueError, match="the tokenizer has no end-of-sequence token"):
         end_token_ids(tmp_path, nameless)

@@ -106,7 +106,7 @@ def test_other_forms_of_a_file_are_read(tokenizer, tmp_path):
         (prompt,) = load(tokenizer, str(tmp_path / name)).training
         assert prompt.answer in ("3/4", "0.75")
     (tmp_path / "k.json").write_text(json.dumps({"version": 1, "rows": [row]}, indent=1))
-    with pytest.raises(ValueError, match="found the columns version, rows"):
+    with pytest.raises(ValueError, match="no known layout has its columns, version, rows"):
         load(tokenizer, str(tmp_path / "k.json"))
 
 
@@ -115,7 +115,9 @@ def test_settings_name_columns_and_paths_into_them(tokenizer, tmp_path):
     loaded = load(tokenizer, write(tmp_path, "p.jsonl", [row]), prompt_column="q.text", answer_column="meta.truth")
     assert [(p.text, p.answer) for p in loaded.training] == [(ASK, "3/4")]
     both = write(tmp_path, "b.jsonl", [{"prompt": ASK, "question": "1+1?", "key": "3/4"}])
-    with pytest.raises(ValueError, match=r"found several: set prompts\.preset to .*prompt/key.*or name columns"):
+    with pytest.raises(
+        ValueError, match=r"several layouts fit, .*: set prompts\.preset to .*prompt/key.*or name columns"
+    ):
         load(tokenizer, both, answer_column="key")
     tests = [{**CODE["DeepCoder"][2], "starter_code": "def add(a, b):"}]
     code = load(tokenizer, write(tmp_path, "c.jsonl", tests), "code", answer_column="tests")
@@ -129,7 +131,7 @@ def test_an_ambiguous_file_names_the_presets(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"set prompts\.preset to prompt/answer or problem/answer"):
         load(tokenizer, path)
     assert load(tokenizer, path, preset="problem/answer").training[0].text == "What is 1?"
-    with pytest.raises(ValueError, match=r"prompts\.preset: expected one of verl, orz, .*, found gsm"):
+    with pytest.raises(ValueError, match=r"prompts\.preset: there is no layout gsm; there are verl, orz"):
         load(tokenizer, path, preset="gsm")
     same = write(tmp_path, "s.jsonl", [{"prompt": ASK, "problem": ASK, "answer": "3/4"}])
     assert len(load(tokenizer, same).training) == 1
@@ -137,10 +139,10 @@ def test_an_ambiguous_file_names_the_presets(tokenizer, tmp_path):
 
 def test_unit_tests_need_the_verifier_code_and_other_columns_a_setting(tokenizer, tmp_path):
     with pytest.raises(
-        ValueError, match=r"layout taco: .*: expected the verifier code \(rewards.verifier\), found m"
+        ValueError, match=r"layout taco: .*: these rows are for the verifier code, but rewards.verifier is m"
     ):
         load(tokenizer, write(tmp_path, "p.jsonl", [CODE["APPS"][2]]))
-    with pytest.raises(ValueError, match=r"docs/prompts\.md lists.*found the columns q, a"):
+    with pytest.raises(ValueError, match=r"no known layout has its columns, q, a; .*docs/prompts\.md lists"):
         load(tokenizer, write(tmp_path, "q.jsonl", [{"q": ASK, "a": "1"}]))
 
 
@@ -151,13 +153,13 @@ def test_rows_of_another_task_do_not_refuse_a_mixed_file(tokenizer, tmp_path):
     assert len(load(tokenizer, path, "code").training) == 1
     others = write(tmp_path, "o.jsonl", [math, *[{**math, "verification_info": '{"words": 3}'}] * 9])
     assert len(load(tokenizer, others).report.unusable) == 9
-    with pytest.raises(ValueError, match="expected at least one prompt, found rows for other verifiers alone"):
+    with pytest.raises(ValueError, match="has no prompt: all rows are for other verifiers"):
         load(tokenizer, write(tmp_path, "c.jsonl", [code]), preset="intellect")
 
 
 def test_several_messages_need_a_chat_template(tokenizer, tmp_path):
     path = write(tmp_path, "p.jsonl", [{"prompt": SYSTEM, "answer": "3/4"}])
-    with pytest.raises(ValueError, match=r"line 1: several messages: expected prompts\.chat_template true"):
+    with pytest.raises(ValueError, match=r"line 1: has several messages, which need prompts\.chat_template true"):
         load(tokenizer, path, chat_template=False)
     one = write(tmp_path, "u.jsonl", [{"prompt": USER, "answer": "3/4"}])
     assert tokenizer.decode(load(tokenizer, one, chat_template=False).training[0].token_ids) == f"{ASK}<think>"

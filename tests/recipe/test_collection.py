@@ -25,7 +25,7 @@ def test_equal_stems_get_their_folders_names(tmp_path):
         (tmp_path / folder / "x.yaml").write_text("loss: {name: dapo}\n")
     assert [item.name for item in listed([tmp_path / "a", tmp_path / "b"])] == ["a_x", "b_x"]
     (tmp_path / "none").mkdir()
-    with pytest.raises(RecipeError, match=r"none: expected a folder with recipes \(\*.yaml\), found none"):
+    with pytest.raises(RecipeError, match=r"none: is not a folder with recipes \(\*.yaml\)"):
         listed([tmp_path / "none"])
 
 
@@ -63,7 +63,7 @@ def test_a_job_array_of_overlays():
     assert {recipe.steps for recipe in recipes} == {7}
     with pytest.raises(ValueError, match="--base RECIPE is what it is laid over"):
         recipes_of(str(ABLATIONS), [], array=True)
-    with pytest.raises(ValueError, match=r"tiny_cpu.yaml: expected a folder with recipes"):
+    with pytest.raises(ValueError, match=r"tiny_cpu.yaml: is not a folder with recipes"):
         recipes_of(str(TINY), [], array=True)
 
 

@@ -69,16 +69,18 @@ def test_a_local_folder_goes_before_a_name(cache):
 
 def test_what_is_not_there_is_said_with_the_command_that_fetches_it(cache):
     with pytest.raises(
-        ValueError, match=r"found Qwen/Qwen3-4B@v1; .*: hf download Qwen/Qwen3-4B --revision v1, or dow"
+        ValueError,
+        match=r"Qwen/Qwen3-4B@v1 is not a Hugging Face folder: .*: hf download Qwen/Qwen3-4B --revision v1, or dow",
     ):
         check_policy(recipe(cache, policy={"path": "Qwen/Qwen3-4B@v1"}))
     with pytest.raises(
-        ValueError, match=r"found nothing; .*: hf download a/b --repo-type dataset --revision refs/pr/1, or down"
+        ValueError,
+        match=r"no such file .*: hf download a/b --repo-type dataset --revision refs/pr/1, or down",
     ):
         check_prompts(recipe(cache, prompts={"path": "a/b@refs/pr/1"}))
     (cache / "data").mkdir()
     for path in ("data/b", "c/p.jsonl", "/a/b", "a/..", "a/b/../../..", "a/b@..", "a/b@../x", "a/b@-x"):
-        with pytest.raises(ValueError, match=r"found nothing$"):
+        with pytest.raises(ValueError, match=r"no such file or folder of prompts$"):
             check_prompts(recipe(cache, prompts={"path": path}))
 
 

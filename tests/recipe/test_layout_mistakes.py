@@ -108,22 +108,22 @@ MISTAKES = {
     "unknown size": (
         "dense",
         [f"{P}tensor_parallel=2"],
-        f"megatron.parallel: expected .*, found tensor_parallel; it is set by {TP}$",
+        f"megatron.parallel: tensor_parallel is not .*; it is set by {TP}$",
     ),
     "unknown field": (
         "dense",
         [f"{M}layernorm_epsilom=1"],
-        "found layernorm_epsilom; the nearest is layernorm_epsilon",
+        "layernorm_epsilom is not .*; the nearest is layernorm_epsilon",
     ),
     "unknown in ddp": (
         "dense",
         ["megatron.ddp.overlap_grad_reduced=true"],
-        "megatron.ddp: expected .*, found overlap_grad_reduced; the nearest is overlap_grad_reduce$",
+        "megatron.ddp: overlap_grad_reduced is not .*; the nearest is overlap_grad_reduce$",
     ),
     "unknown in optimizer": (
         "dense",
         ["megatron.optimizer.use_precise=true"],
-        "megatron.optimizer: expected a field of OptimizerConfig, found use_precise$",
+        "megatron.optimizer: use_precise is not a field of OptimizerConfig$",
     ),
     "num_layers": ("dense", [f"{M}num_layers=5"], f"{M}num_layers: expected 6 as in config.json, found 5"),
     "Megatron's own": (

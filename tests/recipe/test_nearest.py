@@ -34,7 +34,7 @@ def test_a_recipe_says_what_is_meant(tmp_path, key, said):
     path.write_text(MINIMAL)
     with pytest.raises(RecipeError) as error:
         load_recipe(path, [f"{key}=1"])
-    assert str(error.value) == f"{path}: expected a recipe key, found {key}{said}"
+    assert str(error.value) == f"{path}: {key} is not a recipe key{said}"
 
 
 def test_every_other_name_is_of_a_setting_and_of_none_itself_there():
@@ -63,19 +63,19 @@ def test_other_names_are_read_in_every_spelling():
 def test_options_that_are_passed_on_have_other_names_too(section, key, said):
     with pytest.raises(ValueError) as error:
         check_keys(section, [key], ["temperature", "x"], expected="an option", in_recipe=True)
-    assert str(error.value) == f"{section}: expected an option, found {key}; {said}"
+    assert str(error.value) == f"{section}: {key} is not an option; {said}"
 
 
 def test_what_is_no_setting_has_no_other_name():
     with pytest.raises(ValueError) as error:
         check_keys("site.yaml", ["tp"], ["account", "qos"], expected="a key of a site file")
-    assert str(error.value) == "site.yaml: expected a key of a site file, found tp; keys here: account, qos"
+    assert str(error.value) == "site.yaml: tp is not a key of a site file; keys here: account, qos"
 
 
 def test_too_many_keys_are_not_listed_in_the_line():
     many = [f"{letter}_option" for letter in "abcdefghijklm"]
-    assert unknown_key("zz", many, expected="a key") == "expected a key, found zz"
-    assert unknown_key("zz", many, expected="a key", listed="FILE") == "expected a key, found zz; all keys: FILE"
+    assert unknown_key("zz", many, expected="a key") == "zz is not a key"
+    assert unknown_key("zz", many, expected="a key", listed="FILE") == "zz is not a key; all keys: FILE"
     assert unknown_key("zz", many[:12], expected="a key").endswith("k_option, l_option")
-    assert unknown_key("option", many, expected="a key") == "expected a key, found option", "it is near to all"
-    assert unknown_key("zz", [], expected="a key") == "expected a key, found zz"
+    assert unknown_key("option", many, expected="a key") == "option is not a key", "it is near to all"
+    assert unknown_key("zz", [], expected="a key") == "zz is not a key"

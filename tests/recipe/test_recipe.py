@@ -66,23 +66,32 @@ def test_off_needs_no_quotation_marks(path, text):
             "loss.reduction=ppo",
             "loss.reduction: input should be 'prompt_mean', 'sequence_mean' or 'token_mean', found 'ppo'",
         ),
-        ("rollouts.group_size=1", "rollouts.group_size: expected at least 2 with advantages.normalize 'batch'"),
-        ("rollouts.max_in_flight=8", "rollouts.max_in_flight: expected at least group_size 16, found 8"),
+        (
+            "rollouts.group_size=1",
+            "rollouts.group_size: 1 is too small: .* advantages.normalize 'batch'; use at least 2",
+        ),
+        ("rollouts.max_in_flight=8", "rollouts.max_in_flight: 8 does not hold one group; use at least group_size 16"),
         ("rollouts.temperature=0", "rollouts.temperature: input should be greater than or equal to 0.01, found 0"),
         (
             "rewards.length_penalty={max_tokens: 9, cache_tokens: 10}",
-            "rewards.length_penalty.cache_tokens: expected at most max_tokens 9, found 10",
+            "rewards.length_penalty.cache_tokens: 10 is more than max_tokens 9",
         ),
         (
             "rollouts.updates_per_phase=4",
-            "updates_per_phase: expected its default 8 with schedule pipeline .* found 4",
+            "updates_per_phase: 4 has no effect with schedule pipeline, .*; leave it at 8",
         ),
         (
             "rollouts={schedule: ppo_off_policy, max_staleness_steps: 6}",
-            r"updates_per_phase: expected at most max_staleness_steps 6 \+ 1 \(the last batch of a phase .*, found 8",
+            r"updates_per_phase: 8 is more than max_staleness_steps 6 \+ 1 \(the last batch of a phase",
         ),
-        ("interruption.thinking_tokens=[5, 2]", r"expected 1 <= low <= high, found \[5, 2\]"),
-        ("engine.vllm.max_model_len=100", "engine.vllm.max_model_len: expected at least 16385"),
+        (
+            "interruption.thinking_tokens=[5, 2]",
+            r"thinking_tokens: \[5, 2\] is no range; it has to be 1 <= low <= high",
+        ),
+        (
+            "engine.vllm.max_model_len=100",
+            "engine.vllm.max_model_len: 100 is too short for the longest sequence, 16385 tokens",
+        ),
         ("optimizer.lr.x=7", "optimizer.lr"),
     ],
 )
@@ -152,13 +161,19 @@ def test_a_recipe_with_a_path_has_one_task(path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("prompts.tasks={}", "prompts.tasks: expected at least one task, found none"),
-        ("prompts.tasks=null", r"prompts.path: expected a value, found none \(nor prompts.tasks\)"),
-        ("prompts.held_out_path=h", r"prompts.held_out_path: expected prompts.tasks.NAME.held_out_path .* found h"),
-        ("prompts.tasks.math.weigth=2", "found prompts.tasks.math.weigth; the nearest is prompts.tasks.math.weight"),
-        ("prompts.tasks.x={path: a}", "prompts.tasks.x.weight: expected a value, found none"),
+        ("prompts.tasks={}", "prompts.tasks: is empty; name at least one task"),
+        ("prompts.tasks=null", "prompts.path: is missing; name a file of prompts, or set prompts.tasks"),
+        (
+            "prompts.held_out_path=h",
+            "prompts.held_out_path: h belongs to no task; .* prompts.tasks.NAME.held_out_path",
+        ),
+        (
+            "prompts.tasks.math.weigth=2",
+            "prompts.tasks.math.weigth is not a recipe key; the nearest is prompts.tasks.math.weight",
+        ),
+        ("prompts.tasks.x={path: a}", "prompts.tasks.x.weight: is missing, and has no default"),
         ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math"),
-        ("rewards.memory_mb=null", "rewards.memory_mb: expected a limit for the verifier code, found null"),
+        ("rewards.memory_mb=null", "rewards.memory_mb: the verifier code needs a limit of memory, and this is null"),
     ],
 )
 def test_mistakes_in_tasks_are_one_line(path, override, said):
@@ -171,11 +186,11 @@ def test_mistakes_in_tasks_are_one_line(path, override, said):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("trainer.world_size=2", "engine.colocate: expected engine.count x .* of trainer.world_size 2, found 1 x 1"),
-        ("weights.transport=nccl", "NCCL refuses two processes on one device.*, found nccl and off"),
-        ("weights.deltas=ulp", "weights.transport: expected auto, and weights.deltas off, .*, found auto and ulp"),
-        ("engine.vllm={gpu_memory_utilization: 0.2}", "engine.vllm.kv_cache_memory_bytes: expected a value with"),
-        ("engine.vllm={kv_cache_memory_bytes: 1}", "engine.vllm.gpu_memory_utilization: expected a value with"),
+        ("trainer.world_size=2", "engine.colocate: engines take 1 x 1 devices .*, the trainer 2"),
+        ("weights.transport=nccl", r"weights.transport: nccl .*\(NCCL refuses two processes on one device"),
+        ("weights.deltas=ulp", "weights.transport: auto with weights.deltas ulp does not work with engine.colocate"),
+        ("engine.vllm={gpu_memory_utilization: 0.2}", "engine.vllm.kv_cache_memory_bytes: is required with"),
+        ("engine.vllm={kv_cache_memory_bytes: 1}", "engine.vllm.gpu_memory_utilization: is required with"),
     ],
 )  # fmt: skip
 def test_engines_on_the_trainers_devices_need_their_share_of_them(path, override, said):
@@ -194,8 +209,8 @@ def test_world_size_must_divide(path):
     ("text", "said"),
     [
         ("a: [1", "line 1|line 2"),
-        ("- 1", "expected a mapping of keys, found list"),
-        ("", "expected a mapping of keys, found an empty file"),
+        ("- 1", "holds a list; a recipe is a mapping of keys"),
+        ("", "is empty; a recipe is a mapping of keys"),
         ("a: 2026-13-01", "b.yaml: invalid YAML value: month must be in 1..12$"),
     ],
 )
@@ -204,7 +219,7 @@ def test_broken_files(tmp_path, text, said):
     file.write_text(text)
     with pytest.raises(RecipeError, match=said):
         load_recipe(file)
-    with pytest.raises(RecipeError, match="expected a recipe file, found nothing"):
+    with pytest.raises(RecipeError, match="there is no such file; it should be a recipe file"):
         load_recipe(tmp_path / "none.yaml")
 
 

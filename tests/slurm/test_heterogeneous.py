@@ -40,7 +40,7 @@ def test_saved_and_gone_on_with_in_the_next_job(stand_in, capsys):
     assert f"job {job}: RUNNING (node1, node3)" in said and "has left the job" not in said
     assert f"job {later}: PENDING (" in said
     assert main(words) == 2
-    assert f"expected a run without a job, found job {job} RUNNING; scancel {job} ends it" in capsys.readouterr().err
+    assert f"has job {job} already, RUNNING; scancel {job} ends it" in capsys.readouterr().err
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
     assert wait_for_end(slurm.last_state, later) == "COMPLETED", output_of(run, later)
     assert len(starts(run)) == 2 and "saved; the next job of the chain goes on" in output_of(run, job)
@@ -59,7 +59,7 @@ def test_what_slurm_or_the_cluster_cannot_do_is_refused(stand_in, tmp_path, caps
     words, run = stand_in("finish", *ONE_EACH)
     for more, said in (
         (["--engine-partition", "other"], "--engine-partition: "),
-        (["--engine-nodes", "3"], "--engine-nodes: expected 1 to 2, the nodes of others, found 3"),
+        (["--engine-nodes", "3"], "--engine-nodes: 3 is out of range: partition others has 2 nodes"),
         (["--engine-nodes", "0"], "--engine-partition requires --engine-nodes"),
     ):
         assert main([*words, *more]) == 2
@@ -68,7 +68,7 @@ def test_what_slurm_or_the_cluster_cannot_do_is_refused(stand_in, tmp_path, caps
     (tmp_path / "folder" / "r.yaml").write_bytes((tmp_path / "r.yaml").read_bytes())
     options = [word for word in words[2:] if "=" not in word]
     assert main(["submit", "--array", str(tmp_path / "folder"), *options]) == 2
-    assert "--engine-nodes: expected no --array with it" in capsys.readouterr().err
+    assert "--engine-nodes: does not work with --array" in capsys.readouterr().err
     assert slurm.queued() == [] and not (run / "slurm" / "jobs.jsonl").exists()
     assert main([*words, "--dry-run"]) == 0
     assert "nothing is submitted" in capsys.readouterr().out and slurm.queued() == []

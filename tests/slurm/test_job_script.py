@@ -377,7 +377,7 @@ def test_the_script_alone_forwards_the_signal_and_queues_the_job_again(tmp_path)
 def test_a_name_that_is_no_word_is_refused_where_the_recipe_is_read(name, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"{{name: {json.dumps(name)}, steps: 1, policy: {{path: p}}, prompts: {{path: q}}}}")
-    with pytest.raises(ValueError, match=r"name: expected at most 100 letters, digits") as caught:
+    with pytest.raises(ValueError, match=r"name: .* is not usable; take at most 100 letters, digits") as caught:
         load_recipe(recipe)
     assert "\n" not in str(caught.value)
 

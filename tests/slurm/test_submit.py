@@ -39,13 +39,13 @@ def refusal(words, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--partition", "gqu"], "expected a partition of this cluster, found gqu; the nearest is gpu"),
-        (["--partition", "k"], "expected a partition of this cluster, found k; partitions here: gpu, others"),
+        (["--partition", "gqu"], "gqu is not a partition of this cluster; the nearest is gpu"),
+        (["--partition", "k"], "k is not a partition of this cluster; partitions here: gpu, others"),
         (["--gpus", "9"], "--gpus-per-node: expected 0 to 8, what a node of gpu has, found 9"),
-        (["--gpus-per-node", "2"], "--gpus-per-node: expected at least 3"),
-        (["--time", "1"], "--time: expected at least 75 s"),
-        (["--time", "2-0"], "--time: expected at most 86400 s, the limit of gpu"),
-        (["--nodes", "5"], "--nodes: expected 1 to 4, the nodes of gpu, found 5"),
+        (["--gpus-per-node", "2"], "--gpus-per-node: 2 is too few: ranks and engines take 3"),
+        (["--time", "1"], "use at least 75 s"),
+        (["--time", "2-0"], "more than the limit of partition gpu, 86400 s"),
+        (["--nodes", "5"], "--nodes: 5 is out of range: partition gpu has 4 nodes"),
         (
             [
                 "--nodes",
@@ -54,11 +54,11 @@ def refusal(words, capsys):
                 "engine.count=2",
                 "engine.vllm={kv_cache_memory_bytes: 1, gpu_memory_utilization: 0.1}",
             ],
-            "--nodes: expected 1 with engine.colocate, found 2",
+            "--nodes: 2 is too many: engine.colocate runs on one node",
         ),
         (
             ["--nodes", "2", "--gpus-per-node", "2", "output_dir=/dev/shm/r"],
-            "output_dir: expected a folder that the other nodes see under the same path, found /dev/shm, tmpfs",
+            "output_dir: the other nodes seem not to see /dev/shm, tmpfs",
         ),
         (["steps=none"], "steps"),
         (["policy.path=/nonexistent"], "/nonexistent"),

@@ -106,9 +106,9 @@ def test_an_exception_reaches_the_client_with_its_rank():
 
     status, line, failure = asyncio.run(scenario())
     assert status == 1
-    assert line.endswith("nowhere.yaml: expected a recipe file, found nothing")
+    assert line.endswith("nowhere.yaml: there is no such file; it should be a recipe file")
     assert failure.startswith("trainer rank 0: ")
-    assert failure.endswith("nowhere.yaml: expected a recipe file, found nothing")
+    assert failure.endswith("nowhere.yaml: there is no such file; it should be a recipe file")
 
 
 def test_nobody_came():

@@ -91,7 +91,7 @@ def test_an_unknown_key_names_the_nearest(section: str, key: str, nearest: str) 
         optimizer=lambda: optimizer_config(settings),
         parallel=lambda: init_parallel(settings),
     )
-    with pytest.raises(ValueError, match=rf"megatron\.{section}: expected .*found {key}; the nearest is {nearest}$"):
+    with pytest.raises(ValueError, match=rf"megatron\.{section}: {key} is not .*; the nearest is {nearest}$"):
         makers[section]()
 
 

@@ -135,7 +135,7 @@ def test_the_same_seed_gives_the_same_policy(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "expected at least one warm-start example, found an empty file"),
+        ("", "has no warm-start examples"),
         ('{"prompt": "1+1=", "completion": "2"}\n{"prompt"', r"line 2: expected a JSON object, found"),
         ('{"prompt": "1+1="}\n', "line 1: expected the column 'completion', found prompt"),
         ('{"prompt": 3, "completion": "2"}\n', "line 1: expected a text in column 'prompt', found 3"),
@@ -151,7 +151,7 @@ def test_bad_examples_are_named(tiny, tmp_path, content, message):
 
 
 def test_a_missing_file_and_a_full_folder_are_refused(tiny, tmp_path):
-    with pytest.raises(ValueError, match=r"none.jsonl: expected a .jsonl file of warm-start examples, found none"):
+    with pytest.raises(ValueError, match=r"none.jsonl: there is no such file of warm-start examples"):
         run_sft(recipe(tiny, path=str(tmp_path / "none.jsonl")), tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note.txt").write_text("mine")
