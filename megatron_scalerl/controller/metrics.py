@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -174,7 +175,7 @@ class Metrics:
         if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
             sent = Sent.before(run_dir, records, [row["step"] for row in validated])
         rewrite(steps, [r for r in records if r["step"] <= step and r.get("batches", 0) <= batches])
-        rows = [r for r in validated if r["step"] <= last_step]
+        rows = sorted((r for r in validated if r["step"] <= last_step), key=itemgetter("step"))
         rewrite(validations, rows)
         self._validated = {row["step"] for row in rows}
         # written before its validation: a crash between the two writes leaves a row without a validation
@@ -199,10 +200,13 @@ class Metrics:
         Synced to disk when this returns, because it is expensive and a restart does not repeat it.
         """
         row = validation_row(result)
+        late = result.step < max(self._validated, default=-1)
         self._by_prompt.append({"step": result.step, "by_prompt": list(by_prompt), "outcomes": outcomes})
         self._by_prompt.sync()
         self._validations.append(row)
         self._validations.sync()
+        if late:  # of a version from which the run was resumed, while a later one is recorded already
+            self._validations, self._by_prompt = map(_in_order, (self._validations, self._by_prompt))
         self._validated.add(result.step)
         self._to_sinks(result.step, _validation_scalars(row))
 
@@ -243,6 +247,13 @@ class Metrics:
         for sink in self._sinks:
             with _guarded(type(sink).__name__, "write"):
                 sink.write(step, scalars)
+
+
+def _in_order(file: JsonlWriter) -> JsonlWriter:
+    """The same file with its rows by step."""
+    file.close()
+    rewrite(file.path, sorted(read_jsonl(file.path), key=itemgetter("step")))
+    return JsonlWriter(file.path)
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ class TrainerRanks:
         self._elsewhere.add(name)
         joining = self.client.worker_env(0)
         env = {name: value for name, value in joining.items() if name not in _NOT_FOR_OTHER_HOSTS}
-        env |= {
+        env |= _before_cuda(self._recipe) | {
             "MSRL_RANKS": f"{ranks.first}:{ranks.count}",
             "MSRL_SECRET_FILE": str(secret_file(self._attempt.folder)),
             "MSRL_CONTROLLER_KEY": controller_key(joining["MSRL_SECRET"], Purpose.TRAINER),
@@ -154,14 +154,18 @@ async def start_rank(
 
     local_rank: None for `rank`. env: further variables.
     """
-    ours = {name: value for name, value in environment(recipe).items() if name not in os.environ}
     return await host_ranks.start_rank(
-        {**ours, **client.worker_env(rank), **env, "MSRL_RECIPE": str(recipe_file)},
+        {**_before_cuda(recipe), **client.worker_env(rank), **env, "MSRL_RECIPE": str(recipe_file)},
         rank=rank,
         local_rank=rank if local_rank is None else local_rank,
         threads=recipe.trainer.threads,
         log=log,
     )
+
+
+def _before_cuda(recipe: Recipe) -> dict[str, str]:
+    """What a rank's CUDA has to find in its environment: as this process has it, else as `environment` says."""
+    return {name: os.environ.get(name, value) for name, value in environment(recipe).items()}
 
 
 @contextlib.asynccontextmanager

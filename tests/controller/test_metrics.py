@@ -135,6 +135,17 @@ def test_only_recorded_validations_are_known(tmp_path):
     metrics.close()
 
 
+def test_a_validation_that_was_missing_at_a_restart_comes_before_the_later_ones(tmp_path):
+    """As after a kill while one was made on a held engine, and a later one was recorded."""
+    write(tmp_path)
+    metrics = open_metrics(tmp_path, step=1, batches=1, last_step=3)
+    for step in (1, 3):
+        metrics.validation(pass_rate(step), by_prompt=[0.0])
+    metrics.close()
+    assert [column(tmp_path, file) for file in ("validation", "validation_by_prompt")] == [[0, 1, 2, 3]] * 2
+    assert metrics.last_validation(3) == 3
+
+
 def test_a_validation_is_on_the_disk_after_its_pass_rates_by_prompt(tmp_path, monkeypatch):
     metrics = open_metrics(tmp_path)
     synced, fsync = [], os.fsync

@@ -61,10 +61,16 @@ def ranks_of(processes):
     return [each for each in processes if "megatron_scalerl.trainer.worker" in each.cmdline()]
 
 
-async def test_they_meet_at_rank_0s_store_and_end_with_the_run(policy, tmp_path):
+async def test_they_meet_at_rank_0s_store_and_end_with_the_run(policy, tmp_path, monkeypatch):
+    """With what CUDA needs in their environment, which the controller decides: a GPU's, which is not here."""
+    needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    monkeypatch.setattr("megatron_scalerl.launch.trainer.environment", lambda recipe: needed)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "the user's")
     async with started(policy, tmp_path) as trainer:
         running = programs(trainer)
         assert len(ranks_of(running)) == 2
+        for rank in ranks_of(running):
+            assert needed | {"PYTORCH_CUDA_ALLOC_CONF": "the user's"} == {n: rank.environ().get(n) for n in needed}
         assert trainer.client.rendezvous.host == "127.0.0.1"
         assert await trainer.client.manifest()
         lines = [" ".join(each.cmdline()) for each in running]

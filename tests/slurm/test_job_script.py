@@ -165,7 +165,8 @@ def test_the_lines_of_the_site_are_there(tmp_path):
     )
     text = checked(changed(PLAN, site=read_site(tmp_path / "site.yaml")), tmp_path)
     for line in ("#SBATCH --account=lab", "#SBATCH --qos=high", "#SBATCH --constraint=h100", "export LIST='a b$c'",
-                 "module load cuda/13.0 || no_module 'the module cuda/13.0 could not be loaded'", "export NCCL_SOCKET_IFNAME=ib0"):  # fmt: skip
+                 "module load cuda/13.0 || no_module 'the module cuda/13.0 could not be loaded'",
+                 "export NCCL_SOCKET_IFNAME=ib0"):  # fmt: skip
         assert f"\n{line}\n" in text
 
 
