@@ -22,6 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_scalerl.trainer.optimizer import parts_of
 
+_UNWRITTEN = torch.zeros(())
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -65,7 +66,8 @@ class _Parameters:
 def _state_dp_zero(
     part: Any, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
 ) -> Any:
-    """In place of `get_parameter_state_dp_zero`: the parameters of each buffer, by key, in host memory."""
+    """In place of `get_parameter_state_dp_zero`: the parameters of each buffer, by key, in host memory; on
+    data-parallel ranks that write none, tensors of the same shapes without memory."""
     if use_gloo_comm or empty_data or not return_on_all_ranks:
         original = DistributedOptimizer.get_parameter_state_dp_zero
         return original(part, use_gloo_comm, empty_data, return_on_all_ranks)
@@ -97,9 +99,11 @@ def _gather_bucket(part: Any, bucket: Any, held: Any, places: Any, whole: dict[s
         local, tensors = ranges["gbuf_local"], part._get_main_param_and_optimizer_states(parameter)
         for key, shard in shards.items():
             shard[local.start : local.end].copy_(tensors[key].detach())
+    writes = part.data_parallel_group.rank() == 0
     everyone = torch.empty(size, dtype=torch.float32, device=device)
     for key, shard in shards.items():
         dist.all_gather(list(everyone.chunk(ranks)), shard, group=part.data_parallel_group)
         for begin, end in places.values():
             own = everyone[begin - bucket.offset : end - bucket.offset]
-            whole[key].tensors[begin, end] = own.to("cpu", copy=True)
+            # only the first replica is written: the others' memory would be as much again for each rank of a node
+            whole[key].tensors[begin, end] = own.to("cpu", copy=True) if writes else _UNWRITTEN.expand(end - begin)

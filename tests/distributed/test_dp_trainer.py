@@ -105,6 +105,12 @@ def test_two_ranks_resume_bit_for_bit(paths, tmp_path, kind, layout, how):
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def test_one_data_parallel_rank_alone_holds_the_optimizers_whole_state_for_a_checkpoint(paths):
+    """All of them held it, as many bytes for each rank of a node as one of them writes."""
+    (first, whole), (second, stood_for) = run_ranks(2, "trainer_ranks:optimizer_bytes", paths["llama"], {})
+    assert whole == stood_for and 0.95 * whole <= first and second <= 0.05 * whole
+
+
 CP2 = {"context_parallel_size": 2}
 WHOLE = {"ddp": {"use_distributed_optimizer": False}}
 """Each data-parallel rank holds the whole optimizer state."""

@@ -108,6 +108,22 @@ def train_and_save(policy: str, parallel: dict[str, int], path: str, *asynchrono
     return rest
 
 
+def optimizer_bytes(policy: str, parallel: dict[str, int]) -> tuple[int, int]:
+    """(bytes of memory behind the optimizer's state as a checkpoint gets it on this rank, bytes of what it stands
+    for)."""
+    import torch
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    from megatron_scalerl.trainer.checkpoint import _sharded_state
+
+    trainer = trainer_of(recipe(policy, parallel))
+    _step(trainer, 1)
+    every = nested_values(_sharded_state(trainer, loading=False, generators=False)["optimizer"])
+    tensors = [each.data for each in every if isinstance(getattr(each, "data", None), torch.Tensor)]
+    memory = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(memory.values()), sum(each.nbytes for each in tensors)
+
+
 def load_and_train(policy: str, parallel: dict[str, int], path: str) -> dict[str, Any]:
     """The checkpoint, and the same last two steps."""
     from megatron_scalerl.trainer.checkpoint import load
