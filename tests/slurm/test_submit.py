@@ -105,7 +105,7 @@ def test_a_job_is_queued_again_until_its_bound(stand_in, capsys, monkeypatch):
     assert first["environment"]["NCCL_DEBUG"] == "WARN x" and "HF_TOKEN" not in first["environment"]
     assert first["argv"][:2] == ["train", "--supervise"]
     assert main(words) == 2
-    assert f"found job {job} RUNNING" in capsys.readouterr().err
+    assert f"has job {job} already, RUNNING" in capsys.readouterr().err
     main(["submit", "--status", str(run)])
     said = capsys.readouterr().out
     assert f"job {job}: RUNNING (node" in said and "queued again in 0:2" in said and "not started yet" in said
