@@ -181,14 +181,7 @@ def compare_runs(
     pass_rate:  whose compute is compared; default: R_0 plus 80 % of the gain to the common A.
     Raises ValueError for one run alone, for the name of no arm, and for runs in different units of compute.
     """
-    for curve in curves:
-        if curve.unit != curves[0].unit:
-            raise ValueError(
-                f"{curve.source}: expected compute in {curves[0].unit}, as of {curves[0].source}, found {curve.unit}"
-            )
-    if len(curves) < 2:
-        raise ValueError(f"expected at least two runs to compare, found {len(curves)}")
-    arms, to = _ordered(arms_of(curves), references)
+    arms, to = _ordered(curves, references)
     paired = shared_start(arms)
     seeds = [tuple(curve.seed for curve in arm.curves) for arm in arms]
     fits = [tuple(fit_curve(curve, None) for curve in arm.curves) for arm in arms]
@@ -231,8 +224,16 @@ def compare_runs(
     )
 
 
-def _ordered(arms: Sequence[Arm], references: Sequence[str]) -> tuple[list[Arm], list[int]]:
+def _ordered(curves: Sequence[Curve], references: Sequence[str]) -> tuple[list[Arm], list[int]]:
     """(the arms, the reference of all first; the index of each one's own reference)."""
+    for curve in curves:
+        if curve.unit != curves[0].unit:
+            raise ValueError(
+                f"{curve.source}: expected compute in {curves[0].unit}, as of {curves[0].source}, found {curve.unit}"
+            )
+    if len(curves) < 2:
+        raise ValueError(f"expected at least two runs to compare, found {len(curves)}")
+    arms = arms_of(curves)
     by_name, own, first = {arm.name: arm for arm in arms}, dict[str, str](), arms[0].name
     for text in references:
         name, equals, other = text.rpartition("=")
