@@ -70,6 +70,9 @@ fi
 run_tests .venv 2 "$fast" "$@"
 if [ "$tier" != fast ]; then
   [ -z "$second" ] || wait "$installing" || { cat .venv-3.12.log; exit 1; }
+  if [ "$tier" = all ] && ! "$venv/bin/python" -m pip install -q ray; then
+    echo "run.sh: ray could not be installed: tests/launch/test_ray.py is skipped"
+  fi
   echo "run.sh: the slow tests, $venv"
   run_tests "$venv" 3 "$slow" "$@"
 fi
