@@ -19,9 +19,7 @@ bench:
 	.venv/bin/python tools/bench_logits.py
 	.venv/bin/python tools/bench_rollouts.py
 	.venv/bin/python tools/bench_convert.py
-	.venv/bin/python tools/bench_wire.py
 	.venv/bin/python tools/bench_store.py
-	.venv/bin/python tools/bench_page.py
 	.venv/bin/python tools/bench_plan.py memory
 test-gpu:
 	.venv/bin/python -m pytest -m gpu tests/gpu

@@ -12,7 +12,7 @@
 # There:      bash OUT/install.sh [FOLDER]    packages into FOLDER (default OUT/site), for the python3 on the path
 #             bash OUT/try.sh [RESULTS]       the first ten minutes on a GPU; what was found, in RESULTS (default OUT/results)
 #
-# Needs python3 with pip, git, readelf and zip. NOT RUN YET by the authors on a GPU machine.
+# Needs python3 with pip, git, readelf, zip and unzip. NOT RUN YET by the authors on a GPU machine.
 set -euo pipefail
 { # read to its end before it runs
 cd "$(dirname "$0")/.."
@@ -34,7 +34,7 @@ done
 lock="tools/locks/gpu-py${python/./}.txt"
 [ -f "$lock" ] || die "--python: expected 3.11 or 3.12, found $python"
 [ -z "$have" ] || [ -f "$have" ] || die "--have: expected a file of pip freeze, found none at $have"
-for program in git readelf zip python3; do
+for program in git readelf zip unzip python3; do
   command -v "$program" >/dev/null || die "expected $program on the path, found none"
 done
 [ ! -e "$out" ] || die "$out exists"
@@ -69,8 +69,8 @@ target+=(--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platf
 pip() { python3 -m pip --disable-pip-version-check "$@" 2> >(grep -v '^WARNING: Location' >&2); }
 pip download -q --no-deps --require-hashes "${target[@]}" -d "$out/wheels" -r "$work/wanted.txt"
 if [ -z "$only" ] && grep -q '^transformer-engine-torch==' "$lock"; then # compiled there, against the torch there
-  pip download -q --no-deps --no-binary=:all: --no-build-isolation -d "$out/wheels" \
-    "$(grep -o '^transformer-engine-torch==[^ \\;]*' "$lock")" ||
+  awk '/^[^ #]/ {on = /^transformer-engine-torch==/} on && !/^#/' "$lock" >"$work/source.txt"
+  pip download -q --no-deps --no-binary=:all: --no-build-isolation --require-hashes -d "$out/wheels" -r "$work/source.txt" ||
     echo "offline_bundle.sh: transformer-engine-torch was not fetched: pip could not read its source (it imports torch)"
 fi
 
@@ -78,7 +78,7 @@ for wheel in "$out"/wheels/*.whl; do # without GPU code of other architectures
   [ "$(stat -c %s "$wheel")" -gt 1000000 ] || continue
   rm -rf "$work/tree"
   mkdir "$work/tree"
-  python3 -m zipfile -e "$wheel" "$work/tree"
+  unzip -q "$wheel" -d "$work/tree" # keeps what is executable
   found=no
   while read -r library; do
     readelf -SW "$library" 2>/dev/null | grep -q '\.nv_fatbin' || continue

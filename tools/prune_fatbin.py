@@ -4,17 +4,19 @@
 
 The driver walks the headers of a fat binary and loads the entry for its chip; it never reads the payload of another.
 Only bytes of such payloads become zero: headers, sizes and offsets stay. Where a container has no entry for ARCH, its
-PTX of the same generation is kept, which the driver can compile. Prints what each library holds, in MiB.
+PTX of that or an older architecture is kept, which the driver can compile. Prints what each library holds, in MiB.
 """
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import struct
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
+
+from checkout import explained
 
 MAGIC = 0xBA55ED50
 PTX, CUBIN = 1, 2
@@ -58,13 +60,20 @@ def prune(path: str, arch: int) -> Counter[str]:
             ours = any(kind == CUBIN and of == arch for kind, of, *_ in entries)
             for kind, of, place, payload in entries:
                 held[f"{'ptx' if kind == PTX else 'sm'}_{of}"] += payload
-                wanted = (kind == CUBIN and of == arch) if ours else (kind != CUBIN and of // 10 == arch // 10)
+                wanted = (kind == CUBIN and of == arch) if ours else (kind != CUBIN and of <= arch)
                 if not wanted:
                     data[place : place + payload] = bytes(payload)
     return held
 
 
 if __name__ == "__main__":
-    for library in sys.argv[2:]:
-        table = prune(library, int(sys.argv[1]))
-        print(f"{library}: {', '.join(f'{k} {v / 2**20:.1f}' for k, v in sorted(table.items())) or 'no GPU code'}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arch", metavar="ARCH", type=int)
+    parser.add_argument("libraries", metavar="LIBRARY", nargs="+")
+    options = parser.parse_args()
+    with explained():
+        for library in options.libraries:
+            table = prune(library, options.arch)
+            print(
+                f"{library}: {', '.join(f'{k} {v / 2**20:.1f}' for k, v in sorted(table.items())) or 'no GPU code'}"
+            )

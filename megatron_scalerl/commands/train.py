@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         engine_slots=arguments.engine_slots,
         run_on=arguments.run_on,
         address=arguments.address,
+        transport=recipe.weights.transport,
     )
     reason = train(recipe, console, hosts)
     console.print(f"{recipe.run_dir}: {reason}", highlight=False)

@@ -31,6 +31,11 @@ logger = logging.getLogger(__name__)
 ENGINE_TIMEOUT_S = 8.0
 """Seconds for an engine's answer: below Prometheus' own limit of 10 s, so that it learns which engine is silent."""
 
+MOST_CONNECTIONS = 64
+"""At a time; further ones are closed at once, so that no user of this host takes the files that the run needs."""
+CONNECTION_S = 60.0
+"""Seconds after which a connection takes no further request. It is closed when an engine's answer must be there."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -105,15 +110,33 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
         runner = web.AppRunner(Endpoint(collector, files, token).app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            await web.SockSite(runner, bound).start()
+            listening = await asyncio.get_running_loop().create_server(_limited(runner), sock=bound)
             logger.info("metrics at http://%s%s", _address(bound), METRICS_PATH)
-            yield collector
+            try:
+                yield collector
+            finally:
+                listening.close()
         finally:
             with contextlib.suppress(OSError):
                 list_nothing(run_dir)  # the port may become another program's, and requests bring the token
             await runner.cleanup()
     finally:
         bound.close()
+
+
+def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
+    """A factory of the runner's connections that limits their number and their age."""
+
+    def connection() -> asyncio.BaseProtocol:
+        server, loop = runner.server, asyncio.get_running_loop()
+        assert server is not None
+        made = server()
+        at_once = len(server.connections) >= MOST_CONNECTIONS
+        loop.call_later(0.0 if at_once else CONNECTION_S, made.force_close if at_once else made.close)
+        loop.call_later(CONNECTION_S + ENGINE_TIMEOUT_S + 1.0, made.force_close)
+        return made
+
+    return connection
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -251,8 +251,9 @@ async def _attempts(run: _Run, resumed: _Resumed) -> str:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Whether a rank found no space for a checkpoint."""
-    return any(f"[Errno {code}]" in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
+    """Whether a rank found no space for a checkpoint, whose path its error has."""
+    full = any(f"[Errno {code}]" in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
+    return full and "checkpoints" in str(error)
 
 
 def _record(engines: JsonlWriter, member: Member) -> None:

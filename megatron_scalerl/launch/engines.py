@@ -187,7 +187,8 @@ class Engines:
                 line, *_ = str(error).splitlines()
                 # of one that was killed the log does not say why
                 cause = "" if "exited with code -" in line else fatal_error(process.server.log_path)
-                reason = f"{line.partition(LOG_END)[0]} ({cause})" if cause else str(error)
+                said = f" ({cause})" if "exited with code " in line else f"; the last error in its log: {cause}"
+                reason = f"{line.partition(LOG_END)[0]}{said}" if cause else str(error)
                 self.members.evict(process.client, reason)
                 return reason
             reason = await evicted

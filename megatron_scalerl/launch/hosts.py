@@ -24,6 +24,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron_scalerl.distributed.rendezvous import own_address
 from megatron_scalerl.launch import ray_hosts
@@ -122,14 +123,20 @@ ONE_HOST = Hosts(hosts=(Host(name="localhost", here=True),), slots=None, address
 
 
 def hosts_of(
-    names: str | None, *, slots: int | None, run_on: str | None, address: str | None, engine_slots: int | None = None
+    names: str | None,
+    *,
+    slots: int | None,
+    run_on: str | None,
+    address: str | None,
+    engine_slots: int | None = None,
+    transport: str = "auto",
 ) -> Hosts:
     """The hosts that the user names.
 
     names: comma-separated, SLURM, or ray and ray:NODES; None for this host alone. slots: devices of each; None: in
     an allocation its GPUs on this node, with Ray those of each. run_on: the command, None for ssh. address: of the
     controller, None: the one on the route to the first other host. engine_slots: devices of each host of component
-    1, None: its GPUs. Raises ValueError.
+    1, None: its GPUs. transport: weights.transport, which says with Ray whether devices are GPUs. Raises ValueError.
     """
     options = (("--slots", slots), ("--run-on", run_on), ("--address", address), ("--engine-slots", engine_slots))
     for option, value in options:
@@ -140,7 +147,12 @@ def hosts_of(
     if ray := re.fullmatch(r"ray(?::([1-9]\d*))?", names):
         if run_on is not None:
             raise ValueError(f"--run-on: expected none with --hosts {names}, found {run_on!r}")
-        return _of_ray(int(ray[1]) if ray[1] else None, slots, address)
+        if transport not in ("nccl", "gloo"):
+            raise ValueError(
+                f"weights.transport: expected nccl (GPUs) or gloo (CPUs) with --hosts {names}, since this host may "
+                f"lack what the nodes have, found {transport}"
+            )
+        return _of_ray("GPU" if transport == "nccl" else "CPU", int(ray[1]) if ray[1] else None, slots, address)
     in_slurm = names == SLURM
     if in_slurm and run_on is not None:
         raise ValueError(f"--run-on: expected none with --hosts {SLURM}, which uses srun, found {run_on!r}")
@@ -168,9 +180,9 @@ def hosts_of(
     )
 
 
-def _of_ray(count: int | None, slots: int | None, address: str | None) -> Hosts:
+def _of_ray(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None, address: str | None) -> Hosts:
     """The controller's own node runs its programs through Ray, too, which then knows what uses its devices."""
-    reserved = ray_hosts.reserve(count, slots)
+    reserved = ray_hosts.reserve(kind, count, slots)
     return Hosts(
         hosts=tuple(Host(name=name) for name in reserved.hosts),
         slots=reserved.slots,

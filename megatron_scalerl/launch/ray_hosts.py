@@ -13,9 +13,13 @@ that happens, so does the keeper, Ray ends its actors, and the programs die with
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
+import logging
 import os
+import shutil
+import signal
 import socket
 import socketserver
 import subprocess
@@ -26,9 +30,12 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_scalerl.processes.parent_death import tied_command
+from megatron_scalerl.processes.signals import SAVE_SIGNAL, SIGNALS
+
+logger = logging.getLogger(__name__)
 
 RESERVED_S = 1800.0
 """Seconds for the cluster to have the devices: it may start machines for them."""
@@ -49,14 +56,17 @@ class Reserved:
     """The command that runs its last argument in a shell on {host}."""
 
 
-def reserve(count: int | None, slots: int | None) -> Reserved:
+def reserve(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None) -> Reserved:
     """Start the keeper and wait until it holds the devices. Raises ValueError.
 
-    count: nodes; None: all that have the devices. slots: devices of each node, None: its GPUs.
+    kind: of devices. count: nodes; None: all that have the devices. slots: devices of each node, None: all.
     """
     folder = tempfile.mkdtemp(prefix="msrl-ray-")
-    argv = [sys.executable, "-m", _MODULE, "--keep", folder, json.dumps([count, slots])]
-    keeper = subprocess.Popen(tied_command(argv), stdout=subprocess.PIPE, text=True)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    argv = [sys.executable, "-m", _MODULE, "--keep", folder, json.dumps([kind, count, slots])]
+    logger.warning("waiting for the Ray cluster to have the %ss free", kind)
+    # a session of its own: a terminal's SIGINT reaches the controller, which ends the run in order
+    keeper = subprocess.Popen(tied_command(argv), stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert keeper.stdout is not None
     said = keeper.stdout.readline()
     if not said.startswith("{"):
@@ -71,6 +81,7 @@ class Node:
 
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[str]] = {}
+        self._given_up: set[str] = set()
 
     def run(self, name: str, program: str) -> Iterator[dict[str, Any]]:
         """Run a program in a shell; its output as it comes, then its exit code."""
@@ -85,6 +96,8 @@ class Node:
             errors="replace",
         )
         self._running[name] = child
+        if name in self._given_up:
+            child.terminate()
         assert child.stdout is not None
         for line in child.stdout:
             yield {"output": line}
@@ -92,7 +105,8 @@ class Node:
         yield {"code": child.wait()}
 
     def end(self, name: str) -> None:
-        """Terminate a program, as the end of an ssh connection does."""
+        """Terminate a program, as the end of an ssh connection does; also before it has started."""
+        self._given_up.add(name)
         if (child := self._running.get(name)) is not None:
             child.terminate()
 
@@ -123,15 +137,16 @@ class _Program(socketserver.StreamRequestHandler):
         node.end.remote(name)
 
 
-def _keep(folder: str, count: int | None, slots: int | None) -> None:
+def _keep(folder: str, kind: str, count: int | None, slots: int | None) -> None:
     """Reserve the devices, say which, and run programs on them until this process is killed."""
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    for number in (*SIGNALS, SAVE_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)  # the controller's end ends this process
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    kind = "GPU" if slots is None or any("GPU" in node for node in alive) else "CPU"
     slots = slots or int(max((node.get(kind, 0) for node in alive), default=0))
     count = count or sum(node.get(kind, 0) >= slots for node in alive)
     if not slots or not count:
@@ -184,7 +199,7 @@ def main() -> int:
         _keep(sys.argv[2], *json.loads(sys.argv[3]))
     except ImportError:
         print("expected the package ray in this environment (pip install 'megatron_scalerl[ray]'), found none")
-    except (ValueError, ConnectionError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(str(error).splitlines()[0])
     return 2
 

@@ -237,6 +237,23 @@ async def test_promtool_accepts_the_configuration(tmp_path, access):
         promtool("check", "config", str(tmp_path / "r" / "metrics" / "prometheus.yml"))
 
 
+@pytest.mark.slow
+async def test_connections_that_ask_for_nothing_are_few_and_do_not_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.controller.endpoint.MOST_CONNECTIONS", 3)
+    monkeypatch.setattr("megatron_scalerl.controller.endpoint.CONNECTION_S", 1.0)
+    monkeypatch.setattr("megatron_scalerl.controller.endpoint.ENGINE_TIMEOUT_S", 0.5)
+    async with endpoint(tmp_path) as (_, get):
+        target = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())[0]["targets"][0]
+        host, port = target.split(":")
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+        closed = [await asyncio.wait_for(reader.read(), 240) for reader, _ in opened]
+        for _, writer in opened:
+            writer.close()
+        monkeypatch.setattr("megatron_scalerl.controller.endpoint.CONNECTION_S", 60.0)
+        closed, (status, _, _) = closed, await get(headers=bearer(tmp_path))
+    assert closed == [b""] * 5 and status == 200
+
+
 def test_an_empty_token_of_a_start_that_was_killed_is_made_again(tmp_path):
     async def scenario():
         async with endpoint(tmp_path) as (_, get):

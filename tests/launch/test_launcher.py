@@ -285,7 +285,8 @@ def test_an_engine_that_ends_with_its_first_requests_is_given_up_with_the_last_e
                 assert len(made) == starts
 
     barren = "; 2 starts without a completion, of any engine" if not completed else ""
-    with pytest.raises(EngineDied, match=rf"found 0 \(engine-0: engine-0 produced no token.* \({error}\){barren}\)$"):
+    said = rf"found 0 \(engine-0: engine-0 produced no token.*; the last error in its log: {error}{barren}\)$"
+    with pytest.raises(EngineDied, match=said):
         run(asyncio.wait_for(scenario(), 120))
 
 

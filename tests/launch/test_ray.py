@@ -95,8 +95,15 @@ def start(cluster, tiny, out, *more):
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", "--hosts", "ray"),
-            *("--slots", "2", *overrides(tiny, out, "r"), "trainer.world_size=2", "engine.count=1"),
-            *("megatron.parallel.tensor_model_parallel_size=2", "engine.devices_per_engine=1", *more),
+            *(
+                "--slots",
+                "2",
+                *overrides(tiny, out, "r"),
+                "trainer.world_size=2",
+                "engine.count=1",
+                "weights.transport=gloo",
+            ),
+            *("megatron.parallel.tensor_model_parallel_size=2", *more),
         ],
         cwd=ROOT,
         env=os.environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT)},

@@ -31,19 +31,19 @@ def library(folder, fatbin):
 
 
 def test_only_code_that_the_chip_never_reads_is_zeroed(tmp_path):
-    a100, h100, ptx80, ptx90 = (bytes([number]) * 64 for number in (0xA1, 0xA2, 0xA3, 0xA4))
+    a100, h100, ptx80, ptx90, ptx100 = (bytes([number]) * 64 for number in (0xA1, 0xA2, 0xA3, 0xA4, 0xA5))
     with_cubin = container(entry(CUBIN, 80, a100), entry(CUBIN, 90, h100), entry(PTX, 90, ptx90))
-    without = container(entry(CUBIN, 80, a100), entry(PTX, 80, ptx80), entry(PTX, 90, ptx90))
+    without = container(entry(CUBIN, 80, a100), entry(PTX, 80, ptx80), entry(PTX, 90, ptx90), entry(PTX, 100, ptx100))
     path = library(tmp_path, with_cubin + bytes(16) + without)
     before = path.read_bytes()
     held = prune(str(path), 90)
     after = path.read_bytes()
-    assert held == {"sm_80": 128, "sm_90": 64, "ptx_80": 64, "ptx_90": 128}
+    assert held == {"sm_80": 128, "sm_90": 64, "ptx_80": 64, "ptx_90": 128, "ptx_100": 64}
     assert len(after) == len(before) and after.count(h100) == 1
-    assert after.count(ptx90) == 1  # kept where there is no cubin of the chip
-    assert a100 not in after and ptx80 not in after
+    assert after.count(ptx90) == after.count(ptx80) == 1  # kept where there is no cubin of the chip
+    assert a100 not in after and ptx100 not in after
     zeroed = {at for at in range(len(before)) if before[at] != after[at]}
-    assert {before[at] for at in zeroed} == {0xA1, 0xA3, 0xA4}  # no header
+    assert {before[at] for at in zeroed} == {0xA1, 0xA4, 0xA5}  # no header
     assert prune(str(path), 90) == held and path.read_bytes() == after
 
 

@@ -17,7 +17,7 @@ def test_a_full_disk_is_one_line_with_the_path_and_space_is_enough_to_go_on(new_
     mount = ["mount", "-t", "tmpfs", "-o", "size=120k", "none", tmp_path]
     if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("needs the right to mount a tmpfs")
-    trainer, path = new_trainer(), tmp_path / "step-1"
+    trainer, path = new_trainer(), tmp_path / "checkpoints" / "step-1"
 
     def save():
         if asynchronous:
@@ -26,12 +26,14 @@ def test_a_full_disk_is_one_line_with_the_path_and_space_is_enough_to_go_on(new_
             checkpoint.save(path, trainer, {})
 
     try:
+        path.parent.mkdir()
         trainer.step(batches_of(random_samples(1))[0])
         with pytest.raises(OSError) as full:
             save()
         assert str(full.value) == f"[Errno 28] No space left on device: '{path}'"
         assert _is_full(TrainerError(f"trainer rank 0: OSError: {full.value}")), "it is not started again"
         assert not _is_full(TrainerError("trainer rank 0: RuntimeError: [Errno 2] None"))
+        assert not _is_full(TrainerError("trainer rank 0: OSError: [Errno 28] No space left on device: '/dev/shm/x'"))
         subprocess.run(["mount", "-o", "remount,size=8m", tmp_path], check=True)
         save()
         assert checkpoint.load(path, trainer) == {}

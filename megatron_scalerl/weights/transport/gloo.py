@@ -133,6 +133,7 @@ def _without_watchdog() -> Iterator[None]:
     To switch off its error handling alone (TORCH_NCCL_ASYNC_ERROR_HANDLING) is not enough: it also signals the
     default group's monitor, which ends the process, too (torch's ProcessGroupNCCL.cpp, Watchdog::runLoop and
     HeartbeatMonitor::runLoop). Without it `wait` finds failures and time-outs, and raises them.
+    The variable is the process's while the group is made: nothing else makes NCCL groups meanwhile.
     """
     name, value = "TORCH_NCCL_BLOCKING_WAIT", os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
     os.environ[name] = "1"
