@@ -65,12 +65,13 @@ async def test_they_meet_at_rank_0s_store_and_end_with_the_run(policy, tmp_path,
     """With what CUDA needs in their environment, which the controller decides: a GPU's, which is not here."""
     needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     monkeypatch.setattr("megatron_scalerl.launch.trainer.environment", lambda recipe: needed)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "the user's")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     async with started(policy, tmp_path) as trainer:
         running = programs(trainer)
         assert len(ranks_of(running)) == 2
         for rank in ranks_of(running):
-            assert needed | {"PYTORCH_CUDA_ALLOC_CONF": "the user's"} == {n: rank.environ().get(n) for n in needed}
+            given = {name: rank.environ().get(name) for name in needed}
+            assert given == needed | {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "the user's own value"
         assert trainer.client.rendezvous.host == "127.0.0.1"
         assert await trainer.client.manifest()
         lines = [" ".join(each.cmdline()) for each in running]
