@@ -53,9 +53,8 @@ class World:
             command_timeout_s=240,
         )
         self._recipe = folder / "recipe.yaml"
-        self._recipe.write_text(
-            dump_recipe(make_recipe(policy, trainer={"world_size": world_size}, megatron=megatron or {}))
-        )
+        sections = {"trainer": {"world_size": world_size}, "weights": {"max_senders": 2}}
+        self._recipe.write_text(dump_recipe(make_recipe(policy, megatron=megatron or {}, **sections)))
         self.processes: list[asyncio.subprocess.Process] = []
 
     async def start(self):
