@@ -70,8 +70,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arch", metavar="ARCH", type=int)
     parser.add_argument("libraries", metavar="LIBRARY", nargs="+")
-    options = parser.parse_args()
     with explained():
+        options = parser.parse_args()
         for library in options.libraries:
             table = prune(library, options.arch)
             print(

@@ -32,8 +32,9 @@ TOLERANCE = {"float32": 5e-4, "bfloat16": 0.15}
 """Nats by policy.dtype, for the mean of an engine's tokens, if weights.probe_tolerance is unset. In bf16 correct
 random policies of four layers have 0.02 to 0.08, and with one tensor zeroed or transposed, or two experts exchanged,
 0.35 or more (tests/controller/test_probe_bounds.py)."""
-FAR = 10
-"""A single token may differ by this many times as much: correct policies in bf16 have one of 0.9 nats."""
+FAR = 20
+"""A single token may differ by this many times as much: a correct Qwen3-MoE in bf16 has one of 2.2 nats, where
+trainer and engine choose other experts."""
 
 
 class ProbeError(RuntimeError):

@@ -156,7 +156,7 @@ class WeightsSection(Section):
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
     one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""
     probe_tolerance: PositiveFloat | None = None
-    """The run fails where |trainer - engine log-prob| on the probe exceeds this on average (nats), or 10 times as
+    """The run fails where |trainer - engine log-prob| on the probe exceeds this on average (nats), or 20 times as
     much in one token. null: 5e-4 in float32, 0.15 in bfloat16."""
     timeout_s: PositiveFloat = 600.0
     """Time limit of each phase of a weight update (s); an engine that exceeds it is evicted."""
