@@ -38,7 +38,7 @@ class Cluster:
         self.wait_for(1)
         for number in (2, 3):
             self.raylets.append(self._start(f"127.0.0.{number}", f"--address={self.address}", "--num-cpus=2"))
-        self.wait_for(3)
+            self.wait_for(number)  # two that start together take the same ports
 
     def _start(self, node, *options):
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -114,7 +114,7 @@ def start(cluster, tiny, out, *more):
 
 def steps(out):
     path = out / "r" / "metrics.jsonl"
-    return len(read_jsonl(path)) if path.exists() else 0
+    return max((row["step"] for row in read_jsonl(path)), default=0) if path.exists() else 0
 
 
 def of_run(out):
