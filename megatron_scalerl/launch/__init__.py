@@ -3,6 +3,7 @@
 In the controller's process:
 
     placement.py, hosts.py   what runs where; the commands that start a program on another host
+    ray_hosts.py             the same from a Ray cluster: reserves nodes, runs programs there
     launcher.py              starts the run's processes: trainer.py its ranks, engines.py its engines
     process.py               starts an engine, watches and stops it
     local_server.py          its server as a child process (also in an agent)

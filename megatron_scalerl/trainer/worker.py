@@ -11,6 +11,7 @@ with 3, at once, also in the middle of a step, so that no orphan holds devices.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -234,8 +235,8 @@ def main() -> int:
         serve(link, settings, listening)
     except BaseException as error:
         line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        if isinstance(error, OSError) and error.filename:
-            logger.error("%s", line)  # where it was raised says nothing more
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            logger.error("%s", line)  # a full disk: where it was raised says nothing more
         else:
             logger.exception("failed, exiting")
         link.send(messages.Failed(rank=settings.rank, error=line))
