@@ -20,6 +20,7 @@ SEAM = {
 }
 VLLM = {
     "engine/vllm_plugin.py",
+    "engine/forced_on_device.py",
     "engine/vllm_progress.py",
     "engine/server.py",
     "weights/live_weights.py",

@@ -43,8 +43,9 @@ from megatron_scalerl.evaluation.training_texts import problem_texts
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.plans import VALIDATION_PRIORITY
 from megatron_scalerl.rollouts.run_text import RunTokenizer
-from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
+from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,8 @@ from megatron_scalerl.fit.outlook import outlook
 from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.prompts.dataset import PromptSet, first_of_each_task
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler, ScoredCompletion
+from megatron_scalerl.rollouts.plans import VALIDATION_PRIORITY
+from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
 from megatron_scalerl.types import Completion, CompletionLost, ComputeUnit, PassRate, Prompt, TaskPassRate
 
 logger = logging.getLogger(__name__)

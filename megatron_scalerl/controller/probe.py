@@ -20,7 +20,8 @@ from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.launch.placement import Fleet
 from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
+from megatron_scalerl.rollouts.plans import VALIDATION_PRIORITY
+from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.types import CompletionLost, Prompt
 
 logger = logging.getLogger(__name__)

@@ -76,6 +76,8 @@ class SamplingSpec:
     temperature: float = 1.0
     """0 is greedy."""
     seed: int = 0
+    seeded: bool = True
+    """False: the engine draws from its own generator, and `seed` only names the completion (`rollouts.seeds`)."""
     interruption: Plan | None = None
     """Cut, phrase and answer budget; None: no interruption, `max_tokens` alone."""
     priority: int = 0
@@ -387,7 +389,7 @@ def _sampling(spec: SamplingSpec) -> dict[str, Any]:
         "max_tokens": spec.max_tokens if plan is None else min(spec.max_tokens, plan.max_tokens),
         "temperature": spec.temperature,
         "stop_token_ids": [] if spec.ignore_eos else sorted(ends),
-        "seed": spec.seed,
+        "seed": spec.seed if spec.seeded else None,
         "logprobs": 0,
         "detokenize": False,
         "ignore_eos": spec.ignore_eos,

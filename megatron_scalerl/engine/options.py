@@ -17,6 +17,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import secrets
 import sys
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,8 @@ from megatron_scalerl.recipe.other_names import check_keys
 from megatron_scalerl.weights.plan import VLLM_BACKEND
 
 PLUGIN = "megatron_scalerl.engine.vllm_plugin"
+DEVICE_PROCESSOR = "megatron_scalerl.engine.forced_on_device"
+"""The logits processor of vLLM's V2 model runner."""
 SERVER = "megatron_scalerl.engine.server"
 
 OURS = {
@@ -106,8 +109,8 @@ CHANGES_SAMPLING = {
 }
 """Options that change which token is sampled, where a completion ends or what is reported -> why each is refused.
 
-Checked against the sampler and the options of vLLM 0.32, these have no such effect: seed (every request has its own),
-max_logprobs (only the sampled token's is requested), reasoning_parser, reasoning_config, enable_trace_replay and
+Checked against the sampler and the options of vLLM 0.32, these have no such effect: seed, max_logprobs (only the
+sampled token's is requested), reasoning_parser, reasoning_config, enable_trace_replay and
 structured_outputs_config (for requests that ask for them), use_fp64_gumbel and enable_batch_sharded_sampling (other
 arithmetic of the same sampling)."""
 
@@ -125,6 +128,10 @@ CPU_DEFAULTS: dict[str, Any] = {
 """Without torch.compile (no gain, needs a compiler). Without chunked prefill: a seeded request whose prompt is split
 would rewind its generator, which on CPUs has no offset, and crash the engine (gpu_model_runner.py,
 _bookkeeping_sync). With an explicit KV cache size: by default vLLM takes a share of all memory."""
+
+GPU_DEFAULTS: dict[str, Any] = {"moe_backend": "triton"}
+"""Other backends for mixtures of experts, the default on Blackwell too, rearrange the experts' weights; then updates
+cannot write them in place."""
 
 
 @cache
@@ -155,6 +162,15 @@ def on_cpu() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def training_seeds(recipe: Recipe) -> bool:
+    """Whether training requests carry a seed.
+
+    With a seed, a completion that was in flight on an evicted engine is drawn again as it was. vLLM's V1 runner on
+    GPUs then launches one sampling kernel for each sequence and token, so there only deterministic runs have seeds.
+    """
+    return on_cpu() or recipe.rollouts.deterministic or recipe.rollouts.routing_replay
 
 
 def check_options(options: dict[str, Any]) -> None:
@@ -207,21 +223,23 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
     ValueError as `check_options` does, and for an option that contradicts another setting of the recipe.
     """
     check_options(recipe.engine.vllm)
-    options: dict[str, Any] = (CPU_DEFAULTS if on_cpu() else {}) | {
+    options: dict[str, Any] = (CPU_DEFAULTS if on_cpu() else GPU_DEFAULTS) | {
         "served_model_name": "policy",
         "uvicorn_log_level": "warning",
         "disable_uvicorn_access_log": True,
         "disable_fastapi_docs": True,
         # per-iteration statistics take a seventh of the server's time
         "disable_log_stats": True,
+        # engines must not draw alike: without request seeds they sample from a generator with this seed
+        "seed": 0 if recipe.rollouts.deterministic else secrets.randbits(31),
     }
     options |= recipe.engine.vllm
     if not options["disable_log_stats"]:
         del options["disable_log_stats"]  # a flag of vLLM without a negative form
     # the last one is the outermost: the user's middleware sees no request without the secret
     options["middleware"] = [*_as_list(options.get("middleware")), f"{PLUGIN}.SecretMiddleware"]
-    if recipe.interruption.enabled or not recipe.rollouts.routing_replay:
-        options["logits_processors"] = [f"{PLUGIN}:ForcedTokens"]
+    processor = DEVICE_PROCESSOR if recipe.rollouts.routing_replay else PLUGIN
+    options["logits_processors"] = [f"{processor}:ForcedTokens"]
     head = "float32" if recipe.policy.logits == "fp32" else "model"
     options["hf_overrides"] = {**_nested(options, "hf_overrides"), "head_dtype": head}
     temperature = attention_temperature(recipe)

@@ -25,8 +25,8 @@ from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
-from megatron_scalerl.rollouts.plans import Plans
-from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
+from megatron_scalerl.rollouts.plans import VALIDATION_PRIORITY, Plans
+from megatron_scalerl.rollouts.sampler import Sampler
 
 VERSION = 0
 """The policy version of a folder's weights."""

@@ -161,11 +161,8 @@ class Recipe(Section):
                 f"{self.engine.count} engines of engine.count"
             )
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
-        if r.routing_replay and (self.interruption.enabled or r.kv_cache == "keep"):
-            raise ValueError(
-                "rollouts.routing_replay: needs interruption.enabled false and rollouts.kv_cache recompute; they are "
-                f"{str(self.interruption.enabled).lower()} and {r.kv_cache}"
-            )
+        if r.routing_replay and r.kv_cache == "keep":
+            raise ValueError("rollouts.routing_replay: needs rollouts.kv_cache recompute; it is keep")
         if (window := self.telemetry.trace_steps) is not None and window[0] > window[1]:
             raise ValueError(
                 f"telemetry.trace_steps: the first step {window[0]} comes after the last one, {window[1]}"

@@ -189,9 +189,9 @@ class RolloutsSection(Section):
     kv_cache: Literal["keep", "recompute"] = "keep"
     """At a weight update, keep the KV cache of running completions, as in PipelineRL, or recompute it."""
     routing_replay: bool = False
-    """Mixture-of-experts policies: the trainer routes each token to the experts that the engine chose. Requires GPUs,
-    interruption.enabled false and kv_cache recompute: vLLM reports the experts only in its second model runner, which
-    does not support forced interruption, and its prefix cache has to be reset at each weight update."""
+    """Mixture-of-experts policies: the trainer routes each token to the experts that the engine chose. Requires GPUs
+    and kv_cache recompute: vLLM reports the experts only in its second model runner, and its prefix cache has to be
+    reset at each weight update."""
 
     @property
     def batches_per_update(self) -> int:

@@ -9,9 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.interruption import Plan, draw_cut, plan_ids, tag_variants
+from megatron_scalerl.engine.options import training_seeds
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.decoder import AnswerFormat
+
+TRAINING_PRIORITY, VALIDATION_PRIORITY = 1, 0
+"""The engine serves lower numbers first: validation comes first because the next weight update waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +55,7 @@ class Plans:
         self._end_ids = end_token_ids(recipe.policy.path, tokenizer)
         self._phrase_ids, self._think_end_ids = forced_ids(recipe, tokenizer)
         self._think_end_first, self._think_end_last = tag_variants(tokenizer, self._think_end_ids)
+        self._seeds = training_seeds(recipe)
         self._special_ids = frozenset(tokenizer.all_special_ids)
 
     def draw(self, seed: int, group_id: int, index: int) -> Draw:
@@ -78,7 +83,7 @@ class Plans:
         )
 
     def spec(self, draw: Draw, priority: int) -> SamplingSpec:
-        """The request for one completion."""
+        """The request for one completion. Validation always sends its seed."""
         r = self._recipe.rollouts
         plan = self.plan(draw.thinking_cut) if self._recipe.interruption.enabled else None
         return SamplingSpec(
@@ -86,6 +91,7 @@ class Plans:
             temperature=r.temperature,
             end_ids=self._end_ids,
             seed=draw.seed,
+            seeded=self._seeds or priority == VALIDATION_PRIORITY,
             interruption=plan,
             priority=priority,
             routed_experts=r.routing_replay,

@@ -14,9 +14,6 @@ from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Draw, Plans
 from megatron_scalerl.types import Completion, Prompt, Score
 
-TRAINING_PRIORITY, VALIDATION_PRIORITY = 1, 0
-"""The engine serves lower numbers first: validation comes first because the next weight update waits for it."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredCompletion:

@@ -20,10 +20,10 @@ finished batch, freed engine slots, an engine that joins or leaves, a failure.
   outstanding. `next_batch_ahead` does the same for the version after the current one, until it is cancelled.
 
 An engine that fails a request is evicted (`engine.membership`). The groups on it are issued again on another engine,
-under their ids. Completions that had finished stay. The others are generated again with the same seed and the same
-interruption point, because a completion in flight is longer than average: a new draw in its place would favor short
-completions, while the same draw gives the same completion again as far as the weights are the same. A group of which
-nothing is left starts with a new deadline; one with finished completions keeps its deadline and stays in the gate.
+under their ids. Completions that had finished stay. The others are generated again with the same interruption point
+and, where requests have seeds (`engine.options.training_seeds`), with the same seed. A completion in flight is longer
+than average: a new draw in its place would favor short completions, while the same draw gives the same completion
+again as far as the weights are the same. A group of which nothing is left starts with a new deadline; one with finished completions keeps its deadline and stays in the gate.
 
 With `rollouts.deterministic`, admission is `_admit_in_rounds`: whole rounds (`engine.rounds`), each after the last
 one has ended. After a restart the round that was interrupted is generated again as a whole, those of its groups that
@@ -57,8 +57,8 @@ from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.gate import gate_of
 from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.rollouts.plans import Draw
-from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler, ScoredCompletion
+from megatron_scalerl.rollouts.plans import TRAINING_PRIORITY, Draw
+from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
 from megatron_scalerl.types import Completion, CompletionLost, Prompt, RolloutGroup
 
 _FORGET = 0.02

@@ -17,6 +17,7 @@ from megatron_scalerl.engine.options import (
     check_options,
     engine_arguments,
     engine_environment,
+    training_seeds,
     vllm_options,
 )
 
@@ -193,14 +194,14 @@ def test_an_installed_logits_processor_is_refused(tmp_path, monkeypatch):
         check_options({})
 
 
-REPLAY = {"rollouts": {"routing_replay": True, "kv_cache": "recompute"}, "interruption": {"enabled": False}}
+REPLAY = {"rollouts": {"routing_replay": True, "kv_cache": "recompute"}}
 
 
 def test_expert_choices_select_the_model_runner_that_reports_them(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_options, "on_cpu", lambda: False)
     found = arguments(tmp_path, **REPLAY)
     assert "--enable-return-routed-experts" in found and "--enable-prefix-caching" in found
-    assert "--logits-processors" not in found
+    assert value(found, "--logits-processors") == "megatron_scalerl.engine.forced_on_device:ForcedTokens"
     env = engine_environment(recipe_for(tmp_path, **REPLAY), secret="s", ready_fd=9, listen_fd=8, devices=None)
     assert env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
@@ -208,10 +209,31 @@ def test_expert_choices_select_the_model_runner_that_reports_them(tmp_path, monk
 def test_no_expert_choices_on_cpus_nor_without_their_conditions(tmp_path):
     with pytest.raises(ValueError, match=r"routing_replay: expected vLLM for GPUs.* found the CPU build"):
         arguments(tmp_path, **REPLAY)
-    for part, found in (("rollouts", "false and keep"), ("interruption", "true and recompute")):
-        other = {**REPLAY, part: {"routing_replay": True} if part == "rollouts" else {}}
-        with pytest.raises(ValueError, match=f"routing_replay: needs .* they are {found}"):
-            recipe_for(tmp_path, **other)
+    with pytest.raises(ValueError, match=r"routing_replay: needs rollouts\.kv_cache recompute; it is keep"):
+        recipe_for(tmp_path, rollouts={"routing_replay": True})
+
+
+def test_training_requests_have_seeds_where_a_seed_costs_nothing_or_is_needed(tmp_path, monkeypatch):
+    assert training_seeds(recipe_for(tmp_path)), "on CPUs"
+    monkeypatch.setattr(engine_options, "on_cpu", lambda: False)
+    assert not training_seeds(recipe_for(tmp_path))
+    assert training_seeds(recipe_for(tmp_path, **REPLAY)), "one kernel for all rows"
+    assert training_seeds(recipe_for(tmp_path, rollouts={"deterministic": True, "max_staleness_steps": 0}))
+
+
+def test_engines_draw_from_different_generators(tmp_path):
+    first, second = (value(arguments(tmp_path), "--seed") for _ in range(2))
+    assert first != second
+    fixed = {"rollouts": {"deterministic": True, "max_staleness_steps": 0}}
+    assert value(arguments(tmp_path, **fixed), "--seed") == "0"
+
+
+def test_experts_stay_where_updates_can_write_them(tmp_path, monkeypatch):
+    """vLLM's default on Blackwell rearranges them."""
+    assert "--moe-backend" not in arguments(tmp_path)
+    monkeypatch.setattr(engine_options, "on_cpu", lambda: False)
+    assert value(arguments(tmp_path), "--moe-backend") == "triton"
+    assert value(arguments(tmp_path, engine={"vllm": {"moe_backend": "cutlass"}}), "--moe-backend") == "cutlass"
 
 
 def test_environment(tmp_path, monkeypatch):

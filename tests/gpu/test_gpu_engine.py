@@ -256,7 +256,7 @@ def test_weights_of_a_step_arrive_during_a_completion(
 @pytest.mark.gpu
 def test_the_trainer_replays_the_engines_experts(tmp_path: Path, record_property: Any) -> None:
     """vLLM's V2 model runner reports them; that of CPUs does not. The learning rate is 0."""
-    sections = dict(rollouts=dict(routing_replay=True), interruption=dict(enabled=False), optimizer=dict(lr=0.0))
+    sections = dict(rollouts=dict(routing_replay=True), optimizer=dict(lr=0.0))
     with serving("qwen3_moe", tmp_path, "gpu", **sections) as served:
         rollouts = served.run(served.complete(100, routed_experts=True))
         for prompt, rollout in zip(served.prompts, rollouts):

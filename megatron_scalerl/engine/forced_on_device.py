@@ -1,0 +1,126 @@
+"""Forced interruption in vLLM's V2 model runner, whose tokens are on the device only (vLLM 0.32.0, v1/worker/gpu).
+
+The rules are those of `engine.interruption.Forcing`, here for all rows of a batch at once and without a host wait.
+vLLM's server process loads the class, too, to validate requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.sample.logits_processor.interface import (
+    LogitsContext,
+    LogitsProcessor,
+    LogitsProcRequestState,
+)
+
+from megatron_scalerl.engine.interruption import Forcing, Plan
+
+_CUT, _ANSWER_BUDGET, _WHOLE_BUDGET, _ANSWER_START, _BUDGET_END = range(5)
+"""Columns of the slots' table. A cut of -1: the request in this slot has no plan."""
+
+
+class ForcedTokens(LogitsProcessor):
+    """The plans of the requests by their slots. All requests of an engine share phrase, closing tag and end token."""
+
+    _words: ClassVar[tuple[Any, ...] | None] = None
+
+    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+        self._states = req_states
+        self._table = torch.full((req_states.max_num_reqs, 5), -1, dtype=torch.int64, device=req_states.device)
+        self._added: dict[int, Plan | None] = {}
+        self._planned: set[int] = set()
+        self._phrase = self._tag = torch.empty(0)
+        self._eos = -1
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raises ValueError for an invalid plan or one with other tokens; the server responds with 400."""
+        plan = Plan.from_extra_args(sampling_params.extra_args)
+        if plan is not None:
+            words = _words(plan)
+            cls._words = cls._words or words
+            if words != cls._words:
+                raise ValueError("extra_args: this engine has forced another phrase, closing tag or end token before")
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """Take the plan of the request that enters slot `req_idx`."""
+        plan = Plan.from_extra_args(sampling_params.extra_args)
+        self._added[req_idx] = plan
+        return plan is not None
+
+    def apply_staged_writes(self) -> None:
+        """Write the new slots' rows. A request that was preempted brings the tokens that it already has."""
+        if not self._added:
+            return
+        rows = []
+        for slot, plan in self._added.items():
+            (self._planned.discard if plan is None else self._planned.add)(slot)
+            rows.append([-1] * 5 if plan is None else self._row(slot, plan))
+        device = self._states.device
+        slots = torch.tensor(list(self._added), device=device)
+        self._table[slots] = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._added.clear()
+
+    def _row(self, slot: int, plan: Plan) -> list[int]:
+        if self._eos < 0:
+            self._take_words(plan)
+        forcing = Forcing(plan)
+        start, end = (int(length.np[slot]) for length in (self._states.prompt_len, self._states.prefill_len))
+        if end > start:
+            forcing.next_token(self._states.all_token_ids.gpu[slot, start:end].tolist())
+        whole = -1 if plan.whole_budget is None else plan.whole_budget
+        return [plan.cut, plan.answer_budget, whole, forcing.answer_start, forcing.budget_end]
+
+    def _take_words(self, plan: Plan) -> None:
+        device = self._states.device
+        self._eos = plan.eos_id
+        self._phrase = torch.tensor(plan.phrase_ids, dtype=torch.int64, device=device)
+        accepted = [{token} for token in plan.think_end_ids]
+        accepted[-1] |= plan.think_end_last
+        if len(accepted) > 1:
+            accepted[0] |= plan.think_end_first
+        self._tag = torch.zeros(len(accepted), self._states.vocab_size, dtype=torch.bool)
+        for allowed, tokens in zip(self._tag, accepted):
+            allowed[sorted(tokens)] = True
+        self._tag = self._tag.to(device)
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """logits: [rows, vocabulary]; in a row whose next token is forced, every other token becomes -inf."""
+        if not self._planned.intersection(ctx.idx_mapping_np.tolist()):
+            return logits
+        slots = ctx.expanded_idx_mapping.long()
+        row = self._table[slots]
+        cut, start = row[:, _CUT], row[:, _ANSWER_START]
+        length = ctx.pos + 1 - self._states.prompt_len.gpu[slots]  # of the completion so far, [rows]
+        width = len(self._tag)
+        at = ctx.pos[:, None] + torch.arange(1 - width, 1, device=logits.device)
+        last = self._states.all_token_ids.gpu[slots[:, None], at.clamp(min=0)].long()
+        closed = self._tag[torch.arange(width, device=logits.device), last].all(dim=1)
+        thinking = (cut >= 0) & (start < 0)
+        natural = thinking & closed & (length >= width) & (length <= cut)
+        forced = thinking & ~natural & (length == cut)
+        whole = row[:, _WHOLE_BUDGET]
+        answer = row[:, _ANSWER_BUDGET]
+        after_phrase = cut + len(self._phrase)
+        row[:, _ANSWER_START] = torch.where(natural, length, torch.where(forced, after_phrase, start))
+        row[:, _BUDGET_END] = torch.where(
+            natural,
+            torch.where(whole < 0, length + answer, whole),
+            torch.where(forced, after_phrase + answer, row[:, _BUDGET_END]),
+        )
+        self._table[slots] = row
+        start = row[:, _ANSWER_START]
+        in_phrase = (cut >= 0) & (start >= 0) & (length < start)
+        phrase = self._phrase[(length - cut).clamp(0, len(self._phrase) - 1)]
+        must = in_phrase | ((cut >= 0) & (start >= 0) & (length >= row[:, _BUDGET_END]))
+        token = torch.where(in_phrase, phrase, self._eos)
+        logits.masked_fill_(must[:, None], float("-inf"))
+        value = torch.where(must, 0.0, logits.gather(1, token[:, None])[:, 0])
+        return logits.scatter_(1, token[:, None], value[:, None].to(logits.dtype))
+
+
+def _words(plan: Plan) -> tuple[Any, ...]:
+    return plan.phrase_ids, plan.think_end_ids, plan.think_end_first, plan.think_end_last, plan.eos_id
