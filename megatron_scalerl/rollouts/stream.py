@@ -23,7 +23,8 @@ An engine that fails a request is evicted (`engine.membership`). The groups on i
 under their ids. Completions that had finished stay. The others are generated again with the same interruption point
 and, where requests have seeds (`engine.options.training_seeds`), with the same seed. A completion in flight is longer
 than average: a new draw in its place would favor short completions, while the same draw gives the same completion
-again as far as the weights are the same. A group of which nothing is left starts with a new deadline; one with finished completions keeps its deadline and stays in the gate.
+again as far as the weights are the same. A group of which nothing is left starts with a new deadline; one with
+finished completions keeps its deadline and stays in the gate.
 
 With `rollouts.deterministic`, admission is `_admit_in_rounds`: whole rounds (`engine.rounds`), each after the last
 one has ended. After a restart the round that was interrupted is generated again as a whole, those of its groups that
