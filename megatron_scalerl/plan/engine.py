@@ -40,6 +40,8 @@ class EngineMemory:
     """On all devices of the engine together."""
     limit_bytes: float
     """Device memory x gpu_memory_utilization."""
+    group_bytes: float
+    """Of the broadcast groups over which weights arrive, which vLLM does not count."""
 
     @property
     def used_bytes(self) -> float:
@@ -49,7 +51,7 @@ class EngineMemory:
     @property
     def total(self) -> float:
         """Bytes of the device that others leave it: vLLM starts only where gpu_memory_utilization of it is free."""
-        return max(self.limit_bytes, self.used_bytes)
+        return max(self.limit_bytes, self.used_bytes) + self.group_bytes
 
     @property
     def kv_tokens(self) -> int:
@@ -88,7 +90,9 @@ class Decoding:
         return running / self.step_seconds(running) if running else 0.0
 
 
-def engine_memory(recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assumed: Assumptions) -> EngineMemory:
+def engine_memory(
+    recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assumed: Assumptions, *, group_bytes: float = 0.0
+) -> EngineMemory:
     """Weights, overhead and KV cache of one device. Raises ValueError for contradicting parallel sizes."""
     options, devices = recipe.engine.vllm, recipe.engine.devices_per_engine
     product = math.prod(int(options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
@@ -119,6 +123,7 @@ def engine_memory(recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assum
         kv_bytes=float(cache) if cache else limit - weights - overhead,
         kv_bytes_per_token=layers * per_layer * width,
         limit_bytes=limit,
+        group_bytes=group_bytes,
     )
 
 

@@ -64,10 +64,12 @@ def trainer_memory(
     *,
     kernels: Kernels,
     micro_batches: int = 2**30,
+    group_bytes: float = 0.0,
 ) -> tuple[RankMemory, ...]:
     """Peak memory of each pipeline stage. Raises ValueError for unsupported options.
 
-    micro_batches: per step; bounds the micro-batches in flight in a pipeline.
+    micro_batches: per step; bounds the micro-batches in flight in a pipeline. group_bytes: of the broadcast groups
+    that send weights.
     """
     if kernels == PLAIN_ON_GPU:
         _check_attention(recipe, family, layout)
@@ -75,7 +77,8 @@ def trainer_memory(
         if recipe.megatron.optimizer.get(key):
             raise ValueError(f"megatron.optimizer.{key}: expected false, the planner does not support it")
     return tuple(
-        _stage_memory(recipe, family, layout, assumed, kernels, micro_batches, stage) for stage in range(layout.pp)
+        _stage_memory(recipe, family, layout, assumed, kernels, micro_batches, stage, group_bytes)
+        for stage in range(layout.pp)
     )
 
 
@@ -106,6 +109,7 @@ def _stage_memory(
     kernels: Kernels,
     micro_batches: int,
     stage: int,
+    group_bytes: float,
 ) -> RankMemory:
     p = of_stage(family, layout, stage)
     static = _static(recipe, layout, p)
@@ -127,6 +131,7 @@ def _stage_memory(
         Term(name="logit input gradients", bytes=stays, moving=True),
         Term(name="logit workspace" if logits > layer_work else "layer workspace", bytes=work, moving=True),
         rest,
+        Term(name="weight groups (NCCL)", bytes=group_bytes),
     )
     if kernels == PLAIN_ON_GPU:  # temporary memory is freed before gradients are clipped
         terms += (Term(name="gradient clipping copy", bytes=max(0.0, 4 * p.largest - moving)),)

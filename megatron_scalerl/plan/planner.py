@@ -18,7 +18,7 @@ from megatron_scalerl.plan.memory import RankMemory, trainer_memory
 from megatron_scalerl.plan.sharding import Layout, layout_of
 from megatron_scalerl.plan.simulate import QueueSettings, Timing, simulate
 from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, queue_of, recipe_split, splits
-from megatron_scalerl.plan.update import EngineShape, UpdateWork, update_work
+from megatron_scalerl.plan.update import GROUP_BYTES, EngineShape, UpdateWork, update_work
 from megatron_scalerl.plan.work import StepWork, step_work
 from megatron_scalerl.recipe import Recipe
 
@@ -108,6 +108,11 @@ class RunPlan:
                 f"the KV cache of an engine cannot hold one sequence of {self.engine.context_tokens:,} tokens: "
                 f"{self.engine.missing_bytes / GIB:.1f} GiB per device missing"
             )
+        if (over := self.engine.total - self.gpu.memory_bytes) > 0:
+            found.append(
+                f"engine.vllm.gpu_memory_utilization: vLLM's share and the weight groups' "
+                f"{self.engine.group_bytes / GIB:.1f} GiB are {over / GIB:.1f} GiB more than a device has"
+            )
         need = self.recipe.longest_sequence(phrase_tokens=0)
         if self.recipe.micro_batch_tokens < need:
             found.append(
@@ -135,20 +140,29 @@ def make_plan(
     family, hf_config = load_family(config)
     parameters = count(family, hf_config)
     lengths = lengths or assumed_lengths(recipe, assumed)
-    engine = engine_memory(recipe, family, parameters, gpu, assumed)
-    speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
     own = recipe_split(recipe)
     is_own = gpus_of(recipe, own) == gpus
     possible = _possible(recipe, gpus, gpu)
     first = own if is_own else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
+    group_bytes = 0 if recipe.engine.colocate or recipe.weights.transport == "shm" else GROUP_BYTES
+    engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=group_bytes * update.groups)
+    speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
     base = _base(recipe, speed, lengths, _pause(recipe, update, first, gpu, assumed))
 
     def trainer_of(split: Split) -> _Trainer:
         layout = layout_of(recipe, family, split.trainer)
         work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
         micro_batches, kernels = int(work.micro_batches) + 1, Kernels(layers=layers, device="gpu")
-        memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=micro_batches)
+        memory = trainer_memory(
+            recipe,
+            family,
+            layout,
+            assumed,
+            kernels=kernels,
+            micro_batches=micro_batches,
+            group_bytes=group_bytes * update.sender_groups,
+        )
         return _Trainer(layout=layout, work=work, memory=memory)
 
     best = _search({split: trainer_of(split) for split in possible}, _room(recipe, gpu, engine), base)

@@ -126,6 +126,7 @@ def _engine(plan: RunPlan) -> Section:
     return _pairs(
         "engine",
         ("GiB per device", f"{used} + KV cache {e.kv_bytes / GIB:.1f} = {e.used_bytes / GIB:.1f}"),
+        ("beside vLLM's share", f"{e.group_bytes / GIB:.2f} GiB for the groups over which weights arrive"),
         ("KV cache of an engine", f"{e.kv_tokens:,} tokens of {e.kv_bytes_per_token / 1024:,.0f} KiB"),
         (
             "max concurrent sequences",

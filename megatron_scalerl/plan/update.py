@@ -19,11 +19,14 @@ from megatron_scalerl.models.family import Family, Rule
 from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.weights.owners import Place, manifest, send_plan
-from megatron_scalerl.weights.plan import Needs, Ranges, buckets
+from megatron_scalerl.weights.plan import MOST_CHANNELS, Needs, Ranges, buckets
 
 HOP_S = 30e-6
 """Latency of a bucket for each hop of its broadcast (seconds); ours."""
 
+GROUP_BYTES = 2 * MOST_CHANNELS * 10_000_000
+"""Buffers of one broadcast group over NCCL on a member's device: a ring has two directions, and a channel about 10 MB
+in each (4 MiB for its simple protocol, the rest for LL128 and LL). An estimate, measured on no GPU."""
 
 CHANGED = 0.01 * 3.1 / 2
 """Bytes of an update of changes over those of a whole one, in bf16: 1 % of the elements, 3.1 bytes for each
@@ -59,6 +62,8 @@ class UpdateWork:
     """Trainer ranks that send."""
     groups: int
     """Most broadcast groups that one worker is in: its senders."""
+    sender_groups: int
+    """Most broadcast groups that one sender is in: the shards that it sends to."""
     most_sent: int
     """Bytes of the rank that sends most."""
     most_received: int
@@ -132,6 +137,7 @@ def moved(
         bytes=sum(meta.item_bytes * math.prod(meta.shape) for meta in parameters),
         senders=plan.senders,
         groups=max(Counter(shard for _, shard in plan.pairs).values()),
+        sender_groups=max(Counter(sender for sender, _ in plan.pairs).values()),
         most_sent=max(_sums((sender, size) for sender, _, size in order).values()),
         most_received=max(_sums((shard, size) for _, shard, size in order).values()),
         buckets=order,

@@ -25,6 +25,10 @@ import numpy as np
 
 from megatron_scalerl.distributed.rendezvous import Rendezvous
 
+MOST_CHANNELS = 8
+"""Of a broadcast group over NCCL: each has buffers on every member's device. An estimate; NCCL's own choice goes up
+to 32."""
+
 Ranges = tuple[tuple[int, int], ...]
 """A rectangle: (first, end) along each dimension of a tensor; () of a scalar."""
 

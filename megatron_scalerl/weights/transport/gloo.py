@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_scalerl.distributed.rendezvous import gloo_device, open_store
-from megatron_scalerl.weights.plan import Connection
+from megatron_scalerl.weights.plan import MOST_CHANNELS, Connection
 
 Read = Callable[[int], torch.Tensor]
 """Number of a part -> its values, of the shape of its rectangle: a view of a parameter."""
@@ -99,7 +99,7 @@ class NcclGroup(Group):
         assert self._store is not None
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
-        options.config.max_ctas = _MOST_CHANNELS
+        options.config.max_ctas = MOST_CHANNELS
         with _without_watchdog():
             group: Any = dist.ProcessGroupNCCL(self._store, rank, self._world_size, options)
         try:
@@ -120,10 +120,6 @@ class NcclGroup(Group):
         """
         super().start(tensor)()
         return lambda: None
-
-
-_MOST_CHANNELS = 8
-"""Of a communicator: each has buffers on every member's device. An estimate; NCCL's own choice goes up to 32."""
 
 
 @contextlib.contextmanager
