@@ -16,7 +16,9 @@ from megatron_scalerl.plan.engine import engine_memory
 from megatron_scalerl.plan.hardware import GIB, GPUS, PLAIN_ON_GPU, Kernels
 from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import logit_bytes, trainer_memory
+from megatron_scalerl.plan.planner import make_plan
 from megatron_scalerl.plan.sharding import layout_of
+from megatron_scalerl.plan.update import GROUP_BYTES
 from megatron_scalerl.plan.work import step_work
 from megatron_scalerl.recipe.file import load_recipe
 
@@ -196,6 +198,22 @@ def test_engine_counts_key_value_heads():
     assert e.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2 == 131_072
     assert e.kv_bytes == H100.memory_bytes * 0.92 - 2 * 8_030_261_248 - 4 * GIB
     assert e.full_sequences == pytest.approx(e.kv_tokens / 16_466) and e.missing_bytes == 0
+
+
+def test_the_weight_groups_are_counted_on_both_sides():
+    """Scout: each of an engine's 8 workers is in the groups of 32 senders, each sender in those of 8 shards."""
+
+    def planned(*overrides):
+        recipe = load_recipe(ROOT / "recipes/scalerl_llama4_scout_17bx16.yaml", overrides)
+        return make_plan(recipe, ROOT / "recipes/configs" / Path(recipe.policy.path).name, 256, H100, Assumptions())
+
+    plan, alone = planned(), planned("weights.transport=shm")
+    assert [terms(stage)["weight groups (NCCL)"] for stage in plan.trainer] == [8 * GROUP_BYTES] * 2
+    assert plan.engine.group_bytes == 32 * GROUP_BYTES and GROUP_BYTES == 160_000_000
+    assert plan.engine.total == plan.engine.limit_bytes + plan.engine.group_bytes and not plan.problems()
+    assert alone.engine.group_bytes == 0 and alone.headroom == plan.headroom + 8 * GROUP_BYTES
+    [problem] = planned("engine.vllm.gpu_memory_utilization=0.96").problems()
+    assert "vLLM's share and the weight groups' 4.8 GiB are 1.6 GiB more than a device has" in problem
 
 
 def test_engine_options_that_disagree():

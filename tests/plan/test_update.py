@@ -111,6 +111,7 @@ def test_seconds_of_buckets_that_wait_for_their_sender_and_their_worker():
         bytes=9,
         senders=2,
         groups=2,
+        sender_groups=2,
         most_sent=6,
         most_received=5,
         buckets=((0, 0, 2), (0, 1, 4), (1, 0, 3)),  # (1, 0) waits for worker 0, (0, 1) for sender 0
