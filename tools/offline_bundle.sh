@@ -70,8 +70,20 @@ pip() { python3 -m pip --disable-pip-version-check "$@" 2> >(grep -v '^WARNING: 
 pip download -q --no-deps --require-hashes "${target[@]}" -d "$out/wheels" -r "$work/wanted.txt"
 if [ -z "$only" ] && grep -q '^transformer-engine-torch==' "$lock"; then # compiled there, against the torch there
   awk '/^[^ #]/ {on = /^transformer-engine-torch==/} on && !/^#/' "$lock" >"$work/source.txt"
-  pip download -q --no-deps --no-binary=:all: --no-build-isolation --require-hashes -d "$out/wheels" -r "$work/source.txt" ||
-    echo "offline_bundle.sh: transformer-engine-torch was not fetched: pip could not read its source (it imports torch)"
+  python3 - "$work/source.txt" "$out/wheels" <<'PYTHON' # pip would run its setup.py, which imports torch
+import hashlib, os, re, sys, urllib.parse, urllib.request
+
+entry = open(sys.argv[1]).read()
+name, version = re.match(r"([\w.-]+)==([^\s;\\]+)", entry).groups()
+page = f"{os.environ.get('PIP_INDEX_URL', 'https://pypi.org/simple').rstrip('/')}/{name}/"
+links = re.findall(rf'href="([^"#]+-{re.escape(version)}\.tar\.gz)', urllib.request.urlopen(page).read().decode())
+if not links:
+    sys.exit(f"offline_bundle.sh: {page} has no source of {name} {version}")
+data = urllib.request.urlopen(urllib.parse.urljoin(page, links[0])).read()
+if hashlib.sha256(data).hexdigest() not in entry:
+    sys.exit(f"offline_bundle.sh: {links[0]} has another hash than the lock")
+open(os.path.join(sys.argv[2], links[0].rsplit("/")[-1]), "wb").write(data)
+PYTHON
 fi
 
 for wheel in "$out"/wheels/*.whl; do # without GPU code of other architectures
