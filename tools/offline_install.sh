@@ -18,16 +18,24 @@ tar -xzf "$here/megatron_scalerl.tar.gz" -C "$site/checkout"
 PYTHONPATH="$site" pip install -q --no-index --no-deps --no-build-isolation --no-compile --target "$site" --upgrade \
   "$site/checkout"
 rm -rf "$site/megatron_scalerl" "$site/checkout/build" # the checkout's own is used, with its tests
+nvidia=$(PYTHONPATH="$site" "$python" -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parent.parent / "nvidia")' || true)
 source=$(ls "$here"/wheels/transformer?engine?torch-*.tar.gz 2>/dev/null || true)
-if [ -n "$source" ] && command -v nvcc >/dev/null; then
-  nvidia=$("$python" -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parent.parent / "nvidia")')
-  PYTHONPATH="$site" NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE PATH="$site/bin:$PATH" \
-    CPATH="$nvidia/cudnn/include:$nvidia/nccl/include:$nvidia/cu13/include${CPATH:+:$CPATH}" \
-    pip install -q --no-index --no-deps --no-build-isolation --target "$site" "$source" ||
-    echo "install.sh: Transformer Engine's torch extension was not compiled: the plain layers serve"
+toolkit="${CUDA_HOME:-$nvidia/cu13}" # the compiler and the headers of the bundle
+if [ -n "$source" ]; then
+  echo "install.sh: compiling Transformer Engine's torch extension (some minutes on many cores, an hour on one)"
+  PYTHONPATH="$site" NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE PATH="$site/bin:$toolkit/bin:$PATH" \
+    CUDA_HOME="$toolkit" \
+    CPATH="$nvidia/cudnn/include:$nvidia/nccl/include:$toolkit/include:$toolkit/include/cccl${CPATH:+:$CPATH}" \
+    pip install -q --no-index --no-deps --no-build-isolation --target "$site" "$source" || {
+    echo "install.sh: it was not compiled: Transformer Engine is taken out again, and the plain layers serve"
+    rm -rf "$site"/transformer_engine* # without the extension Megatron-Core would not import
+  }
 fi
 cat >"$site/activate" <<ACTIVATE
 export PYTHONPATH="$site/checkout:$site\${PYTHONPATH:+:\$PYTHONPATH}" PATH="$site/bin:\$PATH"
+# Transformer Engine looks for them beside Python's own packages
+export CUDNN_HOME="$nvidia/cudnn" NVRTC_HOME="$nvidia/cu13" CURAND_HOME="$nvidia/cu13"
+export LD_LIBRARY_PATH="$nvidia/cudnn/lib:$nvidia/cu13/lib\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false
 ACTIVATE
 . "$site/activate"
