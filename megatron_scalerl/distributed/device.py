@@ -42,6 +42,11 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+def free_memory() -> int:
+    """Free memory of `device()` (bytes); 0 without a GPU."""
+    return torch.cuda.mem_get_info(device())[0] if HAVE_GPU else 0
+
+
 def backend() -> str:
     """Backend of collectives on `device()`: "nccl" or "gloo"."""
     return "nccl" if HAVE_GPU else "gloo"

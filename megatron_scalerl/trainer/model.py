@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
@@ -16,9 +17,10 @@ from torch import Tensor
 from megatron_scalerl.checkpoints import safe_megatron
 from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder
-from megatron_scalerl.distributed.device import HAVE_TE
+from megatron_scalerl.distributed.device import HAVE_GPU, HAVE_TE, free_memory
 from megatron_scalerl.distributed.parallel import Parallel, virtual_pipeline_size
 from megatron_scalerl.logits import token_logprobs, token_loss
+from megatron_scalerl.logits.choice import ROOM_FOR_GPU_WORKSPACE, WORKSPACE_MB
 from megatron_scalerl.logits.chunk_loss import ChunkLoss
 from megatron_scalerl.logits.projection import Entropy
 from megatron_scalerl.models.family import Family, padded_vocab_size
@@ -69,7 +71,7 @@ class PolicyModel(GPTModel):
             vocab_size=family.vocab_size,
             grad_logits=recipe.trainer.logit_gradient,
             sequence_parallel=options.config.sequence_parallel,
-            workspace_mb=recipe.trainer.logit_workspace_mb,
+            workspace_mb=recipe.trainer.logit_workspace_mb or _logit_workspace(parallel),
             keep_logits=True,  # the last stage goes backward at once
             backend=recipe.trainer.logit_backend,
         )
@@ -185,6 +187,14 @@ class PolicyModel(GPTModel):
         half = positions.float()[:, None] * frequencies
         pairs = torch.repeat_interleave(half, 2, dim=-1) if self.config.rotary_interleaved else half.repeat(1, 2)
         return pairs[:, None, None, :]
+
+
+def _logit_workspace(parallel: Parallel) -> float:
+    """MiB for blocks of logits where the recipe does not say, the same on all ranks of the tensor-parallel group."""
+    free = torch.tensor(free_memory(), device=parallel.device)
+    if HAVE_GPU and parallel.tp_size > 1:
+        dist.all_reduce(free, op=dist.ReduceOp.MIN, group=parallel.groups.tp)
+    return WORKSPACE_MB["gpu" if free >= ROOM_FOR_GPU_WORKSPACE else "cpu"]
 
 
 def row_divisor(config: Any) -> int:
