@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.extensions import transformer_engine as te_extensions
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -79,6 +82,8 @@ class PolicyModel(GPTModel):
             # Megatron-Core 0.16.1 has no `logit_dtype`; a GPTModel that has one materializes [N, vocab] logits.
             self.output_layer.forward = self._use_head
         self.parallel = parallel
+        if options.config.apply_rope_fusion and options.config.rotary_interleaved:
+            _interleave_fused_rope()
         self.rotary_pos_emb.inv_freq = family.inv_freq.to(parallel.device)
         routing.install(self.decoder)
 
@@ -236,8 +241,38 @@ def build_policy(
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
         for index, module in enumerate(wrapped)
     ]
+    if HAVE_TE and recipe.megatron.model.get("gradient_accumulation_fusion", True):
+        accumulate_in_linears(chunks)
     _sync_functions(config, ddp, chunks)
     return chunks
+
+
+def _interleave_fused_rope() -> None:
+    """Makes Transformer Engine's fused RoPE of packed rows rotate interleaved pairs, for all models of the process.
+
+    Megatron-Core 0.19.2 passes them on, 0.16.1 does not (extensions/transformer_engine.py:2362-2381).
+    """
+    if "interleaved" in inspect.signature(rope_utils.fused_apply_rotary_pos_emb_thd).parameters:
+        return
+
+    def interleaved(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+        options = dict(cu_seqlens=cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
+        rotate = te_extensions.apply_rotary_pos_emb
+        return rotate(t, freqs, tensor_format="thd", interleaved=True, fused=True, **options)
+
+    rope_utils.fused_apply_rotary_pos_emb_thd = interleaved
+
+
+def accumulate_in_linears(chunks: Sequence[torch.nn.Module]) -> None:
+    """Makes Transformer Engine's linear layers add their weight gradients to main_grad, which DDP has made.
+
+    As Megatron-LM does by default. Set here and not in the configuration: Megatron's own output layer, whose forward
+    is ours, would refuse it without apex (tensor_parallel/layers.py:924). Layers of Transformer Engine read it in
+    every forward pass and tell DDP (module/linear.py:1444, 947 of 2.11.0).
+    """
+    for module in (each for chunk in chunks for each in chunk.modules()):
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:
