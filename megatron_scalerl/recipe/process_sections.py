@@ -180,6 +180,9 @@ class TelemetrySection(Section):
     on loopback every user of the host."""
     trace_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last optimizer step of which spans are recorded, into RUN/trace. null: none."""
+    profile_steps: tuple[PositiveInt, ...] = ()
+    """Optimizer steps of which every trainer rank writes PyTorch's profile, and on GPUs its allocations, into
+    RUN/profile: large files, and the step takes longer."""
     token_scores_every: NonNegativeInt = 0
     """Optimizer steps between those before which the trainer scores the tokens of eight completions of its batch, for
     the page: mismatch and entropy of each token, in RUN/token_scores, about 15 bytes a token. 0: none."""
