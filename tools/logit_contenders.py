@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_scalerl.logits.api import token_logprobs, token_loss
-from megatron_scalerl.logits.choice import BACKENDS
 
 NAIVE, CCE = "naive, fp32 logits", "cut_cross_entropy, no filter"
 THIRD, SIXTH, CHUNK = 512, 96, 512
@@ -123,10 +122,10 @@ def contenders_on(device: Literal["cpu", "gpu"]) -> list[Contender]:
             ),
         ]
     else:
-        names = list(BACKENDS)
-        mine = [_ours(name, name, 512) for name in names]
-        mine.append(_ours(f"{names[0]}, bf16x2 into main_grad", names[0], 512, grad_logits="bf16x2"))
-        mine.append(_ours(f"{names[0]}, loss in the chunk", names[0], 512, inside=True))
+        mine = [_ours(name, name, 512) for name in ("cuda", "triton", "torch")]
+        mine.append(_ours("cuda, bf16x2 into main_grad", "cuda", 512, grad_logits="bf16x2"))
+        for name in ("cuda", "in_place"):
+            mine.append(_ours(f"{name}, loss in the chunk", name, 2048, inside=True))
         naive.append(Contender(name="naive, bf16 logits", run=_naive_bf16))
         peers = [
             Contender(name="Liger", run=_liger, all_forward=True, peer=True, package="liger_kernel"),

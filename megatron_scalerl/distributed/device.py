@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -40,6 +42,11 @@ def device() -> torch.device:
 def gpu_count() -> int:
     """GPUs that this process sees."""
     return torch.cuda.device_count()
+
+
+def free_memory() -> int:
+    """Free memory of `device()` (bytes); 0 without a GPU."""
+    return torch.cuda.mem_get_info(device())[0] if HAVE_GPU else 0
 
 
 def backend() -> str:
@@ -116,6 +123,27 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+
+
+@contextmanager
+def labelled(name: str) -> Iterator[None]:
+    """A range of this name in torch's profiler and, on a GPU, in NVTX, which Nsight Systems shows."""
+    with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if HAVE_GPU else nullcontext():
+        yield
+
+
+@contextmanager
+def recorded_memory(path: Path) -> Iterator[None]:
+    """On a GPU, writes what is allocated inside to `path`, for pytorch.org/memory_viz; also after an exception."""
+    if not HAVE_GPU:
+        yield
+        return
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def synchronize() -> None:

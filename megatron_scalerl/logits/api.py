@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_scalerl.logits.arguments import Settings, checked
@@ -34,7 +35,7 @@ def token_logprobs(
     Raises ValueError for a target outside the vocabulary, shapes and types that do not fit, a quantized head, a
     workspace too small and a backend that cannot run here: on all ranks alike, before they exchange anything else.
     """
-    call = checked(hidden, weight, targets, Settings(**options), in_chunks=False)
+    call = checked(hidden, weight, targets, Settings(**options))
     return TokenLogprobs.apply(hidden, weight, call)
 
 
@@ -53,7 +54,13 @@ def token_loss(
     once) as a scalar; `places` are their positions among the T tokens. With entropy "grad" it may depend on the
     entropies. This fits CISPO and losses that clip a ratio per token, not GSPO, whose ratio belongs to a sequence.
 
-    Other arguments and errors as `token_logprobs`. The workspace has to hold one token's logits and their gradient.
+    A workspace that holds no chunk worth a GEMM (`projection.Backend.chunk_tokens`) computes the logits twice.
+
+    Other arguments and errors as `token_logprobs`.
     """
-    call = checked(hidden, weight, targets, Settings(**options), in_chunks=True)
-    return TokenLoss.apply(hidden, weight, loss, call)
+    call = checked(hidden, weight, targets, Settings(**options))
+    if not call.targets.shape[0] or call.chunk_tokens(call.shape_of(hidden, weight), weight):
+        return TokenLoss.apply(hidden, weight, loss, call)
+    logprobs, entropies = TokenLogprobs.apply(hidden, weight, call)
+    places = torch.arange(call.tokens, device=hidden.device) if call.kept is None else call.kept
+    return loss(logprobs[places], entropies[places], places), logprobs.detach(), entropies.detach()

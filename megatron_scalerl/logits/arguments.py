@@ -68,12 +68,12 @@ class Settings:
     """A key of `choice.BACKENDS`, or auto."""
 
 
-def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings, *, in_chunks: bool) -> Call:
+def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> Call:
     """The call that the autograd functions execute. Raises ValueError, on all ranks of the group alike."""
     group = settings.group if settings.group is not None and settings.group.size() > 1 else None
     call, problem = None, ""
     try:
-        call = _call(hidden, weight, targets, settings, group, in_chunks=in_chunks)
+        call = _call(hidden, weight, targets, settings, group)
     except ValueError as error:
         if group is None or settings.trusted:
             raise
@@ -85,13 +85,7 @@ def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings,
 
 
 def _call(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    settings: Settings,
-    group: dist.ProcessGroup | None,
-    *,
-    in_chunks: bool,
+    hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings, group: dist.ProcessGroup | None
 ) -> Call:
     _check_options(settings)
     _check_operands(hidden, weight)
@@ -127,7 +121,7 @@ def _call(
         main_grad=_into_main_grad(weight, settings.main_grad),
         keep_logits=settings.keep_logits and torch.is_grad_enabled(),
     )
-    _check_workspace(call, hidden, weight, settings.workspace_mb, in_chunks=in_chunks)
+    _check_workspace(call, hidden, weight, settings.workspace_mb)
     return call
 
 
@@ -194,19 +188,11 @@ def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> Non
         )
 
 
-def _check_workspace(call: Call, hidden: Tensor, weight: Tensor, found: float, *, in_chunks: bool) -> None:
-    # The right shape without its memory: under sequence parallelism this rank has only a part of it.
-    whole = hidden.new_empty((1, hidden.shape[1])).expand(call.targets.shape[0], -1)
-    p = call.projection_of(whole, weight.detach())
-    need = call.backend.workspace(p)
+def _check_workspace(call: Call, hidden: Tensor, weight: Tensor, found: float) -> None:
+    need = call.backend.workspace(call.shape_of(hidden, weight))
     if call.workspace_bytes < need:
         mib = math.ceil(need / 2**20 * 1000) / 1000
         raise ValueError(f"workspace_mb: expected at least {mib} for one block of logits, found {found:g}")
-    if in_chunks and p.tokens and not call.chunk_tokens(p, weight):
-        raise ValueError(
-            f"workspace_mb: expected room for one token's {weight.shape[0]} logits and their gradient, "
-            f"found {found:g}"
-        )
 
 
 def _into_main_grad(weight: Tensor, requested: bool | None) -> bool:

@@ -13,6 +13,12 @@ logger = logging.getLogger(__name__)
 _logged: set[tuple[str, str]] = set()
 
 
+WORKSPACE_MB = {"cpu": 512.0, "gpu": 2048.0}
+"""The trainer's workspace (MiB) by kind of device, where the recipe states none; a full GPU gets that of a CPU."""
+ROOM_FOR_GPU_WORKSPACE = 32 * 2**30
+"""A GPU with less memory free (bytes) when the model is built counts as full."""
+
+
 def _cuda() -> Backend:
     from megatron_scalerl.logits.cuda_backend import CudaBackend
 
@@ -25,13 +31,24 @@ def _triton() -> Backend:
     return TritonBackend()
 
 
+def _in_place() -> Backend:
+    from megatron_scalerl.logits.in_place import InPlaceBackend
+
+    return InPlaceBackend()
+
+
 def _torch() -> Backend:
     from megatron_scalerl.logits.torch_backend import TorchBackend
 
     return TorchBackend()
 
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"cuda": _cuda, "triton": _triton, "torch": _torch}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "cuda": _cuda,
+    "triton": _triton,
+    "in_place": _in_place,
+    "torch": _torch,
+}
 """Backends by name, in the order in which "auto" tries them. Imported on use: some need packages of their own."""
 
 

@@ -10,6 +10,7 @@ The Triton kernels also run on CPU tensors in Triton's interpreter; the GEMMs th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ TOKEN_STEP, COLUMN_STEP = 128, 256
 
 FEWEST_TOKENS, FEWEST_COLUMNS = 512, 1024
 """With a thinner block the GEMM is bound by memory: then the other side is split as well."""
+
+FEWEST_CHUNK_TOKENS = 1024
+"""Each chunk of whole rows reads and writes the fp32 gradient of the head. With fewer tokens on an H100 that takes
+longer than the product itself, and soon than the product that two passes add (tools/estimate_logits.py)."""
 
 CHUNK_COLUMNS = 8192
 """Columns whose gradient is computed at a time with whole rows of logits."""
@@ -136,7 +141,7 @@ class CudaBackend:
         narrow = grad_weight is not None and grad_weight.dtype != torch.float32
         tokens, columns = gradient_block(p, summed_apart=narrow)
         logits = p.hidden.new_empty(tokens * columns, dtype=_logits_dtype(p))
-        maker = _GradientMaker(p, given, tokens * columns)
+        maker = GradientMaker(p, given, tokens * columns)
         with fp32_products(p.hidden.device):
             for cols in slices(p.count, columns):
                 head = p.weight[cols]
@@ -146,17 +151,21 @@ class CudaBackend:
                     z = block_of(logits, hidden.shape[0], head.shape[0])
                     _matmul(hidden, head.t(), z)
                     high, low = maker.make(z, rows, p.first + cols.start)
-                    _add_gradients(high, low, hidden, head, grad_hidden[rows], total.into)
+                    add_gradients(high, low, hidden, head, grad_hidden[rows], total.into)
                 total.close()
 
     def chunk_tokens(self, projection: Projection) -> int:
         """Tokens whose whole rows of logits fit, with the gradient of CHUNK_COLUMNS columns."""
-        p = projection
-        columns = min(p.count, CHUNK_COLUMNS)
-        costs = _Costs.of_gradients(p, summed_apart=p.hidden.dtype != torch.float32)
+        columns = min(projection.count, CHUNK_COLUMNS)
+        return self._chunk_tokens(projection, columns, columns * _gradient_bytes(projection, torch.float32))
+
+    def _chunk_tokens(self, p: Projection, columns: int, beside: int) -> int:
+        """The same with the gradient of `columns` columns at a time, in `beside` bytes per token."""
+        costs = _Costs.of_gradients(p, summed_apart=p.hidden.dtype != torch.float32 and not _rounded_once(p))
         rounded = p.count * p.hidden.itemsize if _logits_dtype(p) != torch.float32 else 0
-        per_token = 4 * p.count + columns * _gradient_bytes(p, torch.float32) + rounded + costs.token
-        return min(p.tokens, _multiple(max(0, p.workspace_bytes - columns * costs.column) // per_token, TOKEN_STEP))
+        per_token = 4 * p.count + beside + rounded + costs.token
+        fit = min(p.tokens, _multiple(max(0, p.workspace_bytes - columns * costs.column) // per_token, TOKEN_STEP))
+        return fit if fit >= min(p.tokens, FEWEST_CHUNK_TOKENS) else 0
 
     def chunk_statistics(self, projection: Projection, logits: Tensor) -> Tensor:
         """The statistics of a chunk; `logits` then holds hidden @ weight.T, not scaled."""
@@ -185,16 +194,16 @@ class CudaBackend:
         p = projection
         if not p.tokens or not p.count:
             return
-        maker = _GradientMaker(p, given, p.tokens * min(p.count, CHUNK_COLUMNS), logits_dtype=torch.float32)
+        maker = GradientMaker(p, given, p.tokens * min(p.count, CHUNK_COLUMNS), logits_dtype=torch.float32)
         with fp32_products(p.hidden.device):
             for cols in slices(p.count, CHUNK_COLUMNS):
                 total = _Total(p, grad_weight, cols, products=1)
                 high, low = maker.make(logits[:, cols], slice(0, p.tokens), p.first + cols.start)
-                _add_gradients(high, low, p.hidden, p.weight[cols], grad_hidden, total.into)
+                add_gradients(high, low, p.hidden, p.weight[cols], grad_hidden, total.into)
                 total.close()
 
 
-class _GradientMaker:
+class GradientMaker:
     """Gradients of blocks of logits, in buffers that all blocks share."""
 
     def __init__(self, p: Projection, given: TokenGradients, elements: int, logits_dtype: torch.dtype | None = None):
@@ -214,20 +223,20 @@ class _GradientMaker:
         """The gradient of block z [rows, columns] and, for bf16x2, its rounding error; may overwrite z."""
         high = z if self._high is None else block_of(self._high, *z.shape)
         low = None if self._low is None else block_of(self._low, *z.shape)
-        logit_gradient(
-            z,
-            self._scale[rows] if self._scale.dim() else self._scale,
-            self._p.targets[rows],
-            first,
+        logit_gradient(z, first=first, **self.of_tokens(rows), high=high, low=low)
+        return high, low
+
+    def of_tokens(self, rows: slice) -> dict[str, Any]:
+        """The kernels' inputs per token."""
+        return dict(
+            scale=self._scale[rows] if self._scale.dim() else self._scale,
+            targets=self._p.targets[rows],
             lse=self._lse[rows],
             grad_logprob=self._grad_logprob[rows],
             at_target=self._at_target[rows],
             entropy=self._entropy[rows],
             grad_entropy=None if self._grad_entropy is None else self._grad_entropy[rows],
-            high=high,
-            low=low,
         )
-        return high, low
 
 
 class _Total:
@@ -236,8 +245,7 @@ class _Total:
     def __init__(self, p: Projection, grad: Tensor | None, cols: slice, *, products: int):
         self._grad = None if grad is None else grad[cols]
         self.into = self._grad
-        # A single product is rounded once anyway, in the GEMM.
-        once = products * _halves(p) == 1 and _gradient_dtype(p) == p.hidden.dtype
+        once = products == 1 and _rounded_once(p)
         if self._grad is not None and self._grad.dtype != torch.float32 and not once:
             self.into = torch.zeros_like(self._grad, dtype=torch.float32)
 
@@ -247,7 +255,7 @@ class _Total:
             self._grad += self.into
 
 
-def _add_gradients(
+def add_gradients(
     high: Tensor, low: Tensor | None, hidden: Tensor, head: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None
 ) -> None:
     """The GEMMs of a block; the rounding error `low` enters the weight's gradient only."""
@@ -289,6 +297,11 @@ def _gradient_dtype(p: Projection) -> torch.dtype:
 
 def _halves(p: Projection) -> int:
     return 2 if p.grad_logits == "bf16x2" and p.hidden.dtype != torch.float32 else 1
+
+
+def _rounded_once(p: Projection) -> bool:
+    """A block's gradient of the head is one product in the operands' type: the GEMM itself rounds its sum."""
+    return _halves(p) == 1 and _gradient_dtype(p) == p.hidden.dtype
 
 
 def _gradient_bytes(p: Projection, logits_dtype: torch.dtype | None = None) -> int:

@@ -72,6 +72,11 @@ class Call:
             workspace_bytes=self.workspace_bytes,
         )
 
+    def shape_of(self, hidden: Tensor, weight: Tensor) -> Projection:
+        """The projection's shapes without its memory: under sequence parallelism this rank has a part of hidden."""
+        whole = hidden.new_empty((1, hidden.shape[1])).expand(self.targets.shape[0], -1)
+        return self.projection_of(whole, weight.detach())
+
     def chunk_tokens(self, projection: Projection, weight: Tensor) -> int:
         """Tokens of a chunk with whole rows, equal on all ranks, which gather after each: padding counts as rows."""
         return self.backend.chunk_tokens(replace(projection, weight=weight.detach()))

@@ -153,7 +153,10 @@ class Backend(Protocol):
         ...
 
     def chunk_tokens(self, projection: Projection) -> int:
-        """Tokens whose logits over all columns, and the needs of `chunk_gradients`, fit the workspace; maybe 0."""
+        """Tokens whose logits over all columns, and the needs of `chunk_gradients`, fit the workspace.
+
+        0: none, or so few that computing the logits twice is faster.
+        """
         ...
 
     def chunk_statistics(self, projection: Projection, logits: Float[Tensor, "T n"]) -> Float[Tensor, "4 T"]:

@@ -158,6 +158,17 @@ def _row_statistics_kernel(
 
 
 @triton.jit
+def derivative(z, is_target, lse, at_target, grad_logprob, entropy, grad_entropy, ENTROPY: tl.constexpr):
+    """Gradient of scaled logits of one row, arguments as `logit_gradient`."""
+    log_p = z - lse
+    p = tl.exp(log_p)
+    dz = tl.where(is_target, at_target, -p * grad_logprob)
+    if ENTROPY:
+        dz -= grad_entropy * p * (log_p + entropy)
+    return dz
+
+
+@triton.jit
 def _logit_gradient_kernel(
     logits,
     row_stride,
@@ -183,12 +194,9 @@ def _logit_gradient_kernel(
     inside = column < columns
     factor = tl.load(scale + row * scale_stride)
     z = tl.load(logits + row * row_stride + column, mask=inside, other=0.0).to(tl.float32) * factor
-    log_p = z - tl.load(lse + row)
-    p = tl.exp(log_p)
     target = tl.load(targets + row) - first
-    dz = tl.where(column == target, tl.load(at_target + row), -p * tl.load(grad_logprob + row))
-    if ENTROPY:
-        dz -= tl.load(grad_entropy + row) * p * (log_p + tl.load(entropy + row))
+    certain, g, g_entropy = tl.load(at_target + row), tl.load(grad_logprob + row), tl.load(grad_entropy + row)
+    dz = derivative(z, column == target, tl.load(lse + row), certain, g, tl.load(entropy + row), g_entropy, ENTROPY)
     dz *= factor
     rounded = dz.to(high.dtype.element_ty)
     tl.store(high + row * out_stride + column, rounded, mask=inside)

@@ -76,9 +76,6 @@ def _transformer(text: Any, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
     options = dict(
         ffn_hidden_size=text.intermediate_size_mlp,
         rotary_interleaved=True,
-        # Transformer Engine's fused RoPE for packed rows does not support interleaved pairs
-        # (megatron/core/models/common/embeddings/rope_utils.py:290).
-        apply_rope_fusion=False,
         no_rope_freq=[int(not style.rope) for style in styles],
         qk_l2_norm=any(style.qk_norm == "weightless" for style in styles),
     )

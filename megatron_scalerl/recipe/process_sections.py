@@ -30,19 +30,22 @@ class TrainerSection(Section):
     """Capacity of one packed micro-batch (tokens); at least the longest prompt and completion with the forced phrase
     and the end-of-sequence token. null: that length, with one token per byte of the phrase, rounded up to a multiple
     of 128."""
-    logit_workspace_mb: PositiveFloat = 512.0
-    """Memory for blocks of logits, in addition to hidden states, head and gradients (MiB). Smaller is slightly
-    slower: logits of a micro-batch that do not fit it are computed again in the backward pass without
-    `loss_in_chunk`."""
-    logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch|triton)$")] = "auto"
-    """Backend of the logit projection: auto (the first available), torch (any device), cuda or triton (GPU)."""
+    logit_workspace_mb: PositiveFloat | None = None
+    """Memory for blocks of logits, in addition to hidden states, head and gradients (MiB). null: 2048 on a GPU with
+    32 GiB free when the model is built, else 512. Smaller is slower: logits of a micro-batch that do not fit it are
+    computed again in the backward pass without `loss_in_chunk`."""
+    logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch|triton|in_place)$")] = "auto"
+    """Backend of the logit projection: auto (the first available), torch (any device), or on GPUs cuda, triton and
+    in_place. in_place is cuda with a chunk's bfloat16 gradient written over its logits: larger chunks and products,
+    but no GPU has run it."""
     logit_gradient: Literal["bf16", "bf16x2", "fp32"] = "bf16"
     """Precision of the logit gradient in matrix products with a bfloat16 head: bf16, the sum of two bf16 numbers for
     the head's gradient (error 1e-5 instead of 3e-3, one more product), or fp32 (slow)."""
     loss_in_chunk: bool = True
     """Compute a loss that is a sum over tokens (cispo, dapo, grpo) together with its gradient while a chunk's logits
     are in memory, instead of recomputing the logits in the backward pass: a quarter less work, but an fp32 gradient
-    of the head is held until the backward pass."""
+    of the head is held until the backward pass. Where logit_workspace_mb holds less than 2,048 tokens on a GPU, the
+    logits are recomputed."""
     step_timeout_s: PositiveFloat = 3600.0
     """Time limit of one trainer command (s); the trainer has failed beyond it."""
     max_restarts: NonNegativeInt = 3
@@ -177,6 +180,9 @@ class TelemetrySection(Section):
     on loopback every user of the host."""
     trace_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last optimizer step of which spans are recorded, into RUN/trace. null: none."""
+    profile_steps: tuple[PositiveInt, ...] = ()
+    """Optimizer steps of which every trainer rank writes PyTorch's profile, and on GPUs its allocations, into
+    RUN/profile: large files, and the step takes longer."""
     token_scores_every: NonNegativeInt = 0
     """Optimizer steps between those before which the trainer scores the tokens of eight completions of its batch, for
     the page: mismatch and entropy of each token, in RUN/token_scores, about 15 bytes a token. 0: none."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.extensions import transformer_engine as te_extensions
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -16,9 +20,10 @@ from torch import Tensor
 from megatron_scalerl.checkpoints import safe_megatron
 from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder
-from megatron_scalerl.distributed.device import HAVE_TE
+from megatron_scalerl.distributed.device import HAVE_GPU, HAVE_TE, free_memory
 from megatron_scalerl.distributed.parallel import Parallel, virtual_pipeline_size
 from megatron_scalerl.logits import token_logprobs, token_loss
+from megatron_scalerl.logits.choice import ROOM_FOR_GPU_WORKSPACE, WORKSPACE_MB
 from megatron_scalerl.logits.chunk_loss import ChunkLoss
 from megatron_scalerl.logits.projection import Entropy
 from megatron_scalerl.models.family import Family, padded_vocab_size
@@ -69,7 +74,7 @@ class PolicyModel(GPTModel):
             vocab_size=family.vocab_size,
             grad_logits=recipe.trainer.logit_gradient,
             sequence_parallel=options.config.sequence_parallel,
-            workspace_mb=recipe.trainer.logit_workspace_mb,
+            workspace_mb=recipe.trainer.logit_workspace_mb or _logit_workspace(parallel),
             keep_logits=True,  # the last stage goes backward at once
             backend=recipe.trainer.logit_backend,
         )
@@ -77,6 +82,8 @@ class PolicyModel(GPTModel):
             # Megatron-Core 0.16.1 has no `logit_dtype`; a GPTModel that has one materializes [N, vocab] logits.
             self.output_layer.forward = self._use_head
         self.parallel = parallel
+        if options.config.apply_rope_fusion and options.config.rotary_interleaved:
+            _interleave_fused_rope()
         self.rotary_pos_emb.inv_freq = family.inv_freq.to(parallel.device)
         routing.install(self.decoder)
 
@@ -187,6 +194,14 @@ class PolicyModel(GPTModel):
         return pairs[:, None, None, :]
 
 
+def _logit_workspace(parallel: Parallel) -> float:
+    """MiB for blocks of logits where the recipe does not say, the same on all ranks of the tensor-parallel group."""
+    free = torch.tensor(free_memory(), device=parallel.device)
+    if HAVE_GPU and parallel.tp_size > 1:
+        dist.all_reduce(free, op=dist.ReduceOp.MIN, group=parallel.groups.tp)
+    return WORKSPACE_MB["gpu" if free >= ROOM_FOR_GPU_WORKSPACE else "cpu"]
+
+
 def row_divisor(config: Any) -> int:
     """A share's number of tokens must be a multiple of it: the tensor-parallel size under sequence parallelism."""
     return config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -226,8 +241,38 @@ def build_policy(
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
         for index, module in enumerate(wrapped)
     ]
+    if HAVE_TE and recipe.megatron.model.get("gradient_accumulation_fusion", True):
+        accumulate_in_linears(chunks)
     _sync_functions(config, ddp, chunks)
     return chunks
+
+
+def _interleave_fused_rope() -> None:
+    """Makes Transformer Engine's fused RoPE of packed rows rotate interleaved pairs, for all models of the process.
+
+    Megatron-Core 0.19.2 passes them on, 0.16.1 does not (extensions/transformer_engine.py:2362-2381).
+    """
+    if "interleaved" in inspect.signature(rope_utils.fused_apply_rotary_pos_emb_thd).parameters:
+        return
+
+    def interleaved(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+        options = dict(cu_seqlens=cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
+        rotate = te_extensions.apply_rotary_pos_emb
+        return rotate(t, freqs, tensor_format="thd", interleaved=True, fused=True, **options)
+
+    rope_utils.fused_apply_rotary_pos_emb_thd = interleaved
+
+
+def accumulate_in_linears(chunks: Sequence[torch.nn.Module]) -> None:
+    """Makes Transformer Engine's linear layers add their weight gradients to main_grad, which DDP has made.
+
+    As Megatron-LM does by default. Set here and not in the configuration: Megatron's own output layer, whose forward
+    is ours, would refuse it without apex (tensor_parallel/layers.py:924). Layers of Transformer Engine read it in
+    every forward pass and tell DDP (module/linear.py:1444, 947 of 2.11.0).
+    """
+    for module in (each for chunk in chunks for each in chunk.modules()):
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:

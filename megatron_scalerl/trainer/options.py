@@ -78,6 +78,8 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     settings["deterministic_mode"] = HAVE_GPU and recipe.trainer.deterministic
     settings |= _moe_settings() if family.transformer.get("num_moe_experts") else {}
     settings |= {k: v for k, v in given.items() if k in known}
+    if HAVE_TE:  # for Transformer Engine's layers alone, see `model.accumulate_in_linears`
+        settings["gradient_accumulation_fusion"] = False
     _refuse(settings)
     if parallel.cp_size > 1 and parallel.pp_size > 1 and not settings["variable_seq_lengths"]:
         raise ValueError(
@@ -199,6 +201,11 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
     for key in given:
         if key in settings:
             raise ValueError(f"megatron.optimizer.{key}: expected to be set in the optimizer section or megatron.ddp")
+    if given.get("use_precision_aware_optimizer"):
+        raise ValueError(
+            "megatron.optimizer.use_precision_aware_optimizer: is not supported: Transformer Engine would hold the "
+            "main weights and write the policy's, where neither changed weights are found nor checkpoints read them"
+        )
     return OptimizerConfig(**settings, **given)
 
 

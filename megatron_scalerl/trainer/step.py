@@ -121,10 +121,10 @@ class Trainer:
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
         running, rows = StepMetrics(self.parallel.device), self._filled(batch.micro_batches)
-        with span("forward and backward", RANK, micro_batches=len(rows)):
+        with span("forward and backward", RANK, micro_batches=len(rows)), device.labelled("forward and backward"):
             self._schedule(rows, partial(self._train_loss, running, len(rows)), train=True)
         self.changes.begin()
-        with span("optimizer", RANK):
+        with span("optimizer", RANK), device.labelled("optimizer"):
             succeeded, grad_norm, _ = self.optimizer.step()
             device.synchronize()
         metrics = running.reduced(

@@ -20,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -90,7 +91,7 @@ class Worker:
     _saving: AsyncSave | None = None
     """The checkpoint that is being written."""
 
-    def __init__(self, recipe: Recipe, rendezvous: Rendezvous) -> None:
+    def __init__(self, recipe: Recipe, rendezvous: Rendezvous, run_dir: Path) -> None:
         # Imported here: a rank that is refused should not wait for torch and Megatron to load.
         from megatron_scalerl.trainer.batch_frames import BatchFrames
         from megatron_scalerl.trainer.ranks import init_parallel
@@ -98,7 +99,7 @@ class Worker:
         from megatron_scalerl.weights.sending import WeightSending
         from megatron_scalerl.weights.source import MegatronWeightSource
 
-        self.recipe = recipe
+        self.recipe, self.run_dir = recipe, run_dir
         self.parallel = init_parallel(recipe, rendezvous)
         self.trainer = make_trainer(recipe, self.parallel)
         most = recipe.weights.max_senders
@@ -130,12 +131,14 @@ class Worker:
     def run(self, command: messages.Command) -> Any:
         """Execute one command on this rank; the value is rank 0's answer."""
         from megatron_scalerl.trainer import checkpoint
+        from megatron_scalerl.trainer.profile import profile_of
 
         match command:
             case messages.Step(step=step):
                 with span("take batch", RANK):
                     batch = self._batches.take(step)
-                return self.trainer.step(batch)
+                with profile_of(step, self.recipe, self.run_dir, self.parallel.rank):
+                    return self.trainer.step(batch)
             case messages.ScoreTokens(token_ids=token_ids):
                 return self.trainer.token_scores(token_ids)
             case messages.DescribeWeights():
@@ -190,7 +193,7 @@ def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
     meet, _ = link.receive()
     assert isinstance(meet, messages.Meet), meet
     store = None if listening is None else serve_store(listening)
-    worker = Worker(recipe, meet.rendezvous)
+    worker = Worker(recipe, meet.rendezvous, Path(settings.recipe_path).parent)
     where = worker.parallel
     ready = messages.Ready(rank=where.rank, dp_rank=where.dp_rank, holds_batch=where.holds_batch, info=worker.info())
     link.send(ready)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from logit_problems import LiveBytes
 from triton_interpreter import bf16_as_on_a_gpu, interpret
 
-from megatron_scalerl.logits import cuda_backend, fused_kernel, row_kernels, token_logprobs
+from megatron_scalerl.logits import cuda_backend, fused_kernel, in_place, row_kernels, token_logprobs
 from megatron_scalerl.logits.api import token_loss
 from megatron_scalerl.logits.choice import choose_backend
 from megatron_scalerl.logits.cuda_backend import CudaBackend, gradient_block, statistics_block
@@ -24,17 +24,19 @@ from megatron_scalerl.logits.projection import Projection, TokenGradients, merge
 
 TOKENS, WIDTH, VOCAB = 21, 24, 150
 BOTH = pytest.mark.parametrize("backend", ["cuda", "triton"])
+IN_CHUNKS = pytest.mark.parametrize("backend", ["cuda", "triton", "in_place"])
 TIGHT, ROOMY = 12_000, 2**20
 """Bytes of workspace: blocks of 8 to 24 tokens by 16 to 80 columns; one block."""
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, row_kernels, fused_kernel)
+    interpret(monkeypatch, row_kernels, fused_kernel, in_place)
     bf16_as_on_a_gpu(monkeypatch)
     small = {"TOKEN_STEP": 8, "COLUMN_STEP": 16, "FEWEST_TOKENS": 16, "FEWEST_COLUMNS": 32, "CHUNK_COLUMNS": 64}
-    for name, value in small.items():
+    for name, value in {**small, "FEWEST_CHUNK_TOKENS": 8}.items():
         monkeypatch.setattr(cuda_backend, name, value)
+    monkeypatch.setattr(in_place, "BLOCK", 32)
     tiles = Tiles(tokens=16, columns=32, width=16, warps=4, stages=1, runs=2)
     for name in ("BF16_TILES", "FP32_TILES"):
         monkeypatch.setattr(fused_kernel, name, tiles)
@@ -117,7 +119,7 @@ def test_equals_the_torch_backend(backend: str, logits: Any, dtype: torch.dtype)
 
 
 @pytest.mark.usefixtures("interpreted")
-@BOTH
+@IN_CHUNKS
 @pytest.mark.parametrize("mode", ["bf16", "bf16x2", "fp32"])
 def test_kept_logits_give_the_gradients_of_recomputed_ones(backend: str, mode: Any) -> None:
     """Into bf16 gradients, of a padded vocabulary with tokens without loss; recomputing them is not called."""
@@ -171,7 +173,78 @@ def test_a_narrow_gradient_is_rounded_once(workspace: int) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@BOTH
+@IN_CHUNKS
+@pytest.mark.parametrize("workspace", [10_000, ROOMY])
+@pytest.mark.parametrize("logits", ["fp32", "model"])
+def test_a_bf16_head_inside_the_chunk_against_fp64(
+    backend: str, workspace: int, logits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard's padding, a token without loss and a temperature per token, in three chunks and in one.
+
+    `in_place` multiplies once for each gradient of a chunk, the others once per block of 64 columns.
+    """
+    hidden, weight, targets = problem(torch.bfloat16)
+    hidden.requires_grad_(), weight.requires_grad_()
+    temperature, mask = torch.linspace(0.5, 2.0, TOKENS), torch.arange(TOKENS) != 5
+    chunks: list[int] = []
+    products: list[int] = []
+    multiply = cuda_backend._add_matmul
+    monkeypatch.setattr(cuda_backend, "_add_matmul", lambda a, *rest: (products.append(len(a)), multiply(a, *rest)))
+
+    def of_chunk(logprob: torch.Tensor, entropy: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        chunks.append(len(places))
+        return weighted_chunk(logprob, entropy, places)
+
+    options: dict[str, Any] = dict(entropy="grad", vocab_size=VOCAB - 20, temperature=temperature, loss_mask=mask)
+    options |= dict(workspace_mb=workspace / 2**20, logits=logits, backend=backend)
+    loss, *pair = token_loss(hidden, weight, targets % 130, of_chunk, **options)
+    loss.backward()
+    exact = truth(hidden, weight[:130], targets % 130, temperature)
+    total = weighted(exact[0] * mask, exact[1] * mask)
+    total.backward()
+    bound = 1e-5 if logits == "fp32" else 0.05
+    assert all((found - true * mask).abs().max() < bound for found, true in zip(pair, exact[:2]))
+    assert relative(weight.grad[:130], exact[3].grad) < (6e-3 if logits == "fp32" else 0.02)
+    assert relative(hidden.grad, exact[2].grad) < (6e-3 if logits == "fp32" else 0.02)
+    assert chunks == [TOKENS - 1] if workspace == ROOMY else len(chunks) > 1
+    assert len(products) == 2 * len(chunks) * (1 if backend == "in_place" else 3)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("fewest", [8, 9])
+def test_a_thin_chunk_computes_the_logits_twice(fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where chunks of 8 tokens fit and fewer than 9 are thin; all tokens of a short row are never too few."""
+    monkeypatch.setattr(cuda_backend, "FEWEST_CHUNK_TOKENS", fewest)
+    hidden, weight, targets = problem(torch.float32)
+    p = projection_of(hidden, weight, targets, workspace_bytes=6_500)
+    assert CudaBackend().chunk_tokens(p) == (8 if fewest == 8 else 0)
+    assert CudaBackend().chunk_tokens(p.of_tokens(slice(0, 5))) == 5
+    monkeypatch.delattr(CudaBackend, "gradients" if fewest == 8 else "chunk_gradients")
+    options: dict[str, Any] = dict(workspace_mb=6_500 / 2**20, backend="cuda", entropy="grad")
+    token_loss(hidden.requires_grad_(), weight, targets, weighted_chunk, **options)[0].backward()
+    exact = truth(hidden, weight, targets, torch.ones(TOKENS))
+    weighted(*exact[:2]).backward()
+    assert hidden.grad is not None and relative(hidden.grad, exact[2].grad) < 1e-6
+
+
+@pytest.mark.parametrize("workspace_mb", [512, 2048])
+@pytest.mark.parametrize("backend", [CudaBackend(), in_place.InPlaceBackend()])
+@pytest.mark.parametrize("mode", ["bf16", "bf16x2", "fp32"])
+def test_a_chunk_fits_the_workspace(backend: CudaBackend, mode: Any, workspace_mb: int) -> None:
+    """Logits and what is made of them; a chunk is not thinner than 1,024 tokens."""
+    hidden = torch.empty(1, 4096, dtype=torch.bfloat16).expand(16_384, -1)
+    weight = torch.empty(1, 4096, dtype=torch.bfloat16).expand(128_256, -1)
+    p = projection_of(hidden, weight, torch.empty(0), grad_logits=mode, workspace_bytes=workspace_mb * 2**20)
+    tokens, apart = backend.chunk_tokens(p), {"bf16": 2, "bf16x2": 4, "fp32": 0}[mode]
+    columns = 0 if (backend.name, mode) == ("in_place", "bf16") else 8192
+    assert tokens >= 1024 or (tokens == 0 and workspace_mb == 512)
+    cast = 4 * 4096 * (tokens + columns) * (mode == "fp32")
+    assert tokens * (4 * 128_256 + columns * apart) + cast <= p.workspace_bytes
+    assert not tokens or tokens % 128 == 0
+
+
+@pytest.mark.usefixtures("interpreted")
+@IN_CHUNKS
 def test_a_loss_inside_the_chunk(backend: str) -> None:
     """token_loss gives what token_logprobs and the same loss give."""
     grads = []

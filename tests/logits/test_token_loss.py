@@ -59,6 +59,28 @@ def test_equals_two_passes(name: str, dtype: torch.dtype, chunk: int, monkeypatc
         assert relative(ours, theirs.double()) < max(exact, 5e-3 * (dtype is torch.bfloat16))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_without_room_for_a_row_the_logits_are_computed_twice(masked: bool) -> None:
+    """The loss is then of all its tokens at once, and a kept scalar scales both gradients as it does in chunks."""
+    found = []
+    mask = torch.arange(8) % 3 > 0 if masked else None
+    shown: list[int] = []
+
+    def loss(logprobs: torch.Tensor, entropies: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        shown[:] = places.tolist()
+        return (logprobs * (1 + places)).sum() + entropies.sum()
+
+    for room in (0.01, 512.0):
+        h, w, y = problem(tokens=8, hidden=2, vocab=5000)
+        h.requires_grad_(), w.requires_grad_()
+        value, *pair = token_loss(h, w, y, loss, workspace_mb=room, entropy="grad", loss_mask=mask)
+        (3.0 * value).backward()
+        assert shown == [place for place in range(8) if not masked or place % 3]
+        assert not any(each.requires_grad for each in pair)
+        found.append((value.detach(), *pair, h.grad, w.grad))
+    assert all(relative(twice, once) < 1e-12 for twice, once in zip(*found))
+
+
 def test_the_loss_may_read_the_entropy() -> None:
     h, w, y = leaves(torch.float64)
     logprob, entropy = token_logprobs(h, w, y, entropy="grad")

@@ -129,6 +129,7 @@ def test_clipping_may_be_the_peak_of_a_gpu_and_the_optimizer_is_not():
         "trainer.world_size=1",
         "trainer.micro_batch_tokens=512",
         "trainer.loss_in_chunk=false",
+        "trainer.logit_workspace_mb=512",
         "megatron.model={recompute_granularity: full}",
     ]
     _, _, _, [rank] = plan_of(*whole, kernels=PLAIN_ON_GPU)

@@ -13,6 +13,7 @@ from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.models import family
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.trainer import options
 from megatron_scalerl.trainer.options import ddp_config, model_options, optimizer_config
 from megatron_scalerl.trainer.ranks import init_parallel
 
@@ -93,6 +94,21 @@ def test_an_unknown_key_names_the_nearest(section: str, key: str, nearest: str) 
     )
     with pytest.raises(ValueError, match=rf"megatron\.{section}: {key} is not .*; the nearest is {nearest}$"):
         makers[section]()
+
+
+def test_the_precision_aware_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"aware_optimizer: is not supported: .* checkpoints read them"):
+        optimizer_config(recipe(dict(optimizer=dict(use_precision_aware_optimizer=True))))
+    assert not optimizer_config(recipe()).use_precision_aware_optimizer
+
+
+@pytest.mark.parametrize("given", [{}, {"gradient_accumulation_fusion": True}])
+def test_with_te_the_accumulation_is_not_fused_in_the_output_layer(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, bool]
+) -> None:
+    monkeypatch.setattr(options, "HAVE_TE", True)
+    monkeypatch.setattr(options, "_transformer_config", lambda settings: settings)
+    assert model_options(llama(), recipe(dict(model=given)), alone()).config["gradient_accumulation_fusion"] is False
 
 
 @pytest.mark.parametrize(

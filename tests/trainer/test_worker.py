@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
+import json
 import os
 import signal
 import sys
@@ -54,6 +56,7 @@ class World:
         )
         self._recipe = folder / "recipe.yaml"
         sections = {"trainer": {"world_size": world_size}, "weights": {"max_senders": 2}}
+        sections["telemetry"] = {"profile_steps": [2]}
         self._recipe.write_text(dump_recipe(make_recipe(policy, megatron=megatron or {}, **sections)))
         self.processes: list[asyncio.subprocess.Process] = []
 
@@ -145,6 +148,16 @@ def run(scenario, *arguments, **keywords):
     return asyncio.run(whole())
 
 
+def check_profiles(folder, ranks):
+    """Of the one step that the recipe names: each rank's phases and products, in Chrome's format."""
+    assert [path.name for path in folder.iterdir()] == ["step_000002"]
+    [step] = folder.iterdir()
+    assert sorted(path.name for path in step.iterdir()) == [f"rank_{rank}.json.gz" for rank in range(ranks)]
+    for path in step.iterdir():
+        names = {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+        assert {"forward and backward", "optimizer", "aten::mm"} <= names
+
+
 def test_two_ranks_carry_out_every_command(tmp_path, policy):
     samples = [random_samples(n) for n in (1, 2, 3)]
     probe = [[5, 6, 7, 8], [9, 10, 11]]
@@ -184,6 +197,7 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         return scores, sent
 
     scores, sent = run(scenario, tmp_path, policy, world_size=2)
+    check_profiles(tmp_path / "profile", ranks=2)
     to_hf(tmp_path / "step_000003", tmp_path / "exported", like=policy)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     exported = model.state_dict()

@@ -1,0 +1,31 @@
+"""What a rank computes in single steps, for telemetry.profile_steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from megatron_scalerl.distributed.device import recorded_memory
+from megatron_scalerl.recipe import Recipe
+
+
+def profile_of(step: int, recipe: Recipe, run_dir: Path, rank: int) -> AbstractContextManager[None]:
+    """A context around a step: records it if the recipe asks for it."""
+    if step not in recipe.telemetry.profile_steps:
+        return nullcontext()
+    return profiled(run_dir / "profile" / f"step_{step:06d}", f"rank_{rank}")
+
+
+@contextmanager
+def profiled(folder: Path, name: str) -> Iterator[None]:
+    """Writes torch's trace of what happens inside to FOLDER/NAME.json.gz, and on GPUs the memory beside it.
+
+    Nothing is written after an exception. Raises OSError where the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with recorded_memory(folder / f"{name}.memory.pickle"), torch.profiler.profile(record_shapes=True) as found:
+        yield
+    found.export_chrome_trace(str(folder / f"{name}.json.gz"))
