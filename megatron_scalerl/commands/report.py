@@ -52,6 +52,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"page: {arguments.html}, with {count} runs", highlight=False)
         return 0
     groups, left_out = write_page(arguments.run_dir, arguments.html, group_ids=arguments.group)
-    left = f", {left_out} left out for the size of the file" if left_out else ""
+    left = f", {left_out} left out: no longer stored, unreadable, or no room in the file" if left_out else ""
     console.print(f"page: {arguments.html}, with {groups} groups{left}", highlight=False)
     return 0

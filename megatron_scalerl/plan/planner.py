@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ def make_plan(
         work=trainer.work,
         update=update if split == first else update_work(recipe, family, trainer.layout),
         publish_seconds=base.publish_seconds,
-        timing=simulate(queue_of(base, split, trainer.work.train_seconds)),
+        timing=_timing(split, trainer.work.train_seconds, base, best),
         best=tuple(best),
     )
 
@@ -239,6 +239,11 @@ def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings
     seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
     fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= room}
     return best_splits(list((fitting or seconds).items()), base)
+
+
+def _timing(split: Split, train_seconds: float, base: QueueSettings, simulated: Sequence[Simulated]) -> Timing:
+    found = next((each.timing for each in simulated if each.split == split), None)
+    return found or simulate(queue_of(base, split, train_seconds))
 
 
 def as_numbers(plan: RunPlan) -> dict[str, Any]:
