@@ -292,6 +292,7 @@ def as_numbers(plan: RunPlan) -> dict[str, Any]:
         },
         "timing": asdict(plan.timing),
         "gpu_hours_per_1000_steps": plan.gpu_hours_per_1000_steps,
+        "cost": plan.recipe.cost.model_dump(),
         "best_splits": [asdict(s) for s in plan.best],
         "assumptions": {
             name: {"value": value, "from": plan.origins[name].kind, "source": plan.origins[name].source}
