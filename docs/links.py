@@ -1,4 +1,7 @@
-"""Build step of the site: a link to a file of the repository outside docs/ becomes its path, as code."""
+"""Build step of the site: a link to a file of the repository outside docs/ becomes its path, as code.
+
+A link to a notebook becomes one to its page (`notebooks.py`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     Raises ValueError for a link to a file that does not exist.
     """
     source = page.file.src_uri
-    text = _LINK.sub(partial(_followed, source, Path(page.file.abs_src_path).parent), markdown)
+    text = _LINK.sub(partial(_followed, source, (ROOT / "docs" / source).parent), markdown)
     if source in INCLUDED:
         included = (ROOT / INCLUDED[source]).read_text(encoding="utf8")
         text = _LINK.sub(partial(_followed, source, ROOT), included) + "\n" + text
@@ -35,7 +38,7 @@ def _followed(source: str, folder: Path, match: re.Match[str]) -> str:
         raise ValueError(f"{source}: expected a file of the repository, found a link to {name}")
     if path.is_relative_to(ROOT / "docs"):
         inside = path.relative_to(ROOT / "docs").as_posix() + (f"#{anchor}" if anchor else "")
-        return f"[{label}]({inside})" if folder == ROOT else match[0]
+        return (f"[{label}]({inside})" if folder == ROOT else match[0]).replace(".ipynb", ".md")
     plain = label.strip("`")
     path_in_root = path.relative_to(ROOT).as_posix()
     return f"`{path_in_root}`" if plain.endswith(path.name) else f"{label} (`{path_in_root}`)"

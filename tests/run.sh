@@ -70,9 +70,11 @@ fi
 run_tests .venv 2 "$fast" "$@"
 if [ "$tier" != fast ]; then
   [ -z "$second" ] || wait "$installing" || { cat .venv-3.12.log; exit 1; }
-  if [ "$tier" = all ] && ! "$venv/bin/python" -m pip install -q ray; then
-    echo "run.sh: ray could not be installed: tests/launch/test_ray.py is skipped"
-  fi
+  for extra in "ray tests/launch/test_ray.py" "notebooks tests/test_notebooks.py"; do
+    [ "$tier" = all ] || break
+    "$venv/bin/python" -m pip install -q $(sed -n "/^${extra% *} =/,/^[a-z]/s/^    \([a-z]\)/\1/p" setup.cfg) ||
+      echo "run.sh: the extra ${extra% *} could not be installed: ${extra#* } is skipped"
+  done
   echo "run.sh: the slow tests, $venv"
   run_tests "$venv" 3 "$slow" "$@"
 fi

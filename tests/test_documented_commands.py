@@ -26,7 +26,9 @@ from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.tiny.build import TinyArguments, build
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "course").glob("*.md"))]
+COURSE = ROOT / "docs" / "course"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(COURSE.glob("*.md"))]
+PAGES += sorted(COURSE.glob("*.ipynb"))
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
 WORDS = r"python|bash|source|srun|docker|apptainer|megatron-scalerl|examples/\S+\.sh|tests/run\.sh|tools/\S+\.sh"
@@ -38,9 +40,18 @@ def included(match):
     return (ROOT / match[1]).read_text(encoding="utf8")
 
 
+def text_of(page):
+    """A page's Markdown; of a notebook its cells of text: test_notebooks.py runs the others."""
+    text = page.read_text(encoding="utf8")
+    if page.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    return text
+
+
 def blocks(page):
     """[(language, text)] of a page's code blocks, fenced or indented."""
-    text = re.sub(r'^--8<-- "(\S+)"\n', included, page.read_text(encoding="utf8"), flags=re.MULTILINE)
+    text = re.sub(r'^--8<-- "(\S+)"\n', included, text_of(page), flags=re.MULTILINE)
     rest = FENCED.sub("", text)
     return [*FENCED.findall(text), *(("", block) for block in INDENTED.findall(rest))]
 
@@ -56,7 +67,7 @@ def commands_of(text):
 def commands():
     """(page, command) for all of them: blocks of commands, and inline code that begins like one."""
     for page in PAGES:
-        text = page.read_text(encoding="utf8")
+        text = text_of(page)
         found = [c for language, block in blocks(page) if language in ("", "bash") for c in commands_of(block) or ()]
         found += [code for code in re.findall(r"`([^`\n]+)`", FENCED.sub("", text)) if COMMAND.match(code)]
         yield from ((page.name, command) for command in dict.fromkeys(found))

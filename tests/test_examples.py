@@ -28,9 +28,10 @@ def ran(*command, cwd=ROOT):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PIECES)
 def test_a_piece_prints_what_the_course_shows(name):
-    page = (ROOT / "docs" / "course" / "own_loop.md").read_text()
-    shown = page.split(f'--8<-- "examples/{name}.py"\n```\n\n```\n')[1].split("```")[0]
-    assert ran(sys.executable, f"examples/{name}.py") == shown
+    program = (ROOT / "examples" / f"{name}.py").read_text()
+    cells = json.loads((ROOT / "docs" / "course" / "own_loop.ipynb").read_text())["cells"]
+    [shown] = [cell["outputs"] for cell in cells if "".join(cell["source"]) == program.rstrip()]
+    assert ran(sys.executable, f"examples/{name}.py") == "".join(shown[0]["text"])
 
 
 @pytest.mark.slow

@@ -141,9 +141,10 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
         arguments.recipe = None
     request = _request(arguments)
     from megatron_scalerl.cluster import cluster
-    from megatron_scalerl.cluster.submission import array_name, recipes_of, submit
 
     cluster.require()
+    from megatron_scalerl.cluster.submission import array_name, recipes_of, submit
+
     array = arguments.array is not None
     source = arguments.array if array else arguments.recipe
     recipes, same = recipes_of(source, arguments.overrides, array=array, base=arguments.base, seeds=arguments.seeds)

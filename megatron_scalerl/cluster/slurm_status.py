@@ -14,6 +14,7 @@ from megatron_scalerl.cluster.budget import spent
 from megatron_scalerl.cluster.doctor_nodes import BAD, own_line
 from megatron_scalerl.cluster.slurm_checks import JOBS, jobs_of
 from megatron_scalerl.controller.run_folder import END, SLURM
+from megatron_scalerl.fit.formatting import money
 from megatron_scalerl.recipe.file import read_run_recipe
 
 ROLES = ("setup", "preflight", "controller")
@@ -121,16 +122,16 @@ def _progress(run: Path, budget: float | None) -> Iterator[str]:
     if not (run / "recipe.yaml").exists():
         yield "not started yet"
         return
-    steps = read_run_recipe(run).get("steps")
+    recipe = read_run_recipe(run)
     metrics = read_jsonl(run / "metrics.jsonl")
     rate = f", pass rate {metrics[-1]['pass_rate']:.3f} in training" if metrics and "pass_rate" in metrics[-1] else ""
-    yield f"step {metrics[-1]['step'] if metrics else 0} of {steps}{rate}"
+    yield f"step {metrics[-1]['step'] if metrics else 0} of {recipe.get('steps')}{rate}"
     if validations := read_jsonl(run / "validation.jsonl"):
         last = validations[-1]
         yield f"held-out pass rate {last['pass_rate']:.3f} at step {last['step']}"
     cost = spent(run)
     left = f", {max(0.0, budget - cost.hours):.4g} left of {budget:g}" if budget else ""
-    yield f"{cost.hours:.4g} {cost.unit} spent{left}"
+    yield f"{cost.hours:.4g} {cost.unit} spent{money(cost.hours, recipe['cost'])}{left}"
 
 
 def last_error(run: Path) -> str | None:

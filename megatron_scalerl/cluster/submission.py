@@ -16,7 +16,6 @@ from megatron_scalerl.cluster import slurm_checks as checks
 from megatron_scalerl.cluster.allocation import Request, allocate, check_plan, components
 from megatron_scalerl.cluster.job import JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
-from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import SLURM, check_recipe
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.collection import listed, resolve, resolve_seeds, same_recipes
@@ -72,6 +71,8 @@ def submit(
     plan = _plan(recipes, name, request, site, partitions)
     if request.throttle is not None:
         checks.check_script(plan.script, plan.runs)
+    from megatron_scalerl.controller.preflight import check_inputs  # imports transformers
+
     resolved: list[Recipe] = []
     warnings, fits = [], ""
     for recipe, run in zip(recipes, plan.runs, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example:\n  megatron-scalerl report runs/my_run --html page.html"
     parser.add_argument("run_dir", metavar="RUN", help="folder of the run; with --html also of runs")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run, at most 25 MB")
+    parser.add_argument("--json", metavar="OUT|-", help="write the page's numbers as JSON; - prints only the JSON")
     parser.add_argument(
         "--group",
         type=int,
@@ -33,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Print the report, or write the page. Raises ValueError for a folder without the files of a run, OSError."""
+    if arguments.json:
+        from megatron_scalerl.page.static_page import numbers
+
+        text = json.dumps(numbers(arguments.run_dir), indent=2) + "\n"
+        print(text, end="") if arguments.json == "-" else Path(arguments.json).write_text(text)
+    if arguments.html is None and arguments.json:
+        return 0
     if arguments.html is None:
         if arguments.group:
             raise ValueError("--group requires --html FILE")
@@ -52,6 +61,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"page: {arguments.html}, with {count} runs", highlight=False)
         return 0
     groups, left_out = write_page(arguments.run_dir, arguments.html, group_ids=arguments.group)
-    left = f", {left_out} left out for the size of the file" if left_out else ""
+    left = f", {left_out} left out: no longer stored, unreadable, or no room in the file" if left_out else ""
     console.print(f"page: {arguments.html}, with {groups} groups{left}", highlight=False)
     return 0

@@ -64,6 +64,8 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "checkpoint.async_save",
         "checkpoint.rollouts",
         "forecast.fit_until_share",
+        "cost.price_per_device_hour",
+        "cost.currency",
         "prompts.preset",  # prompts.digest holds its effect, and that of the columns
         "prompts.prompt_column",
         "prompts.answer_column",

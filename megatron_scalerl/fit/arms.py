@@ -21,7 +21,7 @@ from megatron_scalerl.fit.curve import Curve
 START = ("policy.path", "policy.megatron_path", "prompts.path", "prompts.held_out_path", "prompts.tasks")
 """Settings that name the policy and the task that runs start with."""
 APART = (
-    *("name", "seed", "output_dir", "steps", "validation", "checkpoint", "forecast", "sft", "download"),
+    *("name", "seed", "output_dir", "steps", "validation", "checkpoint", "forecast", "sft", "download", "cost"),
     *("policy.digest", "rewards.workers", "rollouts.decoders", "trainer.micro_batch_tokens"),
     *("weights.store", "weights.store_gib", "engine.host", "engine.port", "engine.min_engines"),
     *("engine.min_relative_rate", *START),

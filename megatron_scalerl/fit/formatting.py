@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 def short_number(value: float) -> str:
     """A compute in short form: 0.05, 2, 500, 2k, 100k, 1.5M; "never" for inf."""
@@ -30,3 +33,13 @@ _NAMES = {"gpu_hours": "GPU-hours", "device_hours": "device-hours", "compute": "
 def unit_name(unit: str) -> str:
     """Display name of a compute unit: a file's column keeps its own."""
     return _NAMES.get(unit, unit)
+
+
+def money(hours: float, cost: Mapping[str, Any] | None) -> str:
+    """What device-hours cost, to stand behind them; empty without a price. cost: that section of a recipe.
+
+    >>> money(931, {"price_per_device_hour": 2.5, "currency": "USD"})
+    ', 2,327.50 USD'
+    """
+    price = (cost or {}).get("price_per_device_hour")
+    return f", {hours * price:,.2f} {(cost or {})['currency']}" if price else ""

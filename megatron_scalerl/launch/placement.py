@@ -13,14 +13,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts, HostsLeft
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.trainer.client import TrainerClient
-from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import ComputeUnit
 from megatron_scalerl.weights.transport import resolve_transport
+
+if TYPE_CHECKING:  # without them submit refuses a recipe at once
+    from megatron_scalerl.engine.membership import Membership
+    from megatron_scalerl.trainer.client import TrainerClient
+    from megatron_scalerl.trainer.messages import TrainerInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

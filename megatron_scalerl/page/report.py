@@ -17,7 +17,7 @@ from rich.console import Console
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.fit.forecast import fit_curve
-from megatron_scalerl.fit.formatting import unit_name
+from megatron_scalerl.fit.formatting import money, unit_name
 from megatron_scalerl.fit.inputs import curve_of_rows
 from megatron_scalerl.fit.outlook import Outlook, outlooks
 from megatron_scalerl.fit.plot import plot_forecast
@@ -61,7 +61,7 @@ def report(run_dir: str | Path, console: Console) -> None:
     console.print(gain_text(gain(run_dir)), highlight=False)
     for task, found in gains_by_task(run_dir, rows[-1]).items():
         console.print(f"{task}: {gain_text(found)}", highlight=False)
-    console.print(cost_text(hours_by_role(ledger), unit), highlight=False)
+    console.print(cost_text(hours_by_role(ledger), unit, recipe["cost"]), highlight=False)
     _print_updates(console, run_dir)
     _print_outlooks(console, rows, recipe)
     fitted, unseen = split(rows, recipe["forecast"])
@@ -165,11 +165,11 @@ def hours_by_role(ledger: Rows) -> dict[str, float]:
     return hours
 
 
-def cost_text(hours: Mapping[str, float], unit: str) -> str:
-    """The device-hours of each role in one line. hours: by role; unit: the ledger's."""
+def cost_text(hours: Mapping[str, float], unit: str, cost: Mapping[str, Any]) -> str:
+    """The device-hours of each role in one line. hours: by role; unit: the ledger's; cost: the recipe's."""
     total = math.fsum(hours.values())
     parts = ", ".join(f"{role} {value:.4g} ({value / total if total else 0:.0%})" for role, value in hours.items())
-    return f"ledger, {unit_name(unit)}: {total:.4g} in total: {parts}"
+    return f"ledger, {unit_name(unit)}: {total:.4g} in total{money(total, cost)}: {parts}"
 
 
 def moved_text(made: Sequence[Outlook], came: float | None) -> str:

@@ -189,7 +189,7 @@ class RunData:
         last = int(self._steps["step"][-1] or 0) if self.steps else 0
         lines = [*self._gain_lines()]
         if self._hours:
-            lines.append(cost_text(self._hours, self._unit))
+            lines.append(cost_text(self._hours, self._unit, self.recipe["cost"]))
         lines += self.forecasts.lines(rows, self.recipe)
         return {
             "name": printable(str(self.recipe.get("name", self.run_dir.resolve().name))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.page.completions import Reader
 from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.page.render import RUN, RUNS, page
+from megatron_scalerl.page.report import gain
 from megatron_scalerl.page.run_data import RunData, thinned
 from megatron_scalerl.page.runs_data import RunsData
 
@@ -33,10 +35,8 @@ def write_page(run_dir: str | Path, path: str | Path, *, group_ids: Iterable[int
     the records is logged and said in the page. Raises ValueError for a folder that is no run and a named group that
     cannot be read, OSError.
     """
-    run, index = RunData(run_dir), GroupIndex(Path(run_dir))
-    run.update()
+    run, index = _read(run_dir), GroupIndex(Path(run_dir))
     index.update()
-    run.forecasts.make_all(run.validations, run.recipe)
     data: dict[str, Any] = thinned(run.payload(), MOST_STEPS) | {"live": False}
     data["header"]["damage"] += index.damage
     for line in data["header"]["damage"]:
@@ -65,6 +65,19 @@ def write_page(run_dir: str | Path, path: str | Path, *, group_ids: Iterable[int
     text = page(RUN, data, title=f"{data['header']['name']}: run", live=False)
     _write(path, text)
     return len(groups), left_out
+
+
+def numbers(run_dir: str | Path) -> dict[str, Any]:
+    """What the page draws, as JSON values, with the gain and the recipe's `cost`. Raises ValueError, OSError."""
+    run = _read(run_dir)
+    return run.payload() | {"gain": asdict(gain(run_dir)), "cost": run.recipe["cost"]}
+
+
+def _read(run_dir: str | Path) -> RunData:
+    run = RunData(run_dir)
+    run.update()
+    run.forecasts.make_all(run.validations, run.recipe)
+    return run
 
 
 def write_runs_page(folder: str | Path, path: str | Path) -> int:

@@ -79,20 +79,23 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     Raises ValueError for invalid input, OSError for a path that cannot be read or written.
     """
+    from megatron_scalerl.processes.garbage import no_collections
     from megatron_scalerl.recipe.file import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
     inputs = inputs_of(options)
     folder = config_folder(recipe.policy.path, options.recipe, options.config)
 
-    from megatron_scalerl.plan.meta_build import compare_with_build  # these imports take seconds
-    from megatron_scalerl.plan.planner import as_numbers, make_plan
-    from megatron_scalerl.plan.text import show, verdict
+    with no_collections():
+        from megatron_scalerl.plan.meta_build import compare_with_build  # these imports take seconds
+        from megatron_scalerl.plan.planner import as_numbers, make_plan
+        from megatron_scalerl.plan.text import show, verdict
 
-    plan = make_plan(
-        recipe, folder, options.gpus, GPUS[inputs.gpu], inputs.assumed, layers=inputs.layers, origins=inputs.origins
-    )
-    built = "skipped" if options.no_build else compare_with_build(plan, folder)
+        gpu = GPUS[inputs.gpu]
+        plan = make_plan(
+            recipe, folder, options.gpus, gpu, inputs.assumed, layers=inputs.layers, origins=inputs.origins
+        )
+        built = "skipped" if options.no_build else compare_with_build(plan, folder)
     if options.json:
         text = json.dumps(as_numbers(plan) | {"meta_build": built}, indent=2)
         print(text) if options.json == "-" else Path(options.json).write_text(text + "\n")

@@ -1,27 +1,21 @@
 """Checks the parameter counts of `counting` against the trainer's own modules, built on the meta device.
 
-    python -m megatron_scalerl.plan.meta_build RECIPE CONFIG_DIR WORLD_SIZE [key.path=value ...]
-
-builds the same PolicyModel that is trained, at full size and in the full world, in one process and without allocating
-memory; PyTorch's fake process group replaces the collectives. It is a process of its own because Megatron's globals
-and the CPU patches are process-wide. It prints one JSON line: dense and expert parameters of each pipeline stage.
+The same PolicyModel that is trained is built at full size and in the full world, in one process and without
+allocating memory; PyTorch's fake process group replaces the collectives. It is a process of its own because
+Megatron's globals and the CPU patches are process-wide; a forked one, which has torch and transformers already.
 Context parallelism, which shards no weights, is counted as data parallelism.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import re
-import subprocess
-import sys
-import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.plan.planner import RunPlan
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
 TIMEOUT_S = 600.0
 
@@ -36,32 +30,49 @@ def compare_with_build(plan: RunPlan, config: str | Path) -> str:
         return "not built: the policy can be planned, not trained"
     if plan.layout.chunks > 1:
         return "not built: an interleaved pipeline requires a GPU"
-    root = Path(__file__).resolve().parents[2]
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(paths)}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "recipe.yaml")
-        file.write_text(dump_recipe(plan.recipe))
-        argv = [
-            sys.executable,
-            "-m",
-            "megatron_scalerl.plan.meta_build",
-            str(file),
-            str(config),
-            str(plan.layout.world_size),
-        ]
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip() and "[Gloo]" not in line]
-        message = re.sub(r"^(\[rank0\]: )?(\w+: )?", "", lines[-1]) if lines else "no message"
-        raise ValueError(f"megatron: the trainer's ranks cannot be built: {message}")
-    built = json.loads(done.stdout.strip().splitlines()[-1])
+    built = _in_a_child(plan.recipe, str(config), plan.layout.world_size)
+    if isinstance(built, str):
+        raise ValueError(f"megatron: the trainer's ranks cannot be built: {built}")
     counted = [{"dense": s.parameters.dense, "expert": s.parameters.expert} for s in plan.trainer]
     assert built == counted, f"counted {counted}, built {built}"
     ranks = f"rank of {plan.layout.world_size}"
     return (
         f"equal on the first {ranks} of each pipeline stage" if plan.layout.pp > 1 else f"equal on the first {ranks}"
     )
+
+
+def _in_a_child(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]] | str:
+    """What `stage_parameters` returns in a process of its own, or why it returns nothing."""
+    context = multiprocessing.get_context("fork")
+    answers, answer = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(answer, recipe, config_path, world_size), daemon=True)
+    child.start()
+    answer.close()
+    try:
+        built: list[dict[str, int]] | str = (
+            answers.recv() if answers.poll(TIMEOUT_S) else f"none in {TIMEOUT_S:.0f} s"
+        )
+    except EOFError:
+        child.join()
+        built = f"its process ended with exit code {child.exitcode}"
+    child.kill()
+    child.join()
+    return built
+
+
+def _answer(answer: Connection, recipe: Recipe, config_path: str, world_size: int) -> None:
+    import torch
+
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # warnings of Megatron-Core and what gloo prints
+        os.dup2(quiet, stream)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    try:
+        answer.send(stage_parameters(recipe, config_path, world_size))
+    except Exception as error:
+        answer.send(str(error) or type(error).__name__)
+        raise
 
 
 def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]]:
@@ -104,13 +115,3 @@ def _count(recipe: Recipe, config_path: str, *, rank: int) -> dict[str, int]:
         shutdown_parallel()
     expert = sum(size for name, size in sizes.items() if ".experts." in name)
     return {"dense": sum(sizes.values()) - expert, "expert": expert}
-
-
-def main() -> None:
-    """See the module."""
-    path, config_path, world_size, *overrides = sys.argv[1:]
-    print(json.dumps(stage_parameters(load_recipe(path, overrides), config_path, int(world_size))))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,7 @@ def make_plan(
         work=trainer.work,
         update=update if split == first else update_work(recipe, family, trainer.layout),
         publish_seconds=base.publish_seconds,
-        timing=simulate(queue_of(base, split, trainer.work.train_seconds)),
+        timing=_timing(split, trainer.work.train_seconds, base, best),
         best=tuple(best),
     )
 
@@ -255,6 +255,11 @@ def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings
     return best_splits(list((fitting or seconds).items()), base)
 
 
+def _timing(split: Split, train_seconds: float, base: QueueSettings, simulated: Sequence[Simulated]) -> Timing:
+    found = next((each.timing for each in simulated if each.split == split), None)
+    return found or simulate(queue_of(base, split, train_seconds))
+
+
 def as_numbers(plan: RunPlan) -> dict[str, Any]:
     """The plan for --json: every number in the printed tables, sizes in bytes and times in seconds."""
     parameters = plan.parameters
@@ -301,6 +306,7 @@ def as_numbers(plan: RunPlan) -> dict[str, Any]:
         },
         "timing": asdict(plan.timing),
         "gpu_hours_per_1000_steps": plan.gpu_hours_per_1000_steps,
+        "cost": plan.recipe.cost.model_dump(),
         "best_splits": [asdict(s) for s in plan.best],
         "assumptions": {
             name: {"value": value, "from": plan.origins[name].kind, "source": plan.origins[name].source}

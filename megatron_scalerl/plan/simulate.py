@@ -134,6 +134,8 @@ class _Run:
         self.groups = 0
         self.version = self.served = 0
         self.now = 0.0
+        self.lacks_room = False
+        """The gate admits a group for which no engine has room."""
 
     def admit(self) -> None:
         """Start groups while the gate admits them and an engine has room."""
@@ -141,7 +143,8 @@ class _Run:
             loads = [engine.load for engine in self.engines]
             index = loads.index(min(loads))
             engine = self.engines[index]
-            if engine.load + self.s.group_size > self.s.max_in_flight:
+            self.lacks_room = engine.load + self.s.group_size > self.s.max_in_flight
+            if self.lacks_room:
                 return
             group = self.groups
             self.groups += 1
@@ -184,7 +187,7 @@ class _Run:
                 self.gate.finish(group, self.started[group])
         engine.fill()
         self.schedule(index)
-        if self.gate.ready > ready or engine.load + self.s.group_size <= self.s.max_in_flight:
+        if self.lacks_room and engine.load + self.s.group_size <= self.s.max_in_flight:
             self.admit()
         return self.gate.ready > ready
 

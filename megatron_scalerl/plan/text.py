@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_scalerl.fit.formatting import money
 from megatron_scalerl.plan.assumptions import described
 from megatron_scalerl.plan.hardware import GIB
 from megatron_scalerl.plan.planner import RunPlan
@@ -61,15 +62,19 @@ def _summary(plan: RunPlan, built: str) -> Section:
         ("memory", fits(plan)),
         ("balance", bottleneck(plan)),
         ("steps per hour", f"{plan.timing.steps_per_hour:,.1f} ({plan.timing.step_seconds:,.1f} s per step)"),
-        ("GPU-hours per 1,000 steps", f"{plan.gpu_hours_per_1000_steps:,.0f}"),
+        ("GPU-hours per 1,000 steps", f"{plan.gpu_hours_per_1000_steps:,.0f}{_money(plan)}"),
     ]
     return _pairs("", *rows)
 
 
 def verdict(plan: RunPlan) -> str:
     """One line: whether it fits, headroom, bottleneck, cost."""
-    cost = f"{plan.gpu_hours_per_1000_steps:,.0f} GPU-hours per 1,000 steps"
+    cost = f"{plan.gpu_hours_per_1000_steps:,.0f} GPU-hours per 1,000 steps{_money(plan)}"
     return f"{fits(plan)}; {bottleneck(plan)}; {cost}{'' if plan.trained else '; planned only, train refuses it'}"
+
+
+def _money(plan: RunPlan) -> str:
+    return money(plan.gpu_hours_per_1000_steps, plan.recipe.cost.model_dump())
 
 
 def fits(plan: RunPlan) -> str:

@@ -33,6 +33,16 @@ def rare_full_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """A short block without collections: the imports of torch and transformers leave no garbage to look for."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def map_large_blocks() -> None:
     """Let malloc take every block of 1 MiB and more from the system and give it back when it is freed, for good.
 

@@ -23,6 +23,7 @@ from megatron_scalerl.recipe.sections import (
     MICRO_BATCH_MULTIPLE,
     AdvantagesSection,
     CheckpointSection,
+    CostSection,
     CurriculumSection,
     FiltersSection,
     ForecastSection,
@@ -83,6 +84,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     forecast: ForecastSection = ForecastSection()
     telemetry: TelemetrySection = TelemetrySection()
+    cost: CostSection = CostSection()
     sft: SftSection = SftSection()
 
     @property

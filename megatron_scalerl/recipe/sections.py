@@ -422,6 +422,15 @@ class ForecastSection(Section):
     """Fraction of the run that the fit uses (the paper: half of the budget)."""
 
 
+class CostSection(Section):
+    """What the run costs in money, as `plan`, `report`, the page and `submit --status` say it."""
+
+    price_per_device_hour: PositiveFloat | None = None
+    """Price of one GPU, without GPUs of one process, for an hour (`currency`). null: nothing is said of money."""
+    currency: str = "USD"
+    """Printed behind every amount."""
+
+
 class SftSection(Section):
     """The warm start (`megatron-scalerl sft`)."""
 

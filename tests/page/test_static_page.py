@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from page_runs import HOSTILE, write_page_run
@@ -98,3 +99,15 @@ def test_a_run_without_completions_has_a_page(run, tmp_path):
         (bare / name).write_text((run / name).read_text())
     assert static_page.write_page(bare, tmp_path / "page.html") == (0, 0)
     assert data_of((tmp_path / "page.html").read_text())["steps"]["step"] == [1, 2, 3]
+
+
+def test_the_numbers_as_json_and_the_cost_in_money(run, tmp_path, capsys):
+    folder = shutil.copytree(run, tmp_path / "run")
+    with (folder / "recipe.yaml").open("a") as recipe:
+        recipe.write("cost: {price_per_device_hour: 2.5, currency: EUR}\n")
+    assert main(["report", str(folder), "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    total = sum(row["hours"] for row in found["ledger"])
+    assert found["cost"] == {"price_per_device_hour": 2.5, "currency": "EUR"}
+    assert any(f"in total, {2.5 * total:,.2f} EUR: " in line for line in found["header"]["lines"])
+    assert found["gain"]["last"] - found["gain"]["first"] > 0 and len(found["forecasts"]) > 1

@@ -95,7 +95,7 @@ byId("controls").addEventListener("submit", (event) => event.preventDefault());
 if (DATA.every > 1) byId("thinned").textContent = ` Every ${DATA.every}th step record is in this file.`;
 byId("reader-note").textContent = DATA.live
   ? "Read from the run's store when they are opened. The store has the engine's log-probabilities; mismatch and entropy are recorded per step, in the charts above."
-  : `${DATA.groups.length} groups are in this file${DATA.missing_groups ? `, ${DATA.missing_groups} were left out for its size` : ""}; megatron-scalerl watch reads all. The store has the engine's log-probabilities; mismatch and entropy are recorded per step, in the charts above.`;
+  : `${DATA.groups.length} groups are in this file${DATA.missing_groups ? `, ${DATA.missing_groups} were left out: no longer stored, unreadable, or no room` : ""}; megatron-scalerl watch reads all. The store has the engine's log-probabilities; mismatch and entropy are recorded per step, in the charts above.`;
 if (SOURCE.steps().length) openStep(SOURCE.steps().at(-1));
 else byId("group").append(el("p", { class: "note" }, "no group was trained yet"));
 if (DATA.home) fill("home", el("a", { href: DATA.home + location.search }, "← all runs"));

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
 from megatron_scalerl.weights.plan import Connection
 
@@ -74,5 +73,7 @@ def resolve_transport(name: str, rendezvous: Rendezvous | None = None, *, coloca
     """
     if name != "auto":
         return name
+    from megatron_scalerl.distributed import device
+
     found = "gloo" if colocated else device.backend()
     return "shm" if found == "gloo" and isinstance(rendezvous, FolderRendezvous) else found
