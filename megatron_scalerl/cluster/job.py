@@ -100,6 +100,8 @@ def render(plan: JobPlan) -> str:
             cpus=None if "cpus-per-gpu" in plan.site.sbatch else plan.nodes.cpus,
             gpu_hours=asked.gpu_hours,
             startup_s=plan.startup_s,
+            container=_container(plan),
+            pyxis=plan.site.container == "pyxis",
             command=_command(plan, train),
             preflight=_command(plan, check),
             budget=_command(plan, budget),
@@ -147,17 +149,24 @@ def _of_nodes(nodes: Allocation, *, several: bool) -> dict[str, str | bool]:
 
 def _command(plan: JobPlan, words: Sequence[str]) -> str:
     """A command of the program, in the site's container; a path follows it."""
-    site = plan.site
-    default = (sys.executable, "-m", "megatron_scalerl") if site.container == "none" else ("megatron-scalerl",)
-    program = [*(site.program or default), *words]
+    inside = plan.site.container != "none"
+    default = ("megatron-scalerl",) if inside else (sys.executable, "-m", "megatron_scalerl")
+    program = shlex.join([*(plan.site.program or default), *words])
+    return f'"${{inside[@]}}" {program}' if inside else program
+
+
+def _container(plan: JobPlan) -> str:
+    """Words of the script: options of srun for pyxis, else the command in front of a program. Empty without one."""
+    site, folders = plan.site, [f"{plan.cwd}:{plan.cwd}", *plan.site.mounts, "{run}:{run}"]
     if site.container == "none":
-        return shlex.join(program)
-    folders = [f"{plan.cwd}:{plan.cwd}", *site.mounts]
+        return ""
     if site.container == "pyxis":
-        start = ["srun", "--ntasks=1", f"--container-image={site.image}", "--no-container-mount-home"]
-        start.append(f"--container-workdir={plan.cwd}")
-        mounts = shlex.quote(",".join(folders))
-        return f'{shlex.join(start)} --container-mounts={mounts},"$run:$run" {shlex.join(program)}'
-    bound = [word for folder in folders for word in ("--bind", folder)]
-    start = ["apptainer", "exec", *(["--nv"] if plan.nodes.gpus else []), "--pwd", str(plan.cwd), *bound]
-    return f'{shlex.join(start)} --bind "$run:$run" {shlex.join([str(site.image), *program])}'
+        words = [f"--container-image={site.image}", "--no-container-mount-home", f"--container-workdir={plan.cwd}"]
+        words.append(f"--container-mounts={','.join(folders)}")
+    elif site.container == "apptainer":
+        bound = [word for folder in folders for word in ("--bind", folder)]
+        gpus = ["--nv"] if plan.nodes.gpus else []
+        words = ["apptainer", "exec", *gpus, "--pwd", str(plan.cwd), *bound, str(site.image)]
+    else:
+        words = [word.replace("{cwd}", str(plan.cwd)) for word in site.container]
+    return " ".join(shlex.quote(word).replace("{run}", "'\"$run\"'") for word in words)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, StringConstraints, ValidationError
 
@@ -17,7 +17,7 @@ from megatron_scalerl.cluster.cluster import gpus_of
 from megatron_scalerl.recipe.file import read_yaml
 from megatron_scalerl.recipe.other_names import check_keys
 
-Container = Literal["none", "pyxis", "apptainer"]
+_NAMED = ("none", "pyxis", "apptainer")
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|API_?KEY)S?$", re.IGNORECASE)
 _LOGIN = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 _PRINTED = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]"
@@ -58,7 +58,7 @@ _EXPECTED = {
     **dict.fromkeys(("sbatch", "engine_sbatch"), _OPTIONS),
     **dict.fromkeys(("modules", "program", "mounts"), "a list of texts"),
     "environment": "names of variables with one line of text each",
-    "container": f"one of {', '.join(get_args(Container))}",
+    "container": f"one of {', '.join(_NAMED)}, or a list of words",
     **dict.fromkeys(("image", "template"), "text"),
 }
 """By key."""
@@ -91,9 +91,11 @@ class Site(BaseModel):
     """Words that start the program; none: the Python of the submission, or `megatron-scalerl` in a container."""
     template: Line | None = None
     """Template (Jinja) of the job script, relative to the site file, which may extend job.sbatch; None for that."""
-    container: Container = "none"
+    container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"
+    """What runs the program, on every node; words: a command in front of it, in which {run} and {cwd} stand for the
+    run's folder and that of the submission."""
     image: Line | None = None
-    """Image of the container."""
+    """Image of the container of pyxis or Apptainer."""
     mounts: tuple[Line, ...] = ()
     """SOURCE:TARGET for each folder that the container sees; the folder of the submission and the run's always."""
 
@@ -167,14 +169,14 @@ def read_site(path: str | Path | None) -> Site:
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0])
-        where = f"{path}: {'.'.join(str(part) for part in first['loc'] if part not in ('[key]', 'bool'))}"
+        where = f"{path}: {'.'.join(map(str, first['loc'][: 1 if key == 'container' else 2]))}"
         raise ValueError(f"{where}: expected {_EXPECTED[key]}, found {first['input']!r}") from None
     for name in (*site.sbatch, *site.engine_sbatch):
         if name in BY_SUBMIT or name in _FIXED:
             how = f"the option {BY_SUBMIT[name]} of submit" if name in BY_SUBMIT else "the job itself"
             raise ValueError(f"{path}: sbatch: {name} is set by {how}")
-    if (site.container != "none") != (site.image is not None):
-        raise ValueError(f"{path}: image: expected with a container, and only then, found container {site.container}")
+    if (site.container in _NAMED[1:]) != (site.image is not None):
+        raise ValueError(f"{path}: image: expected with pyxis or apptainer, and only then, found {site.container}")
     if site.template is not None:
         site = site.model_copy(update={"template": str(Path(path).absolute().parent / site.template)})
         if not Path(str(site.template)).is_file():

@@ -145,8 +145,6 @@ def _plan(
 ) -> JobPlan:
     """others: the partition of --engine-nodes."""
     runs = tuple(Path(recipe.run_dir).absolute() for recipe in recipes)
-    if (request.nodes > 1 or request.engine_nodes) and site.container != "none":
-        raise ValueError(f"{request.site}: container: {site.container} does not work with several nodes yet")
     if (request.nodes > 1 or request.engine_nodes) and any(recipe.engine.colocate for recipe in recipes):
         asked = request.nodes + request.engine_nodes
         raise ValueError(f"--nodes: {asked} is too many: engine.colocate runs on one node")

@@ -220,20 +220,30 @@ def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
         render(changed(PLAN, site=site))
 
 
+@pytest.mark.parametrize("plan", [PLAN, SEVERAL], ids=["one node", "four nodes"])
 @pytest.mark.parametrize(
-    ("container", "words"),
+    ("site", "words"),
     [
-        ("pyxis", ["srun", "--ntasks=1", "--container-image=/i.sqsh", "/home/it's:/home/it's,/data:/data,$run:$run"]),
-        ("apptainer", ["apptainer", "exec", "--nv", "--bind", "/data:/data", "$run:$run", "/i.sqsh"]),
+        (
+            Site(container="pyxis", image="/i.sqsh", mounts=("/data:/data",)),
+            ["--container-image=/i.sqsh", "--container-mounts=/home/it's:/home/it's,/data:/data,/r r:/r r"],
+        ),
+        (
+            Site(container="apptainer", image="/i.sif", mounts=("/data:/data",)),
+            ["apptainer", "exec", "--nv", "--bind", "/data:/data", "/r r:/r r", "/i.sif"],
+        ),
+        (Site(container=("podman", "-v={run}:{run}", "-w={cwd}")), ["podman", "-v=/r r:/r r", "-w=/home/it's"]),
     ],
+    ids=["pyxis", "apptainer", "another"],
 )
-def test_a_container_sees_the_runs_folder(tmp_path, container, words):
-    site = Site(container=container, image="/i.sqsh", mounts=("/data:/data",))
-    text = checked(changed(PLAN, site=site), tmp_path)
-    [line] = [line for line in text.splitlines() if "train --supervise" in line]
-    given = shlex.split(line)
-    assert all(any(word == each.removeprefix("--container-mounts=") for each in given) for word in words)
-    assert given[given.index("train") - 1] == "megatron-scalerl"
+def test_a_container_sees_the_runs_folder(tmp_path, plan, site, words):
+    text = checked(changed(plan, site=site), tmp_path)
+    [line] = [line for line in text.splitlines() if line.startswith("container=(")]
+    show = f"run='/r r'\n{line}\nprintf '%s\\n' \"${{container[@]}}\""
+    found = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [word for word in words if word not in found] == []
+    [controller] = [line for line in text.splitlines() if "train --supervise" in line]
+    assert controller.strip().startswith('role controller "${inside[@]}" megatron-scalerl train ')
 
 
 KEYS = list(Site.model_fields)
@@ -244,9 +254,12 @@ KEYS = list(Site.model_fields)
     [
         ("acount: lab", unknown_key("acount", KEYS, expected="a key of a site file")),
         ("modules: cuda", "modules: expected a list of texts, found 'cuda'"),
-        ("container: docker", "container: expected one of none, pyxis, apptainer, found 'docker'"),
-        ("container: pyxis", "image: expected with a container"),
-        ("image: /i.sqsh", "image: expected with a container"),
+        (
+            "container: docker",
+            "container: expected one of none, pyxis, apptainer, or a list of words, found 'docker'",
+        ),
+        ("container: pyxis", "image: expected with pyxis or apptainer"),
+        ("image: /i.sqsh", "image: expected with pyxis or apptainer"),
         ("environment: {HF_TOKEN: abc}", "expected no secret"),
         ("environment: {'A B': c}", "expected names of variables with one line of text each, found 'A B'"),
         ("environment: {A: [1]}", "environment.A: expected names of variables with one line of text each, found [1]"),
