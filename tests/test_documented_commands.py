@@ -140,7 +140,7 @@ def test_every_yaml_is_a_recipe_or_a_part_of_one(page, place):
     for language, text in blocks(page):
         if language == "yaml" and text.startswith("# site.yaml\n"):
             (place / "site.yaml").write_text(text)
-            assert read_site(place / "site.yaml").account
+            assert read_site(place / "site.yaml").sbatch["account"]
         elif language == "yaml":
             assert Recipe.model_validate(merged(whole, yaml.safe_load(text)))
 

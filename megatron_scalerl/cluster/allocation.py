@@ -8,13 +8,17 @@ also with --no-kill, where the trainer has one node; else the component runs on 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalerl.cluster.cluster import Partition
+from megatron_scalerl.cluster.cluster import Partition, gpus_of
 from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe import Recipe
+
+ASSUMED_GPUS, ASSUMED_CPUS = 8, 12
+"""Without Slurm: GPUs of a node, and CPUs beside each. An assumption."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +73,10 @@ class Allocation:
     """CPUs of a node, None for whole nodes."""
 
 
-def allocate(recipes: Sequence[Recipe], partition: Partition, asked: Request) -> Allocation:
-    """What the largest of the recipes needs. Raises ValueError."""
+def allocate(
+    recipes: Sequence[Recipe], partition: Partition, asked: Request, *, exclusive: bool = True
+) -> Allocation:
+    """What the largest of the recipes needs. exclusive: whether whole nodes may be said to be. Raises ValueError."""
     check_nodes("--nodes", asked.nodes, partition)
     if asked.nodes == 1 and asked.slots is not None:
         raise ValueError(f"--slots requires --nodes of at least 2: one node runs all, found {asked.slots}")
@@ -85,7 +91,7 @@ def allocate(recipes: Sequence[Recipe], partition: Partition, asked: Request) ->
                 "each, and the others would be idle"
             )
     cpus = asked.cpus
-    if cpus is None and not (gpus and gpus == partition.gpus):  # else whole nodes
+    if cpus is None and not (exclusive and gpus and gpus == partition.gpus):  # else whole nodes
         devices = max(recipe.devices for recipe in recipes)
         share = partition.cpus * gpus // partition.gpus if gpus else 2 + 2 * (slots or devices)
         cpus = max(1, min(partition.cpus, share))
@@ -95,9 +101,12 @@ def allocate(recipes: Sequence[Recipe], partition: Partition, asked: Request) ->
 
 
 def components(
-    recipe: Recipe, partition: Partition, engine_partition: Partition, asked: Request
+    recipe: Recipe, partition: Partition, engine_partition: Partition, asked: Request, *, exclusive: bool = True
 ) -> tuple[Allocation, Allocation]:
-    """The nodes of the trainer and those of the engines. Raises ValueError for fewer or more than the fleet fills."""
+    """The nodes of the trainer and those of the engines. Raises ValueError for fewer or more than the fleet fills.
+
+    exclusive: as for `allocate`; without it all GPUs or all CPUs of a node keep others away.
+    """
     if asked.cpus is not None:
         raise ValueError(f"--cpus: expected none with --engine-nodes, which takes whole nodes, found {asked.cpus}")
     gpus = gpus_of_node(recipe, partition, asked.gpus_per_node, asked.slots)
@@ -128,15 +137,30 @@ def components(
             f"--engine-nodes: expected at most {partition.nodes - asked.nodes}, what --nodes leaves of "
             f"{partition.name}, found {asked.engine_nodes}"
         )
+    cpus, engine_cpus = (None, None) if exclusive else (partition.cpus, engine_partition.cpus)
     return (
-        Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=None),
-        Allocation(nodes=asked.engine_nodes, gpus=engine_gpus, slots=engine_slots, cpus=None),
+        Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=cpus),
+        Allocation(nodes=asked.engine_nodes, gpus=engine_gpus, slots=engine_slots, cpus=engine_cpus),
     )
 
 
 def default_gpus(recipe: Recipe, partition: Partition) -> bool:
     """Whether a run takes GPUs, if nothing else is said."""
     return bool(partition.gpus) and recipe.weights.transport not in ("gloo", "shm")
+
+
+def assumed(name: str, gres: str, gpus: int | None, cpus: int | None) -> Partition:
+    """A partition that Slurm cannot be asked about. gres: a node's GPUs by the site file. gpus, cpus: as given."""
+    number = gpus or gpus_of(gres) or ASSUMED_GPUS
+    kind = re.search(r"(?:^|,)gpu:([A-Za-z][^:,]*)", gres)
+    return Partition(
+        name=name,
+        gpus=number,
+        cpus=cpus or ASSUMED_CPUS * number,
+        nodes=1 << 20,
+        gpu_type=kind[1] if kind else None,
+        limit_s=None,
+    )
 
 
 def check_plan(

@@ -49,10 +49,9 @@ class Job:
     """Path of its job script."""
 
 
-def require() -> None:
-    """Raises ValueError if this machine has no sbatch."""
-    if shutil.which("sbatch") is None:
-        raise ValueError("sbatch: expected it on the path (submit from a login node), found none")
+def present() -> bool:
+    """Whether this machine has the programs of Slurm."""
+    return shutil.which("sbatch") is not None
 
 
 def partitions() -> dict[str, Partition]:
@@ -72,6 +71,19 @@ def partitions() -> dict[str, Partition]:
         larger = name not in found or (node.gpus, node.cpus) > (found[name].gpus, found[name].cpus)
         found[name] = node if larger else replace(found[name], nodes=node.nodes)
     return found
+
+
+def either(found: Sequence[Partition]) -> Partition:
+    """What a job may count on that starts in one of several partitions, whichever is free first."""
+    limits, types = [each.limit_s for each in found if each.limit_s is not None], {each.gpu_type for each in found}
+    return Partition(
+        name=",".join(each.name for each in found),
+        gpus=min(each.gpus for each in found),
+        cpus=min(each.cpus for each in found),
+        nodes=min(each.nodes for each in found),
+        gpu_type=types.pop() if len(types) == 1 else None,
+        limit_s=min(limits, default=None),
+    )
 
 
 def gpus_of(gres: str) -> int:

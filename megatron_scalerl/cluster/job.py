@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError, TemplateSyntaxError
 
 from megatron_scalerl.cluster.allocation import Allocation, Request
 from megatron_scalerl.cluster.site import Site
@@ -18,7 +18,8 @@ MARGIN_S = 60
 """Slurm sends the signal up to this much too early or, on a busy node, late (s)."""
 EXPORTED = (
     "HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "HF_HOME",
-    "OMP_NUM_THREADS", "MSRL_LOG_LEVEL", "MODULEPATH", "SLURM_CONF", "TMPDIR",
+    "OMP_NUM_THREADS", "MSRL_LOG_LEVEL", "MODULEPATH", "SLURM_CONF", "TMPDIR", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
+    "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
 )  # fmt: skip
 """Variables of the submitting shell that the job gets; others, secrets among them, stay there."""
 
@@ -83,88 +84,89 @@ def render(plan: JobPlan) -> str:
         autoescape=False,  # a shell script: every value passes through `quote`
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    return environment.get_template("job.sbatch").render(
-        modules=plan.site.modules,
-        environment=plan.site.environment,
-        options=options,
-        script=plan.script,
-        runs=plan.runs,
-        cwd=plan.cwd,
-        nodes=plan.nodes.nodes + (engines.nodes if engines is not None else 0),
-        heterogeneous=engines is not None,
-        chain=asked.chain,
-        max_requeues=asked.max_requeues,
-        cpus=plan.nodes.cpus,
-        gpu_hours=asked.gpu_hours,
-        startup_s=plan.startup_s,
-        command=_command(plan, train),
-        preflight=_command(plan, check),
-        budget=_command(plan, budget),
-    )
+    template = Path(plan.site.template or TEMPLATES / "job.sbatch")
+    try:
+        return environment.from_string(template.read_text(encoding="utf8")).render(
+            modules=plan.site.modules,
+            environment=plan.site.environment,
+            options=options,
+            script=plan.script,
+            runs=plan.runs,
+            cwd=plan.cwd,
+            nodes=plan.nodes.nodes + (engines.nodes if engines is not None else 0),
+            heterogeneous=engines is not None,
+            chain=asked.chain,
+            max_requeues=asked.max_requeues,
+            cpus=None if "cpus-per-gpu" in plan.site.sbatch else plan.nodes.cpus,
+            gpu_hours=asked.gpu_hours,
+            startup_s=plan.startup_s,
+            container=_container(plan),
+            pyxis=plan.site.container == "pyxis",
+            command=_command(plan, train),
+            preflight=_command(plan, check),
+            budget=_command(plan, budget),
+        )
+    except TemplateError as error:
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise ValueError(f"{template}{line}: {error}") from None
 
 
 def _options(plan: JobPlan) -> Iterator[str]:
-    """What follows #SBATCH, line by line."""
+    """What follows #SBATCH, line by line. Raises ValueError."""
     asked, site = plan.request, plan.site
-    requeue = "--no-requeue" if asked.chain else "--requeue"
-    more = [f"--signal=B:USR1@{plan.lead_s}", requeue, "--open-mode=append"]
-    more += [f"--output={escaped(plan.outputs)}", f"--export={','.join(EXPORTED)}"]
+    shared: dict[str, str | bool] = {"no-requeue" if asked.chain else "requeue": True}
+    more: dict[str, str | bool] = {
+        "signal": f"B:USR1@{plan.lead_s}",
+        "open-mode": "append",
+        "output": plan.outputs,
+        "export": ",".join(EXPORTED),
+    }
     if asked.throttle:
-        more.append(f"--array=0-{len(plan.runs) - 1}%{asked.throttle}")
-    more += site.options(site.sbatch)
-    yield from _job_options(plan.name, asked.partition, asked.time, plan.nodes, more, several=plan.several)
+        more["array"] = f"0-{len(plan.runs) - 1}%{asked.throttle}"
+    of_job = {"job-name": plan.name, "partition": asked.partition, "time": asked.time}
+    own = _of_nodes(plan.nodes, several=plan.several)
+    yield from site.options(of_job | own | shared | more, gpus=plan.nodes.gpus)
     if plan.engines is not None:
         yield "hetjob"
         # 22.05: components of one name wait for each other (singleton)
-        name, partition = f"{plan.name}-engines", asked.engine_partition or asked.partition
-        more = [requeue, *site.options(site.engine_sbatch)]
-        yield from _job_options(name, partition, asked.time, plan.engines, more, several=True)
+        of_job |= {"job-name": f"{plan.name}-engines", "partition": asked.engine_partition or asked.partition}
+        own = _of_nodes(plan.engines, several=True)
+        yield from site.options(of_job | own | shared, gpus=plan.engines.gpus, engines=True)
 
 
-def _job_options(
-    name: str, partition: str, limit: str, nodes: Allocation, more: Iterable[str], *, several: bool
-) -> Iterator[str]:
-    """Options of sbatch for one component of a job.
-
-    limit: of its time. more: options that follow. several: whether the job has more nodes than one.
-    """
-    yield f"--job-name={escaped(name)}"
-    yield f"--partition={partition}"
-    yield f"--time={limit}"
-    yield f"--nodes={nodes.nodes}"
-    yield "--ntasks-per-node=1"
-    if several:
-        yield "--no-kill"  # the job goes on where a node fails that is not its first
+def _of_nodes(nodes: Allocation, *, several: bool) -> dict[str, str | bool]:
+    """Options of sbatch for the nodes of one component. several: whether the job has more nodes than one."""
+    own: dict[str, str | bool] = {"nodes": str(nodes.nodes), "ntasks-per-node": "1"}
+    own["no-kill"] = several  # the job goes on where a node fails that is not its first
     if nodes.gpus:
-        yield f"--gpus-per-node={nodes.gpus}"
+        own["gpus-per-node"] = str(nodes.gpus)
     if nodes.cpus is None:
-        yield "--exclusive"
-        yield "--mem=0"
+        own |= {"exclusive": True, "mem": "0"}
     else:
-        yield f"--cpus-per-task={nodes.cpus}"
-    yield from more
-
-
-def escaped(text: str) -> str:
-    """A path or a name as it follows #SBATCH. Raises ValueError for characters that sbatch reads as its own."""
-    if set(text) & set("\"'\\"):
-        raise ValueError(f"submit: sbatch does not take quotes and backslashes in a path or a name: {text}")
-    return f'"{text}"' if " " in text else text
+        own["cpus-per-task"] = str(nodes.cpus)
+    return own
 
 
 def _command(plan: JobPlan, words: Sequence[str]) -> str:
     """A command of the program, in the site's container; a path follows it."""
-    site = plan.site
-    default = (sys.executable, "-m", "megatron_scalerl") if site.container == "none" else ("megatron-scalerl",)
-    program = [*(site.program or default), *words]
+    inside = plan.site.container != "none"
+    default = ("megatron-scalerl",) if inside else (sys.executable, "-m", "megatron_scalerl")
+    program = shlex.join([*(plan.site.program or default), *words])
+    return f'"${{inside[@]}}" {program}' if inside else program
+
+
+def _container(plan: JobPlan) -> str:
+    """Words of the script: options of srun for pyxis, else the command in front of a program. Empty without one."""
+    site, folders = plan.site, [f"{plan.cwd}:{plan.cwd}", *plan.site.mounts, "{run}:{run}"]
     if site.container == "none":
-        return shlex.join(program)
-    folders = [f"{plan.cwd}:{plan.cwd}", *site.mounts]
+        return ""
     if site.container == "pyxis":
-        start = ["srun", "--ntasks=1", f"--container-image={site.image}", "--no-container-mount-home"]
-        start.append(f"--container-workdir={plan.cwd}")
-        mounts = shlex.quote(",".join(folders))
-        return f'{shlex.join(start)} --container-mounts={mounts},"$run:$run" {shlex.join(program)}'
-    bound = [word for folder in folders for word in ("--bind", folder)]
-    start = ["apptainer", "exec", *(["--nv"] if plan.nodes.gpus else []), "--pwd", str(plan.cwd), *bound]
-    return f'{shlex.join(start)} --bind "$run:$run" {shlex.join([str(site.image), *program])}'
+        words = [f"--container-image={site.image}", "--no-container-mount-home", f"--container-workdir={plan.cwd}"]
+        words.append(f"--container-mounts={','.join(folders)}")
+    elif site.container == "apptainer":
+        bound = [word for folder in folders for word in ("--bind", folder)]
+        gpus = ["--nv"] if plan.nodes.gpus else []
+        words = ["apptainer", "exec", *gpus, "--pwd", str(plan.cwd), *bound, str(site.image)]
+    else:
+        words = [word.replace("{cwd}", str(plan.cwd)) for word in site.container]
+    return " ".join(shlex.quote(word).replace("{run}", "'\"$run\"'") for word in words)

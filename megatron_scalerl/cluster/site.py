@@ -1,36 +1,77 @@
-"""The site file: what the jobs of one cluster have in common."""
+"""The site file: what the jobs of one cluster have in common.
+
+`sbatch` and `engine_sbatch` hold options of sbatch under their own names. They are added to those that the job sets,
+and take the place of these where both say the same; what the job cannot do without is refused by name.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, StringConstraints, ValidationError
 
+from megatron_scalerl.cluster.cluster import gpus_of
 from megatron_scalerl.recipe.file import read_yaml
 from megatron_scalerl.recipe.other_names import check_keys
 
-Container = Literal["none", "pyxis", "apptainer"]
+_NAMED = ("none", "pyxis", "apptainer")
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|API_?KEY)S?$", re.IGNORECASE)
+_LOGIN = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 _PRINTED = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]"
 Line = Annotated[str, StringConstraints(pattern=f"^{_PRINTED}+$")]
 """One line of text."""
-Option = Annotated[str, StringConstraints(pattern=f"^-{_PRINTED}*$")]
-Word = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f]+$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Options = Mapping[str, str | bool]
+"""Options of sbatch without their dashes; True: without a value, False: not even the job's own."""
+BY_SUBMIT = {
+    "partition": "--partition",
+    "time": "--time",
+    "nodes": "--nodes",
+    "array": "--array",
+    "cpus-per-task": "--cpus",
+    "gpus": "--gpus-per-node",
+    "requeue": "--max-requeues",
+    "no-requeue": "--chain",
+}
+"""Options of sbatch that follow from one of `submit`."""
+_FIXED = (
+    *("signal", "output", "open-mode", "no-kill", "ntasks", "ntasks-per-node", "chdir", "wrap", "wait", "test-only"),
+    *("parsable", "gpus-per-task", "export-file", "ntasks-per-gpu"),
+)
+"""Those without which the job could not save itself, be queued again or be watched."""
+_REPLACED = {
+    "gres": "gpus-per-node",
+    "mem-per-gpu": "mem",
+    "mem-per-cpu": "mem",
+    "oversubscribe": "exclusive",
+    "cpus-per-gpu": "cpus-per-task",
+}
+"""Options that take the place of one of the job's under another name."""
+_OPTIONS = (
+    "options of sbatch by their long names, such as {constraint: h100, exclusive: false} or [--constraint=h100]"
+)
 _EXPECTED = {
-    **dict.fromkeys(("account", "qos"), "one word"),
-    **dict.fromkeys(
-        ("sbatch", "engine_sbatch"), "options of sbatch on one line of text each, such as --constraint=h100"
-    ),
+    **dict.fromkeys(("sbatch", "engine_sbatch"), _OPTIONS),
     **dict.fromkeys(("modules", "program", "mounts"), "a list of texts"),
     "environment": "names of variables with one line of text each",
-    "container": f"one of {', '.join(get_args(Container))}",
-    "image": "text",
+    "container": f"one of {', '.join(_NAMED)}, or a list of words",
+    **dict.fromkeys(("image", "template"), "text"),
 }
 """By key."""
+
+
+def _by_name(given: Any) -> Any:
+    """Options that are listed as they follow #SBATCH, by name; lists of values as Slurm writes them."""
+    if isinstance(given, list) and all(isinstance(each, str) and re.match("--[a-z]", each) for each in given):
+        words = [each[2:].partition("=") for each in given]
+        given = {name: value if equals else True for name, equals, value in words}
+    if isinstance(given, dict):
+        return {name: ",".join(map(str, it)) if isinstance(it, list) else it for name, it in given.items()}
+    return given
 
 
 class Site(BaseModel):
@@ -38,30 +79,76 @@ class Site(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
-    account: Word | None = None
-    """Account that is charged."""
-    qos: Word | None = None
-    """Quality of service."""
-    sbatch: tuple[Option, ...] = ()
-    """Further options of sbatch, each as it follows #SBATCH."""
-    engine_sbatch: tuple[Option, ...] = ()
-    """The same for component 1 of a heterogeneous job, the engines' nodes, instead of `sbatch`."""
+    sbatch: Annotated[dict[Name, StrictBool | Line], BeforeValidator(_by_name)] = {}
+    """Options of sbatch, such as account, qos and gres."""
+    engine_sbatch: Annotated[dict[Name, StrictBool | Line], BeforeValidator(_by_name)] = {}
+    """Those in which component 1 of a heterogeneous job, the engines' nodes, differs."""
     modules: tuple[Line, ...] = ()
     """Environment modules, loaded in this order."""
     environment: dict[Variable, Line] = {}
     """Variables of the run's processes, such as those of NCCL."""
     program: tuple[Line, ...] = ()
     """Words that start the program; none: the Python of the submission, or `megatron-scalerl` in a container."""
-    container: Container = "none"
+    template: Line | None = None
+    """Template (Jinja) of the job script, relative to the site file, which may extend job.sbatch; None for that."""
+    container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"
+    """What runs the program, on every node; words: a command in front of it, in which {run} and {cwd} stand for the
+    run's folder and that of the submission."""
     image: Line | None = None
-    """Image of the container."""
+    """Image of the container of pyxis or Apptainer."""
     mounts: tuple[Line, ...] = ()
     """SOURCE:TARGET for each folder that the container sees; the folder of the submission and the run's always."""
 
-    def options(self, more: Sequence[str]) -> list[str]:
-        """Options of sbatch that come last, so that they win. more: `sbatch` or `engine_sbatch`."""
-        named = [f"--{key}={value}" for key, value in (("account", self.account), ("qos", self.qos)) if value]
-        return [*named, *more]
+    @property
+    def exclusive(self) -> bool:
+        """Whether a job of whole nodes may say so."""
+        return not {"exclusive", "oversubscribe"} & self.sbatch.keys() or bool(self.sbatch.get("exclusive"))
+
+    @property
+    def gres(self) -> str:
+        """The GPUs of a node as the options have them, in Slurm's notation of generic resources; may be empty."""
+        return str(self.sbatch.get("gres") or "gpu:" + str(self.sbatch.get("gpus-per-node") or ""))
+
+    def options(self, own: Options, *, gpus: int, engines: bool = False) -> list[str]:
+        """What follows #SBATCH: the job's `own` options and the site's. Raises ValueError for too few GPUs.
+
+        gpus: of a node, which are added to a type without a number. engines: of component 1.
+        """
+        both = self.sbatch | (self.engine_sbatch if engines else {})
+        given = {name: value for name, value in both.items() if gpus or not _of_gpus(name, value)}
+        if _of_gpus("gres", given.get("gres")):
+            given["gres"] = _numbered(str(given["gres"]), gpus)
+        elif given.get("gpus-per-node"):
+            given["gpus-per-node"] = _numbered(f"gpu:{given['gpus-per-node']}", gpus).removeprefix("gpu:")
+        if "export" in given and "export" in own:
+            given["export"] = f"{own['export']},{given['export']}"
+        replaced = {_REPLACED.get(name) for name, value in given.items() if name != "gres" or _of_gpus(name, value)}
+        kept = {name: value for name, value in own.items() if name not in replaced} | given
+        return [
+            f"--{name}" + ("" if value is True else f"={escaped(str(value))}")
+            for name, value in kept.items()
+            if value
+        ]
+
+
+def escaped(text: str) -> str:
+    """A value as it follows #SBATCH. Raises ValueError for characters that sbatch reads as its own."""
+    if set(text) & set("\"'\\"):
+        raise ValueError(f"submit: sbatch does not take quotes and backslashes in a path or a name: {text}")
+    return f'"{text}"' if " " in text else text
+
+
+def _of_gpus(name: str, value: object) -> bool:
+    """Whether an option asks for GPUs, or for something beside each."""
+    return "gpu" in name or (name == "gres" and re.search(r"(?:^|,)gpu(?:[:,]|$)", str(value)) is not None)
+
+
+def _numbered(gres: str, gpus: int) -> str:
+    """Generic resources with the number of GPUs behind a type that has none. Raises ValueError for too few."""
+    whole = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda found: f"{found[0]}:{gpus}", gres)
+    if gpus_of(whole) < gpus:
+        raise ValueError(f"site file: sbatch: expected at least {gpus} GPUs of a node, found {gres}")
+    return whole
 
 
 def read_site(path: str | Path | None) -> Site:
@@ -70,8 +157,9 @@ def read_site(path: str | Path | None) -> Site:
         return Site()
     data = {key: value for key, value in read_yaml(Path(path)).items() if value is not None}
     check_keys(str(path), data, Site.model_fields, expected="a key of a site file")
-    for name in data["environment"] if isinstance(data.get("environment"), dict) else ():
-        if _SECRET.search(str(name)):
+    variables = data["environment"] if isinstance(data.get("environment"), dict) else {}
+    for name, value in variables.items():
+        if _SECRET.search(str(name)) or _LOGIN.search(str(value)):
             raise ValueError(
                 f"{path}: environment: expected no secret, since the job script is readable by others, found {name}; "
                 "let the program read it from a file that only you can read"
@@ -81,8 +169,16 @@ def read_site(path: str | Path | None) -> Site:
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0])
-        where = f"{path}: {'.'.join(str(part) for part in first['loc'] if part != '[key]')}"
+        where = f"{path}: {'.'.join(map(str, first['loc'][: 1 if key == 'container' else 2]))}"
         raise ValueError(f"{where}: expected {_EXPECTED[key]}, found {first['input']!r}") from None
-    if (site.container != "none") != (site.image is not None):
-        raise ValueError(f"{path}: image: expected with a container, and only then, found container {site.container}")
+    for name in (*site.sbatch, *site.engine_sbatch):
+        if name in BY_SUBMIT or name in _FIXED:
+            how = f"the option {BY_SUBMIT[name]} of submit" if name in BY_SUBMIT else "the job itself"
+            raise ValueError(f"{path}: sbatch: {name} is set by {how}")
+    if (site.container in _NAMED[1:]) != (site.image is not None):
+        raise ValueError(f"{path}: image: expected with pyxis or apptainer, and only then, found {site.container}")
+    if site.template is not None:
+        site = site.model_copy(update={"template": str(Path(path).absolute().parent / site.template)})
+        if not Path(str(site.template)).is_file():
+            raise ValueError(f"{path}: template: expected a file, found none at {site.template}")
     return site

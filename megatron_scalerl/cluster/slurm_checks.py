@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.cluster.cluster import Job, Partition, seconds_of
+from megatron_scalerl.cluster.cluster import Job, Partition, either, seconds_of
 from megatron_scalerl.cluster.job import MARGIN_S
 from megatron_scalerl.cluster.mounts import mount_of
 from megatron_scalerl.controller.run_folder import SAVES, SLURM
@@ -58,14 +58,15 @@ def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Tim
     )
 
 
-def check_partition(name: str, partitions: Mapping[str, Partition], option: str = "--partition") -> Partition:
-    """The partition of this name."""
-    if name not in partitions:
+def check_partition(names: str, partitions: Mapping[str, Partition], option: str = "--partition") -> Partition:
+    """The partition of this name; of several, separated by commas, what the job may count on in each."""
+    for name in names.split(","):
         if not partitions:
             raise ValueError(f"{option}: there is no partition {name}; this cluster has none")
-        text = unknown_key(name, partitions, expected="a partition of this cluster", kind="partitions")
-        raise ValueError(f"{option}: {text}")
-    return partitions[name]
+        if name not in partitions:
+            text = unknown_key(name, partitions, expected="a partition of this cluster", kind="partitions")
+            raise ValueError(f"{option}: {text}")
+    return either([partitions[name] for name in names.split(",")])
 
 
 def check_time(limit: str, partition: Partition, times: Times) -> None:

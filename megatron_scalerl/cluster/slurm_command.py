@@ -82,7 +82,9 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
         help="submit even if other nodes seem not to see the output folder",
     )
     job.add_argument("--site", metavar="FILE", help="site file (YAML): account, modules, container, ...")
-    job.add_argument("--dry-run", action="store_true", help="write and check the job script, submit nothing")
+    job.add_argument(
+        "--dry-run", action="store_true", help="write and check the job script, submit nothing; works without Slurm"
+    )
     job.add_argument(
         "--max-requeues",
         type=int,
@@ -142,7 +144,8 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     request = _request(arguments)
     from megatron_scalerl.cluster import cluster
 
-    cluster.require()
+    if not cluster.present() and not arguments.dry_run:
+        raise ValueError("sbatch: expected it on the path (submit from a login node, or --dry-run), found none")
     from megatron_scalerl.cluster.submission import array_name, recipes_of, submit
 
     array = arguments.array is not None

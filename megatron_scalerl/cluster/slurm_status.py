@@ -30,13 +30,12 @@ _LONGEST = 500
 def status(run_dir: str | Path) -> Iterator[str]:
     """The lines of the status. Raises ValueError for a folder without a submission, RuntimeError if Slurm fails."""
     run = Path(run_dir).absolute()
-    cluster.require()
     submissions = read_jsonl(run / SLURM / JOBS)
     if not submissions and not (run / SLURM / "job.sbatch").exists():
         raise ValueError(f"{run_dir}: expected a run that was submitted to Slurm, found no {SLURM}/job.sbatch")
     newest = submissions[-1] if submissions else None
-    jobs = jobs_of(run, cluster.queued())
-    yield from _job_lines(run, newest, jobs)
+    jobs = jobs_of(run, cluster.queued()) if cluster.present() else []
+    yield from _job_lines(run, newest, jobs) if cluster.present() else _attempt_lines(run, newest)
     yield from node_lines(run, jobs)
     yield from _progress(run, (newest or {}).get("gpu_hours"))
     error = last_error(run)
@@ -108,6 +107,18 @@ def _job_lines(run: Path, newest: dict[str, Any] | None, jobs: list[cluster.Job]
         yield "no job: the script was written and not submitted"
     if ended and not jobs:
         yield f"finished: {ended[-1].get('reason')}"
+
+
+def _attempt_lines(run: Path, newest: dict[str, Any] | None) -> Iterator[str]:
+    """What the folder says by itself."""
+    yield "no sbatch on the path: the state of the job is unknown, what follows is from the run's folder"
+    for attempt in attempts(run)[-1:]:
+        exits = [
+            f"{role} {file.read_text().strip()}" for role in ROLES if (file := attempt / f"{role}.exit").exists()
+        ]
+        ended = f"exit codes: {', '.join(exits)}" if exits else "no exit code yet, or killed"
+        yield f"attempts: {len(attempts(run))}, {_requeues(run, newest)}; the last, {attempt.name}: {ended}"
+    yield from (f"finished: {row.get('reason')}" for row in read_jsonl(run / END)[-1:])
 
 
 def _requeues(run: Path, newest: dict[str, Any] | None) -> str:

@@ -13,7 +13,7 @@ from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
 from megatron_scalerl.checkpoints.jsonl import append_row
 from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster import slurm_checks as checks
-from megatron_scalerl.cluster.allocation import Request, allocate, check_plan, components
+from megatron_scalerl.cluster.allocation import Request, allocate, assumed, check_plan, components
 from megatron_scalerl.cluster.job import JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
 from megatron_scalerl.controller.run_folder import SLURM, check_recipe
@@ -65,10 +65,9 @@ def submit(
     More than one recipe, or a throttle: an array. name: of the job. recipe_file: of the only recipe. Raises
     ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
-    site = read_site(request.site)
-    partitions = cluster.partitions()
-    partition = checks.check_partition(request.partition, partitions)
-    plan = _plan(recipes, name, request, site, partitions)
+    site, here = read_site(request.site), cluster.present()
+    partition, others = _partitions(request, site, cluster.partitions() if here else None)
+    plan = _plan(recipes, name, request, site, partition, others)
     if request.throttle is not None:
         checks.check_script(plan.script, plan.runs)
     from megatron_scalerl.controller.preflight import check_inputs  # imports transformers
@@ -76,18 +75,24 @@ def submit(
     resolved: list[Recipe] = []
     warnings, fits = [], ""
     for recipe, run in zip(recipes, plan.runs, strict=True):
-        resolved.append(check_inputs(recipe, on_this_host=False).resolved(recipe))  # as the run itself records it
-        check_recipe(resolved[-1])
-        warnings.append(checks.check_shared(run, several=plan.several, anywhere=request.any_file_system))
-        others = partitions[request.engine_partition or partition.name] if plan.engines is not None else None
-        fits = check_plan(recipe, recipe_file, partition, plan.nodes.gpus, others)
+        whole = recipe
+        try:
+            whole = check_inputs(recipe, on_this_host=False).resolved(recipe)  # as the run itself records it
+            check_recipe(whole)
+            fits = check_plan(recipe, recipe_file, partition, plan.nodes.gpus, others)
+        except ValueError as error:
+            if here:
+                raise
+            fits = f"not finished here: {error}"
+        resolved.append(whole)
+        warnings.append(checks.check_shared(run, several=plan.several, anywhere=request.any_file_system or not here))
     yield from (f"warning: {line}" for line in dict.fromkeys(warnings) if line is not None)
     yield f"plan --check: {fits}"
     with contextlib.ExitStack() as stack:
         for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
             (run / SLURM).mkdir(parents=True, exist_ok=True)
             stack.enter_context(submitting(run))
-        queued = cluster.queued()
+        queued = cluster.queued() if here else []
         for run in plan.runs:
             checks.check_free(run, queued)
         for recipe, run in zip(resolved, plan.runs, strict=True):
@@ -96,7 +101,15 @@ def submit(
         write_durably(plan.script, render(plan).encode())
         cluster.check_syntax(plan.script)
         yield f"job script: {plan.script}"
-        yield f"sbatch --test-only: {cluster.test_only(plan.script)}"
+        if here:
+            yield f"sbatch --test-only: {cluster.test_only(plan.script)}"
+        else:
+            nodes = f"{partition.gpus} GPUs and {partition.cpus} CPUs"
+            yield (
+                f"not checked, since this machine has no Slurm: that {partition.name} exists, with nodes of {nodes} "
+                "(assumed), its time limit, that Slurm accepts the job, that the run has no other one, and that the "
+                f"nodes see {plan.cwd} and {plan.runs[0]}"
+            )
         if dry_run:
             yield "dry run: nothing is submitted"
             return
@@ -106,33 +119,47 @@ def submit(
     yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in plan.runs)
 
 
+def _partitions(
+    request: Request, site: Site, known: Mapping[str, cluster.Partition] | None
+) -> tuple[cluster.Partition, cluster.Partition | None]:
+    """Those of the job and of --engine-nodes. known: all of the cluster; None without Slurm, to assume them."""
+
+    def one(names: str, option: str, gpus: int | None) -> cluster.Partition:
+        if known is not None:
+            return checks.check_partition(names, known, option)
+        return assumed(names, site.gres, gpus, request.cpus)
+
+    partition = one(request.partition, "--partition", request.gpus_per_node)
+    if not request.engine_nodes:
+        return partition, None
+    wanted = request.engine_partition or request.partition
+    return partition, one(wanted, "--engine-partition", request.engine_gpus_per_node)
+
+
 def _plan(
     recipes: Sequence[Recipe],
     name: str,
     request: Request,
     site: Site,
-    partitions: Mapping[str, cluster.Partition],
+    partition: cluster.Partition,
+    others: cluster.Partition | None,
 ) -> JobPlan:
+    """others: the partition of --engine-nodes."""
     runs = tuple(Path(recipe.run_dir).absolute() for recipe in recipes)
-    if (request.nodes > 1 or request.engine_nodes) and site.container != "none":
-        raise ValueError(f"{request.site}: container: {site.container} does not work with several nodes yet")
     if (request.nodes > 1 or request.engine_nodes) and any(recipe.engine.colocate for recipe in recipes):
         asked = request.nodes + request.engine_nodes
         raise ValueError(f"--nodes: {asked} is too many: engine.colocate runs on one node")
-    partition, engines = partitions[request.partition], None
-    used = {partition.name: partition}
-    if request.engine_nodes:
+    engines = None
+    if others is not None:
         if request.throttle is not None:
             raise ValueError(
                 "--engine-nodes: does not work with --array, since Slurm has no arrays of heterogeneous jobs"
             )
-        other = request.engine_partition or partition.name
-        used[other] = checks.check_partition(other, partitions, "--engine-partition")
-        nodes, engines = components(recipes[0], partition, used[other], request)
+        nodes, engines = components(recipes[0], partition, others, request, exclusive=site.exclusive)
     else:
-        nodes = allocate(recipes, partition, request)
+        nodes = allocate(recipes, partition, request, exclusive=site.exclusive)
     times = [checks.times_of(run, startup_s=request.startup_seconds, save_s=request.save_seconds) for run in runs]
-    for own_times, own_partition in itertools.product(times, used.values()):
+    for own_times, own_partition in itertools.product(times, filter(None, (partition, others))):
         checks.check_time(request.time, own_partition, own_times)
     folder = runs[0] if request.throttle is None else runs[0].parent / f"{name}.array"
     return JobPlan(

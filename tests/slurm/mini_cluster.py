@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_scalerl.processes.parent_death import tied_command
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip")
-CLIENTS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel", "srun")
+CLIENTS = ("sbatch", "salloc", "squeue", "sinfo", "scontrol", "scancel", "srun")
 ACCOUNTING = ("sacct", "sacctmgr", "slurmdbd", "mariadbd", "mariadb", "mariadb-install-db")
 """Programs of the variant with accounting (apt-get install slurmdbd mariadb-server)."""
 DATABASE = (
@@ -49,15 +49,25 @@ class MiniCluster:
     """A running cluster. Its partition `gpu` has all nodes, `others` the last two. Client programs are in `bin`."""
 
     def __init__(
-        self, folder: Path, nodes: tuple[str, ...], *, silence_s: int = 30, accounting: bool = False
+        self,
+        folder: Path,
+        nodes: tuple[str, ...],
+        *,
+        silence_s: int = 30,
+        accounting: bool = False,
+        preemption: str | None = None,
     ) -> None:
-        """silence_s: seconds until Slurm calls a node down that does not answer. accounting: with a database."""
+        """silence_s: seconds until Slurm calls a node down that does not answer. accounting: with a database.
+
+        preemption: jobs of the partition `high` take the place of others, which get 60 s, and the GPUs have the type
+        h100; the text is SlurmctldParameters.
+        """
         self.folder, self.bin = folder, folder / "bin"
         self._accounting = accounting
         for name in ("etc", "run", "log", "state", "spool", "dev", "bin"):
             (folder / name).mkdir(parents=True)
         folder.chmod(0o755)
-        write_settings(folder, nodes, silence_s, accounting=accounting)
+        write_settings(folder, nodes, silence_s, accounting=accounting, preemption=preemption)
         spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
         with open(folder / "log" / "init", "wb") as log:
             self._process = subprocess.Popen(
@@ -139,7 +149,9 @@ def slurmd(node: str) -> list[str]:
     return ["ip", "netns", "exec", node, "unshare", "--uts", "sh", "-c", f"hostname {node}; exec slurmd -N {node}"]
 
 
-def write_settings(folder: Path, nodes: tuple[str, ...], silence_s: int, *, accounting: bool) -> None:
+def write_settings(
+    folder: Path, nodes: tuple[str, ...], silence_s: int, *, accounting: bool, preemption: str | None
+) -> None:
     """Slurm's and munge's files; slurmdbd.conf only with accounting."""
     for index in range(GPUS):
         os.mknod(folder / "dev" / f"gpu{index}", 0o666 | 0o020000, os.makedev(1, 3))
@@ -196,15 +208,24 @@ def write_settings(folder: Path, nodes: tuple[str, ...], silence_s: int, *, acco
             "SlurmUser=root\nStorageType=accounting_storage/mysql\nStorageHost=127.0.0.1\nStorageUser=slurm\n"
             f"LogFile={folder}/log/slurmdbd\nPidFile={folder}/run/slurmdbd.pid\n"
         )
+    if preemption is not None:
+        settings |= {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
+        settings |= {"SlurmctldParameters": preemption} if preemption else {}
+    kind = "" if preemption is None else "h100:"
     lines = [f"{key}={value}" for key, value in settings.items()]
     lines += [
-        f"NodeName={name} NodeAddr={address} CPUs={CPUS} RealMemory=1000 Gres=gpu:{GPUS} Weight={1 + number}"
+        f"NodeName={name} NodeAddr={address} CPUs={CPUS} RealMemory=1000 Gres=gpu:{kind}{GPUS} Weight={1 + number}"
         for number, (name, address) in enumerate(addresses.items())  # a job gets the first nodes that are free
     ]
     lines.append(f"PartitionName=gpu Nodes={names} Default=YES MaxTime=1-0 State=UP")
     lines.append(f"PartitionName=others Nodes={','.join(nodes[-2:])} MaxTime=1-0 State=UP")
+    if preemption is not None:
+        lines[-2] += " PriorityTier=1 GraceTime=60"
+        lines.append(f"PartitionName=high Nodes={names} MaxTime=1-0 State=UP PriorityTier=9")
     (folder / "etc" / "slurm.conf").write_text("\n".join(lines) + "\n")
-    (folder / "etc" / "gres.conf").write_text(f"NodeName={names} Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n")
+    (folder / "etc" / "gres.conf").write_text(
+        f"NodeName={names} Name=gpu {f'Type={kind[:-1]} ' if kind else ''}File={folder}/dev/gpu[0-{GPUS - 1}]\n"
+    )
     (folder / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
 
@@ -216,6 +237,10 @@ def serve(folder: Path, nodes: list[str]) -> None:
 
     for name in ("hosts", "nsswitch.conf"):
         run("mount", "--bind", folder / "etc" / name, f"/etc/{name}")
+    # slurmd starts a login shell for each job, to which this machine's scripts may do anything
+    for name in (".profile", ".bash_profile", ".bash_login"):
+        if (Path("/root") / name).exists():
+            run("mount", "--bind", "/dev/null", Path("/root") / name)
     run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
     Path("/run/netns").mkdir(exist_ok=True)
     run("mount", "-t", "tmpfs", "tmpfs", "/run/netns")

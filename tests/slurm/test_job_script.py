@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from slurm_runs import write_recipe
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.cluster import cluster
@@ -118,7 +121,7 @@ HETEROGENEOUS = changed(
     slots=8,
     chain=True,
     engine_partition="small",
-    site=Site(account="lab", sbatch=("--constraint=h100",), engine_sbatch=("--constraint=l40s",)),
+    site=Site(sbatch={"account": "lab", "constraint": "h100"}, engine_sbatch={"constraint": "l40s"}),
     engines=Allocation(nodes=2, gpus=4, slots=4, cpus=None),
 )
 
@@ -160,7 +163,7 @@ def test_a_budget_is_asked_for_at_the_start_and_before_a_requeue(tmp_path):
 
 def test_the_lines_of_the_site_are_there(tmp_path):
     (tmp_path / "site.yaml").write_text(
-        "account: lab\nqos: high\nsbatch: [--constraint=h100]\nmodules: [cuda/13.0]\n"
+        "sbatch: {account: lab, qos: high, constraint: h100}\nmodules: [cuda/13.0]\n"
         "environment: {NCCL_SOCKET_IFNAME: ib0, LIST: 'a b$c'}\n"
     )
     text = checked(changed(PLAN, site=read_site(tmp_path / "site.yaml")), tmp_path)
@@ -171,19 +174,76 @@ def test_the_lines_of_the_site_are_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("container", "words"),
+    ("sbatch", "has", "lacks"),
     [
-        ("pyxis", ["srun", "--ntasks=1", "--container-image=/i.sqsh", "/home/it's:/home/it's,/data:/data,$run:$run"]),
-        ("apptainer", ["apptainer", "exec", "--nv", "--bind", "/data:/data", "$run:$run", "/i.sqsh"]),
+        ({"gres": "gpu:h100:8"}, ["--gres=gpu:h100:8", "--exclusive"], ["--gpus-per-node"]),
+        ({"gres": "nvme:1,gpu:h100"}, ["--gres=nvme:1,gpu:h100:8"], ["--gpus-per-node"]),
+        ({"gres": "nvme:1"}, ["--gres=nvme:1", "--gpus-per-node=8"], []),
+        ({"gpus-per-node": "h100"}, ["--gpus-per-node=h100:8"], []),
+        ({"mem-per-gpu": "64G"}, ["--mem-per-gpu=64G", "--exclusive"], ["--mem=0"]),
+        ({"mem": "900G"}, ["--mem=900G"], ["--mem=0"]),
+        ({"oversubscribe": False}, [], ["--exclusive", "--oversubscribe"]),
+        ({"exclusive": "user"}, ["--exclusive=user"], []),
+        ({"cpus-per-gpu": "12"}, ["--cpus-per-gpu=12"], ["--cpus-per-task"]),
+        ({"export": "MY_PROXY"}, ["TMPDIR,", "NO_PROXY,MY_PROXY\n"], []),
+        ({"comment": "two words", "mail-type": "FAIL,END"}, ['--comment="two words"', "--mail-type=FAIL,END"], []),
     ],
 )
-def test_a_container_sees_the_runs_folder(tmp_path, container, words):
-    site = Site(container=container, image="/i.sqsh", mounts=("/data:/data",))
+def test_options_of_the_site_take_the_place_of_the_jobs_own(tmp_path, sbatch, has, lacks):
+    text = checked(changed(PLAN, site=Site(sbatch=sbatch)), tmp_path)
+    options = text.split("\n#\n")[0] + "\n"
+    assert all(each in options for each in has) and not any(each in options for each in lacks), options
+    names = re.findall("#SBATCH --([a-z-]+)", options)
+    assert len(names) == len(set(names))
+
+
+def test_fewer_gpus_than_the_run_takes_are_refused_and_a_run_on_cpus_asks_for_none():
+    site = Site(sbatch={"gres": "gpu:h100:4", "mem-per-gpu": "64G", "account": "lab"})
+    with pytest.raises(ValueError, match="expected at least 8 GPUs of a node, found gpu:h100:4"):
+        render(changed(PLAN, site=site))
+    text = render(changed(PLAN, site=site, gpus=0, cpus=4))
+    assert "--account=lab" in text and "gres" not in text and "mem-per-gpu" not in text
+
+
+def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
+    (tmp_path / "my.sbatch").write_text(
+        '{% extends "job.sbatch" %}\n{% block options %}\n#SBATCH --comment=ours\n{% endblock %}\n'
+        "{% block setup %}\nulimit -l unlimited\n{% endblock %}\n"
+    )
+    (tmp_path / "site.yaml").write_text("template: my.sbatch\n")
+    site = read_site(tmp_path / "site.yaml")
     text = checked(changed(PLAN, site=site), tmp_path)
-    [line] = [line for line in text.splitlines() if "train --supervise" in line]
-    given = shlex.split(line)
-    assert all(any(word == each.removeprefix("--container-mounts=") for each in given) for word in words)
-    assert given[given.index("train") - 1] == "megatron-scalerl"
+    assert "#SBATCH --comment=ours\n" in text and "\nulimit -l unlimited\n" in text
+    assert len(text.splitlines()) == len(render(PLAN).splitlines()) + 2
+    (tmp_path / "my.sbatch").write_text("#!/bin/bash\n{% for x %}\n")
+    with pytest.raises(ValueError, match=r"my\.sbatch, line 2: "):
+        render(changed(PLAN, site=site))
+
+
+@pytest.mark.parametrize("plan", [PLAN, SEVERAL], ids=["one node", "four nodes"])
+@pytest.mark.parametrize(
+    ("site", "words"),
+    [
+        (
+            Site(container="pyxis", image="/i.sqsh", mounts=("/data:/data",)),
+            ["--container-image=/i.sqsh", "--container-mounts=/home/it's:/home/it's,/data:/data,/r r:/r r"],
+        ),
+        (
+            Site(container="apptainer", image="/i.sif", mounts=("/data:/data",)),
+            ["apptainer", "exec", "--nv", "--bind", "/data:/data", "/r r:/r r", "/i.sif"],
+        ),
+        (Site(container=("podman", "-v={run}:{run}", "-w={cwd}")), ["podman", "-v=/r r:/r r", "-w=/home/it's"]),
+    ],
+    ids=["pyxis", "apptainer", "another"],
+)
+def test_a_container_sees_the_runs_folder(tmp_path, plan, site, words):
+    text = checked(changed(plan, site=site), tmp_path)
+    [line] = [line for line in text.splitlines() if line.startswith("container=(")]
+    show = f"run='/r r'\n{line}\nprintf '%s\\n' \"${{container[@]}}\""
+    found = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [word for word in words if word not in found] == []
+    [controller] = [line for line in text.splitlines() if "train --supervise" in line]
+    assert controller.strip().startswith('role controller "${inside[@]}" megatron-scalerl train ')
 
 
 KEYS = list(Site.model_fields)
@@ -194,17 +254,25 @@ KEYS = list(Site.model_fields)
     [
         ("acount: lab", unknown_key("acount", KEYS, expected="a key of a site file")),
         ("modules: cuda", "modules: expected a list of texts, found 'cuda'"),
-        ("container: docker", "container: expected one of none, pyxis, apptainer, found 'docker'"),
-        ("container: pyxis", "image: expected with a container"),
-        ("image: /i.sqsh", "image: expected with a container"),
+        (
+            "container: docker",
+            "container: expected one of none, pyxis, apptainer, or a list of words, found 'docker'",
+        ),
+        ("container: pyxis", "image: expected with pyxis or apptainer"),
+        ("image: /i.sqsh", "image: expected with pyxis or apptainer"),
         ("environment: {HF_TOKEN: abc}", "expected no secret"),
         ("environment: {'A B': c}", "expected names of variables with one line of text each, found 'A B'"),
         ("environment: {A: [1]}", "environment.A: expected names of variables with one line of text each, found [1]"),
         ("environment: {A: true}", "environment.A: expected names of variables with one line of text each, found Tr"),
-        ("sbatch: ['constraint=h100']", "sbatch.0: expected options of sbatch"),
-        ('sbatch: ["--a\\nrm -rf /"]', "sbatch.0: expected options of sbatch on one line of text each"),
+        ("sbatch: ['constraint=h100']", "sbatch: expected options of sbatch"),
+        ('sbatch: ["--a\\nrm -rf /"]', "expected options of sbatch by their long names"),
+        ('sbatch: {comment: "a\\nrm -rf /"}', "sbatch.comment: expected options of sbatch by their long names"),
         ('modules: ["a\\nb"]', "modules.0: expected a list of texts, found 'a\\nb'"),
-        ("account: a b", "account: expected one word"),
+        ("sbatch: [-A lab]", "sbatch: expected options of sbatch by their long names"),
+        ("sbatch: {nodes: 3}", "sbatch: nodes is set by the option --nodes of submit"),
+        ("engine_sbatch: {signal: USR2}", "sbatch: signal is set by the job itself"),
+        ("environment: {https_proxy: 'http://me:pass@proxy:80'}", "expected no secret"),
+        ("template: my.sbatch", "template: expected a file, found none at "),
     ],
 )
 def test_a_wrong_site_file_is_refused(tmp_path, text, said):
@@ -233,8 +301,66 @@ def test_no_sbatch_on_the_path_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["submit", "r.yaml", "--partition", "gpu", "--time", "60"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "megatron-scalerl: sbatch: expected it on the path (submit from a login node), found none"
+        "megatron-scalerl: sbatch: expected it on the path (submit from a login node, or --dry-run), found none"
     ]
+
+
+@pytest.fixture
+def without_slurm(tmp_path, monkeypatch):
+    """The programs of a machine without Slurm."""
+    (tmp_path / "programs").mkdir()
+    for name in ("bash", "env", "sh"):
+        (tmp_path / "programs" / name).symlink_to(shutil.which(name))
+    monkeypatch.setenv("PATH", str(tmp_path / "programs"))
+
+
+@pytest.mark.parametrize("policy", ["there", "missing"])
+def test_a_dry_run_without_slurm_renders_the_job_and_says_what_was_not_checked(
+    tmp_path, tiny, without_slurm, capsys, policy
+):
+    run = write_recipe(tmp_path / "r.yaml", tiny, output_dir=tmp_path)
+    (tmp_path / "site.yaml").write_text('sbatch: {gres: "gpu:h100:4", account: lab}\n')
+    words = [
+        "submit",
+        str(tmp_path / "r.yaml"),
+        "engine.count=6",
+        "--nodes",
+        "2",
+        "--partition",
+        "a,b",
+        "--time",
+        "1-0",
+    ]
+    words += ["--site", str(tmp_path / "site.yaml"), *(["policy.path=/none"] if policy == "missing" else [])]
+    assert main([*words, "--dry-run"]) == 0
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "not checked, since this machine has no Slurm: that a,b exists, with nodes of 4 GPUs and 48 CPUs" in said
+    assert ("not finished here: policy.path: /none" in said) is (policy == "missing")
+    script = run / "slurm" / "job.sbatch"
+    cluster.check_syntax(script)
+    assert "#SBATCH --partition=a,b\n" in script.read_text() and "#SBATCH --gres=gpu:h100:4\n" in script.read_text()
+    assert main(["submit", "--status", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "no sbatch on the path: the state of the job is unknown, what follows is from the run's folder",
+        "not started yet",
+    ]
+    assert main(words) == 2, "nothing is submitted"
+
+
+def test_the_status_of_a_folder_without_slurm(tmp_path, tiny, without_slurm, capsys):
+    run = write_recipe(tmp_path / "r.yaml", tiny, output_dir=tmp_path)
+    attempt = written(run, "true").parent / "7.1"
+    attempt.mkdir()
+    (attempt / "controller.exit").write_text("3\n")
+    (attempt / "controller.log").write_text("megatron-scalerl: no room\n")
+    (attempt / "started").touch()
+    (run / "recipe.yaml").write_text((tmp_path / "r.yaml").read_text())
+    (run / "metrics.jsonl").write_text('{"step": 4, "pass_rate": 0.25}\n')
+    assert main(["submit", "--status", str(run)]) == 0
+    said = capsys.readouterr().out
+    for line in ("attempts: 1, queued again 0 times; the last, 7.1: exit codes: controller 3",
+                 "step 4 of 6, pass rate 0.25", "last error: controller: exit code 3: no room"):  # fmt: skip
+        assert line in said, said
 
 
 @pytest.mark.parametrize(
@@ -282,7 +408,7 @@ wait $job
 def written(folder, program, modules=(), **changes):
     """A job script in `folder`, with `program` in place of megatron-scalerl: a command of bash, or words."""
     script = folder / "slurm" / "job.sbatch"
-    script.parent.mkdir()
+    script.parent.mkdir(parents=True)
     words = ("bash", "-c", program) if isinstance(program, str) else program
     site = Site(program=words, modules=modules)
     script.write_text(render(changed(PLAN, script=script, runs=(folder,), cwd=folder, site=site, **changes)))
