@@ -154,14 +154,9 @@ def make_plan(
         layout = layout_of(recipe, family, split.trainer)
         work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
         micro_batches, kernels = int(work.micro_batches) + 1, Kernels(layers=layers, device="gpu")
+        sent = group_bytes * update.sender_groups
         memory = trainer_memory(
-            recipe,
-            family,
-            layout,
-            assumed,
-            kernels=kernels,
-            micro_batches=micro_batches,
-            group_bytes=group_bytes * update.sender_groups,
+            recipe, family, layout, assumed, kernels=kernels, micro_batches=micro_batches, group_bytes=sent
         )
         return _Trainer(layout=layout, work=work, memory=memory)
 
