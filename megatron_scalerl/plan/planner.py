@@ -135,28 +135,26 @@ def make_plan(
 ) -> RunPlan:
     """The plan. Uses the recipe's own split if it adds up to `gpus`, otherwise the fastest one.
 
-    layers: of the trainer. origins: of the assumptions, "default" if not given. Raises ValueError for what we lack.
+    layers: of the trainer. origins: of the assumptions. Raises ValueError for what we lack.
     """
     family, hf_config = load_family(config)
     parameters = count(family, hf_config)
     lengths = lengths or assumed_lengths(recipe, assumed)
-    own = recipe_split(recipe)
+    own, possible = recipe_split(recipe), _possible(recipe, gpus, gpu)
     is_own = gpus_of(recipe, own) == gpus
-    possible = _possible(recipe, gpus, gpu)
     first = own if is_own else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
-    group_bytes = 0 if recipe.engine.colocate or recipe.weights.transport == "shm" else GROUP_BYTES
-    engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=group_bytes * update.groups)
+    got, sent = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
+    engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=got)
     speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
     base = _base(recipe, speed, lengths, _pause(recipe, update, first, gpu, assumed))
 
     def trainer_of(split: Split) -> _Trainer:
         layout = layout_of(recipe, family, split.trainer)
         work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
-        micro_batches, kernels = int(work.micro_batches) + 1, Kernels(layers=layers, device="gpu")
-        sent = group_bytes * update.sender_groups
+        most, kernels = int(work.micro_batches) + 1, Kernels(layers=layers, device="gpu")
         memory = trainer_memory(
-            recipe, family, layout, assumed, kernels=kernels, micro_batches=micro_batches, group_bytes=sent
+            recipe, family, layout, assumed, kernels=kernels, micro_batches=most, group_bytes=sent
         )
         return _Trainer(layout=layout, work=work, memory=memory)
 
@@ -236,6 +234,11 @@ def _possible(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
             f"of {gpu.per_node} per node) and engines of {recipe.engine.devices_per_engine}, found {gpus}"
         )
     return found
+
+
+def _group_bytes(recipe: Recipe, groups: int) -> float:
+    """Buffers of the groups over which a member sends or gets weights; none in shared memory."""
+    return 0 if recipe.engine.colocate or recipe.weights.transport == "shm" else groups * GROUP_BYTES
 
 
 def _room(recipe: Recipe, gpu: Gpu, engine: EngineMemory) -> float:
