@@ -152,10 +152,8 @@ def make_plan(
     def trainer_of(split: Split) -> _Trainer:
         layout = layout_of(recipe, family, split.trainer)
         work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
-        most, kernels = int(work.micro_batches) + 1, Kernels(layers=layers, device="gpu")
-        memory = trainer_memory(
-            recipe, family, layout, assumed, kernels=kernels, micro_batches=most, group_bytes=sent
-        )
+        n, kernels = int(work.micro_batches) + 1, Kernels(layers=layers, device="gpu")
+        memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=n, group_bytes=sent)
         return _Trainer(layout=layout, work=work, memory=memory)
 
     best = _search({split: trainer_of(split) for split in possible}, _room(recipe, gpu, engine), base)
