@@ -15,9 +15,10 @@ pip() { "$python" -m pip --disable-pip-version-check "$@"; }
 pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$here"/wheels/*.whl
 mkdir -p "$site/checkout"
 tar -xzf "$here/megatron_scalerl.tar.gz" -C "$site/checkout"
-PYTHONPATH="$site" pip install -q --no-index --no-deps --no-build-isolation --no-compile --target "$site" --upgrade \
+# a folder of its own, since pip would replace $site/bin; it holds the entry points, and the checkout the package
+PYTHONPATH="$site" pip install -q --no-index --no-deps --no-build-isolation --no-compile --target "$site/own" --upgrade \
   "$site/checkout"
-rm -rf "$site/megatron_scalerl" "$site/checkout/build" # the checkout's own is used, with its tests
+rm -rf "$site/own/megatron_scalerl" "$site/checkout/build"
 nvidia=$(PYTHONPATH="$site" "$python" -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parent.parent / "nvidia")' || true)
 source=$(ls "$here"/wheels/transformer?engine?torch-*.tar.gz 2>/dev/null || true)
 toolkit="${CUDA_HOME:-$nvidia/cu13}" # the compiler and the headers of the bundle
@@ -26,13 +27,14 @@ if [ -n "$source" ]; then
   PYTHONPATH="$site" NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE PATH="$site/bin:$toolkit/bin:$PATH" \
     CUDA_HOME="$toolkit" \
     CPATH="$nvidia/cudnn/include:$nvidia/nccl/include:$toolkit/include:$toolkit/include/cccl${CPATH:+:$CPATH}" \
-    pip install -q --no-index --no-deps --no-build-isolation --target "$site" "$source" || {
-    echo "install.sh: it was not compiled: Transformer Engine is taken out again, and the plain layers serve"
-    rm -rf "$site"/transformer_engine* # without the extension Megatron-Core would not import
-  }
+    pip install -q --no-index --no-deps --no-build-isolation --target "$site" "$source" || true
+fi
+if [ -e "$site/transformer_engine" ] && [ -z "$(find "$site" -name 'transformer_engine_torch*.so')" ]; then
+  echo "install.sh: no torch extension: Transformer Engine is taken out again, and Megatron's plain layers serve"
+  rm -rf "$site"/transformer_engine* # with half of it Megatron-Core would not import
 fi
 cat >"$site/activate" <<ACTIVATE
-export PYTHONPATH="$site/checkout:$site\${PYTHONPATH:+:\$PYTHONPATH}" PATH="$site/bin:\$PATH"
+export PYTHONPATH="$site/checkout:$site/own:$site\${PYTHONPATH:+:\$PYTHONPATH}" PATH="$site/own/bin:$site/bin:\$PATH"
 # Transformer Engine looks for them beside Python's own packages
 export CUDNN_HOME="$nvidia/cudnn" NVRTC_HOME="$nvidia/cu13" CURAND_HOME="$nvidia/cu13"
 export LD_LIBRARY_PATH="$nvidia/cudnn/lib:$nvidia/cu13/lib\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
