@@ -196,9 +196,11 @@ class PolicyModel(GPTModel):
 
 def _logit_workspace(parallel: Parallel) -> float:
     """MiB for blocks of logits where the recipe does not say, the same on all ranks of the tensor-parallel group."""
-    free = torch.tensor(free_memory(), device=parallel.device)
+    free = free_memory()
     if HAVE_GPU and parallel.tp_size > 1:
-        dist.all_reduce(free, op=dist.ReduceOp.MIN, group=parallel.groups.tp)
+        least = torch.tensor(free, device=parallel.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=parallel.groups.tp)
+        free = int(least)
     return WORKSPACE_MB["gpu" if free >= ROOM_FOR_GPU_WORKSPACE else "cpu"]
 
 

@@ -28,7 +28,7 @@ ALLOCATOR_BYTES = 4 * 2**20
 """PyTorch's allocator does not split a free block if less than 1 MiB would remain; up to four are in use."""
 BACKENDS = [
     ("cpu", "torch"),
-    *(pytest.param(("gpu", name), marks=pytest.mark.gpu) for name in ("torch", "cuda", "triton")),
+    *(pytest.param(("gpu", name), marks=pytest.mark.gpu) for name in ("torch", "cuda", "triton", "in_place")),
 ]
 
 
@@ -62,7 +62,9 @@ def computed(place: tuple[torch.device, str], dtype: torch.dtype, **options: Any
     hidden.requires_grad_()
     weight = as_megatron_parameter(weight, FP32)
     tau = torch.linspace(0.5, 2.0, TOKENS, device=device)
-    options = {"entropy": "grad", "temperature": tau, "main_grad": True, "backend": backend, **options}
+    kept = backend == "in_place"  # else it is the backend cuda
+    options = {"entropy": "grad", "temperature": tau, "main_grad": True, "keep_logits": kept, **options}
+    options["backend"] = backend
     pair = token_logprobs(hidden, weight, targets, **options)
     total(*pair).backward()
     return tuple(t.detach().cpu() for t in (*pair, hidden.grad, weight.main_grad))

@@ -12,4 +12,18 @@ from megatron_scalerl.trainer import model
 def test_it_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch, free_gib: float, mib: float) -> None:
     """0 is free on a CPU. On one rank no other is asked."""
     monkeypatch.setattr(model, "free_memory", lambda: int(free_gib * 2**30))
-    assert model._logit_workspace(SimpleNamespace(device=torch.device("cpu"), tp_size=1)) == mib
+    assert model._logit_workspace(SimpleNamespace(tp_size=1)) == mib
+
+
+def test_ranks_of_a_tensor_parallel_group_take_that_of_the_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They exchange statistics after each chunk: chunks must be equal."""
+
+    def fullest(free: torch.Tensor, **how: object) -> None:
+        assert how == {"op": torch.distributed.ReduceOp.MIN, "group": "tp"}
+        free.fill_(10 * 2**30)
+
+    monkeypatch.setattr(model, "HAVE_GPU", True)
+    monkeypatch.setattr(model, "free_memory", lambda: 70 * 2**30)
+    monkeypatch.setattr(model.dist, "all_reduce", fullest)
+    parallel = SimpleNamespace(tp_size=2, device=torch.device("cpu"), groups=SimpleNamespace(tp="tp"))
+    assert model._logit_workspace(parallel) == 512
