@@ -23,7 +23,10 @@ def page_of(notebook: Path) -> str:
     lines: list[str] = []
     for cell in json.loads(notebook.read_text(encoding="utf8"))["cells"]:
         source = "".join(cell["source"])
-        lines += [source if cell["cell_type"] == "markdown" else f"```python\n{source.rstrip()}\n```", ""]
+        if cell["cell_type"] == "code":
+            source = "```bash" + source[6:] if source.startswith("%%bash") else f"```python\n{source}"
+            source += "\n```"
+        lines += [source, ""]
         for output in cell.get("outputs", ()):
             if "text" in output:
                 lines += [f"```text\n{''.join(output['text']).rstrip()}\n```", ""]
