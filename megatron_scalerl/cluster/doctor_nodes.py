@@ -21,13 +21,15 @@ from types import MappingProxyType
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.cluster.check import Check
 from megatron_scalerl.cluster.doctor_report import read_report
-from megatron_scalerl.cluster.node import GPUS, NodeReport
+from megatron_scalerl.cluster.node import ADAPTERS, GPUS, NodeReport
 from megatron_scalerl.launch.hosts import hosts_of_allocation, step_words
 from megatron_scalerl.processes.child_process import log_tail
 from megatron_scalerl.processes.logs import printable
 
 PROGRAM = (sys.executable, "-m", "megatron_scalerl")
 """The program that each node starts."""
+HCA = "nccl_ib_hca"
+"""Name of the file with NCCL_IB_HCA for all nodes; empty where they differ."""
 BAD = "bad"
 """Name of the file with the unfit nodes."""
 _END_S = 5.0
@@ -86,6 +88,8 @@ def examine_nodes(
         except ValueError:
             how = f"within {within_s:g} s" if node in late else f"its step ended with exit code {process.returncode}"
             silent[node] = f"no report ({how}): {said}"
+    if hca := {report.facts.get(ADAPTERS, "") for report in reports.values()} - {""}:
+        write_durably(folder / HCA, f"{min(hca) if len(hca) == 1 else ''}\n".encode())
     return unfit(reports, silent, head=nodes[0], components=components)
 
 
@@ -107,7 +111,7 @@ def unfit(
     for node, report in reports.items():
         found[node] = [_said(check) for check in report.checks if check.status == "failed"]
     for fact in dict.fromkeys(fact for report in reports.values() for fact in report.facts):
-        sorts = {node: components.get(node) if fact == GPUS else None for node in reports}
+        sorts = {node: components.get(node) if fact in (GPUS, ADAPTERS) else None for node in reports}
         for sort in dict.fromkeys(sorts.values()):
             alike = {node: reports[node].facts.get(fact, "") for node in reports if sorts[node] == sort}
             for node, why in _different(fact, alike, head, "" if sort is None else f" of component {sort}"):

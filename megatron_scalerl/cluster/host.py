@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,7 @@ def host_checks(recipe: Recipe | None, parameters: int | None, *, gpus: int) -> 
         guarded("memory", lambda: _memory(recipe, parameters, gpus)),
         _processors(recipe, gpus),
         guarded("locked memory", _locked_memory),
+        guarded("network adapters", _adapters),
     ]
 
 
@@ -45,6 +48,26 @@ class MemoryNeed:
     """Bytes of all processes."""
     assumed: str
     """How it was computed."""
+
+
+def adapters(root: Path = RDMA) -> dict[str, str]:
+    """Active ports of the host's RDMA adapters, as NCCL_IB_HCA names them, each with its network and rate.
+
+    From /sys/class/infiniband: "mlx5_0:1" -> "InfiniBand 400 Gb/sec (4X NDR)", for RoCE "Ethernet 100 Gb/sec ...".
+    """
+    found = {}
+    for port in sorted(root.glob("*/ports/*")):
+        state, network, rate = ((port / name).read_text().strip() for name in ("state", "link_layer", "rate"))
+        if state.endswith("ACTIVE"):
+            found[f"{port.parent.parent.name}:{port.name}"] = f"{network} {rate}"
+    return found
+
+
+def fastest(ports: Mapping[str, str]) -> str:
+    """NCCL_IB_HCA of the ports with the highest rate, exactly these; empty without ports."""
+    rates = {name: float(re.sub(r"^\D*([\d.]+).*", r"\1", text) or 0) for name, text in ports.items()}
+    names = [name for name, rate in rates.items() if rate == max(rates.values())]
+    return f"={','.join(names)}" if names else ""
 
 
 def memory_need(recipe: Recipe, parameters: int | None, *, gpus: int) -> MemoryNeed:
@@ -111,6 +134,12 @@ def _processors(recipe: Recipe | None, gpus: int) -> Check:
     if usable < needed:
         return warning("processors", expected=f"{needed}: {text}", found=found, remedy=_NO_RESOURCES)
     return ok("processors", f"{found}, needed {needed}: {text}")
+
+
+def _adapters() -> Check:
+    found = adapters()
+    listed = ", ".join(f"{name} {text}" for name, text in found.items())
+    return ok("network adapters", f"{listed}; NCCL_IB_HCA{fastest(found)}" if found else "no active RDMA port")
 
 
 def _locked_memory() -> Check:

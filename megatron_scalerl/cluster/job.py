@@ -101,6 +101,8 @@ def render(plan: JobPlan) -> str:
             gpu_hours=asked.gpu_hours,
             startup_s=plan.startup_s,
             container=_container(plan),
+            local=plan.site.local,
+            stage=plan.site.stage,
             pyxis=plan.site.container == "pyxis",
             command=_command(plan, train),
             preflight=_command(plan, check),
@@ -151,22 +153,43 @@ def _command(plan: JobPlan, words: Sequence[str]) -> str:
     """A command of the program, in the site's container; a path follows it."""
     inside = plan.site.container != "none"
     default = ("megatron-scalerl",) if inside else (sys.executable, "-m", "megatron_scalerl")
-    program = shlex.join([*(plan.site.program or default), *words])
+    program = " ".join(_quoted(word, plan.site) for word in (*(plan.site.program or default), *words))
     return f'"${{inside[@]}}" {program}' if inside else program
 
 
 def _container(plan: JobPlan) -> str:
     """Words of the script: options of srun for pyxis, else the command in front of a program. Empty without one."""
     site, folders = plan.site, [f"{plan.cwd}:{plan.cwd}", *plan.site.mounts, "{run}:{run}"]
+    folders += ["{staged}:{staged}"] if site.stage else []
     if site.container == "none":
         return ""
     if site.container == "pyxis":
-        words = [f"--container-image={site.image}", "--no-container-mount-home", f"--container-workdir={plan.cwd}"]
+        words = [
+            f"--container-image={_local(str(site.image), site)}",
+            "--no-container-mount-home",
+            f"--container-workdir={plan.cwd}",
+        ]
         words.append(f"--container-mounts={','.join(folders)}")
     elif site.container == "apptainer":
         bound = [word for folder in folders for word in ("--bind", folder)]
         gpus = ["--nv"] if plan.nodes.gpus else []
-        words = ["apptainer", "exec", *gpus, "--pwd", str(plan.cwd), *bound, str(site.image)]
+        words = ["apptainer", "exec", *gpus, "--pwd", str(plan.cwd), *bound, _local(str(site.image), site)]
     else:
         words = [word.replace("{cwd}", str(plan.cwd)) for word in site.container]
-    return " ".join(shlex.quote(word).replace("{run}", "'\"$run\"'") for word in words)
+    return " ".join(_quoted(word, site) for word in words)
+
+
+def _local(word: str, site: Site) -> str:
+    """A path below one that is staged, as the node's own."""
+    for source in site.stage:
+        if word == source or word.startswith(f"{source}/"):
+            return "{staged}/" + Path(source).name + word.removeprefix(source)
+    return word
+
+
+def _quoted(word: str, site: Site) -> str:
+    """A word of the script, where {run} and {staged} are folders."""
+    quoted = shlex.quote(_local(word, site))
+    for name, variable in (("run", "run"), ("staged", "MSRL_STAGED")):
+        quoted = quoted.replace(f"{{{name}}}", f"'\"${variable}\"'")
+    return quoted

@@ -15,7 +15,7 @@ import msgspec
 import megatron_scalerl
 from megatron_scalerl.cluster.check import Check, failed, guarded, ok, skipped
 from megatron_scalerl.cluster.gpus import GpuReport, gpus_in_process
-from megatron_scalerl.cluster.host import host_checks
+from megatron_scalerl.cluster.host import adapters, fastest, host_checks
 from megatron_scalerl.cluster.mounts import mount_of
 from megatron_scalerl.cluster.output import output_checks, place_of
 from megatron_scalerl.cluster.probe import Machine, probe_machine
@@ -28,8 +28,8 @@ from megatron_scalerl.recipe.file import check_policy, check_prompts, dump_recip
 PACKAGE = Path(megatron_scalerl.__file__).parent
 _DIGITS = 16
 """Of a digest, hexadecimal."""
-GPUS = "GPUs"
-"""The fact in which only nodes of the same kind have to agree."""
+GPUS, ADAPTERS = "GPUs", "NCCL_IB_HCA"
+"""The facts in which only nodes of the same kind have to agree."""
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -143,6 +143,7 @@ def _facts(reading: GpuReport, machine: Machine | Check, recipe: Recipe | None) 
     packages = details.get("packages", {})
     return {
         GPUS: reading.names,
+        ADAPTERS: _read(lambda: fastest(adapters())),
         "driver": reading.driver,
         "driver's CUDA": reading.cuda_version,
         "torch's CUDA": details.get("cuda_version") or "",

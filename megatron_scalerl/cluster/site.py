@@ -56,9 +56,10 @@ _OPTIONS = (
 )
 _EXPECTED = {
     **dict.fromkeys(("sbatch", "engine_sbatch"), _OPTIONS),
-    **dict.fromkeys(("modules", "program", "mounts"), "a list of texts"),
+    **dict.fromkeys(("modules", "program", "mounts", "stage"), "a list of texts"),
     "environment": "names of variables with one line of text each",
     "container": f"one of {', '.join(_NAMED)}, or a list of words",
+    "local": "an absolute path, perhaps with variables",
     **dict.fromkeys(("image", "template"), "text"),
 }
 """By key."""
@@ -89,6 +90,10 @@ class Site(BaseModel):
     """Variables of the run's processes, such as those of NCCL."""
     program: tuple[Line, ...] = ()
     """Words that start the program; none: the Python of the submission, or `megatron-scalerl` in a container."""
+    local: Annotated[str, StringConstraints(pattern=r"^/[\w./${}-]*$")] = "${TMPDIR:-/tmp}"
+    """Folder on a node's own disk for what is compiled and staged; it may name variables, as $USER."""
+    stage: tuple[Line, ...] = ()
+    """Folders, files and tar files, such as the environment and the policy, of which each node gets a copy there."""
     template: Line | None = None
     """Template (Jinja) of the job script, relative to the site file, which may extend job.sbatch; None for that."""
     container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"

@@ -34,6 +34,7 @@ from megatron_scalerl.engine.certificate import Certificate, certificate_files
 from megatron_scalerl.launch import agent_messages as messages
 from megatron_scalerl.launch.control_folder import ControllerFile, read_controller, secret_file
 from megatron_scalerl.launch.local_server import STOP_S, LocalServer, ServerEnded, ServerPlace, gpus_at
+from megatron_scalerl.launch.own_share import SHARE
 from megatron_scalerl.launch.race import race
 from megatron_scalerl.processes.logs import NAME_VARIABLE, log_to_stderr
 from megatron_scalerl.processes.secret_file import read_secret
@@ -146,6 +147,7 @@ class Agent:
             host=os.environ.get("MSRL_BIND_HOST") or own_address(address),
             port=self._arguments.port,
             devices=gpus_at(positions),
+            share=os.environ.get(SHARE, ""),
             interface=interface_of(HostRendezvous(host=address, port=0)),
             tls=files.enter_context(certificate_files(certificate)),
         )

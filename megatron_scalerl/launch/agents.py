@@ -21,6 +21,7 @@ from megatron_scalerl.engine.certificate import make_certificate
 from megatron_scalerl.launch import agent_messages as messages
 from megatron_scalerl.launch.control_folder import ControllerFile, write_controller
 from megatron_scalerl.launch.hosts import Hosts
+from megatron_scalerl.launch.own_share import SHARE
 from megatron_scalerl.launch.placement import Attempt, EnginePlace
 from megatron_scalerl.launch.remote_server import DISCONNECTED, Launch, RemoteServer
 from megatron_scalerl.processes.child_process import ChildProcess
@@ -99,7 +100,7 @@ class Agents:
             *("--port", str(port + index if port else 0)),
             *(("--gpus", ",".join(map(str, place.positions))) if place.positions is not None else ()),
         ]
-        command = self._hosts.command(place.host, argv, {NAME_VARIABLE: name})
+        command = self._hosts.command(place.host, argv, {NAME_VARIABLE: name, SHARE: place.share})
         log = self._attempt.folder / "logs" / f"{agent}.log"
         return self.expect(name, place.host.name, start, partial(ChildProcess.start, agent, command, os.environ, log))
 

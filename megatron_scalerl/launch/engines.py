@@ -136,6 +136,7 @@ class Engines:
             secret=self._secret,
             log_path=self._logs / f"engine-{index}.log",
             devices=gpus_at(place.positions),
+            share=place.share,
             interface=LOOPBACK if self._agents is None else self._agents.interface,
         )
 

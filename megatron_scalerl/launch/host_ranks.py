@@ -23,6 +23,7 @@ from pathlib import Path
 
 from megatron_scalerl.distributed.rendezvous import own_address
 from megatron_scalerl.distributed.sockets import Purpose, controller_key
+from megatron_scalerl.launch.own_share import SHARE, own_variables, share_of
 from megatron_scalerl.processes.child_process import ChildProcess, log_end
 from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.processes.secret_file import read_secret
@@ -51,7 +52,10 @@ async def serve() -> int:
     try:
         for number in range(count):
             log = Path(os.environ["MSRL_LOGS"]) / f"trainer-{first + number}.log"
-            ranks.append(await start_rank(env, rank=first + number, local_rank=number, threads=threads, log=log))
+            share = share_of([number], int(os.environ.get(SHARE, count)))
+            ranks.append(
+                await start_rank(env, rank=first + number, local_rank=number, threads=threads, log=log, share=share)
+            )
         exits = {asyncio.create_task(rank.wait()): rank for rank in ranks}
         for task in asyncio.as_completed(exits):
             await task
@@ -98,11 +102,14 @@ def main() -> int:
         return 1
 
 
-async def start_rank(env: Mapping[str, str], *, rank: int, local_rank: int, threads: int, log: Path) -> ChildProcess:
+async def start_rank(
+    env: Mapping[str, str], *, rank: int, local_rank: int, threads: int, log: Path, share: str = ""
+) -> ChildProcess:
     """Start a rank on this host, which joins the trainer that `env` names.
 
     env: what `trainer.worker` reads but for the two numbers, and MSRL_RECIPE; it takes precedence over this
     process's environment. local_rank: its number on this host. threads: trainer.threads. log: its output.
+    share: of the host (`own_share`).
     """
     numbers = {
         "RANK": str(rank),
@@ -112,7 +119,9 @@ async def start_rank(env: Mapping[str, str], *, rank: int, local_rank: int, thre
         "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
     }
     argv = [sys.executable, "-m", "megatron_scalerl.trainer.worker"]
-    return await ChildProcess.start(f"trainer-{rank}", argv, {**os.environ, **env, **numbers}, log)
+    return await ChildProcess.start(
+        f"trainer-{rank}", argv, {**os.environ, **env, **numbers, **own_variables(f"trainer-{rank}", share)}, log
+    )
 
 
 if __name__ == "__main__":

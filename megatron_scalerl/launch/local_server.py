@@ -19,6 +19,7 @@ from pathlib import Path
 from megatron_scalerl.distributed.rendezvous import LOOPBACK, private_folder
 from megatron_scalerl.engine.certificate import CertificateFiles
 from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
+from megatron_scalerl.launch.own_share import own_variables
 from megatron_scalerl.launch.race import race
 from megatron_scalerl.processes.child_process import ChildProcess, log_end
 from megatron_scalerl.recipe import Recipe
@@ -44,6 +45,8 @@ class ServerPlace:
     """Its CUDA_VISIBLE_DEVICES; None: unchanged."""
     interface: str = LOOPBACK
     """Name of the interface to the other members of a weight group over NCCL."""
+    share: str = ""
+    """Its share of the host (`own_share`)."""
     tls: CertificateFiles | None = None
     """None: HTTP without TLS, for loopback."""
 
@@ -141,6 +144,7 @@ class LocalServer:
             devices=self._place.devices,
             interface=self._place.interface,
         )
+        env |= own_variables(self.name, self._place.share)
         env["VLLM_RPC_BASE_PATH"] = self._folder.enter_context(private_folder()).folder
         command = engine_command(self._arguments)
         try:

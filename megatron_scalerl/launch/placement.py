@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts, HostsLeft
+from megatron_scalerl.launch.own_share import share_of
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import ComputeUnit
 from megatron_scalerl.weights.transport import resolve_transport
@@ -34,6 +35,8 @@ class HostRanks:
     first: int
     """The lowest rank."""
     count: int
+    of: int = field(default=0, compare=False)
+    """Devices of the host that the run uses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +46,8 @@ class EnginePlace:
     host: Host
     positions: tuple[int, ...] | None
     """Its devices, as indices into the host's visible GPUs; None without GPUs."""
+    share: str = field(default="", compare=False)
+    """As `own_share` has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +119,7 @@ def _ranks(count: int, hosts: Hosts, slots: int) -> list[HostRanks]:
     placed: list[HostRanks] = []
     for number, host in enumerate(hosts.of_trainer):
         if (here := min(slots, count - number * slots)) > 0:
-            placed.append(HostRanks(host=host, first=number * slots, count=here))
+            placed.append(HostRanks(host=host, first=number * slots, count=here, of=slots))
     return placed
 
 
@@ -130,8 +135,9 @@ def _engines(
             number += 1
         if number == len(used):
             break
-        positions = tuple(range(used[number], used[number] + each)) if gpus else None
-        placed.append(EnginePlace(host=places[number], positions=positions))
+        devices = tuple(range(used[number], used[number] + each))
+        share = share_of(devices, hosts.engine_slots or slots)
+        placed.append(EnginePlace(host=places[number], positions=devices if gpus else None, share=share))
         used[number] += each
     return placed
 

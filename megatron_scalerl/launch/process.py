@@ -46,15 +46,16 @@ class EngineProcess:
         log_path: str | Path,
         devices: str | None = None,
         interface: str = LOOPBACK,
+        share: str = "",
     ) -> EngineProcess:
         """An engine whose server is a child of this process, as the recipe has it.
 
-        index: number of the engine from 0. devices: its CUDA_VISIBLE_DEVICES. interface: see
+        index: number of the engine from 0. devices: its CUDA_VISIBLE_DEVICES. interface, share: see
         `ServerPlace`. Raises ValueError for an option that vLLM does not know and for a port in use.
         """
         engine = recipe.engine
         port = engine.port + index if engine.port else 0
-        place = ServerPlace(host=engine.host, port=port, devices=devices, interface=interface)
+        place = ServerPlace(host=engine.host, port=port, devices=devices, interface=interface, share=share)
         server = LocalServer(recipe, place, name=f"engine-{index}", secret=secret, log_path=log_path)
         return cls(recipe, server, secret=secret)
 

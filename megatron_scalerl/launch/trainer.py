@@ -22,6 +22,7 @@ from megatron_scalerl.distributed.sockets import LOCAL, Purpose, controller_key
 from megatron_scalerl.launch import host_ranks
 from megatron_scalerl.launch.control_folder import secret_file
 from megatron_scalerl.launch.hosts import Hosts
+from megatron_scalerl.launch.own_share import SHARE, share_of
 from megatron_scalerl.launch.placement import Attempt, HostRanks, Placement
 from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.processes.logs import NAME_VARIABLE
@@ -61,7 +62,8 @@ class TrainerRanks:
         for ranks in self._placement.trainer:
             if ranks.host.here:
                 for number in range(ranks.count):
-                    self._add(await self._start_here(ranks.first + number, local_rank=number))
+                    share = share_of([number], ranks.of or ranks.count)
+                    self._add(await self._start_here(ranks.first + number, local_rank=number, share=share))
             else:
                 self._add(await self._start_there(ranks))
         self._started.set()
@@ -77,7 +79,7 @@ class TrainerRanks:
         self._children.append(child)
         self._watches.append(asyncio.create_task(child.watch(), name=child.name))
 
-    async def _start_here(self, rank: int, *, local_rank: int) -> ChildProcess:
+    async def _start_here(self, rank: int, *, local_rank: int, share: str) -> ChildProcess:
         bind = {"MSRL_BIND_HOST": self._hosts.address} if self._hosts.address and rank == 0 else {}
         return await start_rank(
             self._recipe,
@@ -87,6 +89,7 @@ class TrainerRanks:
             recipe_file=self._attempt.recipe_file,
             log=self._attempt.folder / "logs" / f"trainer-{rank}.log",
             env=bind,
+            share=share,
         )
 
     async def _start_there(self, ranks: HostRanks) -> ChildProcess:
@@ -100,6 +103,7 @@ class TrainerRanks:
             "MSRL_CONTROLLER_KEY": controller_key(joining["MSRL_SECRET"], Purpose.TRAINER),
             "MSRL_RECIPE": str(self._attempt.recipe_file.absolute()),
             "MSRL_LOGS": str(logs),
+            SHARE: str(ranks.of),
             NAME_VARIABLE: name,
         }
         argv = [sys.executable, "-m", "megatron_scalerl.launch.host_ranks"]
@@ -149,10 +153,11 @@ async def start_rank(
     log: Path,
     local_rank: int | None = None,
     env: Mapping[str, str] = MappingProxyType({}),
+    share: str = "",
 ) -> ChildProcess:
     """Start one trainer rank on this host, which reads `recipe_file` and connects to `client`.
 
-    local_rank: None for `rank`. env: further variables.
+    local_rank: None for `rank`. env: further variables. share: of the host (`own_share`).
     """
     return await host_ranks.start_rank(
         {**_before_cuda(recipe), **client.worker_env(rank), **env, "MSRL_RECIPE": str(recipe_file)},
@@ -160,6 +165,7 @@ async def start_rank(
         local_rank=rank if local_rank is None else local_rank,
         threads=recipe.trainer.threads,
         log=log,
+        share=share,
     )
 
 

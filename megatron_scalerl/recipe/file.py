@@ -8,6 +8,7 @@ Checks that the files that a recipe names exist, before heavy packages are impor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -214,6 +215,14 @@ def _keys_beside(key: str) -> list[str]:
     parts = key.split(".")
     name = parts[2] if parts[:2] == ["prompts", "tasks"] and len(parts) > 3 else None
     return [k if name is None else k.replace(".NAME.", f".{name}.") for k in valid_keys()]
+
+
+def node_copy(path: str) -> str:
+    """The node's own copy of a folder, which the job made (`stage` of the site file), else the folder itself."""
+    copy = Path(os.environ.get("MSRL_STAGED", ""), Path(path).name)
+    source = Path(f"{copy}.from")
+    found = source.is_absolute() and source.is_file() and source.read_text().strip() == str(Path(path).absolute())
+    return str(copy) if found else path
 
 
 def check_policy(recipe: Recipe) -> None:

@@ -150,6 +150,7 @@ class Recipe(Section):
             )
         _check_tasks(self)
         _check_evaluation(self)
+        _check_one_host(self)
         _check_colocation(self)
         penalty = self.length_penalty
         if penalty is not None and (penalty.cache_tokens or 0) > (penalty.max_tokens or 0):
@@ -194,6 +195,22 @@ def _check_evaluation(recipe: Recipe) -> None:
             "evaluation.every_steps: needs engine.count of at least 2, rollouts.schedule pipeline and "
             f"rollouts.deterministic false; they are {recipe.engine.count}, {rollouts.schedule} and "
             f"{str(rollouts.deterministic).lower()}"
+        )
+
+
+_OVER_HOSTS = ("nnodes", "node_rank", "master_addr", "data_parallel_address", "data_parallel_size_local")
+_STARTED_BY_RAY = ("distributed_executor_backend", "data_parallel_backend")
+
+
+def _check_one_host(recipe: Recipe) -> None:
+    """Raises ValueError for options of vLLM that spread an engine over several hosts."""
+    options = recipe.engine.vllm
+    asked = [key for key in _OVER_HOSTS if options.get(key) is not None]
+    asked += [key for key in _STARTED_BY_RAY if options.get(key) == "ray"]
+    if asked:
+        raise ValueError(
+            f"engine.vllm.{asked[0]}: an engine runs on one host, where its processes listen on loopback alone; take "
+            "smaller engines, or more of them"
         )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_scalerl.cluster import host, output, space
 from megatron_scalerl.cluster.check import GIB, MIB
+from megatron_scalerl.cluster.host import adapters, fastest
 from megatron_scalerl.cluster.mounts import mount_of
 from megatron_scalerl.recipe.file import load_recipe
 
@@ -161,3 +162,20 @@ def test_a_task_that_slurm_gave_one_processor_warns(monkeypatch):
     wanted = recipe("trainer.world_size=4", "engine.count=4")
     assert by_name(host.host_checks(wanted, 1, gpus=8))["processors"].expected.startswith("9: one each")
     assert by_name(host.host_checks(None, None, gpus=0))["processors"].status == "ok"
+
+
+def test_rdma_ports_are_found_and_the_fastest_named(tmp_path):
+    """As the kernel shows two InfiniBand ports, one of RoCE for storage, and one that is down."""
+    for adapter, state, network, rate in (
+        ("mlx5_0", "4: ACTIVE", "InfiniBand", "400 Gb/sec (4X NDR)"),
+        ("mlx5_1", "4: ACTIVE", "InfiniBand", "400 Gb/sec (4X NDR)"),
+        ("mlx5_2", "1: DOWN", "InfiniBand", "400 Gb/sec (4X NDR)"),
+        ("mlx5_bond_0", "4: ACTIVE", "Ethernet", "100 Gb/sec (4X EDR)"),
+    ):
+        port = tmp_path / adapter / "ports" / "1"
+        port.mkdir(parents=True)
+        for name, text in (("state", state), ("link_layer", network), ("rate", rate)):
+            (port / name).write_text(f"{text}\n")
+    found = adapters(tmp_path)
+    assert found["mlx5_bond_0:1"] == "Ethernet 100 Gb/sec (4X EDR)" and "mlx5_2:1" not in found and len(found) == 3
+    assert fastest(found) == "=mlx5_0:1,mlx5_1:1" and fastest({}) == ""

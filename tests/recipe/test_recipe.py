@@ -93,6 +93,8 @@ def test_off_needs_no_quotation_marks(path, text):
             "engine.vllm.max_model_len: 100 is too short for the longest sequence, 16385 tokens",
         ),
         ("optimizer.lr.x=7", "optimizer.lr"),
+        ("engine.vllm.nnodes=2", "engine.vllm.nnodes: an engine runs on one host, .*; take smaller engines, or more"),
+        ("engine.vllm.distributed_executor_backend=ray", "distributed_executor_backend: an engine runs on one host"),
     ],
 )
 def test_mistakes_are_one_line(path, override, said):

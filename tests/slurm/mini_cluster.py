@@ -64,7 +64,8 @@ class MiniCluster:
         """
         self.folder, self.bin = folder, folder / "bin"
         self._accounting = accounting
-        for name in ("etc", "run", "log", "state", "spool", "dev", "bin"):
+        disks = [f"disks/{node}" for node in nodes]
+        for name in ("etc", "run", "log", "state", "spool", "dev", "bin", "local", *disks):
             (folder / name).mkdir(parents=True)
         folder.chmod(0o755)
         write_settings(folder, nodes, silence_s, accounting=accounting, preemption=preemption)
@@ -130,7 +131,7 @@ class MiniCluster:
 
     def start_daemon(self, node: str) -> None:
         """Start a node's slurmd again."""
-        self._inside(*slurmd(node))
+        self._inside(*slurmd(self.folder, node))
 
     def _inside(self, *words: str) -> None:
         enter = ["nsenter", "--target", self._inner, "--net", "--mount", "--uts", "--ipc", "--pid", "--"]
@@ -144,9 +145,11 @@ class MiniCluster:
         self._process.wait()
 
 
-def slurmd(node: str) -> list[str]:
-    """Starts a node's daemon in its network namespace, under its name."""
-    return ["ip", "netns", "exec", node, "unshare", "--uts", "sh", "-c", f"hostname {node}; exec slurmd -N {node}"]
+def slurmd(folder: Path, node: str) -> list[str]:
+    """Starts a node's daemon in its network namespace, under its name, with a disk of its own at FOLDER/local."""
+    disk = f"mount --make-rprivate / && mount --bind {folder}/disks/{node} {folder}/local"
+    start = f"hostname {node} && {disk} && exec slurmd -N {node}"
+    return ["ip", "netns", "exec", node, "unshare", "--uts", "--mount", "sh", "-c", start]
 
 
 def write_settings(
@@ -266,7 +269,7 @@ def serve(folder: Path, nodes: list[str]) -> None:
         run("ip", "-n", name, "link", "set", "lo", "up")
         run("ip", "-n", name, "addr", "add", f"{NETWORK}.{10 + number}/24", "dev", "eth0")
         run("ip", "-n", name, "link", "set", "eth0", "up")
-        run(*slurmd(name))
+        run(*slurmd(folder, name))
     if (folder / "etc" / "slurmdbd.conf").exists():
         account(folder)
     run("slurmctld", "-c")

@@ -15,6 +15,9 @@ set -u
 {% for name, value in environment.items() %}
 export {{ name }}={{ value | quote }}
 {% endfor %}
+export MSRL_BIND_CPUS="${MSRL_BIND_CPUS:-1}"  # each rank and engine to its part of the job's CPUs
+# what is compiled and copied on each node's own disk; a job that is queued again finds it where the node keeps it
+export MSRL_LOCAL="{{ local }}/megatron-scalerl-${USER:-$UID}/$job" MSRL_STAGED=
 export SLURM_EXPORT_ENV=ALL  # steps get what is set above, not only what --export lists for the job
 {% if cpus %}
 export SRUN_CPUS_PER_TASK={{ cpus }}  # since Slurm 22.05 srun does not read SLURM_CPUS_PER_TASK
@@ -22,4 +25,13 @@ export SRUN_CPUS_PER_TASK={{ cpus }}  # since Slurm 22.05 srun does not read SLU
 # a step gets one CPU unless it asks for more: those of the smallest node
 cpus=$(tr , '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-}" | sed 's/(.*//' | sort -n | head -n 1)
 [ -z "$cpus" ] || export SRUN_CPUS_PER_TASK="$cpus"
+{% endif %}
+{% if nodes > 1 %}
+everywhere=(srun --overlap --ntasks-per-node=1 --input=none{{ " --het-group=0,1" if heterogeneous }})
+{% else %}
+everywhere=()
+{% endif %}
+forget() { "${everywhere[@]}" rm -rf "$MSRL_LOCAL"; }  # once nothing of this job comes after
+{% if stage %}
+MSRL_STAGED="$MSRL_LOCAL/staged"
 {% endif %}
