@@ -44,7 +44,7 @@ class TrainerSection(Section):
     loss_in_chunk: bool = True
     """Compute a loss that is a sum over tokens (cispo, dapo, grpo) together with its gradient while a chunk's logits
     are in memory, instead of recomputing the logits in the backward pass: a quarter less work, but an fp32 gradient
-    of the head is held until the backward pass. Where logit_workspace_mb holds less than 2,048 tokens on a GPU, the
+    of the head is held until the backward pass. Where logit_workspace_mb holds less than 1,024 tokens on a GPU, the
     logits are recomputed."""
     step_timeout_s: PositiveFloat = 3600.0
     """Time limit of one trainer command (s); the trainer has failed beyond it."""
