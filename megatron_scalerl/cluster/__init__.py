@@ -3,7 +3,7 @@
 slurm_command   `submit`: --status, --array, --dry-run
 slurm_checks    what is refused before anything is submitted
 allocation      nodes, GPUs and CPUs that the fleet needs
-site            the site file: account, modules, container
+site            the site file: options of sbatch, modules, container, local disks
 cluster         what sinfo, squeue, scontrol and sbatch are asked
 job             the job script, rendered from templates/job.sbatch
 submission      writes the script, has it checked, submits it

@@ -8,6 +8,7 @@ In the controller's process:
     process.py               starts an engine, watches and stops it
     local_server.py          its server as a child process (also in an agent)
     remote_server.py         its server on another host, behind an agent; agents.py has the socket to all agents
+    own_share.py             the CPUs and caches of a rank or engine (also on other hosts)
     race.py                  waits for whichever comes first
 
 On another host:

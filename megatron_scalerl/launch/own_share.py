@@ -28,13 +28,24 @@ def share_of(devices: Sequence[int], of: int) -> str:
 
 def own_variables(name: str, share: str) -> dict[str, str]:
     """Variables of a process on this host. name: engine-3, trainer-0. share: may be empty."""
-    local = os.environ.get("MSRL_LOCAL")
-    found = {key: f"{local}/{name}/{folder}" for key, folder in CACHES.items() if local and key not in os.environ}
+    local = os.environ.get("MSRL_LOCAL", "")
+    keys = [key for key in CACHES if key not in os.environ] if local and _own(Path(local)) else []
+    found = {key: f"{local}/{name}/{CACHES[key]}" for key in keys}
     if share and os.environ.get("MSRL_BIND_CPUS") == "1":
         devices, _, of = share.partition("/")
         own = cpus_of([int(device) for device in devices.split(",")], near_devices(int(of)))
         found |= {CPUS: ",".join(map(str, sorted(own)))} if own else {}
     return found
+
+
+def _own(folder: Path) -> bool:
+    """Whether a folder, made here, and the one above it are this user's alone: what is compiled there is executed."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = [path.lstat() for path in (folder, folder.parent)]
+    except OSError:
+        return False
+    return all(each.st_uid == os.getuid() and not each.st_mode & 0o022 for each in found)
 
 
 def cpus_of(devices: Sequence[int], near: Sequence[Sequence[int]]) -> set[int]:

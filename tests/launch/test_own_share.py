@@ -81,5 +81,17 @@ def test_what_the_site_sets_stays(in_a_job, monkeypatch):
     assert own_variables("trainer-0", "") == {}
 
 
+def test_nothing_is_compiled_where_another_user_can_write(in_a_job, monkeypatch, tmp_path):
+    """Who writes to such a cache has code run by its reader."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    monkeypatch.setenv("MSRL_LOCAL", str(tmp_path / "shared" / "job"))
+    assert own_variables("engine-0", "") == {}
+    (tmp_path / "shared").chmod(0o755)
+    assert set(own_variables("engine-0", "")) == set(CACHES)
+    monkeypatch.setenv("MSRL_LOCAL", "/proc/nowhere/job")
+    assert own_variables("engine-0", "") == {}
+
+
 def test_cpus_as_the_kernel_writes_them():
     assert cpus_in("0-1,4\n") == {0, 1, 4} and cpus_in("\n") == set()

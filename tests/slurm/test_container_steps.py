@@ -55,9 +55,9 @@ def test_a_run_of_three_nodes_in_containers(kind, tmp_path, tiny, on_login_node,
         assert not recorded.exists()
         return
     calls = [call.rstrip("\0").split("\0") for call in recorded.read_text().split("\1\0") if call]
-    watches = [words for words in calls if "--job-name=watch" in words]
-    inside = [words for words in calls if words not in watches]
-    assert len(watches) == 2 and not any("--container" in word for words in watches for word in words)
+    outside = [words for words in calls if "--job-name=watch" in words or "rm" in words]
+    inside = [words for words in calls if words not in outside]
+    assert len(outside) == 3 and not any("--container" in word for words in outside for word in words)
     for words in inside:
         assert {"--container-image=/images/run.sqsh", f"--container-workdir={ROOT}", "--no-container-mount-home",
                 f"--container-mounts={ROOT}:{ROOT},/data:/data,{run}:{run}"} <= set(words)  # fmt: skip

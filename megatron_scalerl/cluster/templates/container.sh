@@ -50,5 +50,4 @@ run_outside() {  # run_outside ASKED, in a shell of its own
 }
 while read -r asked; do run_outside "$asked" & done <>"$outside/requests" &
 relay=$!
-trap 'kill "$relay" 2>/dev/null' EXIT
 {% endif %}

@@ -31,7 +31,12 @@ everywhere=(srun --overlap --ntasks-per-node=1 --input=none{{ " --het-group=0,1"
 {% else %}
 everywhere=()
 {% endif %}
-forget() { "${everywhere[@]}" rm -rf "$MSRL_LOCAL"; }  # once nothing of this job comes after
+relay= again=
+leave() {
+  [ -z "$relay" ] || kill "$relay" 2>/dev/null
+  [ -n "$again" ] || superseded || "${everywhere[@]}" rm -rf "$MSRL_LOCAL"  # nothing of this job comes after
+}
+trap leave EXIT
 {% if stage %}
 MSRL_STAGED="$MSRL_LOCAL/staged"
 {% endif %}
