@@ -29,7 +29,7 @@ def page_of(notebook: Path) -> str:
         lines += [source, ""]
         for output in cell.get("outputs", ()):
             if "text" in output:
-                lines += [f"```text\n{''.join(output['text']).rstrip()}\n```", ""]
+                lines += [f"``` {{ .text .output }}\n{''.join(output['text']).rstrip()}\n```", ""]
             elif picture := output["data"].get("image/png"):
                 lines += [f'<img alt="output of the cell above" src="data:image/png;base64,{picture.strip()}">', ""]
     return "\n".join(lines)

@@ -112,3 +112,7 @@ def test_the_wheel_installs_and_its_quickstart_runs(archives, tmp_path):
     told = run(str(program), "fit", str(curve), "--series", "figure=fig1a_scalerl_100k", "--series",
                "series=ScaleRL-bs2048-8B", "--r0", "0.4018", "--html", "report.html", folder=tmp_path)  # fmt: skip
     assert "verdict: " in told and (tmp_path / "report.html").stat().st_size
+    few = ("--train-prompts", "200", "--held-out", "120", "--sft-examples", "10")
+    run(str(python), "-m", "megatron_scalerl.tiny", "tiny", "--seed", "1", *few, folder=tmp_path)
+    told = run(str(program), "prompts", "tiny/recipe.yaml", "policy.path=tiny/base_policy", folder=tmp_path)
+    assert "the reference itself, " in told and "tokens that end a completion" in told

@@ -15,6 +15,8 @@ from megatron_scalerl.tiny.task import prompt_rows, warm_start_rows
 MANIFEST = "tiny.json"
 FORMAT = 2
 """Incremented when the same arguments produce other files."""
+RECIPE = Path(__file__).with_name("recipe.yaml")
+"""recipes/tiny_cpu.yaml, whose files are in runs/tiny."""
 FILES = ("base_policy/config.json", "prompts.jsonl", "held_out.jsonl", "sft.jsonl")
 
 
@@ -35,8 +37,8 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
     """Write the folder atomically; False if it exists already, written with equal arguments.
 
     Writes base_policy/ (Hugging Face folder), prompts.jsonl and held_out.jsonl (prompt, answer, level), sft.jsonl
-    (prompt, completion, level) and the manifest tiny.json. Raises ValueError for a count below 1 and for a folder
-    with any other content.
+    (prompt, completion, level), for the dense policy recipe.yaml, and the manifest tiny.json. Raises ValueError for a
+    count below 1 and for a folder with any other content.
     """
     out_dir = Path(out_dir)
     for name in ("train_prompts", "held_out", "sft_examples"):
@@ -50,6 +52,9 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
     partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.partial-", dir=out_dir.parent))
     try:
         _write(partial, arguments)
+        if not arguments.moe:
+            recipe = RECIPE.read_text(encoding="utf8").replace("runs/tiny/", f"{out_dir}/")
+            (partial / RECIPE.name).write_text(recipe, encoding="utf8")
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf8")
         partial.chmod(0o755)
         partial.rename(out_dir)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.tiny import build as tiny_build
 from megatron_scalerl.tiny.__main__ import main
 from megatron_scalerl.tiny.build import TinyArguments, build
@@ -13,7 +14,9 @@ COMMAND = ["--train-prompts", "20", "--held-out", "5", "--sft-examples", "10"]
 
 
 def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """File -> bytes; without the folder itself, which the recipe names."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder): path.read_bytes().replace(bytes(folder), b"") for path in files}
 
 
 def test_the_folder_contains_policy_prompts_and_warm_start(tmp_path):
@@ -22,9 +25,11 @@ def test_the_folder_contains_policy_prompts_and_warm_start(tmp_path):
         "base_policy",
         "held_out.jsonl",
         "prompts.jsonl",
+        "recipe.yaml",
         "sft.jsonl",
         "tiny.json",
     ]
+    assert load_recipe(tmp_path / "out" / "recipe.yaml").prompts.path == str(tmp_path / "out" / "prompts.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "no partial folder stays"
     rows = {
         name: [json.loads(line) for line in (tmp_path / "out" / f"{name}.jsonl").read_text().splitlines()]
