@@ -101,11 +101,6 @@ def engine_memory(
             f"engine.vllm.tensor_parallel_size: expected sizes that multiply to devices_per_engine {devices}, "
             f"found {product}"
         )
-    if devices > gpu.per_node:
-        raise ValueError(
-            f"engine.devices_per_engine: expected at most {gpu.per_node}, the GPUs of a node, since an engine runs "
-            f"on one node, found {devices}"
-        )
     tp, dp = (int(options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "data"))
     t, layers = family.transformer, len(family.layers)
     if "kv_lora_rank" in t:  # the cache has the narrow keys and values, which every device holds whole

@@ -108,6 +108,11 @@ class RunPlan:
                 f"the KV cache of an engine cannot hold one sequence of {self.engine.context_tokens:,} tokens: "
                 f"{self.engine.missing_bytes / GIB:.1f} GiB per device missing"
             )
+        if self.engine.devices > self.gpu.per_node:
+            found.append(
+                f"engine.devices_per_engine: an engine runs on one node, which has {self.gpu.per_node} GPUs, and "
+                f"cannot have {self.engine.devices}"
+            )
         if (over := self.engine.total - self.gpu.memory_bytes) > 0:
             found.append(
                 f"engine.vllm.gpu_memory_utilization: vLLM's share and the weight groups' "

@@ -86,6 +86,7 @@ def test_a_policy_of_1_t_is_planned_on_1024_gpus():
     assert rank.dense == 8 * (split // 8 + hidden * (1536 + 576 + 2 + 384) + 1536 + 512)
     # 512 latent numbers and 64 rotated ones a layer, in bf16, on each of 32 devices
     assert plan.engine.kv_bytes_per_token == 61 * 576 * 2 * 32
+    assert any("an engine runs on one node, which has 8 GPUs, and cannot have 32" in p for p in plan.problems())
     update = plan.update
     assert update.bytes == 2 * 1_026_408_209_408 and update.senders == 512
     assert update.bytes / 512 <= update.most_sent <= 1.3 * update.bytes / 512

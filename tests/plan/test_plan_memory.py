@@ -235,12 +235,3 @@ def test_the_peak_of_real_runs(case):
     result = json.loads(done.stdout.strip().splitlines()[-1])
     assert 0.85 <= result["ratio"] <= 1.15, result
     assert result["predicted_mib"] == pytest.approx(sum(result["terms_mib"].values()), abs=1)
-
-
-def test_an_engine_over_several_nodes_is_refused():
-    recipe, family, _, _ = plan_of("engine.vllm.tensor_parallel_size=8", "engine.devices_per_engine=8")
-    wide = recipe.engine.model_copy(
-        update={"devices_per_engine": 16, "vllm": {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}}
-    )
-    with pytest.raises(ValueError, match=r"devices_per_engine: expected at most 8, the GPUs of a node, .* found 16"):
-        engine_memory(recipe.model_copy(update={"engine": wide}), family, count(family), H100, Assumptions())
