@@ -8,9 +8,10 @@ installed by an import.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_scalerl.distributed import cpu_compat
+
+logger = logging.getLogger(__name__)
 
 HAVE_GPU: bool = torch.cuda.is_available()
 """True where PyTorch sees a GPU. Hide GPUs (CUDA_VISIBLE_DEVICES=) to run the CPU path on a GPU machine."""
@@ -133,15 +136,23 @@ def labelled(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def recorded_memory() -> Iterator[Callable[[Path], None]]:
-    """On a GPU, records what is allocated inside; the function writes it to a file, for pytorch.org/memory_viz."""
+def recorded_memory(path: Path) -> Iterator[None]:
+    """On a GPU, writes what is allocated inside to `path`, for pytorch.org/memory_viz; also after an exception.
+
+    A file that cannot be written is a line in the log.
+    """
     if not HAVE_GPU:
-        yield lambda path: None
+        yield
         return
     torch.cuda.memory._record_memory_history(max_entries=100_000)
     try:
-        yield lambda path: torch.cuda.memory._dump_snapshot(str(path))
+        yield
     finally:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+        except OSError as error:
+            logger.warning("no memory snapshot: %s", error)
         torch.cuda.memory._record_memory_history(enabled=None)
 
 

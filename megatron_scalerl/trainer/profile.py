@@ -26,14 +26,12 @@ def profile_of(step: int, recipe: Recipe, run_dir: Path, rank: int) -> AbstractC
 def profiled(folder: Path, name: str) -> Iterator[None]:
     """Writes torch's trace of what happens inside to FOLDER/NAME.json.gz, and on GPUs the memory beside it.
 
-    Nothing is written after an exception. A file that cannot be written is a line in the log.
+    After an exception there is no trace, only the memory. A file that cannot be written is a line in the log.
     """
-    with recorded_memory() as write_memory:
-        with torch.profiler.profile(record_shapes=True) as found:
-            yield
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            found.export_chrome_trace(str(folder / f"{name}.json.gz"))
-            write_memory(folder / f"{name}.memory.pickle")
-        except OSError as error:
-            logger.warning("no profile: %s", error)
+    with recorded_memory(folder / f"{name}.memory.pickle"), torch.profiler.profile(record_shapes=True) as found:
+        yield
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found.export_chrome_trace(str(folder / f"{name}.json.gz"))
+    except OSError as error:
+        logger.warning("no profile: %s", error)
