@@ -6,6 +6,7 @@ and take the place of these where both say the same; what the job cannot do with
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,10 +91,10 @@ class Site(BaseModel):
     """Variables of the run's processes, such as those of NCCL."""
     program: tuple[Line, ...] = ()
     """Words that start the program; none: the Python of the submission, or `megatron-scalerl` in a container."""
-    local: Annotated[str, StringConstraints(pattern=r"^/[\w./${}-]*$")] = "${TMPDIR:-/tmp}"
-    """Folder on a node's own disk for what is compiled and staged; it may name variables, as $USER."""
+    local: Annotated[str, StringConstraints(pattern=r"^/[\w./${}-]*$")] = "/tmp"
+    """Folder on each node's own disk for what is compiled and staged; it may name variables, as $USER."""
     stage: tuple[Line, ...] = ()
-    """Folders, files and tar files, such as the environment and the policy, of which each node gets a copy there."""
+    """Folders and files, such as the environment and the policy, of which each node gets a copy there."""
     template: Line | None = None
     """Template (Jinja) of the job script, relative to the site file, which may extend job.sbatch; None for that."""
     container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"
@@ -176,6 +177,14 @@ def read_site(path: str | Path | None) -> Site:
         key = str(first["loc"][0])
         where = f"{path}: {'.'.join(map(str, first['loc'][: 1 if key == 'container' else 2]))}"
         raise ValueError(f"{where}: expected {_EXPECTED[key]}, found {first['input']!r}") from None
+    staged = {Path(each).name for each in site.stage if each.startswith("/") and os.path.normpath(each) == each} - {
+        ""
+    }
+    if len(staged) < len(site.stage):
+        raise ValueError(
+            f"{path}: stage: expected absolute paths as /shared/env, each with a last name of its own, found "
+            f"{', '.join(site.stage)}"
+        )
     for name in (*site.sbatch, *site.engine_sbatch):
         if name in BY_SUBMIT or name in _FIXED:
             how = f"the option {BY_SUBMIT[name]} of submit" if name in BY_SUBMIT else "the job itself"

@@ -208,13 +208,13 @@ def test_fewer_gpus_than_the_run_takes_are_refused_and_a_run_on_cpus_asks_for_no
 def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
     (tmp_path / "my.sbatch").write_text(
         '{% extends "job.sbatch" %}\n{% block options %}\n#SBATCH --comment=ours\n{% endblock %}\n'
-        "{% block setup %}\nulimit -l unlimited\n{% endblock %}\n"
+        "{% block setup %}ulimit -l unlimited{% endblock %}\n"
     )
     (tmp_path / "site.yaml").write_text("template: my.sbatch\n")
     site = read_site(tmp_path / "site.yaml")
     text = checked(changed(PLAN, site=site), tmp_path)
     assert "#SBATCH --comment=ours\n" in text and "\nulimit -l unlimited\n" in text
-    assert len(text.splitlines()) == len(render(PLAN).splitlines()) + 2
+    assert len(text.splitlines()) == len(render(PLAN).splitlines()) + 1
     (tmp_path / "my.sbatch").write_text("#!/bin/bash\n{% for x %}\n")
     with pytest.raises(ValueError, match=r"my\.sbatch, line 2: "):
         render(changed(PLAN, site=site))
@@ -226,11 +226,11 @@ def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
     [
         (
             Site(container="pyxis", image="/i.sqsh", mounts=("/data:/data",)),
-            ["--container-image=/i.sqsh", "--container-mounts=/home/it's:/home/it's,/data:/data,/r r:/r r"],
+            ["--container-image=/i.sqsh", "--container-mounts=/home/it's:/home/it's,/data:/data,/r r:/r r,/l:/l"],
         ),
         (
             Site(container="apptainer", image="/i.sif", mounts=("/data:/data",)),
-            ["apptainer", "exec", "--nv", "--bind", "/data:/data", "/r r:/r r", "/i.sif"],
+            ["apptainer", "exec", "--nv", "--bind", "/data:/data", "/r r:/r r", "/l:/l", "/i.sif"],
         ),
         (Site(container=("podman", "-v={run}:{run}", "-w={cwd}")), ["podman", "-v=/r r:/r r", "-w=/home/it's"]),
     ],
@@ -239,7 +239,7 @@ def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
 def test_a_container_sees_the_runs_folder(tmp_path, plan, site, words):
     text = checked(changed(plan, site=site), tmp_path)
     [line] = [line for line in text.splitlines() if line.startswith("container=(")]
-    show = f"run='/r r'\n{line}\nprintf '%s\\n' \"${{container[@]}}\""
+    show = f"run='/r r' MSRL_LOCAL=/l/7\n{line}\nprintf '%s\\n' \"${{container[@]}}\""
     found = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True).stdout.splitlines()
     assert [word for word in words if word not in found] == []
     [controller] = [line for line in text.splitlines() if "train --supervise" in line]
@@ -273,6 +273,12 @@ KEYS = list(Site.model_fields)
         ("engine_sbatch: {signal: USR2}", "sbatch: signal is set by the job itself"),
         ("environment: {https_proxy: 'http://me:pass@proxy:80'}", "expected no secret"),
         ("template: my.sbatch", "template: expected a file, found none at "),
+        (
+            "stage: [env]",
+            "stage: expected absolute paths as /shared/env, each with a last name of its own, found env",
+        ),
+        ("stage: [/shared/env/]", "stage: expected absolute paths"),
+        ("stage: [/a/env, /b/env]", "stage: expected absolute paths"),
     ],
 )
 def test_a_wrong_site_file_is_refused(tmp_path, text, said):
@@ -405,12 +411,12 @@ wait $job
 """
 
 
-def written(folder, program, modules=(), **changes):
+def written(folder, program, modules=(), stage=(), **changes):
     """A job script in `folder`, with `program` in place of megatron-scalerl: a command of bash, or words."""
     script = folder / "slurm" / "job.sbatch"
     script.parent.mkdir(parents=True)
     words = ("bash", "-c", program) if isinstance(program, str) else program
-    site = Site(program=words, modules=modules)
+    site = Site(program=words, modules=modules, stage=stage, local=f"{folder}/local")
     script.write_text(render(changed(PLAN, script=script, runs=(folder,), cwd=folder, site=site, **changes)))
     return script
 
@@ -484,6 +490,23 @@ def test_a_ledger_that_cannot_be_read_ends_a_job_at_its_start_only(tmp_path, fir
     assert done.returncode == code, done.stdout + done.stderr
     assert (tmp_path / "requeued").exists() is requeued
     assert ("the ledger could not be read" in done.stdout) is not requeued
+
+
+def test_a_start_that_fails_leaves_no_copy(tmp_path):
+    """The file of attempts names an earlier one then, which is not a later one."""
+    program = f"cd {tmp_path}; find local -name '*.from' >copies; echo 6.0 >slurm/attempt; exit 2"
+    done = alone(tmp_path, program, gpu_hours=1.0, stage=(str(tmp_path / "bin"),))
+    assert done.returncode == 1 and "the ledger could not be read" in done.stdout
+    [copied] = (tmp_path / "copies").read_text().splitlines()
+    assert copied.endswith("/7/staged/bin.from") and not (tmp_path / copied).exists()
+
+
+def test_nothing_is_copied_through_a_link(tmp_path):
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / f"megatron-scalerl-{os.getuid()}").symlink_to("elsewhere")
+    (tmp_path / "local" / "elsewhere").mkdir()
+    done = alone(tmp_path, "true", stage=(str(tmp_path / "bin"),))
+    assert done.returncode == 1 and "expected a folder of this user, found l" in last_error(tmp_path)
 
 
 def test_the_script_alone_forwards_the_signal_and_queues_the_job_again(tmp_path):
