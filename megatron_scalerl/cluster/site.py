@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, StringConstraints, ValidationError
 
 from megatron_scalerl.cluster.cluster import gpus_of
+from megatron_scalerl.launch.hosts import PRIVATE
 from megatron_scalerl.recipe.file import read_yaml
 from megatron_scalerl.recipe.other_names import check_keys
 
 _NAMED = ("none", "pyxis", "apptainer")
-_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|API_?KEY)S?$", re.IGNORECASE)
+_EXPORT = re.compile(r"(?!(?:ALL|NONE|NIL|TRUE|FALSE)$)[A-Z_]\w*", re.IGNORECASE)
 _LOGIN = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 _PRINTED = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]"
 Line = Annotated[str, StringConstraints(pattern=f"^{_PRINTED}+$")]
@@ -41,7 +42,7 @@ BY_SUBMIT = {
 """Options of sbatch that follow from one of `submit`."""
 _FIXED = (
     *("signal", "output", "open-mode", "no-kill", "ntasks", "ntasks-per-node", "chdir", "wrap", "wait", "test-only"),
-    *("parsable", "gpus-per-task", "export-file", "ntasks-per-gpu"),
+    *("parsable", "gpus-per-task", "export-file", "ntasks-per-gpu", "time-min", "clusters"),
 )
 """Those without which the job could not save itself, be queued again or be watched."""
 _REPLACED = {
@@ -52,6 +53,8 @@ _REPLACED = {
     "cpus-per-gpu": "cpus-per-task",
 }
 """Options that take the place of one of the job's under another name."""
+_WHOLE = {*BY_SUBMIT, *_FIXED, *_REPLACED, *_REPLACED.values(), "export"}
+"""Options of which sbatch would take the beginning, too."""
 _OPTIONS = (
     "options of sbatch by their long names, such as {constraint: h100, exclusive: false} or [--constraint=h100]"
 )
@@ -106,9 +109,11 @@ class Site(BaseModel):
     """SOURCE:TARGET for each folder that the container sees; the folder of the submission and the run's always."""
 
     @property
-    def exclusive(self) -> bool:
-        """Whether a job of whole nodes may say so."""
-        return not {"exclusive", "oversubscribe"} & self.sbatch.keys() or bool(self.sbatch.get("exclusive"))
+    def exclusive(self) -> tuple[bool, bool]:
+        """Whether the nodes of component 0 are the job's alone, if it takes all of each; those of component 1."""
+        both = self.sbatch, self.sbatch | self.engine_sbatch
+        first, second = (given.get("exclusive", "oversubscribe" not in given) is True for given in both)
+        return first, second
 
     @property
     def gres(self) -> str:
@@ -141,7 +146,7 @@ def escaped(text: str) -> str:
     """A value as it follows #SBATCH. Raises ValueError for characters that sbatch reads as its own."""
     if set(text) & set("\"'\\"):
         raise ValueError(f"submit: sbatch does not take quotes and backslashes in a path or a name: {text}")
-    return f'"{text}"' if " " in text else text
+    return f'"{text}"' if set(text) & set(" #") else text
 
 
 def _of_gpus(name: str, value: object) -> bool:
@@ -162,10 +167,11 @@ def read_site(path: str | Path | None) -> Site:
     if path is None:
         return Site()
     data = {key: value for key, value in read_yaml(Path(path)).items() if value is not None}
-    check_keys(str(path), data, Site.model_fields, expected="a key of a site file")
+    expected = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
+    check_keys(str(path), data, Site.model_fields, expected=expected)
     variables = data["environment"] if isinstance(data.get("environment"), dict) else {}
     for name, value in variables.items():
-        if _SECRET.search(str(name)) or _LOGIN.search(str(value)):
+        if PRIVATE.search(str(name)) or _LOGIN.search(str(value)):
             raise ValueError(
                 f"{path}: environment: expected no secret, since the job script is readable by others, found {name}; "
                 "let the program read it from a file that only you can read"
@@ -189,6 +195,13 @@ def read_site(path: str | Path | None) -> Site:
         if name in BY_SUBMIT or name in _FIXED:
             how = f"the option {BY_SUBMIT[name]} of submit" if name in BY_SUBMIT else "the job itself"
             raise ValueError(f"{path}: sbatch: {name} is set by {how}")
+        if name not in _WHOLE and any(each.startswith(name) for each in _WHOLE):
+            raise ValueError(f"{path}: sbatch: expected whole names of options, found {name}")
+    for name, value in (*site.sbatch.items(), *site.engine_sbatch.items()):
+        if name == "export" and not all(_EXPORT.fullmatch(each) for each in str(value).split(",")):
+            raise ValueError(f"{path}: sbatch.export: expected names of variables, found {value}")
+        if name == "gpus-per-node" and isinstance(value, bool):
+            raise ValueError(f"{path}: sbatch.gpus-per-node: expected a type or a number, found {value}")
     if (site.container in _NAMED[1:]) != (site.image is not None):
         raise ValueError(f"{path}: image: expected with pyxis or apptainer, and only then, found {site.container}")
     if site.template is not None:

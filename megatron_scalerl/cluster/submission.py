@@ -95,6 +95,10 @@ def submit(
         queued = cluster.queued() if here else []
         for run in plan.runs:
             checks.check_free(run, queued)
+            if not here and checks.job_ids(run):
+                raise ValueError(
+                    f"{run}: was submitted elsewhere, which a dry run would change; give it another name"
+                )
         for recipe, run in zip(resolved, plan.runs, strict=True):
             write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
         # last: end.json of a finished run is compared with it
@@ -157,7 +161,7 @@ def _plan(
             )
         nodes, engines = components(recipes[0], partition, others, request, exclusive=site.exclusive)
     else:
-        nodes = allocate(recipes, partition, request, exclusive=site.exclusive)
+        nodes = allocate(recipes, partition, request, exclusive=site.exclusive[0])
     times = [checks.times_of(run, startup_s=request.startup_seconds, save_s=request.save_seconds) for run in runs]
     for own_times, own_partition in itertools.product(times, filter(None, (partition, others))):
         checks.check_time(request.time, own_partition, own_times)

@@ -186,6 +186,7 @@ def test_the_lines_of_the_site_are_there(tmp_path):
         ({"exclusive": "user"}, ["--exclusive=user"], []),
         ({"cpus-per-gpu": "12"}, ["--cpus-per-gpu=12"], ["--cpus-per-task"]),
         ({"export": "MY_PROXY"}, ["TMPDIR,", "NO_PROXY,MY_PROXY\n"], []),
+        ({"comment": "lab#7"}, ['--comment="lab#7"'], []),
         ({"comment": "two words", "mail-type": "FAIL,END"}, ['--comment="two words"', "--mail-type=FAIL,END"], []),
     ],
 )
@@ -246,13 +247,21 @@ def test_a_container_sees_the_runs_folder(tmp_path, plan, site, words):
     assert controller.strip().startswith('role controller "${inside[@]}" megatron-scalerl train ')
 
 
+def test_only_an_exclusive_node_is_whole_in_each_component():
+    assert Site().exclusive == (True, True)
+    assert Site(sbatch={"exclusive": "user"}, engine_sbatch={"exclusive": True}).exclusive == (False, True)
+    assert Site(engine_sbatch={"exclusive": False}).exclusive == (True, False)
+    assert Site(sbatch={"oversubscribe": True}).exclusive == (False, False)
+
+
 KEYS = list(Site.model_fields)
+KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("acount: lab", unknown_key("acount", KEYS, expected="a key of a site file")),
+        ("acount: lab", unknown_key("acount", KEYS, expected=KEY)),
         ("modules: cuda", "modules: expected a list of texts, found 'cuda'"),
         (
             "container: docker",
@@ -273,6 +282,18 @@ KEYS = list(Site.model_fields)
         ("engine_sbatch: {signal: USR2}", "sbatch: signal is set by the job itself"),
         ("environment: {https_proxy: 'http://me:pass@proxy:80'}", "expected no secret"),
         ("template: my.sbatch", "template: expected a file, found none at "),
+        ("account: lab", f"account is not {KEY}"),
+        ("environment: {AWS_SECRET_ACCESS_KEY: abc}", "expected no secret"),
+        ("environment: {WANDB_KEY: abc}", "expected no secret"),
+        ("sbatch: {no-requeu: true}", "sbatch: expected whole names of options, found no-requeu"),
+        ("sbatch: {sign: USR2}", "sbatch: expected whole names of options, found sign"),
+        ("engine_sbatch: {time-min: 5}", "sbatch: time-min is set by the job itself"),
+        ("sbatch: {clusters: other}", "sbatch: clusters is set by the job itself"),
+        ("sbatch: {gpus-per-node: false}", "sbatch.gpus-per-node: expected a type or a number, found False"),
+        ("sbatch: {export: [A, ALL]}", "sbatch.export: expected names of variables, found A,ALL"),
+        ("sbatch: {export: NONE}", "sbatch.export: expected names of variables, found NONE"),
+        ("sbatch: {export: A=b}", "sbatch.export: expected names of variables, found A=b"),
+        ("sbatch: {export: false}", "sbatch.export: expected names of variables, found False"),
         (
             "stage: [env]",
             "stage: expected absolute paths as /shared/env, each with a last name of its own, found env",
@@ -351,6 +372,10 @@ def test_a_dry_run_without_slurm_renders_the_job_and_says_what_was_not_checked(
         "not started yet",
     ]
     assert main(words) == 2, "nothing is submitted"
+    (run / "slurm" / "jobs.jsonl").write_text('{"jobs": ["7"]}\n')
+    before = script.with_name("recipe.yaml").read_bytes()
+    assert main([*words, "--dry-run", "steps=5"]) == 2
+    assert script.with_name("recipe.yaml").read_bytes() == before, "of a job that may be queued"
 
 
 def test_the_status_of_a_folder_without_slurm(tmp_path, tiny, without_slurm, capsys):
