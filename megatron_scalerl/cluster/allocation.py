@@ -101,12 +101,7 @@ def allocate(
 
 
 def components(
-    recipe: Recipe,
-    partition: Partition,
-    engine_partition: Partition,
-    asked: Request,
-    *,
-    exclusive: tuple[bool, bool] = (True, True),
+    recipe: Recipe, partition: Partition, engine_partition: Partition, asked: Request, *, exclusive: Sequence[bool]
 ) -> tuple[Allocation, Allocation]:
     """The nodes of the trainer and those of the engines. Raises ValueError for fewer or more than the fleet fills.
 
@@ -142,9 +137,7 @@ def components(
             f"--engine-nodes: expected at most {partition.nodes - asked.nodes}, what --nodes leaves of "
             f"{partition.name}, found {asked.engine_nodes}"
         )
-    cpus, engine_cpus = (
-        None if whole else nodes.cpus for whole, nodes in zip(exclusive, (partition, engine_partition), strict=True)
-    )
+    cpus, engine_cpus = None if exclusive[0] else partition.cpus, None if exclusive[1] else engine_partition.cpus
     return (
         Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=cpus),
         Allocation(nodes=asked.engine_nodes, gpus=engine_gpus, slots=engine_slots, cpus=engine_cpus),

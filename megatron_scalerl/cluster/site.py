@@ -20,7 +20,7 @@ from megatron_scalerl.recipe.file import read_yaml
 from megatron_scalerl.recipe.other_names import check_keys
 
 _NAMED = ("none", "pyxis", "apptainer")
-_EXPORT = re.compile(r"(?!(?:ALL|NONE|NIL|TRUE|FALSE)$)[A-Z_]\w*", re.IGNORECASE)
+_NO_NAME = re.compile(r"=|\b(ALL|NONE|NIL|TRUE|FALSE)\b", re.IGNORECASE)
 _LOGIN = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 _PRINTED = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]"
 Line = Annotated[str, StringConstraints(pattern=f"^{_PRINTED}+$")]
@@ -87,7 +87,7 @@ class Site(BaseModel):
     sbatch: Annotated[dict[Name, StrictBool | Line], BeforeValidator(_by_name)] = {}
     """Options of sbatch, such as account, qos and gres."""
     engine_sbatch: Annotated[dict[Name, StrictBool | Line], BeforeValidator(_by_name)] = {}
-    """Those in which component 1 of a heterogeneous job, the engines' nodes, differs."""
+    """Those added to `sbatch` for component 1 of a heterogeneous job, the engines' nodes."""
     modules: tuple[Line, ...] = ()
     """Environment modules, loaded in this order."""
     environment: dict[Variable, Line] = {}
@@ -101,19 +101,18 @@ class Site(BaseModel):
     template: Line | None = None
     """Template (Jinja) of the job script, relative to the site file, which may extend job.sbatch; None for that."""
     container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"
-    """What runs the program, on every node; words: a command in front of it, in which {run} and {cwd} stand for the
-    run's folder and that of the submission."""
+    """What runs the program, on every node; words: a command in front of it, in which {run}, {cwd} and {local} stand
+    for the run's folder, that of the submission and that for compiled and staged files."""
     image: Line | None = None
     """Image of the container of pyxis or Apptainer."""
     mounts: tuple[Line, ...] = ()
     """SOURCE:TARGET for each folder that the container sees; the folder of the submission and the run's always."""
 
     @property
-    def exclusive(self) -> tuple[bool, bool]:
+    def exclusive(self) -> tuple[bool, ...]:
         """Whether the nodes of component 0 are the job's alone, if it takes all of each; those of component 1."""
         both = self.sbatch, self.sbatch | self.engine_sbatch
-        first, second = (given.get("exclusive", "oversubscribe" not in given) is True for given in both)
-        return first, second
+        return tuple(given.get("exclusive", "oversubscribe" not in given) is True for given in both)
 
     @property
     def gres(self) -> str:
@@ -183,25 +182,17 @@ def read_site(path: str | Path | None) -> Site:
         key = str(first["loc"][0])
         where = f"{path}: {'.'.join(map(str, first['loc'][: 1 if key == 'container' else 2]))}"
         raise ValueError(f"{where}: expected {_EXPECTED[key]}, found {first['input']!r}") from None
-    staged = {Path(each).name for each in site.stage if each.startswith("/") and os.path.normpath(each) == each} - {
-        ""
-    }
+    staged = {Path(each).name for each in site.stage if os.path.normpath(f"/.{each}") == each} - {""}
     if len(staged) < len(site.stage):
-        raise ValueError(
-            f"{path}: stage: expected absolute paths as /shared/env, each with a last name of its own, found "
-            f"{', '.join(site.stage)}"
-        )
-    for name in (*site.sbatch, *site.engine_sbatch):
+        raise ValueError(f"{path}: stage: expected absolute paths with different last names, found {[*site.stage]}")
+    for name, value in (*site.sbatch.items(), *site.engine_sbatch.items()):
         if name in BY_SUBMIT or name in _FIXED:
             how = f"the option {BY_SUBMIT[name]} of submit" if name in BY_SUBMIT else "the job itself"
             raise ValueError(f"{path}: sbatch: {name} is set by {how}")
         if name not in _WHOLE and any(each.startswith(name) for each in _WHOLE):
             raise ValueError(f"{path}: sbatch: expected whole names of options, found {name}")
-    for name, value in (*site.sbatch.items(), *site.engine_sbatch.items()):
-        if name == "export" and not all(_EXPORT.fullmatch(each) for each in str(value).split(",")):
-            raise ValueError(f"{path}: sbatch.export: expected names of variables, found {value}")
-        if name == "gpus-per-node" and isinstance(value, bool):
-            raise ValueError(f"{path}: sbatch.gpus-per-node: expected a type or a number, found {value}")
+        if name in ("export", "gpus-per-node") and _NO_NAME.search(str(value)):
+            raise ValueError(f"{path}: sbatch.{name}: expected names, found {value}")
     if (site.container in _NAMED[1:]) != (site.image is not None):
         raise ValueError(f"{path}: image: expected with pyxis or apptainer, and only then, found {site.container}")
     if site.template is not None:

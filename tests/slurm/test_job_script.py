@@ -254,6 +254,21 @@ def test_only_an_exclusive_node_is_whole_in_each_component():
     assert Site(sbatch={"oversubscribe": True}).exclusive == (False, False)
 
 
+def test_steps_of_a_container_get_what_the_job_has_exported(tmp_path):
+    """As the check of the nodes sets NCCL_IB_HCA."""
+    text = checked(changed(SEVERAL, site=Site(container=("env",))), tmp_path)
+    assert text.index('export NCCL_IB_HCA="$hca"') < text.rindex("\nstart_relay ") < text.index("role controller")
+    relay = text[text.index("container=(") : text.index("role() {")]
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$NCCL_IB_HCA: $*"\n')
+    (tmp_path / "srun").chmod(0o755)
+    step = "export NCCL_IB_HCA==mlx5_0:1; start_relay; $outside/srun --nodes=1 env true; kill $relay"
+    done = subprocess.run(
+        ["bash", "-c", f"logs={tmp_path} relay= run=r MSRL_LOCAL=/l/7\n{relay}\n{step}"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.stdout == "=mlx5_0:1: --nodes=1 env env true\n", done.stderr
+
+
 KEYS = list(Site.model_fields)
 KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
 
@@ -289,14 +304,14 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
         ("sbatch: {sign: USR2}", "sbatch: expected whole names of options, found sign"),
         ("engine_sbatch: {time-min: 5}", "sbatch: time-min is set by the job itself"),
         ("sbatch: {clusters: other}", "sbatch: clusters is set by the job itself"),
-        ("sbatch: {gpus-per-node: false}", "sbatch.gpus-per-node: expected a type or a number, found False"),
-        ("sbatch: {export: [A, ALL]}", "sbatch.export: expected names of variables, found A,ALL"),
-        ("sbatch: {export: NONE}", "sbatch.export: expected names of variables, found NONE"),
-        ("sbatch: {export: A=b}", "sbatch.export: expected names of variables, found A=b"),
-        ("sbatch: {export: false}", "sbatch.export: expected names of variables, found False"),
+        ("sbatch: {gpus-per-node: false}", "sbatch.gpus-per-node: expected names, found False"),
+        ("sbatch: {export: [A, ALL]}", "sbatch.export: expected names, found A,ALL"),
+        ("sbatch: {export: NONE}", "sbatch.export: expected names, found NONE"),
+        ("sbatch: {export: A=b}", "sbatch.export: expected names, found A=b"),
+        ("sbatch: {export: false}", "sbatch.export: expected names, found False"),
         (
             "stage: [env]",
-            "stage: expected absolute paths as /shared/env, each with a last name of its own, found env",
+            "stage: expected absolute paths with different last names, found ['env']",
         ),
         ("stage: [/shared/env/]", "stage: expected absolute paths"),
         ("stage: [/a/env, /b/env]", "stage: expected absolute paths"),
