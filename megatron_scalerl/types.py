@@ -93,7 +93,8 @@ class Rollout:
     thinking_cut: int
     """The drawn cut point: number of thinking tokens after which the phrase is forced (0: interruption off)."""
     seed: int
-    """The sampling seed of this completion."""
+    """The number drawn for this completion; the engine samples with it where requests have seeds
+    (`engine.options.training_seeds`)."""
     expert_choices: ExpertChoices | None = None
     """With rollouts.routing_replay."""
 

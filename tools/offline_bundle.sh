@@ -68,20 +68,22 @@ for glibc in $(seq 39 -1 17); do target+=(--platform "manylinux_2_${glibc}_x86_6
 target+=(--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64)
 pip() { python3 -m pip --disable-pip-version-check "$@" 2> >(grep -v '^WARNING: Location' >&2); }
 pip download -q --no-deps --require-hashes "${target[@]}" -d "$out/wheels" -r "$work/wanted.txt"
-if [ -z "$only" ] && grep -q '^transformer-engine-torch==' "$lock"; then # compiled there, against the torch there
+if [ -z "$only" ] && grep -q '^transformer-engine-torch==' "$lock" &&
+  ! grep -qi '^transformer[-_.]engine[-_.]torch==' "${have:-/dev/null}"; then # compiled there, against the torch there
   awk '/^[^ #]/ {on = /^transformer-engine-torch==/} on && !/^#/' "$lock" >"$work/source.txt"
-  python3 - "$work/source.txt" "$out/wheels" <<'PYTHON' # pip would run its setup.py, which imports torch
+  # pip would run its setup.py, which imports torch
+  python3 - "$work/source.txt" "$out/wheels" <<'PYTHON' || echo "offline_bundle.sh: no Transformer Engine: see above"
 import hashlib, os, re, sys, urllib.parse, urllib.request
 
 entry = open(sys.argv[1]).read()
 name, version = re.match(r"([\w.-]+)==([^\s;\\]+)", entry).groups()
 page = f"{os.environ.get('PIP_INDEX_URL', 'https://pypi.org/simple').rstrip('/')}/{name}/"
-links = re.findall(rf'href="([^"#]+-{re.escape(version)}\.tar\.gz)', urllib.request.urlopen(page).read().decode())
+links = re.findall(rf'href="([^"#]+-{re.escape(version)}\.tar\.gz)', urllib.request.urlopen(page, timeout=60).read().decode())
 if not links:
-    sys.exit(f"offline_bundle.sh: {page} has no source of {name} {version}")
-data = urllib.request.urlopen(urllib.parse.urljoin(page, links[0])).read()
+    sys.exit(f"{page} has no source of {name} {version}")
+data = urllib.request.urlopen(urllib.parse.urljoin(page, links[0]), timeout=60).read()
 if hashlib.sha256(data).hexdigest() not in entry:
-    sys.exit(f"offline_bundle.sh: {links[0]} has another hash than the lock")
+    sys.exit(f"{links[0]} has another hash than the lock")
 open(os.path.join(sys.argv[2], links[0].rsplit("/")[-1]), "wb").write(data)
 PYTHON
 fi

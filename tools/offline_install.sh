@@ -21,8 +21,11 @@ PYTHONPATH="$site" pip install -q --no-index --no-deps --no-build-isolation --no
 rm -rf "$site/own/megatron_scalerl" "$site/checkout/build"
 nvidia=$(PYTHONPATH="$site" "$python" -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parent.parent / "nvidia")' || true)
 source=$(ls "$here"/wheels/transformer?engine?torch-*.tar.gz 2>/dev/null || true)
-toolkit="${CUDA_HOME:-$nvidia/cu13}" # the compiler and the headers of the bundle
-if [ -n "$source" ]; then
+toolkit= # the first with a compiler: the machine's, or what the bundle or torch's packages bring
+for folder in "${CUDA_HOME:-}" /usr/local/cuda "$site/nvidia/cu13" "$nvidia/cu13"; do
+  [ -n "$toolkit" ] || [ ! -x "$folder/bin/nvcc" ] || toolkit="$folder"
+done
+if [ -n "$source" ] && [ -n "$toolkit" ]; then
   echo "install.sh: compiling Transformer Engine's torch extension (some minutes on many cores, an hour on one)"
   PYTHONPATH="$site" NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE PATH="$site/bin:$toolkit/bin:$PATH" \
     CUDA_HOME="$toolkit" \

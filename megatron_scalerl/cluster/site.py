@@ -63,7 +63,7 @@ _EXPECTED = {
     **dict.fromkeys(("modules", "program", "mounts", "stage"), "a list of texts"),
     "environment": "names of variables with one line of text each",
     "container": f"one of {', '.join(_NAMED)}, or a list of words",
-    "local": "an absolute path, perhaps with variables",
+    "local": "an absolute path, or one that begins with a variable",
     **dict.fromkeys(("image", "template"), "text"),
 }
 """By key."""
@@ -94,7 +94,7 @@ class Site(BaseModel):
     """Variables of the run's processes, such as those of NCCL."""
     program: tuple[Line, ...] = ()
     """Words that start the program; none: the Python of the submission, or `megatron-scalerl` in a container."""
-    local: Annotated[str, StringConstraints(pattern=r"^/[\w./${}-]*$")] = "/tmp"
+    local: Annotated[str, StringConstraints(pattern=r"^[/$][\w./${}-]*$")] = "/tmp"
     """Folder on each node's own disk for what is compiled and staged; it may name variables, as $USER."""
     stage: tuple[Line, ...] = ()
     """Folders and files, such as the environment and the policy, of which each node gets a copy there."""

@@ -35,12 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Print the report, or write the page. Raises ValueError for a folder without the files of a run, OSError."""
+    if arguments.json and (arguments.html or arguments.group):
+        raise ValueError("--json: leave out --html and --group, which are for the page")
     if arguments.json:
         from megatron_scalerl.page.static_page import numbers
 
         text = json.dumps(numbers(arguments.run_dir), indent=2) + "\n"
         print(text, end="") if arguments.json == "-" else Path(arguments.json).write_text(text)
-    if arguments.html is None and arguments.json:
         return 0
     if arguments.html is None:
         if arguments.group:

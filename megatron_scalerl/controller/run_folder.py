@@ -72,6 +72,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "rewards.workers",
         "rollouts.decoders",
         "trainer.micro_batch_tokens",
+        "trainer.logit_workspace_mb",
         "trainer.start_timeout_s",
         "trainer.step_timeout_s",
         "trainer.max_restarts",

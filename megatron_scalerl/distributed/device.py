@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -44,9 +44,9 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def free_memory() -> int:
-    """Free memory of `device()` (bytes); 0 without a GPU."""
-    return torch.cuda.mem_get_info(device())[0] if HAVE_GPU else 0
+def gpu_memory() -> int:
+    """Memory of `device()` (bytes); 0 without a GPU."""
+    return int(torch.cuda.get_device_properties(device()).total_memory) if HAVE_GPU else 0
 
 
 def backend() -> str:
@@ -133,16 +133,15 @@ def labelled(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def recorded_memory(path: Path) -> Iterator[None]:
-    """On a GPU, writes what is allocated inside to `path`, for pytorch.org/memory_viz; also after an exception."""
+def recorded_memory() -> Iterator[Callable[[Path], None]]:
+    """On a GPU, records what is allocated inside; the function writes it to a file, for pytorch.org/memory_viz."""
     if not HAVE_GPU:
-        yield
+        yield lambda path: None
         return
     torch.cuda.memory._record_memory_history(max_entries=100_000)
     try:
-        yield
+        yield lambda path: torch.cuda.memory._dump_snapshot(str(path))
     finally:
-        torch.cuda.memory._dump_snapshot(str(path))
         torch.cuda.memory._record_memory_history(enabled=None)
 
 

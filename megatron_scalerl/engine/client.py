@@ -77,7 +77,8 @@ class SamplingSpec:
     """0 is greedy."""
     seed: int = 0
     seeded: bool = True
-    """False: the engine draws from its own generator, and `seed` only names the completion (`rollouts.seeds`)."""
+    """False: the engine draws from its own generator, and `seed` only names the completion
+    (`options.training_seeds`)."""
     interruption: Plan | None = None
     """Cut, phrase and answer budget; None: no interruption, `max_tokens` alone."""
     priority: int = 0

@@ -1,6 +1,7 @@
 """Forced interruption in vLLM's V2 model runner, whose tokens are on the device only (vLLM 0.32.0, v1/worker/gpu).
 
-The rules are those of `engine.interruption.Forcing`, here for all rows of a batch at once and without a host wait.
+The rules are those of `engine.interruption.Forcing`, here for all rows of a batch at once. The host waits for the
+device only where a request enters a slot.
 vLLM's server process loads the class, too, to validate requests.
 """
 
@@ -16,7 +17,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
     LogitsProcRequestState,
 )
 
-from megatron_scalerl.engine.interruption import Forcing, Plan
+from megatron_scalerl.engine.interruption import Plan
 
 _CUT, _ANSWER_BUDGET, _WHOLE_BUDGET, _ANSWER_START, _BUDGET_END = range(5)
 """Columns of the slots' table. A cut of -1: the request in this slot has no plan."""
@@ -67,12 +68,21 @@ class ForcedTokens(LogitsProcessor):
     def _row(self, slot: int, plan: Plan) -> list[int]:
         if self._eos < 0:
             self._take_words(plan)
-        forcing = Forcing(plan)
-        start, end = (int(length.np[slot]) for length in (self._states.prompt_len, self._states.prefill_len))
-        if end > start:
-            forcing.next_token(self._states.all_token_ids.gpu[slot, start:end].tolist())
+        first, end = (int(length.np[slot]) for length in (self._states.prompt_len, self._states.prefill_len))
         whole = -1 if plan.whole_budget is None else plan.whole_budget
-        return [plan.cut, plan.answer_budget, whole, forcing.answer_start, forcing.budget_end]
+        start, forced = -1, end - first > plan.cut
+        if end > first:
+            tokens = self._states.all_token_ids.gpu[slot, first : min(end, first + plan.cut)].cpu().numpy()
+            natural = plan.thinking_end(tokens)
+            forced = forced and natural is None
+            start = plan.cut + len(plan.phrase_ids) if forced else -1 if natural is None else natural
+        return [
+            plan.cut,
+            plan.answer_budget,
+            whole,
+            start,
+            -1 if start < 0 else plan.budget_end(start, forced=forced),
+        ]
 
     def _take_words(self, plan: Plan) -> None:
         device = self._states.device

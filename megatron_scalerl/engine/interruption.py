@@ -192,18 +192,17 @@ def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozen
 class Forcing:
     """The rules for one completion as it grows. Call `next_token` before each token is sampled.
 
-    answer_start, budget_end: as of the tokens read so far, -1 while it is thinking.
     Tokens that were read are not read again, so they may only grow between two calls; a list that is replaced by an
     equal or longer one (preemption, pause) is fine.
     """
 
-    __slots__ = ("_read", "answer_start", "budget_end", "plan")
+    __slots__ = ("_answer_start", "_budget_end", "_read", "plan")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._read = 0
-        self.answer_start = -1
-        self.budget_end = -1
+        self._answer_start = -1
+        self._budget_end = -1
 
     def next_token(self, tokens: Sequence[int]) -> int | None:
         """The token that must come next, or None if it is sampled.
@@ -211,13 +210,13 @@ class Forcing:
         tokens: [n] the completion so far, sampled and forced.
         """
         plan, n = self.plan, len(tokens)
-        if self.answer_start < 0:
+        if self._answer_start < 0:
             self._read_thinking(tokens)
-        if self.answer_start < 0:
+        if self._answer_start < 0:
             return plan.phrase_ids[0] if n == plan.cut else None
-        if n < self.answer_start:
+        if n < self._answer_start:
             return plan.phrase_ids[n - plan.cut]
-        return plan.eos_id if n >= self.budget_end else None
+        return plan.eos_id if n >= self._budget_end else None
 
     def _read_thinking(self, tokens: Sequence[int]) -> None:
         plan = self.plan
@@ -231,8 +230,8 @@ class Forcing:
             self._begin_answer(plan.cut + len(plan.phrase_ids), forced=True)
 
     def _begin_answer(self, start: int, *, forced: bool) -> None:
-        self.answer_start = start
-        self.budget_end = self.plan.budget_end(start, forced=forced)
+        self._answer_start = start
+        self._budget_end = self.plan.budget_end(start, forced=forced)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -55,6 +55,7 @@ OURS = {
     "tokenizer": "policy.path",
     "tokenizer_revision": "policy.path",
     "hf_config_path": "policy.path",
+    "seed": None,
     "ssl_keyfile": None,
     "ssl_certfile": None,
     "ssl_ca_certs": None,
@@ -110,7 +111,7 @@ CHANGES_SAMPLING = {
 }
 """Options that change which token is sampled, where a completion ends or what is reported -> why each is refused.
 
-Checked against the sampler and the options of vLLM 0.32, these have no such effect: seed, max_logprobs (only the
+Checked against the sampler and the options of vLLM 0.32, these have no such effect: max_logprobs (only the
 sampled token's is requested), reasoning_parser, reasoning_config, enable_trace_replay and
 structured_outputs_config (for requests that ask for them), use_fp64_gumbel and enable_batch_sharded_sampling (other
 arithmetic of the same sampling)."""

@@ -23,6 +23,7 @@ START = ("policy.path", "policy.megatron_path", "prompts.path", "prompts.held_ou
 APART = (
     *("name", "seed", "output_dir", "steps", "validation", "checkpoint", "forecast", "sft", "download", "cost"),
     *("policy.digest", "rewards.workers", "rollouts.decoders", "trainer.micro_batch_tokens"),
+    "trainer.logit_workspace_mb",
     *("weights.store", "weights.store_gib", "engine.host", "engine.port", "engine.min_engines"),
     *("engine.min_relative_rate", *START),
 )

@@ -13,10 +13,13 @@ logger = logging.getLogger(__name__)
 _logged: set[tuple[str, str]] = set()
 
 
-WORKSPACE_MB = {"cpu": 512.0, "gpu": 2048.0}
-"""The trainer's workspace (MiB) by kind of device, where the recipe states none; a full GPU gets that of a CPU."""
-ROOM_FOR_GPU_WORKSPACE = 32 * 2**30
-"""A GPU with less memory free (bytes) when the model is built counts as full."""
+LARGE_GPU = 64 * 2**30
+"""Bytes of a GPU from which the trainer's workspace is larger where the recipe states none."""
+
+
+def workspace_mb(stated: float | None, *, large_gpu: bool, shared: bool) -> float:
+    """The trainer's workspace (MiB). stated: by the recipe. shared: with engines on the same device."""
+    return stated or (2048.0 if large_gpu and not shared else 512.0)
 
 
 def _cuda() -> Backend:

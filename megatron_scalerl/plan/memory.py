@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_scalerl.logits.choice import WORKSPACE_MB
+from megatron_scalerl.logits.choice import workspace_mb
 from megatron_scalerl.logits.torch_backend import LARGEST, LARGEST_CHUNK, TILE
 from megatron_scalerl.losses import is_separable
 from megatron_scalerl.models.family import Family, padded_vocab_size
@@ -228,7 +228,8 @@ def logit_bytes(
     narrow = recipe.policy.dtype == "bfloat16"
     stays = 4 * tokens * hidden + (4 * rows * hidden if in_chunk(recipe) else 0)
     kept = (2 if narrow else 4) * tokens * hidden  # the tokens with loss, selected
-    limit = (recipe.trainer.logit_workspace_mb or WORKSPACE_MB[kernels.device]) * MIB
+    stated, shared = recipe.trainer.logit_workspace_mb, recipe.engine.colocate
+    limit = workspace_mb(stated, large_gpu=kernels.device == "gpu", shared=shared) * MIB
     if kernels.device == "gpu":
         return stays, kept + limit
     stay = rows * tokens <= LARGEST_CHUNK and 4 * rows * tokens <= limit  # until the backward pass

@@ -50,7 +50,7 @@ def _in_a_child(recipe: Recipe, config_path: str, world_size: int) -> list[dict[
     answer.close()
     try:
         built: list[dict[str, int]] | str = (
-            answers.recv() if answers.poll(TIMEOUT_S) else f"none in {TIMEOUT_S:.0f} s"
+            answers.recv() if answers.poll(TIMEOUT_S) else f"no answer within {TIMEOUT_S:.0f} s"
         )
     except EOFError:
         child.join()
@@ -71,7 +71,7 @@ def _answer(answer: Connection, recipe: Recipe, config_path: str, world_size: in
     try:
         answer.send(stage_parameters(recipe, config_path, world_size))
     except Exception as error:
-        answer.send(str(error) or type(error).__name__)
+        answer.send(" ".join(str(error).split()) or type(error).__name__)
         raise
 
 

@@ -240,8 +240,9 @@ def _possible(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
 
 
 def _group_bytes(recipe: Recipe, groups: int) -> float:
-    """Buffers of the groups over which a member sends or gets weights; none in shared memory."""
-    return 0 if recipe.engine.colocate or recipe.weights.transport == "shm" else groups * GROUP_BYTES
+    """Buffers of the groups over which a member sends or gets weights over NCCL."""
+    over_nccl = recipe.weights.transport in ("auto", "nccl") and not recipe.engine.colocate
+    return groups * GROUP_BYTES if over_nccl else 0
 
 
 def _room(recipe: Recipe, gpu: Gpu, engine: EngineMemory) -> float:

@@ -31,8 +31,8 @@ class TrainerSection(Section):
     and the end-of-sequence token. null: that length, with one token per byte of the phrase, rounded up to a multiple
     of 128."""
     logit_workspace_mb: PositiveFloat | None = None
-    """Memory for blocks of logits, in addition to hidden states, head and gradients (MiB). null: 2048 on a GPU with
-    32 GiB free when the model is built, else 512. Smaller is slower: logits of a micro-batch that do not fit it are
+    """Memory for blocks of logits, in addition to hidden states, head and gradients (MiB). null: 2048 on a GPU of at
+    least 64 GiB without engine.colocate, else 512. Smaller is slower: logits of a micro-batch that do not fit it are
     computed again in the backward pass without `loss_in_chunk`."""
     logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch|triton|in_place)$")] = "auto"
     """Backend of the logit projection: auto (the first available), torch (any device), or on GPUs cuda, triton and

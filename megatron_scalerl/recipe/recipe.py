@@ -198,20 +198,24 @@ def _check_evaluation(recipe: Recipe) -> None:
         )
 
 
-_OVER_HOSTS = ("nnodes", "node_rank", "master_addr", "data_parallel_address", "data_parallel_size_local")
-_STARTED_BY_RAY = ("distributed_executor_backend", "data_parallel_backend")
+_OVER_HOSTS = {"nnodes": 1, "node_rank": 0, "headless": False, "data_parallel_address": None}
+"""Options of vLLM that spread an engine over several hosts -> their value on one."""
 
 
 def _check_one_host(recipe: Recipe) -> None:
-    """Raises ValueError for options of vLLM that spread an engine over several hosts."""
+    """Raises ValueError for an engine over several hosts, or of Ray's processes."""
     options = recipe.engine.vllm
-    asked = [key for key in _OVER_HOSTS if options.get(key) is not None]
-    asked += [key for key in _STARTED_BY_RAY if options.get(key) == "ray"]
-    if asked:
-        raise ValueError(
-            f"engine.vllm.{asked[0]}: an engine runs on one host, where its processes listen on loopback alone; take "
-            "smaller engines, or more of them"
-        )
+    for key, alone in _OVER_HOSTS.items():
+        if options.get(key) not in (None, alone):
+            raise ValueError(
+                f"engine.vllm.{key}: an engine runs on one host, where its processes listen on loopback alone; take "
+                "smaller engines, or more of them"
+            )
+    for key in ("distributed_executor_backend", "data_parallel_backend"):
+        if options.get(key) == "ray":
+            raise ValueError(
+                f"engine.vllm.{key}: the launcher starts and ends an engine's processes itself; leave out ray"
+            )
 
 
 def _check_colocation(recipe: Recipe) -> None:

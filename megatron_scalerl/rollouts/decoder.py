@@ -73,7 +73,7 @@ class Job:
     plan: Plan | None
     """The request's interruption plan."""
     seed: int
-    """The request's sampling seed."""
+    """The number drawn for the completion."""
     where: str
     """Engine and path, for errors."""
 

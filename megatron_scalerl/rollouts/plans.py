@@ -91,7 +91,7 @@ class Plans:
             temperature=r.temperature,
             end_ids=self._end_ids,
             seed=draw.seed,
-            seeded=self._seeds or priority == VALIDATION_PRIORITY,
+            seeded=self._seeds or priority < TRAINING_PRIORITY,
             interruption=plan,
             priority=priority,
             routed_experts=r.routing_replay,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.extensions import transformer_engine as te_extensions
 from megatron.core.models.common.embeddings import rope_utils
@@ -20,10 +19,10 @@ from torch import Tensor
 from megatron_scalerl.checkpoints import safe_megatron
 from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder
-from megatron_scalerl.distributed.device import HAVE_GPU, HAVE_TE, free_memory
+from megatron_scalerl.distributed.device import HAVE_TE, gpu_memory
 from megatron_scalerl.distributed.parallel import Parallel, virtual_pipeline_size
 from megatron_scalerl.logits import token_logprobs, token_loss
-from megatron_scalerl.logits.choice import ROOM_FOR_GPU_WORKSPACE, WORKSPACE_MB
+from megatron_scalerl.logits.choice import LARGE_GPU, workspace_mb
 from megatron_scalerl.logits.chunk_loss import ChunkLoss
 from megatron_scalerl.logits.projection import Entropy
 from megatron_scalerl.models.family import Family, padded_vocab_size
@@ -74,7 +73,11 @@ class PolicyModel(GPTModel):
             vocab_size=family.vocab_size,
             grad_logits=recipe.trainer.logit_gradient,
             sequence_parallel=options.config.sequence_parallel,
-            workspace_mb=recipe.trainer.logit_workspace_mb or _logit_workspace(parallel),
+            workspace_mb=workspace_mb(
+                recipe.trainer.logit_workspace_mb,
+                large_gpu=gpu_memory() >= LARGE_GPU,
+                shared=recipe.engine.colocate,
+            ),
             keep_logits=True,  # the last stage goes backward at once
             backend=recipe.trainer.logit_backend,
         )
@@ -82,8 +85,8 @@ class PolicyModel(GPTModel):
             # Megatron-Core 0.16.1 has no `logit_dtype`; a GPTModel that has one materializes [N, vocab] logits.
             self.output_layer.forward = self._use_head
         self.parallel = parallel
-        if options.config.apply_rope_fusion and options.config.rotary_interleaved:
-            _interleave_fused_rope()
+        if options.config.apply_rope_fusion:
+            _fused_rope_as(options.config.rotary_interleaved)
         self.rotary_pos_emb.inv_freq = family.inv_freq.to(parallel.device)
         routing.install(self.decoder)
 
@@ -194,16 +197,6 @@ class PolicyModel(GPTModel):
         return pairs[:, None, None, :]
 
 
-def _logit_workspace(parallel: Parallel) -> float:
-    """MiB for blocks of logits where the recipe does not say, the same on all ranks of the tensor-parallel group."""
-    free = free_memory()
-    if HAVE_GPU and parallel.tp_size > 1:
-        least = torch.tensor(free, device=parallel.device)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=parallel.groups.tp)
-        free = int(least)
-    return WORKSPACE_MB["gpu" if free >= ROOM_FOR_GPU_WORKSPACE else "cpu"]
-
-
 def row_divisor(config: Any) -> int:
     """A share's number of tokens must be a multiple of it: the tensor-parallel size under sequence parallelism."""
     return config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -249,20 +242,20 @@ def build_policy(
     return chunks
 
 
-def _interleave_fused_rope() -> None:
-    """Makes Transformer Engine's fused RoPE of packed rows rotate interleaved pairs, for all models of the process.
+def _fused_rope_as(interleaved: bool) -> None:
+    """Makes Transformer Engine's fused RoPE of packed rows rotate pairs as the newest model of the process wants it.
 
-    Megatron-Core 0.19.2 passes them on, 0.16.1 does not (extensions/transformer_engine.py:2362-2381).
+    Megatron-Core 0.19.2 passes `interleaved` on, 0.16.1 does not (extensions/transformer_engine.py:2362-2381).
     """
     if "interleaved" in inspect.signature(rope_utils.fused_apply_rotary_pos_emb_thd).parameters:
         return
 
-    def interleaved(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+    def rotate(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
         options = dict(cu_seqlens=cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
-        rotate = te_extensions.apply_rotary_pos_emb
-        return rotate(t, freqs, tensor_format="thd", interleaved=True, fused=True, **options)
+        fused = te_extensions.apply_rotary_pos_emb
+        return fused(t, freqs, tensor_format="thd", interleaved=interleaved, fused=True, **options)
 
-    rope_utils.fused_apply_rotary_pos_emb_thd = interleaved
+    rope_utils.fused_apply_rotary_pos_emb_thd = rotate
 
 
 def accumulate_in_linears(chunks: Sequence[torch.nn.Module]) -> None:

@@ -93,6 +93,7 @@ _LOST = "the policy's Hugging Face format has no place for it, so that an export
 _REFUSED = {
     "moe_router_enable_expert_bias": _LOST,
     "mtp_num_layers": _LOST,
+    "defer_embedding_wgrad_compute": "the output layer does not accumulate its gradient itself",
     "tp_comm_overlap": "its buffers are made by Megatron-LM's own training script, which is not used here",
 }
 """Options of Megatron-Core that would fail at the first layer, or train what no export holds -> why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 
 from megatron_scalerl.distributed.device import recorded_memory
 from megatron_scalerl.recipe import Recipe
+
+logger = logging.getLogger(__name__)
 
 
 def profile_of(step: int, recipe: Recipe, run_dir: Path, rank: int) -> AbstractContextManager[None]:
@@ -23,9 +26,14 @@ def profile_of(step: int, recipe: Recipe, run_dir: Path, rank: int) -> AbstractC
 def profiled(folder: Path, name: str) -> Iterator[None]:
     """Writes torch's trace of what happens inside to FOLDER/NAME.json.gz, and on GPUs the memory beside it.
 
-    Nothing is written after an exception. Raises OSError where the folder cannot be written.
+    Nothing is written after an exception. A file that cannot be written is a line in the log.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with recorded_memory(folder / f"{name}.memory.pickle"), torch.profiler.profile(record_shapes=True) as found:
-        yield
-    found.export_chrome_trace(str(folder / f"{name}.json.gz"))
+    with recorded_memory() as write_memory:
+        with torch.profiler.profile(record_shapes=True) as found:
+            yield
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            found.export_chrome_trace(str(folder / f"{name}.json.gz"))
+            write_memory(folder / f"{name}.memory.pickle")
+        except OSError as error:
+            logger.warning("no profile: %s", error)

@@ -64,6 +64,13 @@ def test_prompts_that_render_otherwise_than_before_are_refused(tiny, tmp_path):
         check_inputs(begun)
 
 
+def test_a_run_with_the_workspace_that_was_the_default_goes_on(tiny, tmp_path):
+    more = (f"output_dir={tmp_path / 'runs'}",)
+    before = recipe(tiny, *more, "trainer.logit_workspace_mb=512")
+    RunFolder(check_inputs(before).resolved(before)).close()
+    check_recipe(check_inputs(recipe(tiny, *more)).resolved(recipe(tiny, *more)))
+
+
 def test_a_run_records_its_policy_and_is_not_resumed_with_another(tiny, tmp_path):
     folder = shutil.copytree(tiny, tmp_path / "tiny")
     more = (f"output_dir={tmp_path / 'runs'}",)

@@ -124,7 +124,6 @@ def test_what_changes_sampling_is_refused_with_its_reason(name):
     [
         {"quantization": "fp8"},
         {"kv_cache_dtype": "fp8"},
-        {"seed": 3},
         {"max_logprobs": 5},
         {"reasoning_parser": "x"},
         {"speculative_config": None},

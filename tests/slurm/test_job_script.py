@@ -206,6 +206,17 @@ def test_fewer_gpus_than_the_run_takes_are_refused_and_a_run_on_cpus_asks_for_no
     assert "--account=lab" in text and "gres" not in text and "mem-per-gpu" not in text
 
 
+def test_a_staged_environment_is_the_one_that_starts(tmp_path):
+    site = Site(local="$SLURM_TMPDIR", stage=("/nfs/it's env", "/nfs/policy"), program=("/nfs/it's env/bin/python",))
+    text = checked(changed(PLAN, site=site), tmp_path)
+    assert 'export MSRL_LOCAL="$SLURM_TMPDIR/megatron-scalerl-${USER:-$UID}/$job"' in text
+    [controller] = [line for line in text.splitlines() if "train --supervise" in line]
+    show = f'MSRL_STAGED=/s; role() {{ echo "$3"; }}; run=r; {controller}'
+    assert subprocess.run(["bash", "-c", show], capture_output=True, text=True).stdout == "train\n"
+    show = show.replace("$3", "$2")
+    assert subprocess.run(["bash", "-c", show], capture_output=True, text=True).stdout == "/s/it's env/bin/python\n"
+
+
 def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
     (tmp_path / "my.sbatch").write_text(
         '{% extends "job.sbatch" %}\n{% block options %}\n#SBATCH --comment=ours\n{% endblock %}\n'
@@ -296,6 +307,7 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
         ("sbatch: {nodes: 3}", "sbatch: nodes is set by the option --nodes of submit"),
         ("engine_sbatch: {signal: USR2}", "sbatch: signal is set by the job itself"),
         ("environment: {https_proxy: 'http://me:pass@proxy:80'}", "expected no secret"),
+        ("local: $(id)/x", "local: expected an absolute path, or one that begins with a variable"),
         ("template: my.sbatch", "template: expected a file, found none at "),
         ("account: lab", f"account is not {KEY}"),
         ("environment: {AWS_SECRET_ACCESS_KEY: abc}", "expected no secret"),

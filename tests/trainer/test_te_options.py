@@ -40,7 +40,7 @@ def test_fused_rope_of_packed_rows_rotates_interleaved_pairs(
     called: list[Any] = []
     rotate = lambda *args, **keywords: called.append((args, keywords))  # noqa: E731
     monkeypatch.setattr(te_extensions, "apply_rotary_pos_emb", rotate, raising=False)
-    model._interleave_fused_rope()
+    model._fused_rope_as(True)
     if passes_on:
         assert rope_utils.fused_apply_rotary_pos_emb_thd is wrapper
         return
