@@ -101,11 +101,11 @@ def allocate(
 
 
 def components(
-    recipe: Recipe, partition: Partition, engine_partition: Partition, asked: Request, *, exclusive: bool = True
+    recipe: Recipe, partition: Partition, engine_partition: Partition, asked: Request, *, exclusive: Sequence[bool]
 ) -> tuple[Allocation, Allocation]:
     """The nodes of the trainer and those of the engines. Raises ValueError for fewer or more than the fleet fills.
 
-    exclusive: as for `allocate`; without it all GPUs or all CPUs of a node keep others away.
+    exclusive: as for `allocate`, of both; without it all GPUs or all CPUs of a node keep others away.
     """
     if asked.cpus is not None:
         raise ValueError(f"--cpus: expected none with --engine-nodes, which takes whole nodes, found {asked.cpus}")
@@ -137,7 +137,7 @@ def components(
             f"--engine-nodes: expected at most {partition.nodes - asked.nodes}, what --nodes leaves of "
             f"{partition.name}, found {asked.engine_nodes}"
         )
-    cpus, engine_cpus = (None, None) if exclusive else (partition.cpus, engine_partition.cpus)
+    cpus, engine_cpus = None if exclusive[0] else partition.cpus, None if exclusive[1] else engine_partition.cpus
     return (
         Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=cpus),
         Allocation(nodes=asked.engine_nodes, gpus=engine_gpus, slots=engine_slots, cpus=engine_cpus),

@@ -89,7 +89,7 @@ def examine_nodes(
             how = f"within {within_s:g} s" if node in late else f"its step ended with exit code {process.returncode}"
             silent[node] = f"no report ({how}): {said}"
     if hca := {report.facts.get(ADAPTERS, "") for report in reports.values()} - {""}:
-        write_durably(folder / HCA, f"{min(hca) if len(hca) == 1 else ''}\n".encode())
+        write_durably(folder / HCA, f"{min(hca) if len(hca) == 1 and min(hca)[0] == '=' else ''}\n".encode())
     return unfit(reports, silent, head=nodes[0], components=components)
 
 

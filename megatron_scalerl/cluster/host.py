@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -57,9 +58,10 @@ def adapters(root: Path = RDMA) -> dict[str, str]:
     """
     found = {}
     for port in sorted(root.glob("*/ports/*")):
-        state, network, rate = ((port / name).read_text().strip() for name in ("state", "link_layer", "rate"))
-        if state.endswith("ACTIVE"):
-            found[f"{port.parent.parent.name}:{port.name}"] = f"{network} {rate}"
+        with contextlib.suppress(OSError):  # of a port that cannot say it
+            state, network, rate = ((port / name).read_text().strip() for name in ("state", "link_layer", "rate"))
+            if state.endswith("ACTIVE"):
+                found[f"{port.parent.parent.name}:{port.name}"] = f"{network} {rate}"
     return found
 
 

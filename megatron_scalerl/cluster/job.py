@@ -159,8 +159,8 @@ def _command(plan: JobPlan, words: Sequence[str]) -> str:
 
 def _container(plan: JobPlan) -> str:
     """Words of the script: options of srun for pyxis, else the command in front of a program. Empty without one."""
-    site, folders = plan.site, [f"{plan.cwd}:{plan.cwd}", *plan.site.mounts, "{run}:{run}"]
-    folders += ["{staged}:{staged}"] if site.stage else []
+    site = plan.site
+    folders = [f"{plan.cwd}:{plan.cwd}", *site.mounts, "{run}:{run}", "{local}:{local}"]
     if site.container == "none":
         return ""
     if site.container == "pyxis":
@@ -188,8 +188,8 @@ def _local(word: str, site: Site) -> str:
 
 
 def _quoted(word: str, site: Site) -> str:
-    """A word of the script, where {run} and {staged} are folders."""
+    """A word of the script, where {run}, {local} and {staged} are folders."""
     quoted = shlex.quote(_local(word, site))
-    for name, variable in (("run", "run"), ("staged", "MSRL_STAGED")):
-        quoted = quoted.replace(f"{{{name}}}", f"'\"${variable}\"'")
+    for name, variable in (("run", "run"), ("local", "MSRL_LOCAL%/*"), ("staged", "MSRL_STAGED")):
+        quoted = quoted.replace(f"{{{name}}}", f"'\"${{{variable}}}\"'")
     return quoted

@@ -6,6 +6,7 @@ and take the place of these where both say the same; what the job cannot do with
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, StringConstraints, ValidationError
 
 from megatron_scalerl.cluster.cluster import gpus_of
+from megatron_scalerl.launch.hosts import PRIVATE
 from megatron_scalerl.recipe.file import read_yaml
 from megatron_scalerl.recipe.other_names import check_keys
 
 _NAMED = ("none", "pyxis", "apptainer")
-_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|API_?KEY)S?$", re.IGNORECASE)
+_NO_NAME = re.compile(r"=|\b(ALL|NONE|NIL|TRUE|FALSE)\b", re.IGNORECASE)
 _LOGIN = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 _PRINTED = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]"
 Line = Annotated[str, StringConstraints(pattern=f"^{_PRINTED}+$")]
@@ -40,7 +42,7 @@ BY_SUBMIT = {
 """Options of sbatch that follow from one of `submit`."""
 _FIXED = (
     *("signal", "output", "open-mode", "no-kill", "ntasks", "ntasks-per-node", "chdir", "wrap", "wait", "test-only"),
-    *("parsable", "gpus-per-task", "export-file", "ntasks-per-gpu"),
+    *("parsable", "gpus-per-task", "export-file", "ntasks-per-gpu", "time-min", "clusters"),
 )
 """Those without which the job could not save itself, be queued again or be watched."""
 _REPLACED = {
@@ -51,6 +53,8 @@ _REPLACED = {
     "cpus-per-gpu": "cpus-per-task",
 }
 """Options that take the place of one of the job's under another name."""
+_WHOLE = {*BY_SUBMIT, *_FIXED, *_REPLACED, *_REPLACED.values(), "export"}
+"""Options of which sbatch would take the beginning, too."""
 _OPTIONS = (
     "options of sbatch by their long names, such as {constraint: h100, exclusive: false} or [--constraint=h100]"
 )
@@ -83,31 +87,32 @@ class Site(BaseModel):
     sbatch: Annotated[dict[Name, StrictBool | Line], BeforeValidator(_by_name)] = {}
     """Options of sbatch, such as account, qos and gres."""
     engine_sbatch: Annotated[dict[Name, StrictBool | Line], BeforeValidator(_by_name)] = {}
-    """Those in which component 1 of a heterogeneous job, the engines' nodes, differs."""
+    """Those added to `sbatch` for component 1 of a heterogeneous job, the engines' nodes."""
     modules: tuple[Line, ...] = ()
     """Environment modules, loaded in this order."""
     environment: dict[Variable, Line] = {}
     """Variables of the run's processes, such as those of NCCL."""
     program: tuple[Line, ...] = ()
     """Words that start the program; none: the Python of the submission, or `megatron-scalerl` in a container."""
-    local: Annotated[str, StringConstraints(pattern=r"^[/$][\w./${}-]*$")] = "${TMPDIR:-/tmp}"
-    """Folder on a node's own disk for what is compiled and staged; it may name variables, as $USER."""
+    local: Annotated[str, StringConstraints(pattern=r"^[/$][\w./${}-]*$")] = "/tmp"
+    """Folder on each node's own disk for what is compiled and staged; it may name variables, as $USER."""
     stage: tuple[Line, ...] = ()
-    """Folders, files and tar files, such as the environment and the policy, of which each node gets a copy there."""
+    """Folders and files, such as the environment and the policy, of which each node gets a copy there."""
     template: Line | None = None
     """Template (Jinja) of the job script, relative to the site file, which may extend job.sbatch; None for that."""
     container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"
-    """What runs the program, on every node; words: a command in front of it, in which {run} and {cwd} stand for the
-    run's folder and that of the submission."""
+    """What runs the program, on every node; words: a command in front of it, in which {run}, {cwd} and {local} stand
+    for the run's folder, that of the submission and that for compiled and staged files."""
     image: Line | None = None
     """Image of the container of pyxis or Apptainer."""
     mounts: tuple[Line, ...] = ()
     """SOURCE:TARGET for each folder that the container sees; the folder of the submission and the run's always."""
 
     @property
-    def exclusive(self) -> bool:
-        """Whether a job of whole nodes may say so."""
-        return not {"exclusive", "oversubscribe"} & self.sbatch.keys() or bool(self.sbatch.get("exclusive"))
+    def exclusive(self) -> tuple[bool, ...]:
+        """Whether the nodes of component 0 are the job's alone, if it takes all of each; those of component 1."""
+        both = self.sbatch, self.sbatch | self.engine_sbatch
+        return tuple(given.get("exclusive", "oversubscribe" not in given) is True for given in both)
 
     @property
     def gres(self) -> str:
@@ -140,7 +145,7 @@ def escaped(text: str) -> str:
     """A value as it follows #SBATCH. Raises ValueError for characters that sbatch reads as its own."""
     if set(text) & set("\"'\\"):
         raise ValueError(f"submit: sbatch does not take quotes and backslashes in a path or a name: {text}")
-    return f'"{text}"' if " " in text else text
+    return f'"{text}"' if set(text) & set(" #") else text
 
 
 def _of_gpus(name: str, value: object) -> bool:
@@ -161,10 +166,11 @@ def read_site(path: str | Path | None) -> Site:
     if path is None:
         return Site()
     data = {key: value for key, value in read_yaml(Path(path)).items() if value is not None}
-    check_keys(str(path), data, Site.model_fields, expected="a key of a site file")
+    expected = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
+    check_keys(str(path), data, Site.model_fields, expected=expected)
     variables = data["environment"] if isinstance(data.get("environment"), dict) else {}
     for name, value in variables.items():
-        if _SECRET.search(str(name)) or _LOGIN.search(str(value)):
+        if PRIVATE.search(str(name)) or _LOGIN.search(str(value)):
             raise ValueError(
                 f"{path}: environment: expected no secret, since the job script is readable by others, found {name}; "
                 "let the program read it from a file that only you can read"
@@ -176,10 +182,17 @@ def read_site(path: str | Path | None) -> Site:
         key = str(first["loc"][0])
         where = f"{path}: {'.'.join(map(str, first['loc'][: 1 if key == 'container' else 2]))}"
         raise ValueError(f"{where}: expected {_EXPECTED[key]}, found {first['input']!r}") from None
-    for name in (*site.sbatch, *site.engine_sbatch):
+    staged = {Path(each).name for each in site.stage if os.path.normpath(f"/.{each}") == each} - {""}
+    if len(staged) < len(site.stage):
+        raise ValueError(f"{path}: stage: expected absolute paths with different last names, found {[*site.stage]}")
+    for name, value in (*site.sbatch.items(), *site.engine_sbatch.items()):
         if name in BY_SUBMIT or name in _FIXED:
             how = f"the option {BY_SUBMIT[name]} of submit" if name in BY_SUBMIT else "the job itself"
             raise ValueError(f"{path}: sbatch: {name} is set by {how}")
+        if name not in _WHOLE and any(each.startswith(name) for each in _WHOLE):
+            raise ValueError(f"{path}: sbatch: expected whole names of options, found {name}")
+        if name in ("export", "gpus-per-node") and _NO_NAME.search(str(value)):
+            raise ValueError(f"{path}: sbatch.{name}: expected names, found {value}")
     if (site.container in _NAMED[1:]) != (site.image is not None):
         raise ValueError(f"{path}: image: expected with pyxis or apptainer, and only then, found {site.container}")
     if site.template is not None:

@@ -116,9 +116,11 @@ def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
     return f"output_dir: do the job's nodes see it under the same path? It is {found}"
 
 
-def check_free(run: Path, jobs: Iterable[Job]) -> None:
-    """A run without a job that is queued or running."""
-    for job in jobs_of(run, jobs):
+def check_free(run: Path, jobs: Iterable[Job] | None) -> None:
+    """A run without a job that is queued or running. jobs: None without Slurm, where any of the run may be."""
+    if jobs is None and job_ids(run):
+        raise ValueError(f"{run}: may have a job, which a dry run without Slurm would change; give it another name")
+    for job in jobs_of(run, jobs or ()):
         raise ValueError(f"{run}: has job {job.job_id} already, {job.state}; scancel {job.job_id} ends it")
 
 

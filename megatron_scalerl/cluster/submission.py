@@ -92,7 +92,7 @@ def submit(
         for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
             (run / SLURM).mkdir(parents=True, exist_ok=True)
             stack.enter_context(submitting(run))
-        queued = cluster.queued() if here else []
+        queued = cluster.queued() if here else None
         for run in plan.runs:
             checks.check_free(run, queued)
         for recipe, run in zip(resolved, plan.runs, strict=True):
@@ -157,7 +157,7 @@ def _plan(
             )
         nodes, engines = components(recipes[0], partition, others, request, exclusive=site.exclusive)
     else:
-        nodes = allocate(recipes, partition, request, exclusive=site.exclusive)
+        nodes = allocate(recipes, partition, request, exclusive=site.exclusive[0])
     times = [checks.times_of(run, startup_s=request.startup_seconds, save_s=request.save_seconds) for run in runs]
     for own_times, own_partition in itertools.product(times, filter(None, (partition, others))):
         checks.check_time(request.time, own_partition, own_times)

@@ -41,7 +41,8 @@ _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-
 """A step on one host, which shares its resources with the other steps there."""
 _CARRIED = re.compile(r"MSRL_|NCCL_|UCX_|VLLM_|TORCH_|HF_|PYTHON|(LD_LIBRARY_PATH|CUDA_HOME|OMP_NUM_THREADS|TMPDIR)$")
 """Variables of the controller that a program on another host gets; srun hands all of them on."""
-_PRIVATE = re.compile(r"SECRET|TOKEN|PASSWORD|_KEY", re.IGNORECASE)
+PRIVATE = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|(TOKEN|KEY)S?$", re.IGNORECASE)
+"""Variables whose values no other user may see."""
 _TIMEOUT_S = 60.0
 _LOOK_S = 5.0
 """While a run goes on: its end waits for the answer."""
@@ -100,7 +101,7 @@ class Hosts:
             return [*step_words(host.name, host.component), "env", *_assignments(env), *argv]
         words = [word.replace("{host}", host.name) for word in self.words]
         carried = {name: value for name, value in os.environ.items() if _CARRIED.match(name)}
-        public = {name: value for name, value in carried.items() if not _PRIVATE.search(name)}
+        public = {name: value for name, value in carried.items() if not PRIVATE.search(name)}
         program = shlex.join(["env", *_assignments({**public, **env}), *argv])
         return [*words, f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"]
 

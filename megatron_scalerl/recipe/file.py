@@ -221,7 +221,7 @@ def node_copy(path: str) -> str:
     """The node's own copy of a folder, which the job made (`stage` of the site file), else the folder itself."""
     copy = Path(os.environ.get("MSRL_STAGED", ""), Path(path).name)
     source = Path(f"{copy}.from")
-    found = source.is_absolute() and source.is_file() and source.read_text().strip() == str(Path(path).absolute())
+    found = source.is_absolute() and source.is_file() and source.read_text().startswith(f"{Path(path).absolute()}\n")
     return str(copy) if found else path
 
 

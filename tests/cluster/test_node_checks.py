@@ -176,6 +176,7 @@ def test_rdma_ports_are_found_and_the_fastest_named(tmp_path):
         port.mkdir(parents=True)
         for name, text in (("state", state), ("link_layer", network), ("rate", rate)):
             (port / name).write_text(f"{text}\n")
+    (tmp_path / "mlx5_3" / "ports" / "1").mkdir(parents=True)  # one that cannot be read
     found = adapters(tmp_path)
     assert found["mlx5_bond_0:1"] == "Ethernet 100 Gb/sec (4X EDR)" and "mlx5_2:1" not in found and len(found) == 3
     assert fastest(found) == "=mlx5_0:1,mlx5_1:1" and fastest({}) == ""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_scalerl.launch import own_share
-from megatron_scalerl.launch.own_share import CACHES, cpus_of, near_devices, own_variables, share_of
+from megatron_scalerl.launch.own_share import CACHES, near_devices, own_variables, share_of, shares_of
 from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.processes.parent_death import cpus_in
 
@@ -23,14 +23,36 @@ def in_a_job(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_nodes_cpus_are_divided_among_the_devices_that_they_are_near():
-    one, two = range(8), range(8, 16)
+def test_a_nodes_cores_are_divided_among_the_devices_that_they_are_near():
+    one, two = ([(core, core + 32) for core in range(first, first + 9)] for first in (0, 16))
     near = [one, one, one, one, two, two, two, two]
-    own = [cpus_of([device], near) for device in range(8)]
-    assert own[0] == {0, 1} and own[7] == {14, 15}
-    assert sorted(cpu for each in own for cpu in each) == list(range(16)), "each once"
-    assert cpus_of([2, 3], near) == {4, 5, 6, 7}
-    assert cpus_of([0], [range(2)] * 3) == set(), "less than one CPU each: not bound"
+    own = shares_of(near)
+    assert own[0] == {0, 1, 32, 33} and own[7] == {22, 23, 24, 54, 55, 56}, "whole cores"
+    assert sorted(cpu for each in own for cpu in each) == sorted(cpu for core in one + two for cpu in core)
+
+
+@pytest.mark.parametrize(
+    "near",
+    [
+        [[(0, 4), (1, 5), (2, 6)]] * 2,
+        [[(0, 4), (1, 5)], [(2, 6)]],
+        [[(0,), (1,), (2,), (3,)], [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7,)]],
+    ],
+    ids=["one core for the first", "one core for the second", "near both and near one"],
+)
+def test_all_processes_are_bound_or_none(near):
+    assert shares_of(near) == []
+
+
+def test_why_nothing_is_bound_or_compiled_is_said_once(in_a_job, monkeypatch, caplog):
+    monkeypatch.setattr(own_share, "near_devices", lambda count: [[(0,)]] * count)
+    monkeypatch.setenv("MSRL_LOCAL", "/proc/nowhere/7")
+    own_share._warn.cache_clear()
+    assert [own_variables(name, "0/2") for name in ("trainer-0", "trainer-1")] == [{}, {}]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "nothing is compiled below MSRL_LOCAL",
+        "no process is bound to CPUs",
+    ]
 
 
 def test_a_gpus_cpus_are_those_of_its_bus_address(monkeypatch, tmp_path):
@@ -48,13 +70,16 @@ def test_a_gpus_cpus_are_those_of_its_bus_address(monkeypatch, tmp_path):
     )
     monkeypatch.setitem(sys.modules, "pynvml", stand_in)
     monkeypatch.setattr(own_share, "_PCI", tmp_path)
+    monkeypatch.setattr(own_share, "_CPU", tmp_path)  # a core for each CPU
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert near_devices(2) == [[cpus[0]], [cpus[-1]]]
+    assert near_devices(2) == [[(cpus[0],)], [(cpus[-1],)]]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert near_devices(2)[0] == near_devices(2)[1] and set(near_devices(1)[0]) == set(cpus)
+    assert near_devices(2)[0] == near_devices(2)[1] and near_devices(1)[0] == [(cpu,) for cpu in cpus]
 
 
-def test_a_child_takes_its_cpus_and_its_own_caches(in_a_job, tmp_path):
+def test_a_child_takes_its_cpus_and_its_own_caches(in_a_job, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_share, "LEAST_CPUS", 1)
+    monkeypatch.setattr(own_share, "_CPU", tmp_path)
     caches = f"{{name: os.environ[name] for name in {list(CACHES)}}}"
     found = f"[sorted(os.sched_getaffinity(0)), {caches}, 'MSRL_CPUS' in os.environ]"
     shown = f"import json, os; print(json.dumps({found}))"
@@ -69,7 +94,7 @@ def test_a_child_takes_its_cpus_and_its_own_caches(in_a_job, tmp_path):
 
     assert asyncio.run(started()) == 0
     cpus, caches, left = json.loads((tmp_path / "log").read_text())
-    assert set(cpus) == cpus_of([1], near_devices(2)) and 0 < len(cpus) < len(allowed) and not left
+    assert set(cpus) == shares_of(near_devices(2))[1] and 0 < len(cpus) < len(allowed) and not left
     assert caches == {name: f"{tmp_path}/engine-1/{folder}" for name, folder in CACHES.items()}
 
 

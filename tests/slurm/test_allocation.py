@@ -210,7 +210,7 @@ L40S = Partition(name="small", gpus=4, cpus=32, nodes=6, gpu_type="l40s", limit_
     ],
 )
 def test_the_components_of_a_heterogeneous_job(fleet, partitions, wanted, trainer, engines):
-    made = components(recipe_like(*fleet), *partitions, wanted)
+    made = components(recipe_like(*fleet), *partitions, wanted, exclusive=(True, True))
     assert [(each.nodes, each.gpus, each.slots) for each in made] == [trainer, engines]
     assert [each.cpus for each in made] == [None, None], "whole nodes"
 
@@ -268,7 +268,7 @@ def test_the_components_of_a_heterogeneous_job(fleet, partitions, wanted, traine
 )
 def test_components_that_do_not_fit_are_refused(fleet, partitions, wanted, said):
     with pytest.raises(ValueError) as refused:
-        components(recipe_like(*fleet), *partitions, wanted)
+        components(recipe_like(*fleet), *partitions, wanted, exclusive=(True, True))
     assert said in str(refused.value)
 
 

@@ -55,12 +55,14 @@ def test_a_run_of_three_nodes_in_containers(kind, tmp_path, tiny, on_login_node,
         assert not recorded.exists()
         return
     calls = [call.rstrip("\0").split("\0") for call in recorded.read_text().split("\1\0") if call]
-    outside = [words for words in calls if "--job-name=watch" in words or "rm" in words]
+    outside = [words for words in calls if {"--job-name=watch", "rm", "copy"} & set(words)]
     inside = [words for words in calls if words not in outside]
-    assert len(outside) == 3 and not any("--container" in word for words in outside for word in words)
+    assert len(outside) == 4 and not any("--container" in word for words in outside for word in words)
+    local = f"/tmp/megatron-scalerl-{os.environ.get('USER', 'root')}"
+    mounts = f"{ROOT}:{ROOT},/data:/data,{run}:{run},{local}:{local}"
     for words in inside:
         assert {"--container-image=/images/run.sqsh", f"--container-workdir={ROOT}", "--no-container-mount-home",
-                f"--container-mounts={ROOT}:{ROOT},/data:/data,{run}:{run}"} <= set(words)  # fmt: skip
+                f"--container-mounts={mounts}"} <= set(words)  # fmt: skip
     assert {node for words in inside for node in words if node.startswith("--nodelist=")} == {
         f"--nodelist=node{number}" for number in (1, 2, 3)
     }

@@ -186,6 +186,7 @@ def test_the_lines_of_the_site_are_there(tmp_path):
         ({"exclusive": "user"}, ["--exclusive=user"], []),
         ({"cpus-per-gpu": "12"}, ["--cpus-per-gpu=12"], ["--cpus-per-task"]),
         ({"export": "MY_PROXY"}, ["TMPDIR,", "NO_PROXY,MY_PROXY\n"], []),
+        ({"comment": "lab#7"}, ['--comment="lab#7"'], []),
         ({"comment": "two words", "mail-type": "FAIL,END"}, ['--comment="two words"', "--mail-type=FAIL,END"], []),
     ],
 )
@@ -206,9 +207,7 @@ def test_fewer_gpus_than_the_run_takes_are_refused_and_a_run_on_cpus_asks_for_no
 
 
 def test_a_staged_environment_is_the_one_that_starts(tmp_path):
-    site = Site(
-        local="$SLURM_TMPDIR", stage=("/nfs/it's env", "/nfs/policy.tar"), program=("/nfs/it's env/bin/python",)
-    )
+    site = Site(local="$SLURM_TMPDIR", stage=("/nfs/it's env", "/nfs/policy"), program=("/nfs/it's env/bin/python",))
     text = checked(changed(PLAN, site=site), tmp_path)
     assert 'export MSRL_LOCAL="$SLURM_TMPDIR/megatron-scalerl-${USER:-$UID}/$job"' in text
     [controller] = [line for line in text.splitlines() if "train --supervise" in line]
@@ -221,13 +220,13 @@ def test_a_staged_environment_is_the_one_that_starts(tmp_path):
 def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
     (tmp_path / "my.sbatch").write_text(
         '{% extends "job.sbatch" %}\n{% block options %}\n#SBATCH --comment=ours\n{% endblock %}\n'
-        "{% block setup %}\nulimit -l unlimited\n{% endblock %}\n"
+        "{% block setup %}ulimit -l unlimited{% endblock %}\n"
     )
     (tmp_path / "site.yaml").write_text("template: my.sbatch\n")
     site = read_site(tmp_path / "site.yaml")
     text = checked(changed(PLAN, site=site), tmp_path)
     assert "#SBATCH --comment=ours\n" in text and "\nulimit -l unlimited\n" in text
-    assert len(text.splitlines()) == len(render(PLAN).splitlines()) + 2
+    assert len(text.splitlines()) == len(render(PLAN).splitlines()) + 1
     (tmp_path / "my.sbatch").write_text("#!/bin/bash\n{% for x %}\n")
     with pytest.raises(ValueError, match=r"my\.sbatch, line 2: "):
         render(changed(PLAN, site=site))
@@ -239,11 +238,11 @@ def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
     [
         (
             Site(container="pyxis", image="/i.sqsh", mounts=("/data:/data",)),
-            ["--container-image=/i.sqsh", "--container-mounts=/home/it's:/home/it's,/data:/data,/r r:/r r"],
+            ["--container-image=/i.sqsh", "--container-mounts=/home/it's:/home/it's,/data:/data,/r r:/r r,/l:/l"],
         ),
         (
             Site(container="apptainer", image="/i.sif", mounts=("/data:/data",)),
-            ["apptainer", "exec", "--nv", "--bind", "/data:/data", "/r r:/r r", "/i.sif"],
+            ["apptainer", "exec", "--nv", "--bind", "/data:/data", "/r r:/r r", "/l:/l", "/i.sif"],
         ),
         (Site(container=("podman", "-v={run}:{run}", "-w={cwd}")), ["podman", "-v=/r r:/r r", "-w=/home/it's"]),
     ],
@@ -252,20 +251,43 @@ def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
 def test_a_container_sees_the_runs_folder(tmp_path, plan, site, words):
     text = checked(changed(plan, site=site), tmp_path)
     [line] = [line for line in text.splitlines() if line.startswith("container=(")]
-    show = f"run='/r r'\n{line}\nprintf '%s\\n' \"${{container[@]}}\""
+    show = f"run='/r r' MSRL_LOCAL=/l/7\n{line}\nprintf '%s\\n' \"${{container[@]}}\""
     found = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True).stdout.splitlines()
     assert [word for word in words if word not in found] == []
     [controller] = [line for line in text.splitlines() if "train --supervise" in line]
     assert controller.strip().startswith('role controller "${inside[@]}" megatron-scalerl train ')
 
 
+def test_only_an_exclusive_node_is_whole_in_each_component():
+    assert Site().exclusive == (True, True)
+    assert Site(sbatch={"exclusive": "user"}, engine_sbatch={"exclusive": True}).exclusive == (False, True)
+    assert Site(engine_sbatch={"exclusive": False}).exclusive == (True, False)
+    assert Site(sbatch={"oversubscribe": True}).exclusive == (False, False)
+
+
+def test_steps_of_a_container_get_what_the_job_has_exported(tmp_path):
+    """As the check of the nodes sets NCCL_IB_HCA."""
+    text = checked(changed(SEVERAL, site=Site(container=("env",))), tmp_path)
+    assert text.index('export NCCL_IB_HCA="$hca"') < text.rindex("\nstart_relay ") < text.index("role controller")
+    relay = text[text.index("container=(") : text.index("role() {")]
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$NCCL_IB_HCA: $*"\n')
+    (tmp_path / "srun").chmod(0o755)
+    step = "export NCCL_IB_HCA==mlx5_0:1; start_relay; $outside/srun --nodes=1 env true; kill $relay"
+    done = subprocess.run(
+        ["bash", "-c", f"logs={tmp_path} relay= run=r MSRL_LOCAL=/l/7\n{relay}\n{step}"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.stdout == "=mlx5_0:1: --nodes=1 env env true\n", done.stderr
+
+
 KEYS = list(Site.model_fields)
+KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("acount: lab", unknown_key("acount", KEYS, expected="a key of a site file")),
+        ("acount: lab", unknown_key("acount", KEYS, expected=KEY)),
         ("modules: cuda", "modules: expected a list of texts, found 'cuda'"),
         (
             "container: docker",
@@ -287,6 +309,24 @@ KEYS = list(Site.model_fields)
         ("environment: {https_proxy: 'http://me:pass@proxy:80'}", "expected no secret"),
         ("local: $(id)/x", "local: expected an absolute path, or one that begins with a variable"),
         ("template: my.sbatch", "template: expected a file, found none at "),
+        ("account: lab", f"account is not {KEY}"),
+        ("environment: {AWS_SECRET_ACCESS_KEY: abc}", "expected no secret"),
+        ("environment: {WANDB_KEY: abc}", "expected no secret"),
+        ("sbatch: {no-requeu: true}", "sbatch: expected whole names of options, found no-requeu"),
+        ("sbatch: {sign: USR2}", "sbatch: expected whole names of options, found sign"),
+        ("engine_sbatch: {time-min: 5}", "sbatch: time-min is set by the job itself"),
+        ("sbatch: {clusters: other}", "sbatch: clusters is set by the job itself"),
+        ("sbatch: {gpus-per-node: false}", "sbatch.gpus-per-node: expected names, found False"),
+        ("sbatch: {export: [A, ALL]}", "sbatch.export: expected names, found A,ALL"),
+        ("sbatch: {export: NONE}", "sbatch.export: expected names, found NONE"),
+        ("sbatch: {export: A=b}", "sbatch.export: expected names, found A=b"),
+        ("sbatch: {export: false}", "sbatch.export: expected names, found False"),
+        (
+            "stage: [env]",
+            "stage: expected absolute paths with different last names, found ['env']",
+        ),
+        ("stage: [/shared/env/]", "stage: expected absolute paths"),
+        ("stage: [/a/env, /b/env]", "stage: expected absolute paths"),
     ],
 )
 def test_a_wrong_site_file_is_refused(tmp_path, text, said):
@@ -359,6 +399,10 @@ def test_a_dry_run_without_slurm_renders_the_job_and_says_what_was_not_checked(
         "not started yet",
     ]
     assert main(words) == 2, "nothing is submitted"
+    (run / "slurm" / "jobs.jsonl").write_text('{"jobs": ["7"]}\n')
+    before = script.with_name("recipe.yaml").read_bytes()
+    assert main([*words, "--dry-run", "steps=5"]) == 2
+    assert script.with_name("recipe.yaml").read_bytes() == before, "of a job that may be queued"
 
 
 def test_the_status_of_a_folder_without_slurm(tmp_path, tiny, without_slurm, capsys):
@@ -419,12 +463,12 @@ wait $job
 """
 
 
-def written(folder, program, modules=(), **changes):
+def written(folder, program, modules=(), stage=(), **changes):
     """A job script in `folder`, with `program` in place of megatron-scalerl: a command of bash, or words."""
     script = folder / "slurm" / "job.sbatch"
     script.parent.mkdir(parents=True)
     words = ("bash", "-c", program) if isinstance(program, str) else program
-    site = Site(program=words, modules=modules)
+    site = Site(program=words, modules=modules, stage=stage, local=f"{folder}/local")
     script.write_text(render(changed(PLAN, script=script, runs=(folder,), cwd=folder, site=site, **changes)))
     return script
 
@@ -498,6 +542,23 @@ def test_a_ledger_that_cannot_be_read_ends_a_job_at_its_start_only(tmp_path, fir
     assert done.returncode == code, done.stdout + done.stderr
     assert (tmp_path / "requeued").exists() is requeued
     assert ("the ledger could not be read" in done.stdout) is not requeued
+
+
+def test_a_start_that_fails_leaves_no_copy(tmp_path):
+    """The file of attempts names an earlier one then, which is not a later one."""
+    program = f"cd {tmp_path}; find local -name '*.from' >copies; echo 6.0 >slurm/attempt; exit 2"
+    done = alone(tmp_path, program, gpu_hours=1.0, stage=(str(tmp_path / "bin"),))
+    assert done.returncode == 1 and "the ledger could not be read" in done.stdout
+    [copied] = (tmp_path / "copies").read_text().splitlines()
+    assert copied.endswith("/7/staged/bin.from") and not (tmp_path / copied).exists()
+
+
+def test_nothing_is_copied_through_a_link(tmp_path):
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / f"megatron-scalerl-{os.getuid()}").symlink_to("elsewhere")
+    (tmp_path / "local" / "elsewhere").mkdir()
+    done = alone(tmp_path, "true", stage=(str(tmp_path / "bin"),))
+    assert done.returncode == 1 and "expected a folder of this user, found l" in last_error(tmp_path)
 
 
 def test_the_script_alone_forwards_the_signal_and_queues_the_job_again(tmp_path):

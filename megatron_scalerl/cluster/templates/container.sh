@@ -48,6 +48,10 @@ run_outside() {  # run_outside ASKED, in a shell of its own
   echo $? >"$asked/code"
   kill "$alive" 2>/dev/null
 }
-while read -r asked; do run_outside "$asked" & done <>"$outside/requests" &
-relay=$!
+start_relay() {
+  [ -z "$relay" ] || kill "$relay"
+  while read -r asked; do run_outside "$asked" & done <>"$outside/requests" &
+  relay=$!
+}
+start_relay
 {% endif %}
