@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
+from e2e.whole_runs import ROOT, make_tiny, overrides
 from own_processes import adopt_orphans, own_processes
-from whole_runs import ROOT, make_tiny, overrides
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
