@@ -11,11 +11,12 @@ from fakes.engine import StandInEngine
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_scalerl.engine import options as engine_options
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import _sampling
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.decoder import Setup, _text_decoder
-from megatron_scalerl.rollouts.plans import Plans
+from megatron_scalerl.rollouts.plans import TRAINING_PRIORITY, VALIDATION_PRIORITY, Plans
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 from megatron_scalerl.types import Prompt
@@ -86,6 +87,15 @@ def test_without_tags_the_whole_completion_is_the_answer(tiny):
     assert answer(tiny, ids) is None
     spec = plans(tiny, **NO_TAGS).spec(plans(tiny, **NO_TAGS).draw(1, 0, 0), 0)
     assert (spec.interruption, spec.max_tokens) == (None, 52 + 4)
+
+
+@pytest.mark.parametrize("cpus", [True, False])
+def test_without_seeds_for_training_only_validation_sends_its_seed(tiny, monkeypatch, cpus):
+    monkeypatch.setattr(engine_options, "on_cpu", lambda: cpus)
+    s = plans(tiny)
+    draw = s.draw(1, 0, 0)
+    training, validation = (_sampling(s.spec(draw, number)) for number in (TRAINING_PRIORITY, VALIDATION_PRIORITY))
+    assert (training["seed"], validation["seed"]) == (draw.seed if cpus else None, draw.seed)
 
 
 @pytest.mark.parametrize("change", [{"think_start": "<think>"}, {"interruption": SECTIONS["interruption"]}])
