@@ -2,7 +2,6 @@
 
     trainer waits (`while_waiting`)   engines that join get its weights, the current ones, and are probed
     trainer steps (`step`)            the next batch is taken and sent, if the gate releases it for the next version;
-                                      engines that join get the served weights from the store (weights.store)
 
 What is sent ahead is a copy: its groups stay finished and in no batch until the journal records their batch, before
 the step that trains on it. A crash or a failure in between costs the sending, and the batch is composed again.
@@ -155,11 +154,11 @@ class Overlap:
         return sent
 
     async def step(self, step: int) -> StepReport:
-        """The trainer's step; meanwhile the next batch is sent, and engines that join are served."""
+        """The trainer's step; meanwhile the next batch is sent."""
         if step == self._recipe.steps:
-            return await self.while_stepping(self._fleet.trainer.step(step))
+            return await self._fleet.trainer.step(step)
         async with Ahead(self._sender, self._stream.next_batch_ahead, step) as ahead:
-            report = await self.while_stepping(self._fleet.trainer.step(step))
+            report = await self._fleet.trainer.step(step)
             begin = self._meter.elapsed
             self._ahead = await ahead.batch()
             self.send_seconds += self._meter.elapsed - begin
@@ -191,29 +190,3 @@ class Overlap:
             return await task
         finally:
             task.cancel()
-
-    async def while_stepping(self, work: Awaitable[T]) -> T:
-        """The result of `work`, the trainer's; engines that join meanwhile get the served weights from the store.
-
-        One that is getting them when `work` is done is waited for: a weight update would wait, too. None do with
-        rollouts.deterministic, where the rounds would depend on how long an engine took to start.
-        """
-        if self._recipe.rollouts.deterministic:
-            return await work
-        reading = asyncio.Lock()
-        joining = asyncio.create_task(self._join_from_store(reading))
-        try:
-            result = await work
-            await reading.acquire()
-        finally:
-            joining.cancel()
-            await asyncio.wait([joining])
-        if not joining.cancelled():
-            joining.result()  # raises
-        return result
-
-    async def _join_from_store(self, reading: asyncio.Lock) -> None:
-        while True:
-            await self._fleet.engines.until(lambda: bool(self._sync.stored_for()))
-            async with reading:
-                await self._sync.catch_up_from_store(self._state.served)

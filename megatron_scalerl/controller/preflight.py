@@ -132,32 +132,12 @@ def checked_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Promp
 
 
 def _check_host(recipe: Recipe) -> None:
-    """Raises ValueError if this host lacks a port, the verifier code's sandbox, or the folder of weights.store."""
-    _check_store(recipe.weights.store)
+    """Raises ValueError if this host lacks a port or the verifier code's sandbox."""
     for task in tasks_of(recipe):
         if task.rewards.verifier == "code":
             check_sandbox(limits_of(task.rewards))
     for index in range(recipe.engine.count if recipe.engine.port else 0):
         bind_server(recipe.engine.host, recipe.engine.port + index).close()
-
-
-def _check_store(store: str) -> None:
-    """Raises ValueError for a folder in which the run cannot make one of its own, or others could replace it."""
-    if not store:
-        return
-    if not (os.path.isabs(store) and os.path.isdir(store) and os.access(store, os.W_OK | os.X_OK)):
-        raise ValueError(
-            f"weights.store: expected the absolute path of a folder that can be written to, found {store}"
-        )
-    place = Path(os.path.realpath(store))
-    for folder in (place, *place.parents):
-        found = folder.stat()
-        writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
-        if writable or found.st_uid not in (0, os.geteuid()):
-            raise ValueError(
-                f"weights.store: {folder}: expected a folder of root or of this user that others cannot write to, or "
-                f"one with the sticky bit, found mode {found.st_mode & 0o7777:04o} of user {found.st_uid}"
-            )
 
 
 def check_answers(task: Task, answers: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[str]:

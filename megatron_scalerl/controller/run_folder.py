@@ -76,8 +76,6 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "trainer.start_timeout_s",
         "trainer.step_timeout_s",
         "trainer.max_restarts",
-        "weights.store",
-        "weights.store_gib",
         "engine.max_restarts",
         "engine.min_engines",
         "engine.min_relative_rate",

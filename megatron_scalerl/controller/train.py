@@ -49,7 +49,6 @@ from megatron_scalerl.controller.run_folder import (
     resume_point,
 )
 from megatron_scalerl.controller.trace_file import trace_files
-from megatron_scalerl.controller.weight_store import weight_store
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
 from megatron_scalerl.engine.membership import Member
 from megatron_scalerl.engine.watchdog import EngineDied
@@ -285,7 +284,6 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, held_sin
             run.collector.attempt(start.step, ledger.seconds)
         async with (
             metering(meter),
-            weight_store(recipe, first=first) as store,
             launcher.trainer(attempt) as trainer,
         ):
             try:
@@ -307,7 +305,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, held_sin
                     start=start,
                     history=resumed.take_history(),
                     sampler=run.sampler,
-                    sync=WeightSync(fleet.trainer, fleet.engines, recipe, store),
+                    sync=WeightSync(fleet.trainer, fleet.engines, recipe),
                     probe=Probe(recipe, run.sampler, fleet, [*prompts.training, *prompts.held_out]),
                     meter=meter,
                     progress=progress,

@@ -11,8 +11,7 @@ Unblocked by: these answers, weights.timeout_s, and the eviction of an engine, w
 between two tokens and keep their requests, so no phase waits for a completion.
 
 Who takes part: `publish` updates every engine that is alive (`engine.membership`), which one that is held for a
-measurement is not; `catch_up` only the stale ones, while the others go on; `catch_up_from_store` them without the
-trainer (`weight_store`). The group of the broadcast is formed again
+measurement is not; `catch_up` only the stale ones, while the others go on. The group of the broadcast is formed again
 whenever the engines of an update are not those of the last one. An engine that fails is evicted, the group is formed
 again without it, and the update is repeated: an engine serves a version only after an update that succeeded in every
 phase, or is evicted. In `connect` and `update` all members fail with the one that fails; if none is known to be gone,
@@ -34,7 +33,6 @@ from typing import Any, Literal
 import msgspec
 
 from megatron_scalerl.controller.weight_phases import COLLECTIVE, PhaseFailed, Phases, Refused, stage, verify
-from megatron_scalerl.controller.weight_store import Formed, WeightStore
 from megatron_scalerl.engine.answers import REFUSED, EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
@@ -119,11 +117,8 @@ class WeightUpdate:
 class WeightSync:
     """Weight updates of one trainer and its engines; one update at a time."""
 
-    def __init__(
-        self, trainer: TrainerClient, engines: Membership, recipe: Recipe, store: WeightStore | None = None
-    ) -> None:
-        """store: that the trainer's senders write to."""
-        self._trainer, self._engines, self._recipe, self._store = trainer, engines, recipe, store
+    def __init__(self, trainer: TrainerClient, engines: Membership, recipe: Recipe) -> None:
+        self._trainer, self._engines, self._recipe = trainer, engines, recipe
         self._connected: list[EngineClient] = []
         self._shards: dict[str, list[int]] = {}  # engine -> shard of each of its workers
         self._proven: list[EngineClient] = []  # engines that have completed an update
@@ -170,35 +165,6 @@ class WeightSync:
     async def catch_up(self, version: int) -> WeightUpdate | None:
         """Send the weights, which are `version`, to the stale engines; None if there are none left."""
         return await self._update(version, lambda: self._engines.stale)
-
-    def stored_for(self) -> list[EngineClient]:
-        """The stale engines that may get the weights from the store."""
-        return [] if self._store is None else [e for e in self._engines.stale if self._store.may_serve(e)]
-
-    async def catch_up_from_store(self, version: int) -> None:
-        """Give the stale engines `version`, which the others serve, without the trainer.
-
-        An engine that fails, or for which the store has nothing, stays stale.
-        """
-        async with self._lock:
-            each = (self._from_store(engine, version) for engine in self.stored_for())
-            failed = [e for e in await asyncio.gather(*each, return_exceptions=True) if isinstance(e, BaseException)]
-        if failed:
-            raise failed[0]
-
-    async def _from_store(self, engine: EngineClient, version: int) -> None:
-        assert self._store is not None
-        if engine in self._connected:  # it leaves its groups, which then fail
-            self._connected = []
-        found = await self._store.catch_up(
-            engine, lambda engine, manifest: self._needs(engine, manifest, {}), version
-        )
-        if found == "served":
-            self._proven.append(engine)
-            self._engines.serve(engine, version)
-        elif found == "hangs":  # the next update would wait for it, too
-            limit = self._recipe.weights.timeout_s
-            self._engines.evict(engine, f"{engine.name}: weights.store: not read within {limit:g} s")
 
     async def _update(self, version: int, members: Callable[[], list[EngineClient]]) -> WeightUpdate | None:
         """Send the weights to `members()`, without those that fail; None if there are none left."""
@@ -264,8 +230,6 @@ class WeightSync:
         for engine in engines:
             passed("paused", "pauses", paused_ns, time.monotonic_ns(), process=engine.name, version=version)
             self._engines.serve(engine, version)
-        if self._store is not None:
-            self._store.published(version, report)
         self._proven = [engine for engine in {*self._proven, *engines} if engine in self._engines.there]
         return WeightUpdate(
             version=version,
@@ -312,8 +276,6 @@ class WeightSync:
             connect_timeout_s=section.connect_timeout_s,
             deltas=await self._deltas(engines, phases),
             anchor_every=section.anchor_every,
-            store="" if self._store is None else self._store.folder,
-            store_bytes=0 if self._store is None else self._store.bytes,
         )
 
         async def join(engine: EngineClient) -> None:
@@ -327,16 +289,6 @@ class WeightSync:
 
         await phases.all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
         self._connected = list(engines)
-        if self._store is not None:
-            self._store.connected(
-                Formed(
-                    connection=connection,
-                    manifest=manifest,
-                    shards=tuple(shards),
-                    plans=tuple(plans),
-                    senders=plan.senders,
-                )
-            )
 
     async def _deltas(self, engines: list[EngineClient], phases: Phases) -> Literal["off", "absolute", "ulp"]:
         """How changes are sent: off if an engine's loader takes whole tensors only, which have no digest."""

@@ -24,7 +24,7 @@ APART = (
     *("name", "seed", "output_dir", "steps", "validation", "checkpoint", "forecast", "sft", "download", "cost"),
     *("policy.digest", "rewards.workers", "rollouts.decoders", "trainer.micro_batch_tokens"),
     "trainer.logit_workspace_mb",
-    *("weights.store", "weights.store_gib", "engine.host", "engine.port", "engine.min_engines"),
+    *("engine.host", "engine.port", "engine.min_engines"),
     *("engine.min_relative_rate", *START),
 )
 """Settings, or sections, that differ between runs of one recipe; those ending in timeout_s or max_restarts, too."""

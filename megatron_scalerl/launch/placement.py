@@ -66,9 +66,6 @@ class Placement:
             raise ValueError(f"weights.transport: shm: expected one host, found {len(hosts.hosts)}")
         if recipe.engine.colocate and len(hosts.hosts) > 1:
             raise ValueError(f"engine.colocate: expected one host, found {len(hosts.hosts)}")
-        store = recipe.weights.store
-        if len(hosts.hosts) > 1 and Path(store).is_relative_to("/dev/shm"):
-            raise ValueError(f"weights.store: expected a folder that {len(hosts.hosts)} hosts share, found {store}")
         gpus = transport == "nccl"
         slots = hosts.slots or (len(visible_gpus()) if gpus else recipe.devices)
         if gpus and any(host.here for host in hosts.hosts) and slots > (visible := len(visible_gpus())):

@@ -148,13 +148,6 @@ class WeightsSection(Section):
     anchor_every: PositiveInt = 20
     """With deltas, an update is whole after this many that were not: it repairs values that something else changed
     in an engine, and is verified against all values."""
-    store: str = ""
-    """Folder, which all processes reach, of a store of the last weights: engines that join get them from it while the
-    trainer steps. /dev/shm keeps it in the memory of one host; between hosts a shared file system. "": none, and
-    engines that join get them from the trainer, between two steps."""
-    store_gib: PositiveFloat = 64.0
-    """Most that the store takes (GiB): a whole update, two while one is replaced, and the changes since. Without room
-    for a whole one there is no store."""
     probe_every: NonNegativeInt = 10
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
     one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""

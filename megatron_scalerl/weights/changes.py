@@ -17,13 +17,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_scalerl.weights import change_loops
-from megatron_scalerl.weights.change_loops import MOST_DIMENSIONS, loops
-from megatron_scalerl.weights.digest import change_at, factors_of, total, weighed, weighed_by
+from megatron_scalerl.weights.digest import change_at, total, weighed_by
 from megatron_scalerl.weights.plan import Ranges, volume
 
 Codec = Literal["absolute", "ulp"]
@@ -31,7 +28,7 @@ MOST_CHANGED = 8
 """Where more than one in this many elements changed, all are sent: then coding and writing one by one cost more."""
 SMALL = 1 << 14
 """Pieces of up to this many elements are coded at any density: a norm must not make its whole bucket be sent."""
-_LONG, _FAR = change_loops.LONG_GAP, change_loops.FAR
+_LONG, _FAR = 255, -128
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -71,24 +68,6 @@ class Changes:
         far = self.steps == _FAR
         return torch.where(far, self.values[(far.cumsum(0) - 1).clamp_(min=0)], found)
 
-    def digest_on_cpu(self, old: Tensor, new: Tensor) -> int | None:
-        """What to add to a `value_digest` that had the old bits, by a compiled loop; None where there is none."""
-        compiled, place = loops(), self.in_three()
-        if compiled is None or place is None or old.device.type != "cpu":
-            return None
-        found = compiled.weigh(self.positions.numpy(), *place, unsigned(old), unsigned(new))
-        return weighed(self.tensor, found)
-
-    def in_three(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[np.ndarray, ...]] | None:
-        """(sizes, first indices, factors of indices) of the rectangle in MOST_DIMENSIONS; None where it has more."""
-        missing = MOST_DIMENSIONS - len(self.ranges)
-        if missing < 0:
-            return None
-        sizes = (*(1,) * missing, *(end - first for first, end in self.ranges))
-        firsts = (*(0,) * missing, *(first for first, _ in self.ranges))
-        factors = (factors_of(axis, max(end, 1)) for axis, (_, end) in enumerate(self.ranges))
-        return sizes, firsts, (*(np.ones(1, np.uint64),) * missing, *factors)
-
 
 def can_code(dtype: torch.dtype) -> bool:
     """Whether changes of tensors of this type can be coded."""
@@ -98,11 +77,6 @@ def can_code(dtype: torch.dtype) -> bool:
 def bits_of(values: Tensor) -> Tensor:
     """The values as integers of their size."""
     return values.view(_BITS[values.element_size()])
-
-
-def unsigned(bits: Tensor) -> np.ndarray:
-    """The memory of bits on a CPU as unsigned integers."""
-    return bits.numpy().view(f"u{bits.element_size()}")
 
 
 def most_coded(elements: int) -> int:
@@ -119,33 +93,12 @@ def find(held: Tensor, values: Tensor, *, any_number: bool = False) -> Found | N
     """
     new = bits_of(values.detach().contiguous().view(-1) if values.dim() else values.detach().reshape(1))
     most = held.numel() if any_number else most_coded(held.numel())
-    if held.device.type == "cpu" and (compiled := loops()) is not None:
-        flat, other = unsigned(held), unsigned(new)
-        positions, old = np.empty(most, np.int64), np.empty(most, flat.dtype)
-        aligned = held.data_ptr() % 8 == new.data_ptr() % 8 == 0
-        whole = aligned * len(flat) // (8 // flat.itemsize) * (8 // flat.itemsize)
-        words = flat[:whole].view(np.uint64), other[:whole].view(np.uint64)
-        count = compiled.find(flat, other, *words, positions, old)
-        if count < 0:
-            return None
-        at = torch.from_numpy(positions[:count].copy())
-        before = torch.from_numpy(old[:count].copy().view(f"i{flat.itemsize}"))
-        return Found(positions=at, old=before, new=new[at])
     at = (held != new).nonzero().flatten()
     if at.numel() > most:
         return None
     found = Found(positions=at, old=held[at], new=new[at])
     held[at] = found.new
     return found
-
-
-def warm_up() -> None:
-    """Compile what `find`, `encode`, `decode` and digests need on CPUs, outside an update."""
-    for values in (torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)):
-        found = find(bits_of(values.clone()), torch.ones_like(values))
-        assert found is not None
-        [piece] = decode(encode([(0, found)], "absolute"), [(0, ((0, 64),), values.dtype)])
-        digest_of([piece], [found.old], [found.new])
 
 
 def encode(found: Sequence[tuple[int, Found]], codec: Codec) -> Tensor:
@@ -272,12 +225,6 @@ def _padded(plane: Tensor) -> list[Tensor]:
 
 def _gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     """([...] uint8 of each piece's rising positions, one piece after the other; bytes of each)."""
-    if positions[0].device.type == "cpu" and (compiled := loops()) is not None:
-        each = []
-        for piece in positions:
-            found = np.empty(len(piece) + int(piece[-1]) // _LONG + 1, np.uint8)
-            each.append(torch.from_numpy(found[: compiled.gaps(piece.numpy(), found)]))
-        return torch.cat(each), [len(one) for one in each]
     every, ends = torch.cat(list(positions)), ends_of([len(piece) for piece in positions])
     before = torch.diff(every, prepend=every.new_full((1,), -1)) - 1
     starts = _host([0, *ends[:-1]], every.device)
@@ -293,14 +240,6 @@ def _gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
 def _positions(gaps: Tensor, gap_bytes: list[int], counts: list[int], volumes: list[int]) -> Sequence[Tensor]:
     """[pieces][changed] int64, inverse of `_gaps`. Raises ValueError where the gaps are of others."""
     wrong = ValueError(f"weight changes: expected {counts} of {volumes} elements, found others")
-    if gaps.device.type == "cpu" and (compiled := loops()) is not None:
-        each = []
-        for piece, changed, elements in zip(gaps.split(gap_bytes), counts, volumes):
-            found = np.empty(changed, np.int64)
-            if compiled.positions(piece.numpy(), found) != changed or found[-1] >= elements:
-                raise wrong
-            each.append(torch.from_numpy(found))
-        return each
     last = gaps != _LONG
     running, number = torch.cumsum(gaps.to(torch.int64) + last, 0), torch.cumsum(last, 0)
     places = running[last]
@@ -359,18 +298,14 @@ class Together:
 
 def digest_of(changes: Sequence[Changes], old: Sequence[Tensor], new: Sequence[Tensor]) -> int:
     """What to add to a `value_digest` that had the old bits, for all of them."""
-    done, late = 0, dict[tuple[int, torch.dtype], list[int]]()
+    alike: dict[tuple[int, torch.dtype], list[int]] = {}
     for number, change in enumerate(changes):
-        found = change.digest_on_cpu(old[number], new[number])
-        if found is None:
-            late.setdefault((len(change.ranges), old[number].dtype), []).append(number)
-        else:
-            done += found
-    each = [
+        alike.setdefault((len(change.ranges), old[number].dtype), []).append(number)
+    sums = [
         Together([changes[n] for n in own]).digest(torch.cat([old[n] for n in own]), torch.cat([new[n] for n in own]))
-        for own in late.values()
+        for own in alike.values()
     ]
-    return total([done, *(torch.stack(each).tolist() if each else ())])
+    return total(torch.stack(sums).tolist() if sums else [0])
 
 
 def _ordered(bits: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_scalerl.weights.changes import MOST_DIMENSIONS, Changes, Together, bits_of, loops, unsigned
-from megatron_scalerl.weights.digest import total, weighed
+from megatron_scalerl.weights.changes import Changes, Together, bits_of
+from megatron_scalerl.weights.digest import total
 from megatron_scalerl.weights.plan import Ranges
 
 if TYPE_CHECKING:
@@ -25,19 +25,17 @@ def write_changes(of: Sequence[tuple[Sequence[LivePart], Changes, torch.dtype]])
     of: (parts of the tensor, changes, the tensor's type) of each rectangle. Values that the elements have now are
     read where they lie. Rectangles of one parameter, as those of a layer's experts, are written together.
     """
-    change, later = 0, list[torch.Tensor]()
+    later: list[torch.Tensor] = []
     together: dict[tuple[int, int, torch.dtype], list[tuple[LivePart, Changes]]] = {}
     for every, changes, dtype in of:
         parts = [part for part in every if _meets(part, changes)]
-        if (found := _write_on_cpu(parts, changes, dtype)) is not None:
-            change += found
-        elif len(parts) == 1 and _holds(parts[0], changes):
+        if len(parts) == 1 and _holds(parts[0], changes):
             key = parts[0].live.untyped_storage().data_ptr(), len(changes.ranges), dtype
             together.setdefault(key, []).append((parts[0], changes))
         else:
             later.append(_write_apart(parts, changes, dtype))
     later += [_write_together(pairs, dtype) for (_, _, dtype), pairs in together.items()]
-    return total([change, int(torch.stack(later).sum())] if later else [change])
+    return total([int(torch.stack(later).sum())] if later else [0])
 
 
 def _write_apart(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtype) -> torch.Tensor:
@@ -99,31 +97,6 @@ def _holds(part: LivePart, changes: Changes) -> bool:
             return False
         along[axis] = index
     return all(along[axis].start <= a and b <= along[axis].stop for axis, (a, b) in enumerate(changes.ranges))
-
-
-def _write_on_cpu(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtype) -> int | None:
-    """The same by a compiled loop; None for what it does not take: tables of indices, parameters of another type."""
-    compiled, place = loops(), changes.in_three()
-    on_cpu = changes.positions.device.type == "cpu"
-    if compiled is None or place is None or not (on_cpu and all(_plain(part, dtype) for part in parts)):
-        return None
-    steps = torch.empty(0, dtype=torch.int8) if changes.steps is None else changes.steps
-    given = changes.positions.numpy(), steps.numpy(), unsigned(changes.values), *place
-    change = 0
-    for part in parts:
-        along = {axis: (range(index, index + 1), 0) for axis, index in part.fixed.items()}
-        for axis, each_index, stride in zip(part.axes, part.indices, part.live.stride()):
-            assert isinstance(each_index, range)
-            along[axis] = each_index, stride
-        missing = MOST_DIMENSIONS - len(along)
-        each = [(range(1), 0)] * missing + [along[axis] for axis in range(len(along))]
-        here = zip(*((index.start, index.stop, stride) for index, stride in each))
-        change += int(compiled.write(*given, *here, unsigned(bits_of(_flat(part)))))
-    return weighed(changes.tensor, change)
-
-
-def _plain(part: LivePart, dtype: torch.dtype) -> bool:
-    return part.live.dtype == dtype and all(isinstance(index, range) for index in part.indices)
 
 
 def _meets(part: LivePart, changes: Changes) -> bool:

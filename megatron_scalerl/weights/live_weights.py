@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_scalerl.models.llama4 import VISION
-from megatron_scalerl.weights.changes import Changes, bits_of, decode, encode, find
+from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.digest import Along, total
 from megatron_scalerl.weights.live_changes import write_changes
 from megatron_scalerl.weights.live_map import LivePart, Scatter, needs, record, unwritten
@@ -24,17 +24,6 @@ from megatron_scalerl.weights.transport.frames import Values
 
 BLOCK_ROWS = 16
 """Rows of an expert's matrix that vLLM's CPU kernel interleaves."""
-
-
-def warm_up() -> None:
-    """Compile what receivers of changes need on CPUs, outside an update."""
-    for dtype in (torch.bfloat16, torch.float32):
-        live, ranges = torch.zeros(8, dtype=dtype), ((0, 8),)
-        found = find(bits_of(live.clone()), torch.ones(8, dtype=dtype))
-        assert found is not None
-        part = LivePart(tensor="", parameter="", live=live, axes=(0,), indices=(range(8),), fixed={})
-        [changes] = decode(encode([(0, found)], "absolute"), [(0, ranges, dtype)])
-        write_changes([([part], changes, dtype)])
 
 
 def live_parts(

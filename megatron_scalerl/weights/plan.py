@@ -393,7 +393,7 @@ class Connection:
     """The broadcast groups for weights. Produced by `WeightSync`; `msgspec.to_builtins` makes JSON of it."""
 
     backend: str
-    """gloo, nccl or shm; of an engine that reads the store, file."""
+    """gloo, nccl or shm."""
     rendezvous: Rendezvous
     """Where the members find the group's store."""
     group: str
@@ -410,10 +410,6 @@ class Connection:
     """How changes are coded (`weights.changes`); off: all updates are whole."""
     anchor_every: int = 20
     """Every update after this many updates of changes is whole."""
-    store: str = ""
-    """Folder of the store (`transport.store`); "" for none."""
-    store_bytes: int = 0
-    """Most that all senders write into it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,7 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.digest import combine
-from megatron_scalerl.weights.live_weights import LiveWeights, warm_up
+from megatron_scalerl.weights.live_weights import LiveWeights
 from megatron_scalerl.weights.plan import (
     Connection,
     Manifest,
@@ -49,7 +49,6 @@ from megatron_scalerl.weights.staging import StagedUpdate
 from megatron_scalerl.weights.transport import join_sender
 from megatron_scalerl.weights.transport.frames import Told, Values, assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
-from megatron_scalerl.weights.transport.store import StoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +101,8 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         shard, rank = init_info.places[worker]
         self._plan = from_json(init_info.plans[shard])
         self._takes_changes = connection.deltas != "off"
-        if self._takes_changes:
-            warm_up()
         for sender, _ in sorted(self._plan.pairs):
-            group = self._groups[sender] = join_sender(connection, rank, sender, shard)
-            if isinstance(group, StoredGroup):
-                group.device = self.device
+            self._groups[sender] = join_sender(connection, rank, sender, shard)
 
     def start_weight_update(self) -> None:
         """Prepare the model for new parameters; discards the state of a failed update first."""

@@ -269,7 +269,7 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, co
             start=start,
             history=history,
             sampler=sampler,
-            sync=StandInSync(engines, trainer, seconds=PUBLISH_S, stores=bool(settings.weights.store)),
+            sync=StandInSync(engines, trainer, seconds=PUBLISH_S),
             probe=StandInProbe(),
             meter=meter,
             progress=Progress(Console(file=io.StringIO()), settings.steps),

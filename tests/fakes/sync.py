@@ -14,9 +14,9 @@ from megatron_scalerl.types import StepReport
 class StandInSync:
     """Sets the version that the engines serve, after a delay."""
 
-    def __init__(self, engines: Membership, trainer: Any = None, *, seconds: float = 0.0, stores: bool = False):
-        """trainer: a stand-in, whose rules are checked. stores: with a store of weights."""
-        self._engines, self._trainer, self._seconds, self._stores = engines, trainer, seconds, stores
+    def __init__(self, engines: Membership, trainer: Any = None, *, seconds: float = 0.0):
+        """trainer: a stand-in, whose rules are checked."""
+        self._engines, self._trainer, self._seconds = engines, trainer, seconds
         self.steps = -1
         """Policy versions published after the first."""
         self.published = asyncio.Event()
@@ -37,15 +37,6 @@ class StandInSync:
     async def catch_up(self, version: int) -> WeightUpdate:
         """Stale engines serve `version`."""
         return await self.update(version, self._engines.stale)
-
-    def stored_for(self) -> list[Any]:
-        """Engines that would read the store."""
-        return self._engines.stale if self._stores else []
-
-    async def catch_up_from_store(self, version: int) -> None:
-        """Stale engines serve `version` while the trainer steps."""
-        assert self._trainer.stepping and version <= self._trainer.version
-        await self.update(version, self._engines.stale)
 
     async def update(self, version: int, engines: Iterable[Any]) -> WeightUpdate:
         """These engines serve `version`."""

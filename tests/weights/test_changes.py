@@ -12,13 +12,6 @@ from megatron_scalerl.weights.digest import value_digest
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@pytest.fixture(params=["compiled", "device"])
-def way(request, monkeypatch):
-    """Both ways to find changes; `device` is the one for GPUs, run on the CPU."""
-    if request.param == "device":
-        monkeypatch.setattr(module, "loops", lambda: None)
-
-
 def random_bits(n, dtype, seed):
     """Any bits: NaNs with payloads, infinities, subnormals, zeros of both signs."""
     g = torch.Generator().manual_seed(seed)
@@ -65,7 +58,7 @@ def test_what_arrives_makes_the_new_bits(dtype, codec, n, share, near, seed):
     assert torch.equal(result, bits_of(new))
 
 
-def test_both_ways_find_the_same(way):
+def test_both_ways_find_the_same():
     old = random_bits(10_000, torch.bfloat16, 0)
     new = changed(old, torch.arange(3, 10_000, 9), 1, near=False)
     held = bits_of(old).clone()
@@ -75,7 +68,7 @@ def test_both_ways_find_the_same(way):
     assert torch.equal(found.old, bits_of(old)[differ]) and torch.equal(found.new, bits_of(new)[differ])
 
 
-def test_all_are_sent_where_many_changed(way):
+def test_all_are_sent_where_many_changed():
     old = torch.zeros(8 * module.SMALL + 8, dtype=torch.bfloat16)
     new = old.clone()
     new[: module.SMALL + 1] = 1
@@ -86,7 +79,7 @@ def test_all_are_sent_where_many_changed(way):
     assert find(bits_of(small.clone()), small + 1).positions.tolist() == list(range(module.SMALL))
 
 
-def test_a_view_that_is_not_contiguous_and_a_scalar(way):
+def test_a_view_that_is_not_contiguous_and_a_scalar():
     old = torch.randn(40, 30)
     new = old.clone()
     new[3, 4] += 1

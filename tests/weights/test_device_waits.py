@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.device_reads import DeviceReads
 
 from megatron_scalerl.weights import changes as coding
-from megatron_scalerl.weights import live_changes
 from megatron_scalerl.weights.changes import bits_of, decode, encode
 from megatron_scalerl.weights.live_changes import write_changes
 from megatron_scalerl.weights.live_map import record
@@ -46,12 +45,6 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func not in VIEWS
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(autouse=True)
-def on_a_device(monkeypatch):
-    for module in (coding, live_changes):
-        monkeypatch.setattr(module, "loops", lambda: None)
 
 
 def experts(count):

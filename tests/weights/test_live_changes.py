@@ -8,20 +8,12 @@ import pytest
 import torch
 from live_model import MANIFEST, in_blocks, live, loader, weights
 
-from megatron_scalerl.weights import live_changes
 from megatron_scalerl.weights.changes import Changes, bits_of, decode, encode, find
 from megatron_scalerl.weights.digest import total, value_digest
 from megatron_scalerl.weights.live_changes import write_changes
 from megatron_scalerl.weights.live_map import needs, record
 from megatron_scalerl.weights.live_weights import live_parts
 from megatron_scalerl.weights.plan import manifest_of
-
-
-@pytest.fixture(params=["compiled", "device"], autouse=True)
-def way(request, monkeypatch):
-    """Both ways to write changes; `device` is the one for GPUs, run on the CPU."""
-    if request.param == "device":
-        monkeypatch.setattr(live_changes, "loops", lambda: None)
 
 
 def some_changed(values, rng, share=0.1):

@@ -1,7 +1,5 @@
 """Weight transfer from the trainer to the engines, the trainer's side: torch only, never vLLM.
 
-With weights.store a sender also writes files, from which engines that join read (`store`).
-
 A sender is created once from a Connection and then sends every update. gloo serves CPUs, shared memory CPUs of one
 host, NCCL serves GPUs; with any of them, each sending rank of the trainer has a broadcast group for each shard of
 the weights as its rank 0, followed by the workers of all engines that need this shard.
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 
 BACKENDS = ("gloo", "nccl", "shm")
 """`Connection.backend` of senders."""
-STORE_BACKEND = "file"
-"""`Connection.backend` of an engine that reads the store."""
 
 
 def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] = (0,)) -> Sender:
@@ -49,19 +45,19 @@ def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] =
 
 
 def join_sender(connection: Connection, rank: int, sender: int, shard: int) -> Group:
-    """Join the group of a sender and a shard as a receiver, or open its file of the store.
+    """Join the group of a sender and a shard as a receiver.
 
     Raises ValueError for an unknown backend, RuntimeError where the group is not formed in time.
     """
-    return _group_class(connection, (*BACKENDS, STORE_BACKEND))(connection, rank, sender, shard)
+    return _group_class(connection, BACKENDS)(connection, rank, sender, shard)
 
 
 def _group_class(connection: Connection, backends: Iterable[str]) -> type[Group]:
-    from megatron_scalerl.weights.transport import gloo, shm, store
+    from megatron_scalerl.weights.transport import gloo, shm
 
     if connection.backend not in backends:
         raise ValueError(f"weights.transport: expected one of {sorted(backends)}, found {connection.backend!r}")
-    classes = {"gloo": gloo.Group, "nccl": gloo.NcclGroup, "shm": shm.ShmGroup, STORE_BACKEND: store.StoredGroup}
+    classes = {"gloo": gloo.Group, "nccl": gloo.NcclGroup, "shm": shm.ShmGroup}
     return classes[connection.backend]
 
 

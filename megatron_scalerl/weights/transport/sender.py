@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_scalerl.weights.changes import encode, warm_up
+from megatron_scalerl.weights.changes import encode
 from megatron_scalerl.weights.digest import total, value_digest
 from megatron_scalerl.weights.plan import Bucket, Connection, WeightPlan, buckets
 from megatron_scalerl.weights.transport.frames import (
@@ -24,7 +24,6 @@ from megatron_scalerl.weights.transport.frames import (
     shape_of,
 )
 from megatron_scalerl.weights.transport.gloo import Finish, Group, Read
-from megatron_scalerl.weights.transport.store import make_writer
 from megatron_scalerl.weights.written import Written
 
 
@@ -43,9 +42,6 @@ class Sender:
         # empty where the optimizer records them
         self._values: list[int] = []  # [own buckets] digests of their values
         self._version, self._since_whole = WHOLE, 0
-        self._store = make_writer(connection, number)
-        if connection.deltas != "off":
-            warm_up()
 
     def send(self, plan: WeightPlan, read: Read, version: int, written: Written | None = None) -> list[int]:
         """Send this rank's parts of one update; returns the digests of its buckets, in the order of `plan.buckets`.
@@ -62,7 +58,7 @@ class Sender:
         in_flight: list[Finish] = []
         self.sizes = []
         try:
-            self._begin(plan, version, whole_bytes=sum(bucket.nbytes for bucket in every))
+            self._begin(plan, version)
             for number, bucket in enumerate(self._own):
                 frame = None if self._version == WHOLE else self._changes_of(plan, number, read)
                 packed = self._packed(plan, number, read) if frame is None else frame
@@ -82,8 +78,6 @@ class Sender:
         except BaseException:
             self.close()
             raise
-        if self._store is not None:
-            self._store.end(version)
         self._version = version
         self.values = {
             shard: total([v for b, v in zip(self._own, self._values) if b.shard == shard]) for shard in self.groups
@@ -99,21 +93,14 @@ class Sender:
         """Leave the groups."""
         for group in self.groups.values():
             group.close()
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
 
-    def _begin(self, plan: WeightPlan, version: int, *, whole_bytes: int) -> None:
-        """Decide whether the update is whole, and send the headers. whole_bytes: of all senders."""
+    def _begin(self, plan: WeightPlan, version: int) -> None:
+        """Decide whether the update is whole, and send the headers."""
         self._since_whole += 1
         if self._connection.deltas == "off" or not self._held or self._since_whole > self._connection.anchor_every:
             self._held = self._held or [torch.empty(0)] * len(self._own) * (self._connection.deltas != "off")
             self._since_whole, self._version = 0, WHOLE
             self._values = self._values or [0] * len(self._own)
-        if self._store is not None:
-            own = sum(bucket.nbytes for bucket in self._own)
-            framed = own + 8 * len(self._own) + HEADER_BYTES * len(self.groups)
-            self._store.begin(version, whole=self._version == WHOLE, nbytes=framed, share=own / max(whole_bytes, 1))
         for shard, group in sorted(self.groups.items()):
             count = sum(bucket.shard == shard for bucket in self._own)
             self._start(shard, header(plan, shard, version, count, self._version).to(group.device))()
@@ -154,7 +141,7 @@ class Sender:
         too."""
         bucket = self._own[number]
         device = self.groups[bucket.shard].device
-        if lasting or device.type != "cpu" or self._store is not None:  # a store writes later
+        if lasting or device.type != "cpu":
             return torch.zeros(bucket.nbytes + 8, dtype=torch.uint8, device=device)
         turns = self.groups[self._own[0].shard].turns(max(each.nbytes for each in self._own) + 8)
         packed, end = turns[number % 2, : bucket.nbytes + 8], 0
@@ -179,10 +166,7 @@ class Sender:
         return self._start(shard, packed)
 
     def _start(self, shard: int, tensor: torch.Tensor) -> Finish:
-        finish = self.groups[shard].start(tensor)
-        if self._store is not None:
-            self._store.add(shard, tensor)
-        return finish
+        return self.groups[shard].start(tensor)
 
 
 def _as_int64(value: int) -> int:

@@ -1,0 +1,98 @@
+"""Tokens and statements of the package and of the whole tree, and habits that make a line hard to read.
+
+    python tools/house_size.py [--rooms] [--check]
+
+Tokens are those of Python's `tokenize` without docstrings, comments, line ends and indents, so that neither packing a line nor
+unpacking one changes them; statements are logical lines. `--rooms` prints one line for each folder of the package; `--check` ends with 1 above a ceiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TREES = ("megatron_scalerl", "tools", "tests", "examples")
+CEILINGS = {"package": 367_600, "tree": 855_000}
+"""Tokens; they change in a commit of its own."""
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+LAYOUT |= {tokenize.ENCODING}
+
+
+def measure(source: str) -> Counter[str]:
+    """Counts of one file: tokens, statements, code lines, and each habit."""
+    tree = ast.parse(source)
+    docs = {node.lineno: node.end_lineno for node in ast.walk(tree) if _is_docstring(node)}
+    counts: Counter[str] = Counter(files=1)
+    lines: set[int] = set()
+    inside = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        inside = max(inside, docs.get(token.start[0], 0) if token.type == tokenize.STRING else 0)
+        counts["comments"] += token.type == tokenize.COMMENT
+        counts["statements"] += token.type == tokenize.NEWLINE
+        if token.type in LAYOUT or token.start[0] <= inside and token.type == tokenize.STRING:
+            continue
+        counts["tokens"] += 1
+        lines.update(range(token.start[0], token.end[0] + 1))
+    counts["code lines"] = len(lines)
+    for node in ast.walk(tree):
+        counts["statements"] -= _is_docstring(node)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            counts["tuple assignments"] += any(isinstance(target, ast.Tuple) for target in node.targets)
+        counts["conditional expressions"] += isinstance(node, ast.IfExp)
+        counts["walrus"] += isinstance(node, ast.NamedExpr)
+    return counts
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def measured(folder: Path) -> Counter[str]:
+    """Counts of every Python file below a folder."""
+    return sum((measure(path.read_text()) for path in sorted(folder.rglob("*.py"))), Counter[str]())
+
+
+def row(name: str, counts: Counter[str]) -> str:
+    """One line of the table; habits are per 1,000 code lines."""
+    lines = max(1, counts["code lines"])
+    habits = ("tuple assignments", "conditional expressions", "walrus", "comments")
+    shown = ", ".join(f"{habit} {counts[habit] * 1000 / lines:.1f}" for habit in habits)
+    each = counts["tokens"] / max(1, counts["statements"])
+    size = f"{counts['files']:>4} files {lines:>7,} lines {counts['tokens']:>8,} tokens {each:5.2f} a statement"
+    return f"{name:<14}{size}; per 1,000 lines: {shown}"
+
+
+def main() -> None:
+    """Prints the table; see above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rooms", action="store_true", help="one line for each folder of the package, too")
+    parser.add_argument("--check", action="store_true", help="end with 1 above a ceiling")
+    options = parser.parse_args()
+    trees = {name: measured(ROOT / name) for name in TREES}
+    rooms = sorted((ROOT / "megatron_scalerl").glob("*/")) if options.rooms else []
+    for room in rooms:
+        print(row(room.name, measured(room)))
+    for name, counts in trees.items():
+        print(row(name, counts))
+    whole = sum(trees.values(), Counter[str]())
+    print(row("whole tree", whole))
+    sizes = {"package": trees["megatron_scalerl"]["tokens"], "tree": whole["tokens"]}
+    above = [
+        f"{name}: {size:,} tokens, {CEILINGS[name]:,} allowed"
+        for name, size in sizes.items()
+        if size > CEILINGS[name]
+    ]
+    if options.check and above:
+        sys.exit(
+            "house_size.py: " + "; ".join(above) + "; delete something, or raise the ceiling in a commit of its own"
+        )
+
+
+if __name__ == "__main__":
+    main()
