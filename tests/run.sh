@@ -3,9 +3,13 @@
 #
 #   tests/run.sh         the CI tier: the fast tests under Python 3.11, the slow ones under Python 3.12 where there is one
 #   tests/run.sh --fast  the fast tests: no engine, one process each
-#   tests/run.sh --all   the CI tier's tests and those that only this tier has: the whole grid of layouts, every crash
-#                        point, Slurm jobs that run long. By hand, before a change of processes, weights, checkpoints or
-#                        Slurm is called done
+#   tests/run.sh --all [tests/FOLDER ...]  the CI tier's tests and those that only this tier has, a folder at a time: the
+#                        whole grid of layouts, every crash point, Slurm jobs that run long. By hand, before a change of
+#                        processes, weights, checkpoints or Slurm is called done. A folder that passed before runs again
+#                        only if something that its tests import has changed since
+#   tests/run.sh --changed [COMMIT]  fast and slow tests that import, at any depth, a file that differs from COMMIT
+#                        (default: HEAD~1), and each changed test file once more, alone in a fresh process
+#   tests/run.sh --poor  the fast tests with 256 MiB for temporary files, an empty HOME, umask 077, LANG=C and one CPU (needs root)
 #   tests/run.sh --newest  the CI tier's tests with the newest release of every package, and says what is newer than the locks
 #   tests/run.sh --help  this text; installs and runs nothing
 #
@@ -18,10 +22,8 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 tier=ci
 case "${1:-}" in
-  -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
-  --fast) tier=fast; shift ;;
-  --all) tier=all; shift ;;
-  --newest) tier=newest; shift ;;
+  -h | --help) sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  --fast | --all | --changed | --poor | --newest) tier="${1#--}"; shift ;;
 esac
 fast="not slow and not full" slow="slow and not full"
 [ "$tier" != all ] || slow="slow or full"
@@ -63,20 +65,76 @@ fi
 tools/install.sh cpu
 .venv/bin/ruff check .
 .venv/bin/ruff format --check -q .
-if [ "$tier" != fast ]; then
+.venv/bin/python tools/house_size.py --check
+if [ "$tier" = poor ]; then
+  poor=$(mktemp -d)
+  mount -t tmpfs -o size=256m none "$poor" || { echo "run.sh: --poor mounts a small file system, which needs root"; exit 1; }
+  mkdir "$poor/home" "$poor/tmp" "$poor/bin"
+  printf '#!/bin/sh\necho "Filesystem 1K-blocks Used Available Use%% Mounted on"\necho "none 1048576 0 1048576 0%% /"\n' >"$poor/bin/df"
+  chmod +x "$poor/bin/df"
+  export HOME="$poor/home" TMPDIR="$poor/tmp" LANG=C LC_ALL=C PATH="$poor/bin:$PATH" MSRL_TEST_WORKERS=1
+  umask 077
+  taskset -cp 0 $$ >/dev/null
+  run_tests .venv 1 "$fast" "$@"
+  umount -l "$poor"
+  exit "$code"
+fi
+if [ "$tier" = ci ] || [ "$tier" = all ]; then
   .venv/bin/mypy
   NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
 fi
-run_tests .venv 2 "$fast" "$@"
-if [ "$tier" != fast ]; then
+slow_ready() { # waits for the environment of the slow tests
   [ -z "$second" ] || wait "$installing" || { cat .venv-3.12.log; exit 1; }
+  second=
+}
+extras() { # packages of tests that only --all has
+  local extra
   for extra in "ray tests/launch/test_ray.py" "notebooks tests/test_notebooks.py"; do
-    [ "$tier" = all ] || break
     "$venv/bin/python" -m pip install -q $(sed -n "/^${extra% *} =/,/^[a-z]/s/^    \([a-z]\)/\1/p" setup.cfg) ||
       echo "run.sh: the extra ${extra% *} could not be installed: ${extra#* } is skipped"
   done
-  echo "run.sh: the slow tests, $venv"
-  run_tests "$venv" 3 "$slow" "$@"
-fi
+}
+case "$tier" in
+  fast) run_tests .venv 2 "$fast" "$@" ;;
+  ci)
+    run_tests .venv 2 "$fast" "$@"
+    slow_ready
+    echo "run.sh: the slow tests, $venv"
+    run_tests "$venv" 3 "$slow" "$@"
+    ;;
+  changed)
+    base="${1:-HEAD~1}"
+    mapfile -t tests < <(.venv/bin/python tests/changed.py "$base")
+    mapfile -t alone < <(.venv/bin/python tests/changed.py --files "$base")
+    [ "${#tests[@]}" != 0 ] || { echo "run.sh: no test imports what differs from $base"; exit 0; }
+    echo "run.sh: ${#tests[@]} test files import what differs from $base"
+    run_tests .venv 2 "$fast" "${tests[@]}"
+    slow_ready
+    run_tests "$venv" 3 "$slow" "${tests[@]}"
+    for file in "${alone[@]}"; do
+      run_tests "$venv" 0 "not full" "$file"
+    done
+    ;;
+  all)
+    slow_ready
+    extras
+    noted="$(git rev-parse --git-dir)/all-passed" # FOLDER COMMIT SECONDS
+    touch "$noted"
+    [ $# != 0 ] || set -- tests/*/ tests/test_*.py
+    for folder in "$@"; do
+      folder="${folder%/}"
+      before=$(awk -v folder="$folder" '$1 == folder {print $2}' "$noted" | tail -n 1)
+      if [ -n "$before" ] && [ -z "$(.venv/bin/python tests/changed.py "$before" "$folder")" ]; then
+        echo "run.sh: $folder passed at $(grep "^$folder " "$noted" | tail -n 1 | cut -d' ' -f2-) s; nothing that it imports has changed"
+        continue
+      fi
+      all=$code code=0 began=$SECONDS
+      run_tests .venv 2 "$fast" "$folder"
+      run_tests "$venv" 3 "$slow" "$folder"
+      [ "$code" != 0 ] || [ -n "$(git status --porcelain)" ] || echo "$folder $(git rev-parse HEAD) $((SECONDS - began))" >>"$noted"
+      code=$((all ? all : code))
+    done
+    ;;
+esac
 exit "$code"
 }

@@ -2,8 +2,9 @@
 
     python tools/house_size.py [--rooms] [--check]
 
-Tokens are those of Python's `tokenize` without docstrings, comments, line ends and indents, so that neither packing a line nor
-unpacking one changes them; statements are logical lines. `--rooms` prints one line for each folder of the package; `--check` ends with 1 above a ceiling.
+Tokens are those of Python's `tokenize` without docstrings, comments, line ends and indents, so that neither packing
+a line nor unpacking one changes them; statements are logical lines. `--rooms` prints one line for each folder of the
+package; `--check` ends with 1 above a ceiling.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ def measure(source: str) -> Counter[str]:
     lines: set[int] = set()
     inside = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        inside = max(inside, docs.get(token.start[0], 0) if token.type == tokenize.STRING else 0)
+        inside = max(inside, docs.get(token.start[0], 0))
         counts["comments"] += token.type == tokenize.COMMENT
         counts["statements"] += token.type == tokenize.NEWLINE
-        if token.type in LAYOUT or token.start[0] <= inside and token.type == tokenize.STRING:
+        string = token.type == tokenize.STRING
+        if token.type in LAYOUT or (string and token.start[0] <= inside):
             continue
         counts["tokens"] += 1
         lines.update(range(token.start[0], token.end[0] + 1))
     counts["code lines"] = len(lines)
+    counts["all lines"] = source.count("\n")
     for node in ast.walk(tree):
         counts["statements"] -= _is_docstring(node)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
@@ -61,11 +64,12 @@ def measured(folder: Path) -> Counter[str]:
 def row(name: str, counts: Counter[str]) -> str:
     """One line of the table; habits are per 1,000 code lines."""
     lines = max(1, counts["code lines"])
-    habits = ("tuple assignments", "conditional expressions", "walrus", "comments")
+    habits = ("tuple assignments", "conditional expressions", "walrus")
     shown = ", ".join(f"{habit} {counts[habit] * 1000 / lines:.1f}" for habit in habits)
     each = counts["tokens"] / max(1, counts["statements"])
     size = f"{counts['files']:>4} files {lines:>7,} lines {counts['tokens']:>8,} tokens {each:5.2f} a statement"
-    return f"{name:<14}{size}; per 1,000 lines: {shown}"
+    comments = 100 * counts["comments"] / max(1, counts["all lines"])
+    return f"{name:<14}{size}; per 1,000 lines: {shown}; comments {comments:.2f} % of all lines"
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Mutation testing of the modules that decide what is trained, what is charged and what is forecast.
 
     make mutation        # or: python tools/mutation.py [--module gate.py]
+    python tools/mutation.py --sample 40 [--seed S]     mutants of any module, against all of CI's tests of its room
 
 Applies one mutation of cosmic-ray at a time to a copy of the tree and runs the fast tests of the module, listed in
 tools/mutation.toml. A mutant is killed if a test fails, and survives if all pass: then a test is missing, or the
@@ -36,7 +37,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "runs" / "mutation.jsonl"
 """One line per mutant."""
 sys.dont_write_bytecode = True  # a mutated file may have the size and the second of the one before it
-sys.path.append(str(ROOT / ".venv-mutation"))
+sys.path += [str(ROOT / ".venv-mutation"), str(ROOT / "tests")]
+FAST, SLOW = "not slow and not full and not gpu", "slow and not full and not gpu"
+"""Marks of CI's tests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +60,10 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--module", default="", help="only modules whose path ends with this")
+    p.add_argument(
+        "--sample", type=int, metavar="N", help="N mutants drawn from all modules, in place of mutation.toml's"
+    )
+    p.add_argument("--seed", type=int, help="of --sample; default: mutation.toml's")
     return p
 
 
@@ -119,7 +126,7 @@ def copy_tree(target: Path) -> None:
             shutil.copyfile(ROOT / name, target / name)
 
 
-def _pytest(tests: list[str], seconds: int, log: Path) -> None:
+def _pytest(tests: list[str], marks: str, seconds: int, log: Path) -> None:
     """In a process of its own group: run the tests, everything printed goes to `log`, the exit code is pytest's."""
     import pytest
 
@@ -128,17 +135,17 @@ def _pytest(tests: list[str], seconds: int, log: Path) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    marks = "not slow and not full and not gpu"
     options = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider", "--tb=line", "-o", "log_cli=false"]
-    os._exit(int(pytest.main([*options, *tests])))
+    code = int(pytest.main([*options, *tests]))
+    os._exit(0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code)
 
 
-def outcome(tests: list[str], *, seconds: int, log: Path) -> str:
+def outcome(tests: list[str], *, seconds: int, log: Path, marks: str = FAST) -> str:
     """Run the tests in a fork of this process, which has imported torch already: survived, killed or timeout.
 
     seconds: of processor time, so that other work on the machine kills no mutant; of wall time ten times as many.
     """
-    child = multiprocessing.get_context("fork").Process(target=_pytest, args=(tests, seconds, log))
+    child = multiprocessing.get_context("fork").Process(target=_pytest, args=(tests, marks, seconds, log))
     child.start()
     child.join(10 * seconds)
     late = child.is_alive()
@@ -175,21 +182,51 @@ def run_part(part: dict[str, list[str]], config: dict[str, int], options: argpar
     records = []
     for module in modules:
         for mutant in sample(module, seed=config["seed"], per_site=config["mutants_per_site"]):
-            change = difference(mutant)
-            began = time.monotonic()
-            module.write_text(mutant.source, encoding="utf8")
-            found = outcome(part["tests"], seconds=config["cpu_seconds"], log=log)
-            record = {
-                "module": str(module), "line": mutant.line, "operator": mutant.operator,
-                "outcome": found, "killer": killer(log) if found == "killed" else "",
-                "seconds": round(time.monotonic() - began, 2), "diff": change,
-            }  # fmt: skip
-            with RECORDS.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            records.append(record)
-            if found == "survived":
-                print(f"{module}:{mutant.line} {mutant.operator} survived\n{record['diff']}", flush=True)
-        shutil.copyfile(ROOT / module, module)
+            records.append(judged(mutant, part["tests"], config["cpu_seconds"], log, (FAST,)))
+    return records
+
+
+def judged(mutant: Mutant, tests: list[str], seconds: int, log: Path, tiers: tuple[str, ...]) -> dict:
+    """The record of one mutant: whether a test of these tiers notices it. Restores the module."""
+    began = time.monotonic()
+    change = difference(mutant)
+    mutant.module.write_text(mutant.source, encoding="utf8")
+    result = "survived"
+    for marks in tiers:
+        if result == "survived":
+            result = outcome(tests, seconds=seconds, log=log, marks=marks)
+    shutil.copyfile(ROOT / mutant.module, mutant.module)
+    record = {
+        "module": str(mutant.module), "line": mutant.line, "operator": mutant.operator,
+        "outcome": result, "killer": killer(log) if result == "killed" else "",
+        "seconds": round(time.monotonic() - began, 2), "diff": change,
+    }  # fmt: skip
+    with RECORDS.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    if result == "survived":
+        print(f"{mutant.module}:{mutant.line} {mutant.operator} survived\n{change}", flush=True)
+    return record
+
+
+def run_sample(count: int, seed: int, config: dict[str, int], options: argparse.Namespace) -> list[dict]:
+    """One record per mutant, drawn from all modules by their size, judged by CI's tests of its room that reach it."""
+    from changed import Closures
+
+    log = Path("pytest.log").resolve()
+    closures = Closures()
+    tests = sorted(path for path in closures.sources if path.startswith("tests/") and "/test_" in path)
+    modules = sorted(path for path in closures.sources if path.startswith("megatron_scalerl/") and "/" in path[17:])
+    modules = [module for module in modules if module.endswith(options.module)]
+    chance = random.Random(seed)
+    records: list[dict] = []
+    while len(records) < count:
+        [module] = chance.choices(modules, [(ROOT / path).stat().st_size for path in modules])
+        mutants = sample(Path(module), seed=seed, per_site=1)
+        room = module.split("/")[1]
+        reaching = [test for test in tests if test.startswith(f"tests/{room}/") and module in closures.of(test)]
+        if mutants and reaching:
+            records.append(judged(chance.choice(mutants), reaching, 10 * config["cpu_seconds"], log, (FAST, SLOW)))
+            print(len(records), records[-1]["module"], records[-1]["outcome"], records[-1]["killer"], flush=True)
     return records
 
 
@@ -207,7 +244,11 @@ def main(options: argparse.Namespace) -> None:
         # CI: hypothesis draws the same examples for every mutant, and remembers none
         os.environ |= {"CI": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": folder}
         sys.path.insert(0, folder)
-        records = [record for part in config["part"] for record in run_part(part, config, options)]
+        seed = options.seed if options.seed is not None else config["seed"]
+        if options.sample:
+            records = run_sample(options.sample, seed, config, options)
+        else:
+            records = [record for part in config["part"] for record in run_part(part, config, options)]
         os.chdir(ROOT)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for record in records:
@@ -217,7 +258,7 @@ def main(options: argparse.Namespace) -> None:
     for module in [*(m for m in counts if m != "total"), "total"]:
         found = counts[module]
         print(f"{module:48} {sum(found.values()):7} {found['killed']:7} {found['timeout']:7} {found['survived']:8}")
-    print(f"seed {config['seed']}, {(time.monotonic() - began) / 60:.1f} minutes")
+    print(f"seed {seed}, {(time.monotonic() - began) / 60:.1f} minutes")
 
 
 if __name__ == "__main__":
