@@ -14,5 +14,5 @@ meter.py          measures time windows and charges them to the ledger
 ledger.py         device-hours by role and batch: RUN/ledger.jsonl, the forecast's compute axis
 metrics.py        step and validation records: RUN/metrics.jsonl, RUN/validation.jsonl, TensorBoard, W&B
 progress.py       lines and progress bar on the console
-collector.py      gauges of a run for Prometheus; endpoint.py serves them
+telemetry.py      the endpoint for Prometheus, its metrics and its files
 """

@@ -41,7 +41,6 @@ from megatron_scalerl.evaluation.results import SUMMARY, Header, Key, OtherResul
 from megatron_scalerl.evaluation.summaries import FileSummary, as_json, summarize
 from megatron_scalerl.evaluation.training_texts import problem_texts
 from megatron_scalerl.processes.logs import printable
-from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.plans import VALIDATION_PRIORITY
 from megatron_scalerl.rollouts.run_text import RunTokenizer
@@ -182,7 +181,6 @@ class Evaluations(OneAtATime):
         if self._every:
             self._record.close()
 
-    @spanned("evaluation", "evaluation")
     async def _run(self, step: int, engine: EngineClient, axis: dict[str, Any], digest: str) -> None:
         try:
             with self._result(step, digest) as result:

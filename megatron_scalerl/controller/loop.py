@@ -64,7 +64,6 @@ from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.launch.placement import Fleet
 from megatron_scalerl.processes.garbage import rare_full_collections
 from megatron_scalerl.processes.signals import SaveAndExit
-from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
@@ -217,7 +216,6 @@ class Controller:
         async with self._saving.uninterrupted():
             await self._saver.maybe(self._state.step, self._state.batches)
 
-    @spanned("batch")
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float) -> None:
         await self._saver.commit(wait=False)  # the trainer is idle
         batch = await self._overlap.send(groups)  # after filters, advantages, assignment

@@ -44,7 +44,6 @@ from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.evaluation.completing import Holders, Request, complete
 from megatron_scalerl.evaluation.results import Key
 from megatron_scalerl.fit.outlook import outlook
-from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.prompts.dataset import PromptSet, first_of_each_task
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.plans import VALIDATION_PRIORITY
@@ -312,7 +311,6 @@ class Validations(OneAtATime):
         )
         return True
 
-    @spanned("wait for a validation")
     async def end(self, while_waiting: WhileWaiting | None, *, held: bool = False) -> float:
         """Wait for the validation in progress, if any; returns the seconds waited.
 
@@ -344,7 +342,6 @@ class Validations(OneAtATime):
         if self._forecast is not None:
             await asyncio.gather(self._forecast, return_exceptions=True)
 
-    @spanned("validation", "validation")
     async def _validate(
         self, step: int, generations: int, compute: float, compute_total: float, on: EngineClient | None
     ) -> None:

@@ -90,7 +90,6 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "telemetry.metrics_port",
         "telemetry.metrics_host",
         "telemetry.metrics_access",
-        "telemetry.trace_steps",
         "telemetry.profile_steps",
         "weights.timeout_s",
         "weights.connect_timeout_s",

@@ -30,8 +30,6 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter
-from megatron_scalerl.controller.collector import RunCollector
-from megatron_scalerl.controller.endpoint import serving_metrics
 from megatron_scalerl.controller.evaluations import write_contamination
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
@@ -48,7 +46,7 @@ from megatron_scalerl.controller.run_folder import (
     finished,
     resume_point,
 )
-from megatron_scalerl.controller.trace_file import trace_files
+from megatron_scalerl.controller.telemetry import RunCollector, serving_metrics
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
 from megatron_scalerl.engine.membership import Member
 from megatron_scalerl.engine.watchdog import EngineDied
@@ -310,10 +308,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, held_sin
                     meter=meter,
                     progress=progress,
                     saving=run.saving,
-                    sinks=[
-                        *([] if run.collector is None else [run.collector]),
-                        *trace_files(recipe, folder.path, step=start.step),
-                    ],
+                    sinks=[] if run.collector is None else [run.collector],
                 )
                 return await launcher.while_alive(trainer, controller.run())
 

@@ -26,7 +26,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_scalerl.checkpoints.commit import read_commit
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.controller.collector import RunCollector
 from megatron_scalerl.controller.evaluations import EvaluationInputs
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
@@ -34,6 +33,7 @@ from megatron_scalerl.controller.meter import Meter, metering
 from megatron_scalerl.controller.metrics import Sink
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import RunFolder, check_history, resume_point
+from megatron_scalerl.controller.telemetry import RunCollector
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.placement import Devices, Fleet
