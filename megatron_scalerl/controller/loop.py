@@ -49,7 +49,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_scalerl.batching.advantages import why_empty
-from megatron_scalerl.controller.evaluations import EvaluationInputs
 from megatron_scalerl.controller.measure import Measurements
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics, Sink, batch_metrics, engine_metrics, step_metrics
@@ -61,6 +60,7 @@ from megatron_scalerl.controller.saver import Saver
 from megatron_scalerl.controller.token_scores import TokenScores
 from megatron_scalerl.controller.weight_sync import NO_UPDATE, WeightSync
 from megatron_scalerl.engine.rounds import Rounds
+from megatron_scalerl.evaluation.inputs import Evaluated
 from megatron_scalerl.launch.placement import Fleet
 from megatron_scalerl.processes.garbage import rare_full_collections
 from megatron_scalerl.processes.signals import SaveAndExit
@@ -98,7 +98,7 @@ class Controller:
         meter: Meter,
         progress: Progress,
         saving: SaveAndExit,
-        evaluation: EvaluationInputs | None = None,
+        evaluation: Evaluated | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
         """start: the checkpoint to resume from. history: the journal at the start. sinks: of the records."""
@@ -115,7 +115,7 @@ class Controller:
         self._measurements = Measurements(
             recipe,
             prompts,
-            evaluation or EvaluationInputs(),
+            evaluation,
             folder=folder,
             start=start,
             state=self._state,
@@ -262,7 +262,7 @@ class Controller:
         state, before = self._state, self._state.served
         if state.step == before:
             return {}
-        pinned = await self._measurements.validations.end(None)
+        pinned = await self._measurements.unpin()
         update = await self._sync.publish(state.step)
         state.served, state.digest = state.step, update.digest
         reached = (every := self._recipe.weights.probe_every) and state.step // every > before // every

@@ -15,8 +15,8 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_scalerl.checkpoints.weight_map import check_weights
-from megatron_scalerl.controller.evaluations import EvaluationInputs, evaluation_inputs
 from megatron_scalerl.engine.options import check_options
+from megatron_scalerl.evaluation.inputs import Evaluated, evaluation_inputs
 from megatron_scalerl.launch.local_server import bind_server
 from megatron_scalerl.losses import make_loss
 from megatron_scalerl.models import family, read_hf_config
@@ -43,7 +43,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     hf_config: PretrainedConfig
     prompts: PromptSet
-    evaluation: EvaluationInputs
+    evaluation: Evaluated | None
     longest_sequence: int
     """Longest prompt and completion together, with forced phrase and end (tokens)."""
     micro_batch_tokens: int

@@ -30,10 +30,10 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter
-from megatron_scalerl.controller.evaluations import write_contamination
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.measure import VersionLost
+from megatron_scalerl.controller.measured_prompts import write_contamination
 from megatron_scalerl.controller.meter import Meter, metering
 from megatron_scalerl.controller.preflight import Inputs, check_inputs
 from megatron_scalerl.controller.probe import Probe
@@ -130,7 +130,8 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     placement = Placement.of(recipe, hosts)
     placement.check_present(hosts, engines=recipe.engine.min_engines)
     inputs = check_inputs(recipe)
-    for line in [*inputs.prompts.report.lines(), *inputs.evaluation.lines()]:
+    evaluated = inputs.evaluation
+    for line in [*inputs.prompts.report.lines(), *(evaluated.lines() if evaluated else ())]:
         console.print(line, highlight=False)
     recipe = inputs.resolved(recipe)
     check_recipe(recipe)
