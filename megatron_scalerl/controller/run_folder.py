@@ -140,6 +140,15 @@ class ResumePoint:
     """One line about each newer checkpoint that is damaged."""
 
 
+class Resumed:
+    """Where an attempt goes on."""
+
+    def __init__(self, start: ResumePoint, history: History) -> None:
+        self.start = start
+        self.history: History | None = history
+        """The journal of the attempts before, until it is replayed: it may have a million events."""
+
+
 class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     """controller.json of a checkpoint: the run as far as the checkpoint includes it."""
 

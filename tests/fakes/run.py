@@ -31,7 +31,7 @@ from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.meter import Meter, metering
 from megatron_scalerl.controller.metrics import Sink
 from megatron_scalerl.controller.progress import Progress
-from megatron_scalerl.controller.run_folder import RunFolder, check_history, resume_point
+from megatron_scalerl.controller.run_folder import Resumed, RunFolder, check_history, resume_point
 from megatron_scalerl.controller.telemetry import RunCollector
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import Membership
@@ -266,8 +266,7 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, co
             prompts=prompts(),
             folder=folder,
             fleet=Fleet(trainer=trainer, info=INFO, engines=engines, devices=devices),
-            start=start,
-            history=history,
+            resumed=Resumed(start, history),
             sampler=sampler,
             sync=StandInSync(engines, trainer, seconds=PUBLISH_S),
             probe=StandInProbe(),
