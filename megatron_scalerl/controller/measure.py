@@ -110,7 +110,7 @@ class Measurement:
         self._prompts, self._engines, self._held = prompts, engines, held
         self._meter, self._rounds = meter, rounds
         self._per_engine = recipe.rollouts.max_in_flight
-        self._count = recipe.engine.count
+        self._engine_count = recipe.engine.count
         self._task: asyncio.Task[None] | None = None
         """The one in progress, or one that has ended since the last `collect`."""
         self.engine: EngineClient | None = None
@@ -159,7 +159,7 @@ class Measurement:
     async def _run(self, version: PinnedVersion, engine: EngineClient | None) -> None:
         pinned = Pinned(members=self._engines, version=version.step, only=engine)
         one_engine = engine is not None or self._rounds is not None
-        at_once = self._per_engine * (1 if one_engine else self._count)
+        at_once = self._per_engine * (1 if one_engine else self._engine_count)
 
         async def complete(requests: Iterable[Request], finished: Finished) -> None:
             def counted(request: Request, completion: ScoredCompletion | CompletionLost) -> None:

@@ -238,10 +238,14 @@ class EvaluationFiles:
 
     async def measure(self, version: PinnedVersion, complete: Complete) -> None:
         """Complete every file, or what is missing of it, and record the result. Raises ProblemLost."""
+
+        def finished(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
+            result.append(row_of(request, completion, self._files.tokenizer))
+
         with self._result(version) as result:
             missing = result.missing(self._keys)
             requests = self._files.requests(missing, {None: self._sampler}, seed=self._section.seed)
-            await complete(requests, lambda *done: result.append(row_of(*done, self._files.tokenizer)))
+            await complete(requests, finished)
             rows = await asyncio.to_thread(self._finish, version, result)
         self._append(version.step, rows)
 

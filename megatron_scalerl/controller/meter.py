@@ -42,33 +42,30 @@ Purpose = Literal["validation", "evaluation"]
 
 
 class _Hold:
-    """An engine that is held, within the current window."""
+    """An engine that is held, since it was charged last."""
 
     def __init__(self, engine: EngineClient, devices: float, purpose: Purpose, now: float) -> None:
-        self.engine, self.devices, self.purpose = engine, devices, purpose
-        self.device_seconds, self._since = 0.0, now
+        self.purpose = purpose
+        self._engine, self._devices = engine, devices
+        self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        self._since = now
+        self._received = self._engine.received_tokens
         self.measured: dict[Role, int] = {"validation": 0, "evaluation": 0}
         """Tokens of finished completions."""
-        self.training = 0
-        self._received = engine.received_tokens
 
-    def advance(self, now: float) -> None:
-        """It was held until now."""
-        self.device_seconds += self.devices * (now - self._since)
-        self._since = now
-
-    def close(self) -> dict[Role, float]:
-        """Role -> its device-seconds since the last call; `training` is then what it finished for training."""
-        self.training = max(0, self.engine.received_tokens - self._received - sum(self.measured.values()))
-        tokens: dict[Role, int] = {**self.measured, "engine": self.training}
+    def close(self, now: float) -> tuple[dict[Role, float], int]:
+        """(role -> its device-seconds since the last call, tokens that it finished for training)."""
+        seconds = self._devices * (now - self._since)
+        training = max(0, self._engine.received_tokens - self._received - sum(self.measured.values()))
+        tokens: dict[Role, int] = {**self.measured, "engine": training}
         total = sum(tokens.values())
-        shares: dict[Role, float] = {self.purpose: 1.0}
-        if total:
-            shares = {role: n / total for role, n in tokens.items()}
-        found = {role: self.device_seconds * share for role, share in shares.items()}
-        self.device_seconds, self._received = 0.0, self.engine.received_tokens
-        self.measured = dict.fromkeys(self.measured, 0)
-        return found
+        purpose: Role = self.purpose
+        self._begin(now)
+        if not total:
+            return {purpose: seconds}, 0
+        return {role: seconds * (count / total) for role, count in tokens.items()}, training
 
 
 class Meter:
@@ -142,10 +139,10 @@ class Meter:
 
     def _close_holds(self) -> None:
         for hold in self._holds.values():
-            hold.advance(self._clock())
-            for role, seconds in hold.close().items():
+            roles, training = hold.close(self._clock())
+            for role, seconds in roles.items():
                 self._apart[role] = self._apart.get(role, 0.0) + seconds
-            self._apart_tokens += hold.training
+            self._apart_tokens += training
 
     def count_training(self, tokens: int) -> None:
         """Count a finished training completion of so many tokens."""

@@ -90,6 +90,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "telemetry.metrics_port",
         "telemetry.metrics_host",
         "telemetry.metrics_access",
+        "telemetry.trace_steps",  # has left; of runs that were begun with it
         "telemetry.profile_steps",
         "weights.timeout_s",
         "weights.connect_timeout_s",

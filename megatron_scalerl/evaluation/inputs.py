@@ -52,11 +52,6 @@ class Evaluated:
     contaminations: Mapping[str, Contamination] = field(default_factory=dict)
     """File name -> what the training prompts share with it; empty if they were not compared."""
 
-    @property
-    def engine_recipe(self) -> Recipe:
-        """The recipe of the engines, whose context is that of the largest budget."""
-        return at_budget(self.recipe, max((b for b in self.budgets if b is not None), default=None))
-
     def keys(self, k: int) -> list[Key]:
         """Every completion: file after file, the largest budget first, all problems for each index."""
         return [
@@ -135,19 +130,7 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     hf_config = read_hf_config(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
-    longest_recipe = at_budget(recipe, max(budgets, default=None))
-    phrase_ids, _ = forced_ids(longest_recipe, tokenizer)
-    longest = longest_recipe.longest_sequence(len(phrase_ids))
-    context = getattr(hf_config.get_text_config(), "max_position_embeddings", longest)
-    for key, limit in (
-        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len") or longest),
-        ("max_position_embeddings of the policy", context),
-    ):
-        if longest > limit:
-            raise ValueError(
-                f"{key}: expected at least {longest} (prompts.max_prompt_tokens {recipe.prompts.max_prompt_tokens} + "
-                f"thinking {longest_recipe.interruption.thinking_tokens[1]} + phrase + answer), found {limit}"
-            )
+    longest = longest_sequence(at_budget(recipe, max(budgets, default=None)), hf_config, tokenizer)
     engine = recipe.engine.model_copy(update={"vllm": {"max_model_len": longest, **recipe.engine.vllm}})
     # neither changes a completion or whether it is correct
     rewards = recipe.rewards.model_copy(update={"length_penalty": None})
@@ -159,6 +142,29 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
         files=tuple(files),
         prompts=rendered(files, tokenizer, recipe, key="--data"),
     )
+
+
+def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity: int | None = None) -> int:
+    """The tokens of the longest sequence that the recipe can have.
+
+    capacity: trainer.micro_batch_tokens. Raises ValueError for a limit that is shorter.
+    """
+    phrase_ids, _ = forced_ids(recipe, tokenizer)
+    longest = recipe.longest_sequence(len(phrase_ids))
+    for key, limit in (
+        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len")),
+        (
+            "max_position_embeddings of the policy",
+            getattr(hf_config.get_text_config(), "max_position_embeddings", None),
+        ),
+        ("trainer.micro_batch_tokens", capacity),
+    ):
+        if limit and longest > limit:
+            raise ValueError(
+                f"{key}: {limit} is too short for the longest sequence, {longest} tokens (prompts.max_prompt_tokens "
+                f"{recipe.prompts.max_prompt_tokens} + thinking + phrase + answer)"
+            )
+    return longest
 
 
 def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]) -> Evaluated | None:

@@ -96,7 +96,8 @@ def _first(failures: BaseException) -> BaseException:
 async def _engines(evaluated: Evaluated, folder: Path) -> AsyncIterator[Engines]:
     """The engines, which are stopped on exit from the block."""
     attempt = Attempt(run_id="evaluation", incarnation="local.0", folder=folder, recipe_file=folder / "recipe.yaml")
-    recipe = evaluated.engine_recipe
+    largest = max((budget for budget in evaluated.budgets if budget is not None), default=None)
+    recipe = at_budget(evaluated.recipe, largest)
     engines = Engines(
         recipe,
         placement=Placement.without_trainer(recipe),
