@@ -52,7 +52,6 @@ WALL_CLOCK = {
     "plan/assumptions_file.py": "the date of a new file",
     "cluster/slurm_status.py": "which attempts belong to the last submission, and until when a job may run",
     "cluster/submission.py": "records it",
-    "processes/spans.py": "records it",
 }
 """Files that read the time of day or a file's time, which may jump, and what for."""
 

@@ -17,11 +17,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.controller.evaluations import EvaluationInputs
-from megatron_scalerl.controller.held_engine import HeldEngine
+from megatron_scalerl.controller.measure import HeldEngine
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.engine.membership import EngineState, Membership
 from megatron_scalerl.evaluation.contamination import contamination
+from megatron_scalerl.evaluation.inputs import Evaluated
 from megatron_scalerl.evaluation.problems import read_problems
 from megatron_scalerl.evaluation.results import COMPLETIONS, SUMMARY, Header, ResultFile, ResultInUse
 from megatron_scalerl.types import Prompt
@@ -39,14 +39,17 @@ def inputs(folder):
         read_problems(written(folder, "aime.jsonl", AIME_2024)),
         read_problems(written(folder, "m.jsonl", MATH_500)),
     ]
-    return EvaluationInputs(
+    return Evaluated(
+        recipe=recipe(folder),
         tokenizer=Tokenizer(),
         files=tuple(files),
-        prompts=tuple(
-            tuple(Prompt(prompt_id=p.problem_id, text=p.text, answer=p.answer, token_ids=(1,)) for p in file.problems)
+        prompts={
+            file.name: [
+                Prompt(prompt_id=p.problem_id, text=p.text, answer=p.answer, token_ids=(1,)) for p in file.problems
+            ]
             for file in files
-        ),
-        contaminations=tuple(contamination([], []) for _ in files),
+        },
+        contaminations={file.name: contamination([], []) for file in files},
     )
 
 
@@ -274,8 +277,8 @@ def test_the_time_of_a_held_engine_goes_to_what_it_finished(tmp_path):
     assert ledger.hours("evaluation") == pytest.approx(1.0), "it finished nothing yet"
     assert ledger.hours("engine") == pytest.approx(3.0)
     engine.received_tokens = 100
-    meter.count_held(engine, "evaluation", 25)
-    meter.count_held(engine, "validation", 25)
+    meter.count_measured("evaluation", 25, engine)
+    meter.count_measured("validation", 25, engine)
     meter.count_training(150)  # 50 of them on the held engine
     clock.now = 7200.0
     meter.release(engine)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_scalerl.evaluation.inputs import Evaluated
-    from megatron_scalerl.evaluation.results import ResultFile, Row
+    from megatron_scalerl.evaluation.results import ResultFile
 
 EPILOG = """examples:
   megatron-scalerl export runs/my_run --out models/trained
@@ -66,10 +66,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """Evaluate. Raises ValueError for user errors, RuntimeError and OSError for failed processes."""
     from rich.progress import Progress
 
-    from megatron_scalerl.evaluation.inputs import check_evaluation, policy_digest, settings
-    from megatron_scalerl.evaluation.offline import VERSION, all_keys, generate
+    from megatron_scalerl.evaluation.inputs import check_evaluation, policy_digest
+    from megatron_scalerl.evaluation.offline import VERSION, generate
     from megatron_scalerl.evaluation.problems import read_problems, split_schema
-    from megatron_scalerl.evaluation.results import Header, ResultFile
+    from megatron_scalerl.evaluation.results import ResultFile
     from megatron_scalerl.launch.hosts import allow_open_files
     from megatron_scalerl.processes.signals import run_until_signal
     from megatron_scalerl.recipe.file import load_recipe_for
@@ -85,16 +85,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     evaluated = check_evaluation(recipe, files, budgets)
     contaminations = _contaminations(arguments.training, evaluated)
     allow_open_files(evaluated.recipe)
-    header = Header(
-        policy=arguments.folder,
-        digest=policy_digest(arguments.folder),
-        version=VERSION,
-        files=tuple((file.name, file.digest) for file in files),
-        seed=arguments.seed,
-        settings=settings(evaluated.recipe, k=k, budgets=evaluated.budgets),
-    )
+    digest = policy_digest(arguments.folder)
+    header = evaluated.header(policy=arguments.folder, digest=digest, version=VERSION, seed=arguments.seed, k=k)
     with ResultFile(arguments.out, header) as result:
-        keys = all_keys(evaluated, k)
+        keys = evaluated.keys(k)
         left = len(result.missing(keys))
         if left < len(keys):
             console.print(f"{len(keys) - left} of {len(keys)} completions are there", highlight=False)
@@ -107,7 +101,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("completions", total=len(keys), completed=len(keys) - left)
 
-            def finished(_: Row) -> None:
+            def finished() -> None:
                 bar.advance(task)
 
             run_until_signal(generate(evaluated, result, k=k, seed=arguments.seed, ready=ready, finished=finished))
@@ -149,7 +143,6 @@ def _report(
     console: Console,
 ) -> None:
     """Compute, print and write the summary and, of several budgets, the figure."""
-    from megatron_scalerl.evaluation.offline import all_keys
     from megatron_scalerl.evaluation.plot import plot_budgets
     from megatron_scalerl.evaluation.results import cells
     from megatron_scalerl.evaluation.summaries import (
@@ -158,22 +151,21 @@ def _report(
         gains_table,
         labels_table,
         scores_table,
-        summarize,
+        summaries_of,
     )
     from megatron_scalerl.processes.logs import printable
 
-    made = cells(result.rows.values(), all_keys(evaluated, arguments.k))
+    made = cells(result.rows.values(), evaluated.keys(arguments.k))
     made.sort(key=lambda cell: cell.budget or 0)
-    by_name = {file.name: file for file in evaluated.files}
-    hits = {name: found.problems_hit for name, found in contaminations.items()}
-    summaries = [summarize(cell, by_name[cell.file], k=arguments.k, hit=hits.get(cell.file)) for cell in made]
-    for name in by_name:
+    summaries = summaries_of(made, evaluated.files, contaminations, k=arguments.k)
+    names = [file.name for file in evaluated.files]
+    for name in names:
         of_file = [summary for summary in summaries if summary.file == name]
         console.print(scores_table(of_file).rich())
         last = of_file[-1]
         if last.labels:
             console.print(labels_table(last).rich())
-        if last.clean is not None and hits[name]:
+        if last.clean is not None and contaminations[name].problems_hit:
             at = "" if last.budget is None else f" at a budget of {last.budget:,}"
             console.print(
                 f"mean@{last.k}{at} of the {last.clean.prompts} problems that no training prompt hits: {last.clean}",
@@ -182,7 +174,7 @@ def _report(
     for name, contaminated in contaminations.items():
         console.print(f"{printable(name)}: {contaminated.line()}", highlight=False)
     saturations = {}
-    for name in by_name:
+    for name in names:
         if (found := compare_budgets([c for c in made if c.file == name], margin=arguments.margin)) is not None:
             saturations[name] = found
             console.print(gains_table(found).rich())

@@ -6,13 +6,11 @@ preflight.py      checks of a recipe's inputs before any process starts
 run_folder.py     lock, recipe and attempts of RUN/; the checkpoint to resume from
 weight_sync.py    coordinates a weight update of all engines
 probe.py          compares log-probs of trainer and engines after an update
-measurements.py   validations and evaluations beside the training
-validation.py     pass rate on the held-out prompts: which one is due, and the one in progress
-evaluations.py    evaluation files at chosen steps: RUN/evaluation.jsonl, RUN/evaluations
-held_engine.py    the engine that keeps a version for both
+measure.py        validations and evaluations beside the training: when, and on which engines
+measured_prompts.py  what they measure and record: RUN/validation.jsonl, RUN/evaluation.jsonl, RUN/evaluations
 meter.py          measures time windows and charges them to the ledger
 ledger.py         device-hours by role and batch: RUN/ledger.jsonl, the forecast's compute axis
 metrics.py        step and validation records: RUN/metrics.jsonl, RUN/validation.jsonl, TensorBoard, W&B
 progress.py       lines and progress bar on the console
-collector.py      gauges of a run for Prometheus; endpoint.py serves them
+telemetry.py      the endpoint for Prometheus, its metrics and its files
 """

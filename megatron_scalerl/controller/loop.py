@@ -49,27 +49,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_scalerl.batching.advantages import why_empty
-from megatron_scalerl.controller.evaluations import EvaluationInputs
 from megatron_scalerl.controller.measure import Measurements
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics, Sink, batch_metrics, engine_metrics, step_metrics
 from megatron_scalerl.controller.overlap import Overlap
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
-from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder, RunState
+from megatron_scalerl.controller.run_folder import Resumed, RunFolder, RunState
 from megatron_scalerl.controller.saver import Saver
 from megatron_scalerl.controller.token_scores import TokenScores
 from megatron_scalerl.controller.weight_sync import NO_UPDATE, WeightSync
 from megatron_scalerl.engine.rounds import Rounds
+from megatron_scalerl.evaluation.inputs import Evaluated
 from megatron_scalerl.launch.placement import Fleet
 from megatron_scalerl.processes.garbage import rare_full_collections
 from megatron_scalerl.processes.signals import SaveAndExit
-from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import tasks_of
-from megatron_scalerl.rollouts.history import BatchRecord, History, read_batch, read_groups, replay_draws
+from megatron_scalerl.rollouts.history import BatchRecord, read_batch, read_groups, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
@@ -81,9 +80,6 @@ logger = logging.getLogger(__name__)
 class Controller:
     """One attempt of a run."""
 
-    _skipped_in_a_row = 0
-    _why_empty = ""
-
     def __init__(
         self,
         *,
@@ -91,20 +87,22 @@ class Controller:
         prompts: PromptSet,
         folder: RunFolder,
         fleet: Fleet,
-        start: ResumePoint,
-        history: History,
+        resumed: Resumed,
         sampler: Sampler,
         sync: WeightSync,
         probe: Probe,
         meter: Meter,
         progress: Progress,
         saving: SaveAndExit,
-        evaluation: EvaluationInputs | None = None,
+        evaluation: Evaluated | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        """start: the checkpoint to resume from. history: the journal at the start. sinks: of the records."""
+        """resumed: the checkpoint to resume from, and the journal until it is replayed. sinks: of the records."""
         self._recipe, self._prompts, self._folder, self._fleet = recipe, prompts.training, folder, fleet
-        self._start, self._history = start, [history]  # `_replay` takes it: it may have a million events
+        start, history = resumed.start, resumed.history
+        assert history is not None
+        self._resumed = resumed
+        self._empty: list[str] = []  # why nothing was left of each of the last batches in a row
         self._sync, self._probe, self._saving = sync, probe, saving
         self._scorer = TokenScores(recipe, fleet, folder.path)
         self._meter, self._ledger, self._progress = meter, meter.ledger, progress
@@ -116,7 +114,7 @@ class Controller:
         self._measurements = Measurements(
             recipe,
             prompts,
-            evaluation or EvaluationInputs(),
+            evaluation,
             folder=folder,
             start=start,
             state=self._state,
@@ -156,8 +154,8 @@ class Controller:
             self._metrics.close()
 
     async def _run(self) -> str:
-        if self._start.checkpoint is not None:
-            await self._fleet.trainer.load(str(self._start.checkpoint))
+        if self._resumed.start.checkpoint is not None:
+            await self._fleet.trainer.load(str(self._resumed.start.checkpoint))
         await self._publish()
         self._meter.charge_startup()
         if self._phase_over and self._measurements.begin(beside=False):
@@ -183,8 +181,8 @@ class Controller:
             async with self._saving.uninterrupted():
                 await self._record(groups)
             await self._train_on(groups, waited)
-            if self._skipped_in_a_row >= self._recipe.filters.max_empty_batches:
-                reason = f"{self._skipped_in_a_row} batches in a row had nothing left to train on: {self._why_empty}"
+            if len(self._empty) >= self._recipe.filters.max_empty_batches:
+                reason = f"{len(self._empty)} batches in a row had nothing left to train on: {self._empty[-1]}"
                 if self._state.step == 0:
                     raise RuntimeError(f"{reason}, before the first step; look at completions with `show`")
                 return await self._finish(reason)
@@ -210,14 +208,15 @@ class Controller:
         if self._recipe.rollouts.one_by_one:
             await self._save()  # while the engines validate
             await self._measurements.end_validation(self._overlap.while_waiting)
-        await self._stream.trained(self._state.served)
-        await self._save()
+            await self._stream.trained(self._state.served)
+        else:
+            await self._stream.trained(self._state.served)
+            await self._save()  # while the engines generate
 
     async def _save(self) -> None:
         async with self._saving.uninterrupted():
             await self._saver.maybe(self._state.step, self._state.batches)
 
-    @spanned("batch")
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float) -> None:
         await self._saver.commit(wait=False)  # the trainer is idle
         batch = await self._overlap.send(groups)  # after filters, advantages, assignment
@@ -242,11 +241,11 @@ class Controller:
         """Record and show a batch. report: of its step, None without one. stats: counts of the filters."""
         step = self._state.step
         if report is None:
-            self._skipped_in_a_row, self._why_empty = self._skipped_in_a_row + 1, why_empty(stats)
+            self._empty.append(why_empty(stats))
             self._metrics.step(step, {"skipped": 1} | record)
-            self._progress.skipped(step, self._why_empty)
+            self._progress.skipped(step, self._empty[-1])
         else:
-            self._skipped_in_a_row = 0
+            self._empty.clear()
             record |= step_metrics(report)
             self._metrics.step(step, record)
             self._progress.step(step, record)
@@ -264,7 +263,7 @@ class Controller:
         state, before = self._state, self._state.served
         if state.step == before:
             return {}
-        pinned = await self._measurements.validations.end(None)
+        pinned = await self._measurements.unpin()
         update = await self._sync.publish(state.step)
         state.served, state.digest = state.step, update.digest
         reached = (every := self._recipe.weights.probe_every) and state.step // every > before // every
@@ -292,7 +291,9 @@ class Controller:
         Consumes: the journal's events and groups. Waits for: trainer steps and weight updates, as in `_train`. The
         stream is not started yet, so nothing is generated.
         """
-        history = self._history.pop()
+        history = self._resumed.history
+        assert history is not None
+        self._resumed.history = None
         replay_draws(self._curriculum, history)
         for record in history.batches[self._state.batches :]:
             await self._train_on(await asyncio.to_thread(read_batch, self._folder.path, history, record))

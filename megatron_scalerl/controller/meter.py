@@ -5,7 +5,7 @@ window the devices of trainer and engines are charged for the whole time. If a v
 split between `validation` and `engine` in proportion to the tokens generated for each; trainer time counts as
 `validation` while the trainer waits for the validation.
 
-The time of an engine that is held at a version (`held_engine`) is charged apart: to `validation`, `evaluation` and,
+The time of an engine that is held at a version (`measure`) is charged apart: to `validation`, `evaluation` and,
 for the training completions that were in flight on it, `engine`, in proportion to the tokens that it finished for
 each in the window; to the measurement where it finished none. The other engines' time is then the training's.
 """
@@ -38,37 +38,34 @@ class BatchTime:
     """Tokens of the completions that finished in it, validation included."""
 
 
-Measurement = Literal["validation", "evaluation"]
+Purpose = Literal["validation", "evaluation"]
 
 
 class _Hold:
-    """An engine that is held, within the current window."""
+    """An engine that is held, since it was charged last."""
 
-    def __init__(self, engine: EngineClient, devices: float, purpose: Measurement, now: float) -> None:
-        self.engine, self.devices, self.purpose = engine, devices, purpose
-        self.device_seconds, self._since = 0.0, now
+    def __init__(self, engine: EngineClient, devices: float, purpose: Purpose, now: float) -> None:
+        self.purpose = purpose
+        self._engine, self._devices = engine, devices
+        self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        self._since = now
+        self._received = self._engine.received_tokens
         self.measured: dict[Role, int] = {"validation": 0, "evaluation": 0}
         """Tokens of finished completions."""
-        self.training = 0
-        self._received = engine.received_tokens
 
-    def advance(self, now: float) -> None:
-        """It was held until now."""
-        self.device_seconds += self.devices * (now - self._since)
-        self._since = now
-
-    def close(self) -> dict[Role, float]:
-        """Role -> its device-seconds since the last call; `training` is then what it finished for training."""
-        self.training = max(0, self.engine.received_tokens - self._received - sum(self.measured.values()))
-        tokens: dict[Role, int] = {**self.measured, "engine": self.training}
+    def close(self, now: float) -> tuple[dict[Role, float], int]:
+        """(role -> its device-seconds since the last call, tokens that it finished for training)."""
+        seconds = self._devices * (now - self._since)
+        training = max(0, self._engine.received_tokens - self._received - sum(self.measured.values()))
+        tokens: dict[Role, int] = {**self.measured, "engine": training}
         total = sum(tokens.values())
-        shares: dict[Role, float] = {self.purpose: 1.0}
-        if total:
-            shares = {role: n / total for role, n in tokens.items()}
-        found = {role: self.device_seconds * share for role, share in shares.items()}
-        self.device_seconds, self._received = 0.0, self.engine.received_tokens
-        self.measured = dict.fromkeys(self.measured, 0)
-        return found
+        purpose: Role = self.purpose
+        self._begin(now)
+        if not total:
+            return {purpose: seconds}, 0
+        return {role: seconds * (count / total) for role, count in tokens.items()}, training
 
 
 class Meter:
@@ -120,7 +117,7 @@ class Meter:
         self._engine_seconds += self._engine * (now - self._engine_since)
         self._engine, self._engine_since = count, now
 
-    def hold(self, engine: EngineClient, devices: float, purpose: Measurement) -> None:
+    def hold(self, engine: EngineClient, devices: float, purpose: Purpose) -> None:
         """From now on, this engine is held for measurements, first of all for this one."""
         self._holds[engine] = _Hold(engine, devices, purpose, self._clock())
 
@@ -129,8 +126,12 @@ class Meter:
         self._close_holds()
         del self._holds[engine]
 
-    def count_held(self, engine: EngineClient, purpose: Measurement, tokens: int) -> None:
-        """Count a finished completion of a measurement on an engine that is held."""
+    def count_measured(self, purpose: Purpose, tokens: int, engine: EngineClient | None = None) -> None:
+        """Count a finished completion of a measurement. engine: the one that is held for it, else a validation is on
+        all of them."""
+        if engine is None:
+            self._validation_tokens += tokens
+            return
         hold = self._holds[engine]
         hold.purpose = purpose
         hold.measured[purpose] += tokens
@@ -138,18 +139,14 @@ class Meter:
 
     def _close_holds(self) -> None:
         for hold in self._holds.values():
-            hold.advance(self._clock())
-            for role, seconds in hold.close().items():
+            roles, training = hold.close(self._clock())
+            for role, seconds in roles.items():
                 self._apart[role] = self._apart.get(role, 0.0) + seconds
-            self._apart_tokens += hold.training
+            self._apart_tokens += training
 
     def count_training(self, tokens: int) -> None:
         """Count a finished training completion of so many tokens."""
         self._training_tokens += tokens
-
-    def count_validation(self, tokens: int) -> None:
-        """Count a finished validation completion of so many tokens."""
-        self._validation_tokens += tokens
 
     def charge_startup(self) -> None:
         """Charge the time until the engines serve the first weights of this attempt."""
@@ -182,7 +179,7 @@ class Meter:
         """Charge a validation with nothing else in progress."""
         self._split("validate")
 
-    def charge_waiting(self, purpose: Measurement) -> None:
+    def charge_waiting(self, purpose: Purpose) -> None:
         """Charge the time after the training in which the run waited for a measurement on an engine that is held."""
         self._charge_all("validate", purpose)
 

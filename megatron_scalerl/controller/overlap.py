@@ -23,7 +23,6 @@ from megatron_scalerl.controller.run_folder import RunState
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.launch.placement import Fleet
 from megatron_scalerl.processes.signals import SaveAndExit
-from megatron_scalerl.processes.spans import span, spanned
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.completions import completions_of
 from megatron_scalerl.rollouts.stream import RolloutStream
@@ -50,33 +49,29 @@ class Sender:
     def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path) -> None:
         self._recipe, self._fleet, self._run_dir = recipe, fleet, run_dir
 
-    @spanned("prepare batch", "batch")
     async def send(self, groups: Sequence[RolloutGroup], policy_version: int) -> SentBatch:
         """Filter a batch, plan the step that trains `policy_version` on it, and send what is left.
 
         Raises as `TrainerClient.prepare`, `plan_step` and the reader of `completions_of` do.
         """
         recipe = self._recipe
-        with span("filters and advantages", "batch"):
-            plan = samples_of(
-                groups,
-                normalize=recipe.advantages.normalize,
-                truncated=recipe.rewards.truncated,
-                zero_variance=recipe.filters.zero_variance,
-                reduction=recipe.loss.reduction,
-            )
+        plan = samples_of(
+            groups,
+            normalize=recipe.advantages.normalize,
+            truncated=recipe.rewards.truncated,
+            zero_variance=recipe.filters.zero_variance,
+            reduction=recipe.loss.reduction,
+        )
         if not plan.samples:
             return SentBatch(groups=tuple(groups), stats=plan.stats, step=None)
-        with span("packing", "batch", step=policy_version + 1):
-            step = plan_step(
-                plan.samples,
-                step=policy_version + 1,
-                dp_size=self._fleet.info.dp_size,
-                micro_batch_tokens=recipe.micro_batch_tokens,
-                policy_version=policy_version,
-            )
-        with span("read and send", "batch", step=step.step, completions=len(plan.samples)):
-            await self._fleet.trainer.prepare(step, completions_of(self._run_dir, plan.sources))
+        step = plan_step(
+            plan.samples,
+            step=policy_version + 1,
+            dp_size=self._fleet.info.dp_size,
+            micro_batch_tokens=recipe.micro_batch_tokens,
+            policy_version=policy_version,
+        )
+        await self._fleet.trainer.prepare(step, completions_of(self._run_dir, plan.sources))
         return SentBatch(groups=tuple(groups), stats=plan.stats, step=step.step)
 
 
@@ -94,7 +89,6 @@ class Ahead:
         self._sender, self._take, self._policy_version = sender, take, policy_version
         self._taken = False
 
-    @spanned("wait for the batch ahead")
     async def batch(self) -> SentBatch | None:
         """The batch, once it is sent; None if none was taken, and none will be. Raises as `Sender.send` does."""
         if not self._taken:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_scalerl.checkpoints.weight_map import check_weights
-from megatron_scalerl.controller.evaluations import EvaluationInputs, evaluation_inputs
 from megatron_scalerl.engine.options import check_options
+from megatron_scalerl.evaluation.inputs import Evaluated, evaluation_inputs, longest_sequence
 from megatron_scalerl.launch.local_server import bind_server
 from megatron_scalerl.losses import make_loss
 from megatron_scalerl.models import family, read_hf_config
@@ -31,7 +30,6 @@ from megatron_scalerl.rewards.code_tests import parse_tests
 from megatron_scalerl.rewards.math import check_references
 from megatron_scalerl.rewards.pool import limits_of
 from megatron_scalerl.rewards.sandbox_probe import check_sandbox
-from megatron_scalerl.rollouts.plans import forced_ids
 
 _END = 1 << 16
 """Bytes at the end of a file of weights that its digest reads."""
@@ -44,7 +42,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     hf_config: PretrainedConfig
     prompts: PromptSet
-    evaluation: EvaluationInputs
+    evaluation: Evaluated | None
     longest_sequence: int
     """Longest prompt and completion together, with forced phrase and end (tokens)."""
     micro_batch_tokens: int
@@ -92,21 +90,10 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     _check_layout(recipe, hf_config)
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
-    text_config = hf_config.get_text_config()
     prompts = checked_prompts(recipe, tokenizer)
     evaluation = evaluation_inputs(recipe, tokenizer, prompts.training)
-    phrase_ids, _ = forced_ids(recipe, tokenizer)
-    longest, capacity = recipe.longest_sequence(len(phrase_ids)), _micro_batch_tokens(recipe)
-    for key, limit in (
-        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len") or longest),
-        ("max_position_embeddings of the policy", getattr(text_config, "max_position_embeddings", longest)),
-        ("trainer.micro_batch_tokens", capacity),
-    ):
-        if longest > limit:
-            raise ValueError(
-                f"{key}: {limit} is too short for the longest sequence, {longest} tokens (prompts.max_prompt_tokens "
-                f"{recipe.prompts.max_prompt_tokens} + thinking + phrase + answer)"
-            )
+    capacity = _micro_batch_tokens(recipe)
+    longest = longest_sequence(recipe, hf_config, tokenizer, capacity=capacity)
     return Inputs(
         tokenizer=tokenizer,
         hf_config=hf_config,

@@ -18,7 +18,6 @@ from megatron_scalerl.batching.rollout_bytes import RolloutArrays, read
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.launch.placement import Fleet
-from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.plans import VALIDATION_PRIORITY
 from megatron_scalerl.rollouts.sampler import Sampler
@@ -87,7 +86,6 @@ class Probe:
         self._tolerance = recipe.weights.probe_tolerance or TOLERANCE[recipe.policy.dtype]
         self._checked: set[EngineClient] = set()
 
-    @spanned("probe")
     async def check(self, policy_version: int, *, new_only: bool = False) -> dict[str, float]:
         """Mean and largest |trainer - engine log-prob| (nats) of the engines that serve `policy_version`.
 

@@ -90,7 +90,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "telemetry.metrics_port",
         "telemetry.metrics_host",
         "telemetry.metrics_access",
-        "telemetry.trace_steps",
+        "telemetry.trace_steps",  # has left; of runs that were begun with it
         "telemetry.profile_steps",
         "weights.timeout_s",
         "weights.connect_timeout_s",
@@ -139,6 +139,15 @@ class ResumePoint:
     """Of the checkpoint, see `ControllerState`."""
     damaged: tuple[str, ...] = ()
     """One line about each newer checkpoint that is damaged."""
+
+
+class Resumed:
+    """Where an attempt goes on."""
+
+    def __init__(self, start: ResumePoint, history: History) -> None:
+        self.start = start
+        self.history: History | None = history
+        """The journal of the attempts before, until it is replayed: it may have a million events."""
 
 
 class ControllerState(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,6 @@ from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.controller.run_folder import RECORDS, ControllerState, RunFolder, rows_of
 from megatron_scalerl.processes.garbage import release_memory
-from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.trainer.client import TrainerClient
@@ -55,7 +54,6 @@ class Saver:
         self._begun: _Begun | None = None
         """The checkpoint that is being written."""
 
-    @spanned("checkpoint")
     async def save(self, step: int, batches: int, *, last: bool = False) -> None:
         """Write and commit a checkpoint, or begin to with checkpoint.async_save. Not while the trainer steps.
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.launch.placement import Fleet
-from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.store import read_completions, segment_path
 from megatron_scalerl.rollouts.token_scores import CompletionScores, write_scores
@@ -35,7 +34,6 @@ class TokenScores:
         if self._every and step % self._every == 0:
             await self._record(step, groups)
 
-    @spanned("score tokens")
     async def _record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         chosen = [(group, index) for group in _telling(groups) for index in _ends(group)]
         if not chosen:

@@ -30,25 +30,23 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter
-from megatron_scalerl.controller.collector import RunCollector
-from megatron_scalerl.controller.endpoint import serving_metrics
-from megatron_scalerl.controller.evaluations import write_contamination
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.measure import VersionLost
+from megatron_scalerl.controller.measured_prompts import write_contamination
 from megatron_scalerl.controller.meter import Meter, metering
 from megatron_scalerl.controller.preflight import Inputs, check_inputs
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import (
-    ResumePoint,
+    Resumed,
     RunFolder,
     check_history,
     check_recipe,
     finished,
     resume_point,
 )
-from megatron_scalerl.controller.trace_file import trace_files
+from megatron_scalerl.controller.telemetry import RunCollector, serving_metrics
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
 from megatron_scalerl.engine.membership import Member
 from megatron_scalerl.engine.watchdog import EngineDied
@@ -64,7 +62,7 @@ from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rewards.pool import TaskPools
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
-from megatron_scalerl.rollouts.history import History, read_history
+from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.rollouts.plans import Plans
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.trainer.client import TrainerError
@@ -132,7 +130,8 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     placement = Placement.of(recipe, hosts)
     placement.check_present(hosts, engines=recipe.engine.min_engines)
     inputs = check_inputs(recipe)
-    for line in [*inputs.prompts.report.lines(), *inputs.evaluation.lines()]:
+    evaluated = inputs.evaluation
+    for line in [*inputs.prompts.report.lines(), *(evaluated.lines() if evaluated else ())]:
         console.print(line, highlight=False)
     recipe = inputs.resolved(recipe)
     check_recipe(recipe)
@@ -196,18 +195,7 @@ class _Run:
     """What the Prometheus endpoint shows, None without one."""
 
 
-class _Resumed:
-    """Where an attempt starts; its history is held by the attempt alone, and only as long as it needs it."""
-
-    def __init__(self, start: ResumePoint, history: History) -> None:
-        self.start, self._history = start, [history]
-
-    def take_history(self) -> History:
-        """The journal of the attempts before, once."""
-        return self._history.pop()
-
-
-async def _attempts(run: _Run, resumed: _Resumed) -> str:
+async def _attempts(run: _Run, resumed: Resumed) -> str:
     """Attempts until one ends. Raises the failure of the one after trainer.max_restarts restarts without progress.
 
     resumed: where the first one starts.
@@ -265,7 +253,7 @@ def _record(engines: JsonlWriter, member: Member) -> None:
         logger.warning("a change of %s is not recorded: %s", member.name, error)
 
 
-async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, held_since: float, first: bool) -> str:
+async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_since: float, first: bool) -> str:
     """One attempt.
 
     held_since: when the devices were held, or the attempt before it ended (monotonic seconds). first: its failure to
@@ -302,30 +290,26 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, held_sin
                     evaluation=run.inputs.evaluation,
                     folder=folder,
                     fleet=fleet,
-                    start=start,
-                    history=resumed.take_history(),
+                    resumed=resumed,
                     sampler=run.sampler,
                     sync=WeightSync(fleet.trainer, fleet.engines, recipe),
                     probe=Probe(recipe, run.sampler, fleet, [*prompts.training, *prompts.held_out]),
                     meter=meter,
                     progress=progress,
                     saving=run.saving,
-                    sinks=[
-                        *([] if run.collector is None else [run.collector]),
-                        *trace_files(recipe, folder.path, step=start.step),
-                    ],
+                    sinks=[] if run.collector is None else [run.collector],
                 )
                 return await launcher.while_alive(trainer, controller.run())
 
 
-def _resume(folder: RunFolder, console: Console) -> _Resumed:
+def _resume(folder: RunFolder, console: Console) -> Resumed:
     """The newest intact checkpoint and the journal, checked against each other."""
     start = resume_point(folder.path)
     for line in start.damaged:
         console.print(f"resuming from step {start.step}: {line}", highlight=False)
     history = read_history(folder.path)
     check_history(folder.path, history, start)
-    return _Resumed(start, history)
+    return Resumed(start, history)
 
 
 def _print_fleet(fleet: Fleet, console: Console) -> None:

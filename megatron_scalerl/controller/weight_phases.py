@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
-from megatron_scalerl.processes.spans import span
 from megatron_scalerl.trainer.client import TrainerError
 from megatron_scalerl.weights.plan import SendReport
 
@@ -56,8 +55,7 @@ class Phases:
         calls = [] if trainer is None else [self._limited(trainer)]
         calls += [self._limited(call(engine)) for engine in engines]
         begin = time.perf_counter()
-        with span(phase, "weight update", engines=len(engines)):
-            results = await asyncio.gather(*calls, return_exceptions=True)
+        results = await asyncio.gather(*calls, return_exceptions=True)
         self.seconds[phase] = time.perf_counter() - begin
         for result in results:
             of_member = isinstance(result, RuntimeError | ValueError | OSError)

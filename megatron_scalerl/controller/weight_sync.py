@@ -36,7 +36,6 @@ from megatron_scalerl.controller.weight_phases import COLLECTIVE, PhaseFailed, P
 from megatron_scalerl.engine.answers import REFUSED, EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.processes.spans import passed, spanned
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient
 from megatron_scalerl.types import StepReport
@@ -197,7 +196,6 @@ class WeightSync:
             self._engines.evict(engine, reason)
         return not (gone or failed.engines)
 
-    @spanned("weight update", "weight update")
     async def _send(self, version: int, engines: list[EngineClient], begin: float) -> WeightUpdate:
         phases = Phases(self._recipe.weights.timeout_s)
         if engines != self._connected:
@@ -213,7 +211,7 @@ class WeightSync:
             sending = self._trainer.send_weights(version)
             report, *_ = await phases.all("stage", engines, lambda engine: stage(engine, version), trainer=sending)
         await phases.all("pause", engines, lambda engine: engine.pause(clear_cache=clear))
-        paused, paused_ns = time.perf_counter(), time.monotonic_ns()
+        paused = time.perf_counter()
         await phases.all("start", engines, lambda engine: engine.post("/start_weight_update", None))
         if staged:
             await phases.all("update", engines, write)
@@ -228,7 +226,6 @@ class WeightSync:
         resumed = time.perf_counter()
         await phases.all("resume", engines, lambda engine: engine.resume())
         for engine in engines:
-            passed("paused", "pauses", paused_ns, time.monotonic_ns(), process=engine.name, version=version)
             self._engines.serve(engine, version)
         self._proven = [engine for engine in {*self._proven, *engines} if engine in self._engines.there]
         return WeightUpdate(

@@ -1,24 +1,27 @@
 """Completes problems on the engines that hold one policy version, and scores the completions.
 
-Consumes: requests, in their order, and the engines' slots.
+Consumes: requests, in their order, and the engines' slots, at a higher priority than training completions.
 Waits for: each completion and its score, and for an engine that holds the version.
 Unblocked by: the engines and the verifier. An answer of another policy version evicts its engine: a result is of one
 version or is refused. A completion whose engine is evicted is generated again, with its seed and interruption point,
-on another engine; one that is lost (`CompletionLost`) is tried once more and then recorded as lost.
+on another engine; one that is lost (`CompletionLost`) is tried once more and then recorded as lost. Where one engine
+alone is held at the version, its eviction ends the measurement: HeldEngineLost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from megatron_scalerl.batching.rollout_bytes import read
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.evaluation.results import Key, Row
-from megatron_scalerl.rollouts.plans import Draw
+from megatron_scalerl.rollouts.plans import VALIDATION_PRIORITY, Draw
 from megatron_scalerl.rollouts.run_text import RunTokenizer, raw_text
 from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
 from megatron_scalerl.types import CompletionLost, Prompt
@@ -29,101 +32,138 @@ TRIES = 2
 """Attempts at a completion, with the same seed and interruption point."""
 
 
+class HeldEngineLost(RuntimeError):
+    """The engine that kept the policy version of a measurement was evicted."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One completion to generate."""
 
     key: Key
-    problem_id: str
     prompt: Prompt
     draw: Draw
     sampler: Sampler
     """Of the key's budget."""
 
 
+Finished = Callable[[Request, ScoredCompletion | CompletionLost], None]
+"""Takes each result as soon as it is scored."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holders:
-    """The engines that hold the version, and what to do with one that answers with another."""
+class Pinned:
+    """The engines that hold one policy version."""
 
-    next: Callable[[int], Awaitable[EngineClient]]
-    """Waits for an engine for problem number n."""
-    evict: Callable[[EngineClient, str], None]
+    members: Membership
+    version: int
+    only: EngineClient | None = None
+    """The engine that is held at the version; None: every engine that serves has it."""
 
+    async def engine(self, number: int) -> EngineClient:
+        """An engine for problem `number`, whose completions share it. Raises HeldEngineLost."""
+        if self.only is None:
+            await self.members.until(lambda: bool(self.members.serving))
+            serving = self.members.serving
+            return serving[number % len(serving)]
+        if self.only not in self.members.held:
+            raise HeldEngineLost(f"{self.only.name}, which kept the version, was evicted")
+        return self.only
 
-async def complete(
-    request: Request, holders: Holders, *, version: int, priority: int
-) -> ScoredCompletion | CompletionLost:
-    """One completion by policy version `version`, or why it is lost. Raises RuntimeError as `Sampler.complete`."""
-    tries = 0
-    while True:
-        engine = await holders.next(request.key.number)
-        try:
-            found = await request.sampler.complete(engine, request.prompt, request.draw, priority=priority)
-            check_version(engine, found, version)
-            return found
-        except CompletionLost as lost:
-            logger.warning("%s, problem %d: a completion is lost: %s", request.key.file, request.key.number, lost)
-            tries += 1
-            if tries == TRIES:
-                return lost
-        except EngineError as error:
-            holders.evict(engine, str(error))
+    async def complete(
+        self, request: Request, *, first: EngineClient | None = None, priority: int = VALIDATION_PRIORITY
+    ) -> ScoredCompletion | CompletionLost:
+        """One completion, or why it is lost. first: the engine of the first attempt.
 
-
-def check_version(engine: EngineClient, found: ScoredCompletion, version: int) -> None:
-    """Raises EngineError for a completion with a token of another policy version; versions never decrease in one."""
-    versions = {found.completion.first_version, found.completion.last_version}
-    if versions != {version}:
-        raise EngineError(f"{engine.name}: policy versions: expected {version}, found {sorted(versions)}")
+        Raises HeldEngineLost, and RuntimeError as `Sampler.complete` does.
+        """
+        tries = 0
+        while True:
+            engine = first or await self.engine(request.key.number)
+            first = None
+            try:
+                result = await request.sampler.complete(engine, request.prompt, request.draw, priority=priority)
+                versions = {result.completion.first_version, result.completion.last_version}
+                if versions != {self.version}:  # versions never decrease in a completion
+                    raise EngineError(
+                        f"{engine.name}: policy versions: expected {self.version}, found {sorted(versions)}"
+                    )
+                return result
+            except CompletionLost as lost:
+                name, number = request.key.file, request.key.number
+                logger.warning("%s, problem %d: a completion is lost: %s", name, number, lost)
+                tries += 1
+                if tries == TRIES:
+                    return lost
+            except EngineError as error:
+                self.members.evict(engine, str(error))
 
 
 async def complete_all(
     requests: Iterable[Request],
-    holders: Holders,
+    finished: Finished,
     *,
-    version: int,
+    pinned: Pinned,
     at_once: int,
-    priority: int,
-    tokenizer: RunTokenizer,
-    finished: Callable[[Row], None],
+    rounds: Rounds | None = None,
 ) -> None:
-    """Complete every request, `at_once` at a time. finished: called with each row as soon as it is scored."""
-    waiting = iter(requests)
+    """Complete every request, `at_once` at a time; in `rounds` (`engine.rounds`) so many of each engine.
+
+    Raises HeldEngineLost, unless something else fails, too.
+    """
+
+    async def one(request: Request, first: EngineClient | None = None, rank: int = 0) -> None:
+        priority = VALIDATION_PRIORITY + rank
+        finished(request, await pinned.complete(request, first=first, priority=priority))
 
     async def work() -> None:
         for request in waiting:
-            found = await complete(request, holders, version=version, priority=priority)
-            finished(row_of(request, found, tokenizer))
+            await one(request)
 
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(at_once):
-            tasks.create_task(work())
+    async def in_rounds(rounds: Rounds) -> None:
+        left = list(waiting)
+        while left:
+            this_round = await rounds.begin()
+            part = left[: at_once * this_round.size]
+            left = left[len(part) :]
+            engines = [this_round.engine(rank) for rank in range(len(part))]
+            async with asyncio.TaskGroup() as tasks:
+                for rank, request in enumerate(part):
+                    tasks.create_task(one(request, engines[rank], rank))
+                await this_round.go(engines)
+
+    waiting = iter(requests)
+    try:
+        if rounds is not None:
+            await in_rounds(rounds)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(at_once):
+                tasks.create_task(work())
+    except BaseExceptionGroup as failures:
+        raise min(failures.exceptions, key=lambda error: isinstance(error, HeldEngineLost)) from None
 
 
-def row_of(request: Request, found: ScoredCompletion | CompletionLost, tokenizer: RunTokenizer) -> Row:
+def row_of(request: Request, result: ScoredCompletion | CompletionLost, tokenizer: RunTokenizer) -> Row:
     """What is recorded of a completion."""
-    draw = request.draw
-    if isinstance(found, CompletionLost):
-        return Row(
-            key=request.key,
-            problem_id=request.problem_id,
-            correct=False,
-            seed=draw.seed,
-            cut=draw.thinking_cut,
-            lost=found.reason,
-        )
-    done = found.completion
-    return Row(
+    row = Row(
         key=request.key,
-        problem_id=request.problem_id,
-        correct=found.score.correct,
-        reason=found.score.reason,
+        problem_id=request.prompt.prompt_id,
+        correct=False,
+        seed=request.draw.seed,
+        cut=request.draw.thinking_cut,
+    )
+    if isinstance(result, CompletionLost):
+        return replace(row, lost=result.reason)
+    done = result.completion
+    return replace(
+        row,
+        correct=result.score.correct,
+        reason=result.score.reason,
         tokens=done.tokens,
         sampled_tokens=done.sampled_tokens,
         interrupted=done.interrupted,
         truncated=done.truncated,
         versions=(done.first_version, done.last_version),
-        seed=draw.seed,
-        cut=draw.thinking_cut,
-        text=raw_text(tokenizer, read(found.data).token_ids.tolist()),
+        text=raw_text(tokenizer, read(result.data).token_ids.tolist()),
     )

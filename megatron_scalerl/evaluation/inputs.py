@@ -1,24 +1,30 @@
-"""What an evaluation of a folder needs, checked before any process starts: recipe, tokenizer, problems, prompts."""
+"""What an evaluation needs, checked before any process starts: recipe, tokenizer, problems, prompts."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.checkpoints.weight_map import check_weights
 from megatron_scalerl.engine.options import check_options
-from megatron_scalerl.evaluation.problems import Problem, ProblemFile
+from megatron_scalerl.evaluation.completing import Request
+from megatron_scalerl.evaluation.contamination import Contamination, Text, contamination
+from megatron_scalerl.evaluation.problems import ProblemFile, read_problems, split_schema
+from megatron_scalerl.evaluation.results import Header, Key
+from megatron_scalerl.evaluation.training_texts import problem_texts
 from megatron_scalerl.models import read_hf_config
+from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rollouts.plans import forced_ids
+from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.types import Prompt
 
 _LIMITS = ("cpu_s", "timeout_s", "memory_mb", "file_mb")
@@ -32,26 +38,57 @@ _CAPACITY = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """The checked inputs of an evaluation. Produced by `check_evaluation`."""
+    """The checked inputs of an evaluation. Produced by `check_evaluation` and `evaluation_inputs`."""
 
     recipe: Recipe
-    """With the engines' context length filled in."""
-    budgets: tuple[int | None, ...]
+    """Of one task; for a folder with the engines' context length filled in."""
+    budgets: tuple[int | None, ...] = (None,)
     """Thinking budgets; (None,): the recipe's interruption."""
     tokenizer: Any
     """Of the policy's folder, from transformers."""
     files: tuple[ProblemFile, ...]
     prompts: dict[str, tuple[Prompt, ...]]
     """File name -> [P] its problems as prompts."""
+    contaminations: Mapping[str, Contamination] = field(default_factory=dict)
+    """File name -> what the training prompts share with it; empty if they were not compared."""
 
-    @property
-    def engine_recipe(self) -> Recipe:
-        """The recipe of the engines, whose context is that of the largest budget."""
-        return at_budget(self.recipe, max((b for b in self.budgets if b is not None), default=None))
+    def keys(self, k: int) -> list[Key]:
+        """Every completion: file after file, the largest budget first, all problems for each index."""
+        return [
+            Key(file=file.name, number=problem.number, index=index, budget=budget)
+            for file in self.files
+            for budget in sorted(self.budgets, key=lambda budget: -(budget or 0))
+            for index in range(k)
+            for problem in file.problems
+        ]
 
-    def recipe_at(self, budget: int | None) -> Recipe:
-        """The recipe with thinking interrupted after exactly `budget` tokens; None: as it is."""
-        return at_budget(self.recipe, budget)
+    def requests(self, keys: Sequence[Key], samplers: Mapping[int | None, Sampler], *, seed: int) -> list[Request]:
+        """Requests for these completions. samplers: of each budget; a completion has the same seed at every one."""
+        return [
+            Request(
+                key=key,
+                prompt=self.prompts[key.file][key.number - 1],
+                draw=samplers[key.budget].draw(seed, key.number, key.index),
+                sampler=samplers[key.budget],
+            )
+            for key in keys
+        ]
+
+    def header(self, *, policy: str, digest: str, version: int, seed: int, k: int) -> Header:
+        """The header of the result."""
+        return Header(
+            policy=policy,
+            digest=digest,
+            version=version,
+            files=tuple((file.name, file.digest) for file in self.files),
+            seed=seed,
+            settings=settings(self.recipe, k=k, budgets=self.budgets),
+        )
+
+    def lines(self) -> list[str]:
+        """What of the files is in the training prompts, one line for each file that was compared."""
+        compared = [file for file in self.files if file.name in self.contaminations]
+        return [f"{printable(file.path)}: {self.contaminations[file.name].line()}" for file in compared]
 
 
 def at_budget(recipe: Recipe, budget: int | None) -> Recipe:
@@ -90,26 +127,10 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     recipe = recipe_of_task(recipe)
     check_policy(recipe)
     check_options(recipe.engine.vllm)
-    names = [file.name for file in files]
-    if double := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"--data: expected files of different names, found two called {double!r}")
     hf_config = read_hf_config(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
-    longest_recipe = at_budget(recipe, max(budgets, default=None))
-    phrase_ids, _ = forced_ids(longest_recipe, tokenizer)
-    longest = longest_recipe.longest_sequence(len(phrase_ids))
-    context = getattr(hf_config.get_text_config(), "max_position_embeddings", longest)
-    for key, limit in (
-        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len") or longest),
-        ("max_position_embeddings of the policy", context),
-    ):
-        if longest > limit:
-            raise ValueError(
-                f"{key}: expected at least {longest} (prompts.max_prompt_tokens {recipe.prompts.max_prompt_tokens} + "
-                f"thinking {longest_recipe.interruption.thinking_tokens[1]} + phrase + answer), found {limit}"
-            )
-    prompts = {file.name: render(file, tokenizer, recipe) for file in files}
+    longest = longest_sequence(at_budget(recipe, max(budgets, default=None)), hf_config, tokenizer)
     engine = recipe.engine.model_copy(update={"vllm": {"max_model_len": longest, **recipe.engine.vllm}})
     # neither changes a completion or whether it is correct
     rewards = recipe.rewards.model_copy(update={"length_penalty": None})
@@ -119,31 +140,85 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
         budgets=tuple(budgets) or (None,),
         tokenizer=tokenizer,
         files=tuple(files),
-        prompts=prompts,
+        prompts=rendered(files, tokenizer, recipe, key="--data"),
     )
 
 
-def render(file: ProblemFile, tokenizer: Any, recipe: Recipe) -> tuple[Prompt, ...]:
-    """[P] the problems of a file as the recipe renders prompts. Raises ValueError for one that is too long."""
-    limit = recipe.prompts.max_prompt_tokens
-    ids = PromptRenderer(tokenizer, recipe.prompts).token_ids([problem.text for problem in file.problems])
-    for problem, token_ids in zip(file.problems, ids):
-        if len(token_ids) > limit:
+def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity: int | None = None) -> int:
+    """The tokens of the longest sequence that the recipe can have.
+
+    capacity: trainer.micro_batch_tokens. Raises ValueError for a limit that is shorter.
+    """
+    phrase_ids, _ = forced_ids(recipe, tokenizer)
+    longest = recipe.longest_sequence(len(phrase_ids))
+    for key, limit in (
+        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len")),
+        (
+            "max_position_embeddings of the policy",
+            getattr(hf_config.get_text_config(), "max_position_embeddings", None),
+        ),
+        ("trainer.micro_batch_tokens", capacity),
+    ):
+        if limit and longest > limit:
             raise ValueError(
-                f"{problem.where}: expected at most {limit} tokens (prompts.max_prompt_tokens), "
-                f"found {len(token_ids)}"
+                f"{key}: {limit} is too short for the longest sequence, {longest} tokens (prompts.max_prompt_tokens "
+                f"{recipe.prompts.max_prompt_tokens} + thinking + phrase + answer)"
             )
-    return tuple(_prompt(problem, token_ids) for problem, token_ids in zip(file.problems, ids))
+    return longest
 
 
-def _prompt(problem: Problem, token_ids: tuple[int, ...]) -> Prompt:
-    return Prompt(
-        prompt_id=problem.problem_id,
-        text=problem.text,
-        answer=problem.answer,
-        token_ids=token_ids,
-        extra=problem.extra,
+def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]) -> Evaluated | None:
+    """Read and render the files of the recipe's `evaluation`, and compare them with the training prompts.
+
+    None without evaluations. Raises ValueError as `read_problems` and `rendered` do.
+    """
+    section = recipe.evaluation
+    if not section.every_steps:
+        return None
+    recipe = recipe_of_task(recipe)
+    files = tuple(read_problems(*split_schema(text)) for text in section.files)
+    prompts = rendered(files, tokenizer, recipe, key="evaluation.files", task=section.task or "")
+    texts = [Text(where=prompt.prompt_id, text=prompt.text) for prompt in training]
+    return Evaluated(
+        recipe=recipe,
+        tokenizer=tokenizer,
+        files=files,
+        prompts=prompts,
+        contaminations={file.name: contamination(texts, problem_texts(file)) for file in files},
     )
+
+
+def rendered(
+    files: Sequence[ProblemFile], tokenizer: Any, recipe: Recipe, *, key: str, task: str = ""
+) -> dict[str, tuple[Prompt, ...]]:
+    """File name -> [P] its problems as the recipe renders prompts.
+
+    Raises ValueError for two files of one name, which `key` gave, and for a prompt that is too long.
+    """
+    limit = recipe.prompts.max_prompt_tokens
+    renderer = PromptRenderer(tokenizer, recipe.prompts)
+    found: dict[str, tuple[Prompt, ...]] = {}
+    for file in files:
+        if file.name in found:
+            raise ValueError(f"{key}: expected files of different names, found two called {file.name!r}")
+        prompts = []
+        for problem, ids in zip(file.problems, renderer.token_ids([problem.text for problem in file.problems])):
+            if len(ids) > limit:
+                raise ValueError(
+                    f"{problem.where}: expected at most {limit} tokens (prompts.max_prompt_tokens), found {len(ids)}"
+                )
+            prompts.append(
+                Prompt(
+                    prompt_id=problem.problem_id,
+                    text=problem.text,
+                    answer=problem.answer,
+                    token_ids=ids,
+                    extra=problem.extra,
+                    task=task,
+                )
+            )
+        found[file.name] = tuple(prompts)
+    return found
 
 
 def settings(recipe: Recipe, *, k: int, budgets: Sequence[int | None]) -> dict[str, Any]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.evaluation.completing import Holders, Request, complete_all
-from megatron_scalerl.evaluation.inputs import Evaluated
-from megatron_scalerl.evaluation.results import Key, ResultFile, Row
+from megatron_scalerl.evaluation.completing import Pinned, Request, complete_all, row_of
+from megatron_scalerl.evaluation.inputs import Evaluated, at_budget
+from megatron_scalerl.evaluation.results import ResultFile
 from megatron_scalerl.launch.engines import Engines
 from megatron_scalerl.launch.hosts import ONE_HOST
 from megatron_scalerl.launch.launcher import until_failure
@@ -25,22 +24,12 @@ from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
-from megatron_scalerl.rollouts.plans import VALIDATION_PRIORITY, Plans
-from megatron_scalerl.rollouts.sampler import Sampler
+from megatron_scalerl.rollouts.plans import Plans
+from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
+from megatron_scalerl.types import CompletionLost
 
 VERSION = 0
 """The policy version of a folder's weights."""
-
-
-def all_keys(evaluated: Evaluated, k: int) -> list[Key]:
-    """Every completion of an evaluation: file after file, the largest budget first, all problems for each index."""
-    return [
-        Key(file=file.name, number=problem.number, index=index, budget=budget)
-        for file in evaluated.files
-        for budget in sorted(evaluated.budgets, key=lambda b: -(b or 0))
-        for index in range(k)
-        for problem in file.problems
-    ]
 
 
 async def generate(
@@ -49,21 +38,21 @@ async def generate(
     *,
     k: int,
     seed: int,
-    ready: Callable[[], None] = lambda: None,
-    finished: Callable[[Row], None] = lambda row: None,
+    ready: Callable[[], None],
+    finished: Callable[[], None],
 ) -> None:
     """Generate and score the completions that `result` lacks.
 
-    ready: called once the engines serve. finished: called with each new row. Raises ValueError for options that vLLM
+    ready: called once the engines serve. finished: called after each new row. Raises ValueError for options that vLLM
     refuses, RuntimeError and OSError where engines, decoders or verifiers fail for good.
     """
-    missing = result.missing(all_keys(evaluated, k))
+    missing = result.missing(evaluated.keys(k))
     if not missing:
         return
     recipe, logs = evaluated.recipe, result.folder / "logs"
     logs.mkdir(exist_ok=True)
     write_durably(result.folder / "recipe.yaml", dump_recipe(recipe).encode())
-    plans = {budget: Plans(evaluated.recipe_at(budget), evaluated.tokenizer) for budget in evaluated.budgets}
+    plans = {budget: Plans(at_budget(recipe, budget), evaluated.tokenizer) for budget in evaluated.budgets}
     any_plans = next(iter(plans.values()))
     async with (
         VerifierPool(recipe.rewards) as verifier,
@@ -71,22 +60,20 @@ async def generate(
         _engines(evaluated, result.folder) as engines,
     ):
         samplers = {budget: Sampler(plan, decoders=decoders, verifier=verifier) for budget, plan in plans.items()}
+        requests = evaluated.requests(missing, samplers, seed=seed)
 
-        def take(row: Row) -> None:
-            result.append(row)
-            finished(row)
+        def take(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
+            result.append(row_of(request, completion, evaluated.tokenizer))
+            finished()
 
         async def work() -> None:
             await engines.start()
             ready()
             await complete_all(
-                _requests(evaluated, missing, samplers, seed),
-                _holders(engines.members),
-                version=VERSION,
+                requests,
+                take,
+                pinned=Pinned(members=engines.members, version=VERSION),
                 at_once=recipe.rollouts.max_in_flight * recipe.engine.count,
-                priority=VALIDATION_PRIORITY,
-                tokenizer=evaluated.tokenizer,
-                finished=take,
             )
 
         serving = asyncio.create_task(_serve(engines.members))
@@ -109,7 +96,8 @@ def _first(failures: BaseException) -> BaseException:
 async def _engines(evaluated: Evaluated, folder: Path) -> AsyncIterator[Engines]:
     """The engines, which are stopped on exit from the block."""
     attempt = Attempt(run_id="evaluation", incarnation="local.0", folder=folder, recipe_file=folder / "recipe.yaml")
-    recipe = evaluated.engine_recipe
+    largest = max((budget for budget in evaluated.budgets if budget is not None), default=None)
+    recipe = at_budget(evaluated.recipe, largest)
     engines = Engines(
         recipe,
         placement=Placement.without_trainer(recipe),
@@ -130,22 +118,3 @@ async def _serve(members: Membership) -> None:
         await members.until(lambda: bool(members.stale))
         for engine in members.stale:
             members.serve(engine, VERSION)
-
-
-def _holders(members: Membership) -> Holders:
-    async def any_engine(number: int) -> EngineClient:
-        await members.until(lambda: bool(members.serving))
-        return members.serving[number % len(members.serving)]
-
-    return Holders(next=any_engine, evict=members.evict)
-
-
-def _requests(
-    evaluated: Evaluated, keys: list[Key], samplers: Mapping[int | None, Sampler], seed: int
-) -> Iterator[Request]:
-    """Completion j of problem i has the same seed at every budget."""
-    for key in keys:
-        prompt = evaluated.prompts[key.file][key.number - 1]
-        sampler = samplers[key.budget]
-        draw = sampler.draw(seed, key.number, key.index)
-        yield Request(key=key, problem_id=prompt.prompt_id, prompt=prompt, draw=draw, sampler=sampler)

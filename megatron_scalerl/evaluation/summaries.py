@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,6 +67,15 @@ def summarize(cell: Cell, file: ProblemFile, *, k: int, hit: frozenset[str] | No
     )
 
 
+def summaries_of(
+    cells: Sequence[Cell], files: Sequence[ProblemFile], contaminations: Mapping[str, Contamination], *, k: int
+) -> list[FileSummary]:
+    """The summary of each cell. contaminations: of the files that were compared with training prompts."""
+    by_name = {file.name: file for file in files}
+    hits = {name: compared.problems_hit for name, compared in contaminations.items()}
+    return [summarize(cell, by_name[cell.file], k=k, hit=hits.get(cell.file)) for cell in cells]
+
+
 def compare_budgets(cells: Sequence[Cell], *, margin: float = MARGIN) -> Saturation | None:
     """Where more thinking stops paying, of the cells of one file; None for fewer than two budgets."""
     import numpy as np
@@ -80,8 +89,8 @@ def compare_budgets(cells: Sequence[Cell], *, margin: float = MARGIN) -> Saturat
 
 def as_json(
     summaries: Sequence[FileSummary],
-    saturations: dict[str, Saturation],
-    contaminations: dict[str, Contamination],
+    saturations: Mapping[str, Saturation],
+    contaminations: Mapping[str, Contamination],
     *,
     header: Any,
 ) -> dict[str, Any]:

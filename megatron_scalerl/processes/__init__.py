@@ -3,5 +3,5 @@
 child_process.py  one process; parent_death.py ties it to this one
 worker_pool.py    processes that answer requests and can be killed; worker.py is their side
 signals.py        the end of a run by a signal
-logs.py, spans.py, chrome.py   what a process did, and when
+logs.py           what a process did, and when
 """

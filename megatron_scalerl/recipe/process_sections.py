@@ -171,8 +171,6 @@ class TelemetrySection(Section):
     metrics_access: Literal["token", "open"] = "token"
     """Who may read it. token: who sends the bearer token in RUN/metrics/token, mode 0600. open: whoever reaches it,
     on loopback every user of the host."""
-    trace_steps: tuple[PositiveInt, PositiveInt] | None = None
-    """First and last optimizer step of which spans are recorded, into RUN/trace. null: none."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Optimizer steps of which every trainer rank writes PyTorch's profile, and on GPUs its allocations, into
     RUN/profile: large files, and the step takes longer."""

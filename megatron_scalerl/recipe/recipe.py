@@ -166,10 +166,6 @@ class Recipe(Section):
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and r.kv_cache == "keep":
             raise ValueError("rollouts.routing_replay: needs rollouts.kv_cache recompute; it is keep")
-        if (window := self.telemetry.trace_steps) is not None and window[0] > window[1]:
-            raise ValueError(
-                f"telemetry.trace_steps: the first step {window[0]} comes after the last one, {window[1]}"
-            )
         context = self.engine.vllm.get("max_model_len")
         need = self.longest_sequence(phrase_tokens=0)
         if context is not None and need > context:

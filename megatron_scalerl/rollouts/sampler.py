@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_scalerl.engine.client import EngineClient
-from megatron_scalerl.processes.spans import span
 from megatron_scalerl.rewards.pool import TaskPools, VerifierPool
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Draw, Plans
@@ -49,12 +48,7 @@ class Sampler:
         spec = self._plans.spec(draw, priority)
         if max_tokens is not None:
             spec = replace(spec, max_tokens=min(max_tokens, spec.max_tokens))
-        with span("generate", "requests", process=engine.name, prompt=len(prompt.token_ids), priority=priority) as s:
-            found = await engine.generate(prompt.token_ids, sampling=spec, decoder=self._decoders)
-            done = found.completion
-            s.note(tokens=done.tokens, first_version=done.first_version, last_version=done.last_version)
-        with span("score", "scoring"):
-            score = await self._verifier.score(
-                found.text, prompt, truncated=done.truncated, tokens=done.sampled_tokens
-            )
+        found = await engine.generate(prompt.token_ids, sampling=spec, decoder=self._decoders)
+        done = found.completion
+        score = await self._verifier.score(found.text, prompt, truncated=done.truncated, tokens=done.sampled_tokens)
         return ScoredCompletion(completion=done, data=found.data, score=score)

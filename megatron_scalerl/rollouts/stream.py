@@ -53,7 +53,6 @@ from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
-from megatron_scalerl.processes.spans import spanned
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.gate import gate_of
@@ -233,7 +232,6 @@ class RolloutStream:
             self._gate.trained()
             self._changed.notify_all()
 
-    @spanned("wait for groups")
     async def next_batch(self) -> list[RolloutGroup] | None:
         """The next groups to train on at the current version, earliest deadline first.
 
@@ -249,7 +247,6 @@ class RolloutStream:
                     return None
                 await self._changed.wait()
 
-    @spanned("wait for groups", "batch")
     async def next_batch_ahead(self) -> list[RolloutGroup]:
         """While a batch trains, the groups to train on after it, as `next_batch`.
 

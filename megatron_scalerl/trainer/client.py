@@ -14,7 +14,6 @@ import msgspec
 from megatron_scalerl.batching.assignment import ReadCompletions, StepPlan
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
-from megatron_scalerl.processes.spans import STEP, from_rank, span
 from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
@@ -142,8 +141,7 @@ class TrainerClient:
         assert self._prepared == step, f"expected step {self._prepared}, which is prepared, found {step}"
         self._prepared = None
         self._step_sent.clear()
-        with span(STEP, step=step):
-            return await self._call(partial(messages.Step, step=step), StepReport, sent=self._step_sent.set)
+        return await self._call(partial(messages.Step, step=step), StepReport, sent=self._step_sent.set)
 
     async def manifest(self) -> Manifest:
         """Names, types and shapes of the weights, layer by layer."""
@@ -229,7 +227,6 @@ class TrainerClient:
                 # The answer to an earlier call is late if its caller stopped waiting.
                 elif message.call == self._calls:
                     answers[message.rank] = message.value
-                    from_rank(message.rank, message.spans)
                     if leaves:
                         del self._identities[message.rank]
         try:

@@ -16,7 +16,6 @@ from megatron_scalerl.batching.assignment import RankPlan
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous
 from megatron_scalerl.distributed.sockets import Buffer, InvalidMessage, Ping, Refused, Welcome, decode, encode
-from megatron_scalerl.processes.spans import Spans
 from megatron_scalerl.weights.plan import Connection, Needs
 
 
@@ -82,8 +81,6 @@ class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     rank: int
     value: msgspec.Raw
     """The result as msgpack, from rank 0; nil from the others."""
-    spans: Spans | None = None
-    """What the rank has recorded since its last answer, in the steps of telemetry.trace_steps."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -26,7 +26,6 @@ from megatron_scalerl.batching.packing import filler_micro_batch, pad_to, real_t
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.losses import LossInputs, LossOutput, is_separable, make_loss
-from megatron_scalerl.processes.spans import RANK, span
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import node_copy
 from megatron_scalerl.recipe.sections import OptimizerSection
@@ -122,10 +121,10 @@ class Trainer:
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
         running, rows = StepMetrics(self.parallel.device), self._filled(batch.micro_batches)
-        with span("forward and backward", RANK, micro_batches=len(rows)), device.labelled("forward and backward"):
+        with device.labelled("forward and backward"):
             self._schedule(rows, partial(self._train_loss, running, len(rows)), train=True)
         self.changes.begin()
-        with span("optimizer", RANK), device.labelled("optimizer"):
+        with device.labelled("optimizer"):
             succeeded, grad_norm, _ = self.optimizer.step()
             device.synchronize()
         metrics = running.reduced(

@@ -28,7 +28,6 @@ import msgspec
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import Rendezvous, address_of, listen_on, serve_store
 from megatron_scalerl.processes.logs import log_to_stderr
-from megatron_scalerl.processes.spans import RANK, RankTrace, span
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.trainer import messages
@@ -135,8 +134,7 @@ class Worker:
 
         match command:
             case messages.Step(step=step):
-                with span("take batch", RANK):
-                    batch = self._batches.take(step)
+                batch = self._batches.take(step)
                 with profile_of(step, self.recipe, self.run_dir, self.parallel.rank):
                     return self.trainer.step(batch)
             case messages.ScoreTokens(token_ids=token_ids):
@@ -197,14 +195,10 @@ def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
     where = worker.parallel
     ready = messages.Ready(rank=where.rank, dp_rank=where.dp_rank, holds_batch=where.holds_batch, info=worker.info())
     link.send(ready)
-    trace = RankTrace(recipe.telemetry.trace_steps)
     while True:
         command, frames = link.receive()
         if isinstance(command, messages.Prepare):
-            trace.at(command.plan.step)
-            with span("receive batch", RANK, step=command.plan.step):
-                held = worker.hold(frames)
-            link.send(held)
+            link.send(worker.hold(frames))
             continue
         assert not isinstance(command, messages.Welcome | messages.Meet), command
         if isinstance(command, messages.Stop):
@@ -213,10 +207,9 @@ def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
             link.leave()
             link.send(messages.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(messages.encode(None))))
             return
-        with trace.command(command):
-            value = worker.run(command)
+        value = worker.run(command)
         value = msgspec.Raw(messages.encode(value if settings.rank == 0 else None))
-        link.send(messages.Done(call=command.call, rank=settings.rank, value=value, spans=trace.drain()))
+        link.send(messages.Done(call=command.call, rank=settings.rank, value=value))
 
 
 def main() -> int:

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from recipe_files import ROOT
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.controller.collector import RunCollector
 from megatron_scalerl.controller.ledger import Ledger
+from megatron_scalerl.controller.telemetry import RunCollector
 from megatron_scalerl.engine.membership import Membership
 
 BOARD = ROOT / "recipes" / "grafana" / "megatron_scalerl.json"

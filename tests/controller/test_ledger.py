@@ -147,7 +147,7 @@ def test_a_validation_takes_its_share_of_the_window(tmp_path):
     devices = Devices(unit="gpu_hours", trainer=2, engine=6)
     meter = Meter(open_ledger(tmp_path), devices, ResumePoint(), clock=clock)
     meter.count_training(300)
-    meter.count_validation(100)
+    meter.count_measured("validation", 100)
     meter.pinned_seconds = 900
     clock.now = 3600
     done = meter.charge_train(0, 1)

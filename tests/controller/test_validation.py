@@ -2,14 +2,16 @@
 
 import asyncio
 import random
+from functools import partial
 
 import pytest
 from fakes.engine import StandInEngine
 from fakes.sampler import StandInSampler
 
-from megatron_scalerl.controller.measure import Validator
+from megatron_scalerl.controller.measured_prompts import HeldOut, PinnedVersion
 from megatron_scalerl.controller.metrics import means, text, within_variance
 from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.evaluation.completing import Pinned, complete_all
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import CompletionLost, Prompt
 
@@ -30,20 +32,15 @@ def validate(*steps, **validation):
     """[(pass rate, outcomes, draws)] of the validations of `steps`."""
 
     async def run():
-        recipe = Recipe(name="r", steps=9, policy={"path": "p"}, prompts={"path": "q"}, validation=validation)
+        settings = {"generations": 3, "end_generations": 3} | validation
+        recipe = Recipe(name="r", steps=9, policy={"path": "p"}, prompts={"path": "q"}, validation=settings)
         found = []
         for step in steps:
-            engine, sampler = StandInEngine(version=step), sampler_of()
-            validator = Validator(
-                recipe,
-                engines=Membership.of([engine], version=step),
-                sampler=sampler,
-                prompts=PROMPTS,
-                count_tokens=lambda tokens, on: None,
-            )
-            result, outcomes = await validator.validate(
-                step, generations=3, compute=0.0, compute_total=0.0, unit="device_hours"
-            )
+            engines, sampler = Membership.of([StandInEngine(version=step)], version=step), sampler_of()
+            held_out = HeldOut(recipe, PROMPTS, sampler, metrics=None, progress=None)
+            axis = {"compute": 0.0, "compute_total": 0.0, "unit": "device_hours"}
+            complete = partial(complete_all, pinned=Pinned(members=engines, version=step), at_once=16)
+            result, outcomes = await held_out.validate(PinnedVersion(step=step, digest="", axis=axis), complete)
             found.append((result, outcomes, {draw for _, draw in sampler.asked}))
         return found
 

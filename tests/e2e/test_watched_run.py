@@ -1,4 +1,4 @@
-"""A real run that is scraped while it goes on, and the trace of two of its steps."""
+"""A real run that is scraped while it goes on."""
 
 import json
 import time
@@ -7,9 +7,7 @@ import urllib.request
 
 import open_doors
 import pytest
-import trace_checks
 from prometheus_client.parser import text_string_to_metric_families
-from trace_checks import encloses, named
 from whole_runs import overrides, start
 
 pytestmark = pytest.mark.full
@@ -55,7 +53,7 @@ def watched(controller, folder):
     return ours, engine, doors
 
 
-def test_a_run_is_scraped_and_traced(tiny_dense, tmp_path):
+def test_a_run_is_scraped(tiny_dense, tmp_path):
     settings = overrides(
         tiny_dense,
         tmp_path,
@@ -63,7 +61,6 @@ def test_a_run_is_scraped_and_traced(tiny_dense, tmp_path):
         "steps=6",
         "trainer.world_size=2",
         "telemetry.metrics_port=0",
-        "telemetry.trace_steps=[2,3]",
         "engine.vllm.disable_log_stats=false",
         "rollouts.max_staleness_steps=2",
     )
@@ -80,25 +77,3 @@ def test_a_run_is_scraped_and_traced(tiny_dense, tmp_path):
     assert ours["scalerl_sum_total", "weight_update_seconds"] > 0
     assert numbers(engine)["vllm:generation_tokens_total", "0", "policy"] > 0
     assert doors and all(door.loopback for door in doors)
-    check_trace(trace_checks.read(folder / "trace" / "steps_2_3.json"))
-
-
-def check_trace(made):
-    assert made["otherData"]["steps"] == [2, 3] and made["otherData"]["dropped_spans"] == 0
-    asked = named(made, "step", "controller")
-    assert [event["args"]["step"] for event in asked] == [2, 3]
-    for rank in ("trainer-0", "trainer-1"):
-        done = named(made, "step", rank)
-        assert [event["args"]["step"] for event in done] == [2, 3]
-        assert all(encloses(outer, inner) for outer, inner in zip(asked, done))
-        for part in ("take batch", "forward and backward", "optimizer"):
-            assert all(encloses(outer, inner) for outer, inner in zip(done, named(made, part, rank), strict=True))
-        assert [event["args"]["step"] for event in named(made, "send weights", rank)] == [2, 3]
-    updates, sent = named(made, "update"), named(made, "send weights", "trainer-0")
-    assert len(updates) == len(named(made, "weight update")) == 2
-    assert all(encloses(outer, inner) for outer, inner in zip(updates, sent))
-    assert all(encloses(*pair) for pair in zip(named(made, "weight update"), updates))
-    requests = named(made, "generate", "engine-0")
-    assert len(requests) >= 32 and sum("tokens" in event["args"] for event in requests) >= 32
-    assert len(named(made, "score")) >= 32 and len(named(made, "paused", "engine-0")) == 2
-    assert {event["args"]["step"] for event in named(made, "read and send")} >= {3}

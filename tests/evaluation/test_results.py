@@ -9,7 +9,7 @@ from fakes.engine import StandInEngine
 from fakes.sampler import StandInDraw, StandInSampler
 
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.evaluation.completing import Holders, Request, complete_all
+from megatron_scalerl.evaluation.completing import Pinned, Request, complete_all, row_of
 from megatron_scalerl.evaluation.results import (
     Header,
     Key,
@@ -136,15 +136,9 @@ def sampler_of(*lost):
 def completed(sampler, engines, *, version=3, count=6):
     async def run():
         members = Membership.of(engines, version=version)
-
-        async def any_engine(number):
-            await members.until(lambda: bool(members.serving))
-            return members.serving[number % len(members.serving)]
-
         requests = [
             Request(
                 key=key(number),
-                problem_id=str(number),
                 prompt=Prompt(prompt_id=str(number), text="t", answer="1", token_ids=(1,)),
                 draw=StandInDraw(number, 7, 0),
                 sampler=sampler,
@@ -154,12 +148,9 @@ def completed(sampler, engines, *, version=3, count=6):
         rows = []
         await complete_all(
             requests,
-            Holders(next=any_engine, evict=members.evict),
-            version=version,
+            lambda request, completion: rows.append(row_of(request, completion, Tokenizer())),
+            pinned=Pinned(members=members, version=version),
             at_once=2,
-            priority=0,
-            tokenizer=Tokenizer(),
-            finished=rows.append,
         )
         return rows, members
 

@@ -26,16 +26,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_scalerl.checkpoints.commit import read_commit
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.controller.collector import RunCollector
-from megatron_scalerl.controller.evaluations import EvaluationInputs
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.meter import Meter, metering
 from megatron_scalerl.controller.metrics import Sink
 from megatron_scalerl.controller.progress import Progress
-from megatron_scalerl.controller.run_folder import RunFolder, check_history, resume_point
+from megatron_scalerl.controller.run_folder import Resumed, RunFolder, check_history, resume_point
+from megatron_scalerl.controller.telemetry import RunCollector
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.evaluation.inputs import Evaluated
 from megatron_scalerl.launch.placement import Devices, Fleet
 from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.dataset import PromptSet
@@ -139,7 +139,7 @@ def attempt(
     changes: Sequence[tuple[float, Callable[[Membership], None]]] = (),
     collector: RunCollector | None = None,
     sinks: Sequence[Sink] = (),
-    evaluation: EvaluationInputs | None = None,
+    evaluation: Evaluated | None = None,
 ) -> Outcome:
     """One attempt, to its end or until it is killed at a moment or in a write, or asked to save and exit.
 
@@ -266,8 +266,7 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, co
             prompts=prompts(),
             folder=folder,
             fleet=Fleet(trainer=trainer, info=INFO, engines=engines, devices=devices),
-            start=start,
-            history=history,
+            resumed=Resumed(start, history),
             sampler=sampler,
             sync=StandInSync(engines, trainer, seconds=PUBLISH_S),
             probe=StandInProbe(),

@@ -6,6 +6,7 @@ The stand-in engine's answers depend on the requests that it runs together, as r
 import asyncio
 import hashlib
 from collections import Counter
+from functools import partial
 
 import pytest
 from fakes.engine import StandInEngine
@@ -13,9 +14,10 @@ from fakes.sampler import StandInSampler
 from recipe_files import small_recipe
 from waiting import passes, until
 
-from megatron_scalerl.controller.measure import Validator
+from megatron_scalerl.controller.measured_prompts import HeldOut, PinnedVersion
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
+from megatron_scalerl.evaluation.completing import Pinned, complete_all
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.rollouts.history import read_groups, read_history, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
@@ -84,7 +86,12 @@ def recipe(max_in_flight, updates=None):
 
 def recipe_of(rollouts):
     rollouts = rollouts | {"deterministic": True}
-    return small_recipe(seed=1, rollouts=rollouts, engine={"count": 2}, validation={"prompts": 5})
+    return small_recipe(
+        seed=1,
+        rollouts=rollouts,
+        engine={"count": 2},
+        validation={"prompts": 5, "generations": 3, "end_generations": 3},
+    )
 
 
 PROMPTS = [Prompt(prompt_id=f"p{i:03d}", text=str(i), answer="0", token_ids=(1,)) for i in range(50)]
@@ -179,17 +186,15 @@ def test_validation_in_rounds_reaches_the_engines_the_same_way_each_time():
         async def run():
             engines = [RoundsEngine("engine-0", 3), RoundsEngine("engine-1", 3)]
             members = Membership.of(engines, version=3)
-            validator = Validator(
-                recipe(4),
-                engines=members,
-                sampler=RoundsSampler(),
-                prompts=PROMPTS,
-                count_tokens=lambda tokens, on: None,
+            held_out = HeldOut(recipe(4), PROMPTS, RoundsSampler(), metrics=None, progress=None)
+            axis = {"compute": 0.0, "compute_total": 0.0, "unit": "device_hours"}
+            complete = partial(
+                complete_all,
+                pinned=Pinned(members=members, version=3),
+                at_once=4,
                 rounds=Rounds(members, timeout_s=600),
             )
-            result, by_prompt = await validator.validate(
-                3, generations=3, compute=0.0, compute_total=0.0, unit="device_hours"
-            )
+            result, by_prompt = await held_out.validate(PinnedVersion(step=3, digest="", axis=axis), complete)
             return result, by_prompt, [engine.batches for engine in engines]
 
         return asyncio.run(run())

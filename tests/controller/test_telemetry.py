@@ -16,7 +16,7 @@ from fakes.server import StandInServer
 from prometheus_client.parser import text_string_to_metric_families
 from promtool import needs_promtool, promtool
 
-from megatron_scalerl.controller.endpoint import serving_metrics
+from megatron_scalerl.controller.telemetry import serving_metrics
 from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
 from megatron_scalerl.engine.membership import Membership
 
@@ -214,7 +214,7 @@ async def test_an_engine_without_a_server_and_one_that_fails_are_told_apart(tmp_
 
 
 async def test_a_silent_engine_holds_up_its_own_page_alone(tmp_path, monkeypatch):
-    limit = "megatron_scalerl.controller.endpoint.ENGINE_TIMEOUT_S"
+    limit = "megatron_scalerl.controller.telemetry.ENGINE_TIMEOUT_S"
     monkeypatch.setattr(limit, 600.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -239,9 +239,9 @@ async def test_promtool_accepts_the_configuration(tmp_path, access):
 
 @pytest.mark.slow
 async def test_connections_that_ask_for_nothing_are_few_and_do_not_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_scalerl.controller.endpoint.MOST_CONNECTIONS", 3)
-    monkeypatch.setattr("megatron_scalerl.controller.endpoint.CONNECTION_S", 1.0)
-    monkeypatch.setattr("megatron_scalerl.controller.endpoint.ENGINE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("megatron_scalerl.controller.telemetry.MOST_CONNECTIONS", 3)
+    monkeypatch.setattr("megatron_scalerl.controller.telemetry.CONNECTION_S", 1.0)
+    monkeypatch.setattr("megatron_scalerl.controller.telemetry.ENGINE_TIMEOUT_S", 0.5)
     async with endpoint(tmp_path) as (_, get):
         target = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())[0]["targets"][0]
         host, port = target.split(":")
@@ -249,7 +249,7 @@ async def test_connections_that_ask_for_nothing_are_few_and_do_not_stay(tmp_path
         closed = [await asyncio.wait_for(reader.read(), 240) for reader, _ in opened]
         for _, writer in opened:
             writer.close()
-        monkeypatch.setattr("megatron_scalerl.controller.endpoint.CONNECTION_S", 60.0)
+        monkeypatch.setattr("megatron_scalerl.controller.telemetry.CONNECTION_S", 60.0)
         closed, (status, _, _) = closed, await get(headers=bearer(tmp_path))
     assert closed == [b""] * 5 and status == 200
 

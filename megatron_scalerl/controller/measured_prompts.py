@@ -1,0 +1,328 @@
+"""What a run measures, and the records of it: the held-out prompts (validation), and evaluation files.
+
+A validation is mean@k on the held-out prompts, with one policy version. Interruption, sampling and verifier are those
+of training. Every validation has the same prompts, so that their difficulty is no noise of the curve. Seeds and
+interruption points are drawn anew (validation.fresh_seeds): with common ones, close validations err together, and no
+curve averages that away. They depend on validation.seed and the step alone, so that runs that are compared share
+them. A truncated completion counts as wrong.
+(Khatri et al. 2025, section 2: mean@16 on 1,000 held-out prompts every 100 steps.)
+
+    RUN/validation.jsonl           a row for each validation (`metrics`), which the forecast is fitted to
+    RUN/evaluations/step-000100/   every completion of an evaluation, then the summary (`evaluation.results`)
+    RUN/evaluation.jsonl           a row for each file of each evaluation; for one that was lost, a row with `lost`
+
+Every completion of an evaluation has tokens of the step's version alone, and the header names the digest of the
+weights. A crash leaves the completions that were there. Where the restart comes to the same step again, with the same
+digest, the evaluation goes on with them; where it begins after that step, a row says that the evaluation is lost. One
+that is recorded is never made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
+from megatron_scalerl.controller.meter import Purpose
+from megatron_scalerl.controller.metrics import Metrics, Outcomes, means, text, within_variance
+from megatron_scalerl.controller.progress import Progress
+from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
+from megatron_scalerl.evaluation.completing import Finished, Request, row_of
+from megatron_scalerl.evaluation.inputs import Evaluated
+from megatron_scalerl.evaluation.results import SUMMARY, Key, OtherResult, ResultFile, cells
+from megatron_scalerl.evaluation.summaries import FileSummary, as_json, summaries_of
+from megatron_scalerl.fit.outlook import outlook
+from megatron_scalerl.prompts.dataset import first_of_each_task
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
+from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt, TaskPassRate
+
+logger = logging.getLogger(__name__)
+
+FOLDER, RECORD = "evaluations", "evaluation.jsonl"
+_STEP = re.compile("step-([0-9]+)")
+"""Name of the folder of an evaluation; one that began anew left another name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinnedVersion:
+    """The policy version that is measured. Produced by `measure.Measurement.begin`."""
+
+    step: int
+    digest: str
+    """Of the weights that the engines hold."""
+    axis: dict[str, Any]
+    """`compute`, `compute_total` and their `unit` at the step (`ledger`)."""
+    last: bool = False
+    """The run ends with it."""
+
+
+Complete = Callable[[Iterable[Request], Finished], Awaitable[None]]
+"""Completes all requests with the pinned version."""
+
+
+class HeldOut:
+    """The held-out prompts of a run: a validation."""
+
+    purpose: ClassVar[Purpose] = "validation"
+    on_all: ClassVar[bool] = True
+    """All engines generate where none can be held."""
+
+    def __init__(
+        self, recipe: Recipe, prompts: Sequence[Prompt], sampler: Sampler, metrics: Metrics, progress: Progress
+    ) -> None:
+        self._recipe, self._section = recipe, recipe.validation
+        self._prompts = first_of_each_task(prompts, self._section.prompts)
+        self._sampler, self._metrics, self._progress = sampler, metrics, progress
+        self._forecast: asyncio.Task[None] | None = None
+        """The forecast after the last validation, beside the training."""
+        self.every = self._section.every_steps
+
+    def newest(self, step: int) -> int:
+        """The newest step up to this one that is recorded; -1 if there is none. It may be missing after a restart."""
+        return self._metrics.last_validation(step)
+
+    async def measure(self, version: PinnedVersion, complete: Complete) -> None:
+        """Validate, record the result, and begin a forecast with it."""
+        pass_rate, outcomes = await self.validate(version, complete)
+        self._metrics.validation(pass_rate, by_prompt=means(outcomes), outcomes=text(outcomes))
+        self._progress.validation(pass_rate)
+        await self.close()
+        self._forecast = asyncio.create_task(self._look_ahead(), name=f"forecast at version {version.step}")
+
+    async def validate(self, version: PinnedVersion, complete: Complete) -> tuple[PassRate, Outcomes]:
+        """(the pass rate of a policy version, [prompts][generations] what each completion was).
+
+        The first completions of a prompt have the same seeds whatever their number. Raises RuntimeError if all
+        completions of a prompt are lost.
+        """
+        section, step = self._section, version.step
+        at_an_end = version.last or step in (0, self._recipe.steps)
+        generations = (section.end_generations if at_an_end else None) or section.generations
+        seed = section.seed + (step if section.fresh_seeds else 0)
+        rows: list[list[ScoredCompletion | None]] = [[None] * generations for _ in self._prompts]
+
+        def finished(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
+            if not isinstance(completion, CompletionLost):
+                rows[request.key.number][request.key.index] = completion
+
+        requests = [
+            Request(
+                key=Key(file="validation", number=number, index=index),
+                prompt=prompt,
+                draw=self._sampler.draw(seed, number, index),
+                sampler=self._sampler,
+            )
+            for number, prompt in enumerate(self._prompts)
+            for index in range(generations)
+        ]
+        await complete(requests, finished)
+        for prompt, row in zip(self._prompts, rows):
+            if not any(row):
+                raise RuntimeError(
+                    f"validation of version {step}: prompt {prompt.prompt_id}: expected a completion, found "
+                    f"all {generations} lost"
+                )
+        outcomes = tuple(tuple(None if x is None else x.score.correct for x in row) for row in rows)
+        by_prompt = means(outcomes)
+        completions = [scored.completion for row in rows for scored in row if scored is not None]
+        pass_rate = PassRate(
+            step=step,
+            policy_version=step,
+            pass_rate=sum(by_prompt) / len(by_prompt),
+            prompts=len(by_prompt),
+            generations=generations,
+            **version.axis,
+            truncated_share=sum(c.truncated for c in completions) / len(completions),
+            interrupted_share=sum(c.interrupted for c in completions) / len(completions),
+            mean_completion_tokens=sum(c.tokens for c in completions) / len(completions),
+            entropy=_entropy(completions),
+            lost_completions=len(requests) - len(completions),
+            within_variance=within_variance(outcomes),
+            tasks=_by_task(self._prompts, by_prompt),
+        )
+        return pass_rate, outcomes
+
+    def lose(self, step: int, why: str) -> None:
+        """The version was lost before its validation ended."""
+        logger.warning("validation of version %d is lost, and is made of a later one: %s", step, why)
+
+    async def close(self) -> None:
+        """Wait for the forecast, which takes less than a second."""
+        if self._forecast is not None:
+            await asyncio.gather(self._forecast, return_exceptions=True)
+
+    async def _look_ahead(self) -> None:
+        """Show where the run is going. A fit that fails is a line in the log, not the end of the run."""
+        try:
+            forecast = await asyncio.to_thread(
+                outlook,
+                self._metrics.validations(),
+                steps=self._recipe.steps,
+                fit_from_steps=self._recipe.forecast.fit_from_steps,
+            )
+        except (ValueError, ArithmeticError, RuntimeError, OSError, MemoryError) as error:
+            logger.warning("no forecast: %s: %s", type(error).__name__, error)
+            return
+        if forecast is not None:
+            self._progress.outlook(forecast)
+
+
+def _by_task(prompts: Sequence[Prompt], by_prompt: Sequence[float]) -> dict[str, TaskPassRate]:
+    """The pass rate of each task; empty without a mixture."""
+    rates: dict[str, list[float]] = {}
+    for prompt, pass_rate in zip(prompts, by_prompt):
+        if prompt.task:
+            rates.setdefault(prompt.task, []).append(pass_rate)
+    return {task: TaskPassRate(pass_rate=sum(p) / len(p), prompts=len(p)) for task, p in rates.items()}
+
+
+def _entropy(completions: Sequence[Completion]) -> float:
+    """Minus the mean log-probability (nats) of all sampled tokens; NaN if none was sampled."""
+    sampled = sum(c.sampled_tokens for c in completions)
+    return -sum(c.logprob_sum for c in completions) / sampled if sampled else math.nan
+
+
+class EvaluationFiles:
+    """The evaluation files of a run."""
+
+    purpose: ClassVar[Purpose] = "evaluation"
+    on_all: ClassVar[bool] = False
+    """Nothing waits for an evaluation: one for which no engine can be held stays due."""
+
+    def __init__(self, recipe: Recipe, files: Evaluated, folder: RunFolder, start: ResumePoint, sampler: Sampler):
+        """start: the checkpoint from which this attempt goes on."""
+        self._section, self._files, self._sampler = recipe.evaluation, files, sampler
+        self._folder, self._run_id = folder.path, folder.attempt.run_id
+        self._keys = files.keys(self._section.generations)
+        self._unfinished: set[int] = set()
+        """Steps of evaluations that an earlier attempt began and this one may come to."""
+        self.every = self._section.every_steps
+        self._record = JsonlWriter(self._folder / RECORD)
+        rows = read_jsonl(self._folder / RECORD)
+        self._last = max((row["step"] for row in rows if "lost" not in row), default=-1)
+        self._note_unfinished(start.step, {(row["step"], row.get("file")) for row in rows})
+
+    def _note_unfinished(self, start_step: int, recorded: set[tuple[int, str | None]]) -> None:
+        """Record evaluations that an earlier attempt finished or began and this one cannot go on with.
+
+        recorded: step and file of each row, None for a loss. A power loss may leave a part of an evaluation's rows.
+        """
+        for path in sorted((self._folder / FOLDER).glob("step-*")):
+            if (name := _STEP.fullmatch(path.name)) is None:
+                continue
+            step = int(name[1])
+            if (path / SUMMARY).exists():
+                rows = msgspec.json.decode((path / SUMMARY).read_bytes())["rows"]
+                if left := [row for row in rows if (step, row["file"]) not in recorded]:
+                    self._append(step, left)
+            elif any(step == known for known, _ in recorded):
+                continue
+            elif step < start_step:
+                self.lose(step, f"the run was stopped, and went on from step {start_step}")
+            else:
+                self._unfinished.add(step)
+
+    def newest(self, step: int) -> int:
+        """The newest step that is recorded; -1 if there is none."""
+        return self._last
+
+    async def measure(self, version: PinnedVersion, complete: Complete) -> None:
+        """Complete every file, or what is missing of it, and record the result. Raises ProblemLost."""
+
+        def finished(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
+            result.append(row_of(request, completion, self._files.tokenizer))
+
+        with self._result(version) as result:
+            missing = result.missing(self._keys)
+            requests = self._files.requests(missing, {None: self._sampler}, seed=self._section.seed)
+            await complete(requests, finished)
+            rows = await asyncio.to_thread(self._finish, version, result)
+        self._append(version.step, rows)
+
+    def _result(self, version: PinnedVersion) -> ResultFile:
+        """The result of a step; one of other weights or settings, or damaged, is kept under another name."""
+        section, step = self._section, version.step
+        path = self._folder / FOLDER / f"step-{step:06d}"
+        header = self._files.header(
+            policy=self._run_id, digest=version.digest, version=step, seed=section.seed, k=section.generations
+        )
+        try:
+            return ResultFile(path, header)
+        except OtherResult as error:
+            number = 1 + len(list(path.parent.glob(f"{path.name}.*")))
+            logger.warning("evaluation of version %d begins anew: %s", step, error)
+            path.rename(path.with_name(f"{path.name}.{number}"))
+            return ResultFile(path, header)
+
+    def _finish(self, version: PinnedVersion, result: ResultFile) -> list[dict[str, Any]]:
+        """Write the summary; the rows of RECORD."""
+        files = self._files
+        completed = cells(result.rows.values(), self._keys)
+        summaries = summaries_of(completed, files.files, files.contaminations, k=self._section.generations)
+        rows = [_row(summary, version) for summary in summaries]
+        versions = sorted({version for row in result.rows.values() if not row.lost for version in row.versions})
+        header = {
+            "policy": self._run_id,
+            "version": version.step,
+            "digest": version.digest,
+            "versions_found": versions,
+        }
+        result.finish(as_json(summaries, {}, files.contaminations, header=header) | {"rows": rows})
+        return rows
+
+    def _append(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        self._record.append(*rows)
+        self._record.sync()
+        self._last = max(self._last, step)
+        self._unfinished.discard(step)
+        for other in sorted(o for o in self._unfinished if o // self.every <= self._last // self.every):
+            self._unfinished.discard(other)
+            self.lose(other, f"the run was stopped, and version {step} was evaluated instead")
+
+    def lose(self, step: int, why: str) -> None:
+        """Record that there is no evaluation of a step; one of a later version is due at once."""
+        logger.warning("evaluation of version %d is lost: %s", step, why)
+        self._record.append({"step": step, "lost": why})
+        self._record.sync()
+
+    async def close(self) -> None:
+        """Close the file."""
+        self._record.close()
+
+
+def _row(summary: FileSummary, version: PinnedVersion) -> dict[str, Any]:
+    return {
+        "step": version.step,
+        "policy_version": version.step,
+        "file": summary.file,
+        "problems": summary.problems,
+        "k": summary.k,
+        "mean_at_k": summary.mean_at_k.value,
+        "low": summary.mean_at_k.low,
+        "high": summary.mean_at_k.high,
+        "pass_at_k": {str(k): estimate.value for k, estimate in summary.pass_at_k.items()},
+        "clean_mean_at_k": None if summary.clean is None else summary.clean.value,
+        "mean_tokens": summary.mean_tokens,
+        "truncated_share": summary.truncated_share,
+        "interrupted_share": summary.interrupted_share,
+        "lost_completions": summary.lost,
+        "weight_digest": version.digest,
+        **version.axis,
+    }
+
+
+def write_contamination(folder: Path, files: Evaluated | None) -> None:
+    """RUN/contamination.json: which training prompts hit which problems. Nothing without evaluation files."""
+    if files is not None:
+        compared = {file.path: asdict(files.contaminations[file.name]) for file in files.files}
+        write_durably(folder / "contamination.json", msgspec.json.encode(compared), private=True)

@@ -1,0 +1,334 @@
+"""The run for Prometheus: its metrics, the HTTP endpoint that serves them, and the files that name it.
+
+    GET /metrics                  the run, read at the moment of a scrape, between two tasks of the event loop
+    GET /metrics/engines/NAME     an engine's own page
+    RUN/metrics/token             the bearer token, mode 0600; kept from one start of the run to the next
+    RUN/metrics/targets.json      the endpoint and every engine, as Prometheus' file_sd reads them
+    RUN/metrics/prometheus.yml    a whole configuration; its scrape_configs fit into any other
+
+The folder has mode 0700: nobody but its owner reads what is in it.
+
+Device-seconds come from the ledger, which a restart continues, so that these counters never fall. All other counters
+begin at 0 with the process of the controller, which Prometheus' `rate` and `increase` expect of a restart. Numbers of
+the last step and the last validation are absent until this process has made one.
+
+An engine's vLLM server requires the run's secret, which rules the whole engine, and listens at another port after
+every start. So Prometheus gets neither: the endpoint fetches an engine's page with the secret, over TLS where the
+engine is on another host, and passes it on to who has the token, which only reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, choose_encoder
+from prometheus_client.registry import Collector
+
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.membership import EngineState, Member
+from megatron_scalerl.processes.secret_file import read_secret, write_secret
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.weights.transport import resolve_transport
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "scalerl"
+SUMMED = ("tokens", "weight_bytes")
+"""Keys of a step's record whose values are added up, as are the keys that end in `_seconds`."""
+METRICS_PATH, ENGINE_PATH = "/metrics", "/metrics/engines/"
+INTERVAL = "15s"
+ENGINE_TIMEOUT_S = 8.0
+"""Seconds for an engine's answer: below Prometheus' own limit of 10 s, so that it learns which engine is silent."""
+MOST_CONNECTIONS = 64
+"""At a time; further ones are closed at once, so that no user of this host takes the files that the run needs."""
+CONNECTION_S = 60.0
+"""Seconds after which a connection takes no further request. It is closed when an engine's answer must be there."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class RunCollector(Collector):
+    """The run as metric families; also a sink of step records and validations (`controller.metrics`).
+
+    All methods run in the controller's event loop.
+    """
+
+    def __init__(self, *, run: str, run_id: str, planned_steps: int, device: str) -> None:
+        """run: the recipe's name. device: what a device is, gpu or process."""
+        self.members: Callable[[], Sequence[Member]] = lambda: ()
+        """The engines, once there are some."""
+        self._info = {"run": run, "run_id": run_id, "device": device}
+        self._planned = planned_steps
+        self._device_seconds: Callable[[], Mapping[str, float]] = dict
+        self._attempts = 0
+        self._step = 0
+        self._last: dict[str, float] = {}
+        self._sums: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, float] = defaultdict(float)
+        self._validated: int | None = None
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def attempt(self, step: int, device_seconds: Callable[[], Mapping[str, float]]) -> None:
+        """An attempt begins at `step`. device_seconds: role -> seconds that the run held devices for it so far."""
+        self._attempts += 1
+        self._step = step
+        self._device_seconds = device_seconds
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Take over the record of a batch or of a validation. scalars: its finite numbers, as the other sinks get."""
+        self._last.update(scalars)
+        if "validation/pass_rate" in scalars:
+            self._validated = step
+            return
+        self._step = step
+        for key, value in scalars.items():
+            if key.endswith("_seconds") or key in SUMMED:
+                self._sums[key] += max(0.0, value)
+        seconds = scalars.get("step_seconds", 0.0)
+        self._counts["generated_tokens"] += scalars.get("generated_tokens_per_second", 0.0) * seconds
+        self._counts["skipped_batches" if "skipped" in scalars else "batches"] += 1
+        if "weight_bytes" in scalars:
+            self._counts["weight_updates"] += 1
+
+    def close(self) -> None:
+        """An attempt has ended: its last numbers stay."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Every family, in the order of the page."""
+        info = GaugeMetricFamily(
+            f"{PREFIX}_run_info", "1; the labels name the run and what a device is.", labels=list(self._info)
+        )
+        info.add_metric(list(self._info.values()), 1)
+        yield info
+        yield _family("step", "Optimizer steps of the policy.", self._step)
+        yield _family("planned_steps", "Optimizer steps of the recipe.", self._planned)
+        text = "The numbers of the last line of metrics.jsonl by key; those of the last validation as validation/KEY."
+        yield _family("last", text, self._last, label="key")
+        text = "Sums over the lines of metrics.jsonl since the controller started, by key: seconds, tokens, bytes."
+        yield _family("sum_total", text, self._sums, label="key")
+        if self._validated is not None:
+            yield _family("validation_step", "Optimizer step of the last validation.", self._validated)
+        for name, text in (
+            ("generated_tokens", "Tokens of finished completions, validation included."),
+            ("batches", "Batches with an optimizer step."),
+            ("skipped_batches", "Batches of which the filters left nothing."),
+            ("weight_updates", "Weight updates after a step."),
+        ):
+            yield _family(f"{name}_total", text, self._counts[name])
+        text = "Device-seconds that the run held, by role of the ledger, in all attempts."
+        yield _family("device_seconds_total", text, self._device_seconds(), label="role")
+        yield from self._of_engines()
+        text = "Starts of the trainer's ranks after the first."
+        yield _family("trainer_restarts_total", text, max(0, self._attempts - 1))
+
+    def _of_engines(self) -> Iterable[Metric]:
+        members = self.members()
+        states = [member.state for member in members]
+        yield _family("engines", "Engines by state.", {s.value: states.count(s) for s in EngineState}, label="state")
+        given_up = sum(member.given_up for member in members)
+        yield _family("engines_given_up", "Engines that are not started again.", given_up)
+        versions = [member.version for member in members if member.version is not None]
+        if versions:
+            yield _family("policy_version", "Newest policy version that an engine holds.", max(versions))
+        values: Mapping[str, float] = {member.name: member.restarts for member in members}
+        yield _family("engine_restarts_total", "Starts of an engine after its first.", values, label="engine")
+        values = {member.name: member.lost_tokens for member in members}
+        text = "Tokens that evicted servers had generated in vain."
+        yield _family("engine_lost_tokens_total", text, values, label="engine")
+        values = {member.name: member.client.in_flight if member.client else 0 for member in members}
+        yield _family("engine_requests", "Generation requests in flight at an engine.", values, label="engine")
+
+
+def _family(name: str, text: str, values: Mapping[str, float] | float, *, label: str = "") -> Metric:
+    """A counter where the name ends in `_total`, else a gauge. values: a number, or the label's value -> a number."""
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    family = kind(f"{PREFIX}_{name}", text, labels=[label] if label else [])
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            family.add_metric([key], value)
+    else:
+        family.add_metric([], values)
+    return family
+
+
+class Endpoint:
+    """Answers GET requests for metrics, and nothing else; writes the files of one start of the run."""
+
+    def __init__(self, collector: RunCollector, run_dir: Path, *, name: str, address: str, token: str | None) -> None:
+        """name: of the run. address: host:port at which Prometheus finds the endpoint. token: what a request has to
+        bring; None: nothing."""
+        self._collector, self._name, self._address = collector, name, address
+        self._folder = _folder(run_dir).absolute()
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder.chmod(0o700)
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._engines: list[str] | None = None
+        job: dict[str, object] = {"job_name": f"scalerl/{name}"}
+        if token is not None:
+            job["authorization"] = {"credentials_file": str(self._folder / "token")}
+        job["file_sd_configs"] = [{"files": [str(self._folder / "targets.json")]}]
+        config = {"global": {"scrape_interval": INTERVAL}, "scrape_configs": [job]}
+        write_durably(self._folder / "prometheus.yml", yaml.safe_dump(config, sort_keys=False).encode())
+        self._list_engines([])
+        self.app = web.Application(middlewares=[self._authorized])
+        self.app.router.add_get(METRICS_PATH, self._metrics)
+        self.app.router.add_get(ENGINE_PATH + "{name}", self._engine)
+
+    def _list_engines(self, names: list[str]) -> None:
+        """Write the targets if the engines are others than before. Raises OSError."""
+        if self._engines == names:
+            return
+        targets = [self._target(METRICS_PATH, {}), *(self._target(ENGINE_PATH + n, {"server": n}) for n in names)]
+        write_durably(self._folder / "targets.json", json.dumps(targets, indent=1).encode())
+        self._engines = names
+
+    def _target(self, path: str, labels: dict[str, str]) -> dict[str, object]:
+        return {"targets": [self._address], "labels": {"__metrics_path__": path, "run": self._name, **labels}}
+
+    @web.middleware
+    async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._expected is not None:
+            given = request.headers.getall("Authorization", [])
+            if len(given) != 1 or not hmac.compare_digest(given[0].encode(errors="replace"), self._expected):
+                return web.Response(status=401, headers={"WWW-Authenticate": "Bearer"})
+        return await handler(request)
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        try:
+            await asyncio.to_thread(self._list_engines, [member.name for member in self._collector.members()])
+        except OSError as error:  # a full disk may recover; the metrics say more than the file
+            logger.warning("the targets of Prometheus are not written: %s", error)
+        encode, kind = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(self._collector.registry), headers={"Content-Type": kind})
+
+    async def _engine(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        member = next((m for m in self._collector.members() if m.name == name), None)
+        if member is None or member.client is None:
+            return web.Response(status=404 if member is None else 503, text=f"{name!a}: no server is there\n")
+        try:
+            async with asyncio.timeout(ENGINE_TIMEOUT_S):
+                page = await member.client.get(METRICS_PATH)
+        except TimeoutError:
+            return web.Response(status=504, text=f"{name}: no answer within {ENGINE_TIMEOUT_S:g} s\n")
+        except EngineError as error:
+            return web.Response(status=502, text=f"{error}\n")
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+@contextlib.asynccontextmanager
+async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> AsyncIterator[RunCollector | None]:
+    """The endpoint of a recipe inside the block, and what it shows; None without telemetry.metrics_port.
+
+    Raises ValueError for an address that cannot be bound, and for a token file that others own or may read. Where an
+    earlier start of the run had an endpoint, an address in use is a warning, and None: nobody may be there to choose
+    another port.
+    """
+    section = recipe.telemetry
+    again = _list_nothing(run_dir)
+    if section.metrics_port is None:
+        yield None
+        return
+    token = _token(run_dir) if section.metrics_access == "token" else None
+    try:
+        bound = _bind(section.metrics_host, section.metrics_port)
+    except ValueError as error:
+        if not again:
+            raise
+        logger.warning("the run goes on without its endpoint for metrics: %s", error)
+        yield None
+        return
+    device = "gpu" if resolve_transport(recipe.weights.transport) == "nccl" else "process"
+    collector = RunCollector(run=recipe.name, run_id=run_id, planned_steps=recipe.steps, device=device)
+    with contextlib.closing(bound):
+        endpoint = Endpoint(collector, run_dir, name=recipe.name, address=_address(bound), token=token)
+        runner = web.AppRunner(endpoint.app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            listening = await asyncio.get_running_loop().create_server(_limited(runner), sock=bound)
+            logger.info("metrics at http://%s%s", _address(bound), METRICS_PATH)
+            with contextlib.closing(listening):
+                yield collector
+        finally:
+            with contextlib.suppress(OSError):
+                _list_nothing(run_dir)  # the port may become another program's, and requests bring the token
+            await runner.cleanup()
+
+
+def _folder(run_dir: Path) -> Path:
+    return run_dir / "metrics"
+
+
+def _token(run_dir: Path) -> str:
+    """The run's token, made if there is none. Raises ValueError for a file that others own or may read."""
+    path = _folder(run_dir) / "token"
+    if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
+        path.unlink()  # a start was killed while it wrote it
+    try:
+        return read_secret(path).strip()
+    except FileNotFoundError:
+        token = secrets.token_hex(32)
+        write_secret(path, token)
+        return token
+
+
+def _list_nothing(run_dir: Path) -> bool:
+    """Take the targets of an earlier start off: another's process may listen there, and would get the token.
+
+    Returns whether there were any. Raises OSError.
+    """
+    path = _folder(run_dir) / "targets.json"
+    if path.exists():
+        write_durably(path, b"[]")
+        return True
+    return False
+
+
+def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
+    """A factory of the runner's connections that limits their number and their age."""
+
+    def connection() -> asyncio.BaseProtocol:
+        server, loop = runner.server, asyncio.get_running_loop()
+        assert server is not None
+        made = server()
+        at_once = len(server.connections) >= MOST_CONNECTIONS
+        loop.call_later(0.0 if at_once else CONNECTION_S, made.force_close if at_once else made.close)
+        loop.call_later(CONNECTION_S + ENGINE_TIMEOUT_S + 1.0, made.force_close)
+        return made
+
+    return connection
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ValueError naming the keys of the recipe."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(where[:2], family=family)  # type: ignore[arg-type]
+    except OSError as error:
+        raise ValueError(
+            f"telemetry.metrics_host, telemetry.metrics_port: expected an address to listen at, found {host} and "
+            f"{port}: {error.strerror or error}"
+        ) from None
+
+
+def _address(bound: socket.socket) -> str:
+    """host:port of a socket as others reach it; of one at all addresses, by this host's name."""
+    host, port = bound.getsockname()[:2]
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
