@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from megatron_scalerl.cluster.node import NodeReport
+
 WITHIN_S = 300.0
 """Default of --within. An assumption: a check takes 10 to 30 s, more where many nodes load packages at once."""
+_COLORS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "bold red"}
+"""By status, in the order in which checks are printed."""
 EPILOG = """exit codes: 0 if no check failed, 1 if one did, 2 for wrong arguments
 
 examples:
@@ -22,7 +26,7 @@ docs/doctor.md describes the checks."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.description = "Check this node before a run starts on it: GPUs, packages, limits, disks, memory."
+    parser.description = "Check this node before a run starts on it: GPUs, versions, inputs, disks."
     parser.epilog = EPILOG
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file; without one, its needs are unknown")
     parser.add_argument(
@@ -68,17 +72,34 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.hosts:
         return _examine_nodes(arguments, console)
 
-    from megatron_scalerl.cluster.doctor_report import show, to_json, write_report
+    import msgspec
+
+    from megatron_scalerl.checkpoints.atomic_io import write_durably
     from megatron_scalerl.cluster.node import examine
 
     report = examine(recipe, arguments.recipe, arguments.gpus)
+    written = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
     if arguments.json == "-":
-        print(to_json(report).decode(), end="")
-    else:
-        show(report, console)
-        if arguments.json:
-            write_report(report, Path(arguments.json))
+        print(written.decode(), end="")
+        return 1 if report.failed else 0
+    _show(report, console)
+    if arguments.json:
+        write_durably(Path(arguments.json), written)
     return 1 if report.failed else 0
+
+
+def _show(report: NodeReport, console: Console) -> None:
+    """Print one line per check, failed ones last, with what to do about one that did not pass."""
+    from rich.text import Text
+
+    ordered = sorted(report.checks, key=lambda check: list(_COLORS).index(check.status))
+    console.print(f"{report.host}, {report.time}", highlight=False)
+    for check in ordered:
+        advice = f"expected {check.expected}, found {check.found}; {check.remedy}" if check.expected else check.found
+        line = Text.assemble((check.status, _COLORS[check.status]), f" {check.name}: {advice}")
+        console.print(line, highlight=False, soft_wrap=True)
+    counts = [f"{sum(check.status == status for check in ordered)} {status}" for status in _COLORS]
+    console.print(", ".join(counts), highlight=False)
 
 
 def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:

@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
+
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.cluster.check import Check
-from megatron_scalerl.cluster.doctor_report import read_report
-from megatron_scalerl.cluster.node import ADAPTERS, GPUS, NodeReport
+from megatron_scalerl.cluster.gpus import GPUS
+from megatron_scalerl.cluster.node import ADAPTERS, NodeReport
 from megatron_scalerl.launch.hosts import hosts_of_allocation, step_words
 from megatron_scalerl.processes.child_process import log_tail
 from megatron_scalerl.processes.logs import printable
@@ -84,13 +86,21 @@ def examine_nodes(
     for node, process in started.items():
         said = _last_words(folder / f"{node}.log")
         try:
-            reports[node] = read_report(folder / f"{node}.json")
+            reports[node] = _report(folder / f"{node}.json")
         except ValueError:
             how = f"within {within_s:g} s" if node in late else f"its step ended with exit code {process.returncode}"
             silent[node] = f"no report ({how}): {said}"
     if hca := {report.facts.get(ADAPTERS, "") for report in reports.values()} - {""}:
         write_durably(folder / HCA, f"{min(hca) if len(hca) == 1 and min(hca)[0] == '=' else ''}\n".encode())
     return unfit(reports, silent, head=nodes[0], components=components)
+
+
+def _report(path: Path) -> NodeReport:
+    """The report in a file. Raises ValueError for a file that is missing or no report of this version."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=NodeReport)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(f"{path}: is no report of doctor --json: {error}") from None
 
 
 def unfit(

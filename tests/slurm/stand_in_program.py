@@ -104,7 +104,7 @@ def doctor():
     node.gpus_in_process = lambda needed: examine_gpus(host, needed=needed, visible=visible)
     node.probe_machine = lambda **_: Machine(gpus=(), details=details)
     node.version_checks = lambda *_: []
-    node._parameters = lambda *_: "the stand-in counts none"
+    node._checkpoint_bytes = lambda *_: "the stand-in counts none"
     doctor_nodes.PROGRAM = (sys.executable, __file__)
     return main(sys.argv[1:])
 

@@ -11,7 +11,6 @@ from megatron_scalerl.cluster import cluster, slurm_checks
 from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan, components
 from megatron_scalerl.cluster.budget import seconds_left, spent
 from megatron_scalerl.cluster.cluster import Partition
-from megatron_scalerl.cluster.mounts import Mount
 from megatron_scalerl.cluster.slurm_status import attempts, lost, unfit
 from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
@@ -136,7 +135,7 @@ def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
     ],
 )
 def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kind, nodes, anywhere, result):
-    monkeypatch.setattr(slurm_checks, "mount_of", lambda place: Mount(point="/", kind=kind, options=frozenset()))
+    monkeypatch.setattr(slurm_checks, "mount_of", lambda place: (kind, "/"))
     monkeypatch.setattr(slurm_checks, "_LOCAL_FOLDERS", ())
     check = lambda: slurm_checks.check_shared(tmp_path / "runs" / "r", several=nodes > 1, anywhere=anywhere)  # noqa: E731
     if result == "refused":
@@ -149,7 +148,7 @@ def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kin
 
 
 def test_a_folder_for_temporary_files_is_refused_whatever_it_is_on(monkeypatch):
-    monkeypatch.setattr(slurm_checks, "mount_of", lambda place: Mount(point="/", kind="nfs4", options=frozenset()))
+    monkeypatch.setattr(slurm_checks, "mount_of", lambda place: ("nfs4", "/"))
     with pytest.raises(ValueError, match="output_dir"):
         slurm_checks.check_shared(Path("/tmp/r"), several=True, anywhere=False)
 
