@@ -44,12 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT|-", help="write the report as JSON too; - prints only the JSON")
     several = parser.add_argument_group("all nodes of a Slurm job, from its first one")
     several.add_argument("--hosts", choices=["slurm"], help="check and compare the nodes of this allocation")
-    several.add_argument(
-        "--engine-gpus",
-        type=int,
-        metavar="N",
-        help="GPUs that a heterogeneous job's run takes on each node of component 1 (default: --gpus)",
-    )
     several.add_argument("--reports", metavar="FOLDER", help="where the nodes write their reports; seen by all")
     several.add_argument(
         "--within",
@@ -104,20 +98,12 @@ def _show(report: NodeReport, console: Console) -> None:
 
 def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.cluster import doctor_nodes
-    from megatron_scalerl.launch.hosts import ENGINES
 
-    found, folder = doctor_nodes.allocated(), Path(arguments.reports).absolute()
-    if arguments.engine_gpus is not None and ENGINES not in found.values():
-        raise ValueError("--engine-gpus requires a heterogeneous Slurm job, found one with a single component")
-
-    def words(component: int | None) -> list[str]:
-        engines = component == ENGINES and arguments.engine_gpus is not None
-        gpus = arguments.engine_gpus if engines else arguments.gpus
-        recipe = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
-        return recipe + ([] if gpus is None else ["--gpus", str(gpus)])
-
-    names, bad = list(found), doctor_nodes.examine_nodes(found, folder, words, within_s=arguments.within)
-    for line in doctor_nodes.verdict(folder, names, bad):
+    nodes, folder = doctor_nodes.allocated(), Path(arguments.reports).absolute()
+    words = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
+    words += [] if arguments.gpus is None else ["--gpus", str(arguments.gpus)]
+    bad = doctor_nodes.examine_nodes(nodes, folder, words, within_s=arguments.within)
+    for line in doctor_nodes.verdict(folder, nodes, bad):
         console.print(line, highlight=False)
     return 1 if bad else 0
 
@@ -131,11 +117,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("--json: expected --reports alone with --hosts, since every node writes a report")
     if not arguments.within > 0:
         raise ValueError(f"--within: expected more than 0 seconds, found {arguments.within:g}")
-    for name, value in (("--gpus", arguments.gpus), ("--engine-gpus", arguments.engine_gpus)):
-        if value is not None and value < 0:
-            raise ValueError(f"{name}: expected at least 0, found {value}")
-    if arguments.engine_gpus is not None and arguments.hosts is None:
-        raise ValueError("--engine-gpus requires --hosts")
+    if arguments.gpus is not None and arguments.gpus < 0:
+        raise ValueError(f"--gpus: expected at least 0, found {arguments.gpus}")
     target = Path(arguments.json) if arguments.json not in (None, "-") else None
     if target is not None and (target.is_dir() or not target.parent.is_dir()):
         kind = "a folder" if target.is_dir() else f"no folder {target.parent}"

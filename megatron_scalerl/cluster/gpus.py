@@ -28,7 +28,7 @@ FOREIGN_MIB = 256
 """Device memory of other processes from which a GPU counts as in use (MiB): a CUDA context takes more, a monitoring
 agent or an MPS server less. An assumption."""
 GPUS = "GPUs"
-"""Name of the check of the GPUs' number and model, and of the fact in which nodes of the same kind agree."""
+"""Name of the check of the GPUs' number and model, and of the fact in which nodes have to agree."""
 _OTHER_NODE = "take another node (sbatch --exclude) and report this one to its administrator"
 _HARDWARE = {0x40: "hardware thermal slowdown", 0x80: "power brake", 0x08: "hardware slowdown"}
 _THERMAL = {0x20: "software thermal slowdown"}

@@ -58,14 +58,14 @@ def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Tim
     )
 
 
-def check_partition(names: str, partitions: Mapping[str, Partition], option: str = "--partition") -> Partition:
+def check_partition(names: str, partitions: Mapping[str, Partition]) -> Partition:
     """The partition of this name; of several, separated by commas, what the job may count on in each."""
     for name in names.split(","):
         if not partitions:
-            raise ValueError(f"{option}: there is no partition {name}; this cluster has none")
+            raise ValueError(f"--partition: there is no partition {name}; this cluster has none")
         if name not in partitions:
             text = unknown_key(name, partitions, expected="a partition of this cluster", kind="partitions")
-            raise ValueError(f"{option}: {text}")
+            raise ValueError(f"--partition: {text}")
     return either([partitions[name] for name in names.split(",")])
 
 

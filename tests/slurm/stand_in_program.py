@@ -56,8 +56,8 @@ def steps(run):
     from megatron_scalerl.launch.hosts import hosts_of_allocation, step_words
 
     started = [
-        subprocess.Popen([*step_words(node, component), sys.executable, __file__, "beat", str(run)])
-        for node, component in hosts_of_allocation().items()
+        subprocess.Popen([*step_words(node), sys.executable, __file__, "beat", str(run)])
+        for node in hosts_of_allocation()
     ]
     while not (run / "slurm" / "enough").exists():
         time.sleep(BEAT_S)
