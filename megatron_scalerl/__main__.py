@@ -72,9 +72,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("run a recipe on this machine, or resume its run", "commands.train", runs_policies=True),
-    "study": Command(
-        "run recipes with several seeds each, one after another, and compare them", "commands.study.command"
-    ),
+    "study": Command("run recipes with several seeds each, one after another, and compare them", "commands.study"),
     "submit": Command(
         "run a recipe or a folder of them on Slurm, or show the status of a submitted run", "cluster.slurm_command"
     ),

@@ -21,13 +21,12 @@ import yaml
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.commands.study.folder import StudyFolder, planned
 from megatron_scalerl.controller import train as training
 from megatron_scalerl.controller.run_folder import RunFolder
 from megatron_scalerl.page.demo import recorded_run
 from megatron_scalerl.processes import signals
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import RecipeError, dump_recipe, load_recipe
+from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
 ROOT = Path(__file__).parents[1]
 
@@ -151,41 +150,6 @@ def test_train_refuses_another_recipe(
     error = capsys.readouterr().err
     assert said in error and "choose another name or output_dir" in error and error.count("\n") == 1
     assert contents(place / "runs") == before
-
-
-def study_runs(folder: str, **changes: str) -> list[Any]:
-    over = [f"{key}={value}" for key, value in changes.items()]
-    return [planned(Path(folder), "plain", load_recipe("r.yaml", over).model_copy(update={"seed": 1}))]
-
-
-def begin(folder: str, runs: list[Any], *, redo: bool = False) -> list[str]:
-    study = StudyFolder(folder)
-    try:
-        return study.begin(runs, redo=redo)
-    finally:
-        study.close()
-
-
-@pytest.mark.parametrize("spelled", ["study", "./study", "study/", "absolute"])
-@pytest.mark.parametrize("redo", [False, True])
-def test_a_study_goes_on_and_replaces_nothing(place: Path, spelled: str, redo: bool) -> None:
-    """Without --redo it went no further, and with it the runs were begun again."""
-    assert begin("study", study_runs("study")) == []
-    (place / "study" / "runs" / "plain_seed1").mkdir()
-    folder = str(place / "study") if spelled == "absolute" else spelled
-    runs = study_runs(folder, **{"policy.path": "./base_policy", "prompts.path": str(place / "prompts.jsonl")})
-    assert begin(folder, runs, redo=redo) == []
-    assert (place / "study" / "runs" / "plain_seed1").is_dir() and not (place / "study" / "replaced").exists()
-
-
-@pytest.mark.parametrize("path", ["prompts.jsonl", "./prompts.jsonl", "absolute"])
-def test_a_study_notices_other_prompts_however_their_path_is_written(place: Path, path: str) -> None:
-    begin("study", study_runs("study"))
-    (place / "copy.jsonl").write_bytes((place / "prompts.jsonl").read_bytes() + b"\n")
-    os.replace(place / "copy.jsonl", place / "prompts.jsonl")
-    written = str(place / "prompts.jsonl") if path == "absolute" else path
-    with pytest.raises(RecipeError, match=r"prompts.jsonl: expected the content .*; --redo runs all again"):
-        begin("study", study_runs("study", **{"prompts.path": written}))
 
 
 @pytest.mark.parametrize("spelled", ["base_policy", "./base_policy", "base_policy/", "absolute"])

@@ -10,10 +10,9 @@ submission      writes the script, has it checked, submits it
 budget          GPU-hours spent and left
 slurm_status    a run's job and the nodes of it that are unfit or down, its progress and its last error
 
-doctor_command -> node: one list of `check.Check` and the facts that nodes are compared by
-                  gpus (NVML, in a process); versions; space; output; host
-               -> doctor_report: table, JSON
+doctor_command -> node: one list of `check.Check`, and the facts by which nodes are compared
+                  gpus (NVML, in a process of its own); probe (packages, likewise)
                -> doctor_nodes: all nodes of a Slurm job at once, and which of them are unfit
 
-The checks change and delete nothing on the node, except for a folder that `output` makes, tries and removes.
+The checks change and delete nothing on the node, except for a folder that the canary makes, tries and removes.
 """

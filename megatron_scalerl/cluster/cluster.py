@@ -128,20 +128,7 @@ def queued() -> list[Job]:
     """This user's jobs that are queued or running, each task of an array for itself. Raises RuntimeError."""
     me = str(os.getuid())
     output = _ask("squeue", "--noheader", "--array", "--user", me, "-o", "%i|%T|%e|%o|%R")
-    return _whole(_job(line) for line in output.splitlines() if line.count("|") >= 4)
-
-
-def _whole(jobs: Iterable[Job]) -> list[Job]:
-    """The components of a heterogeneous job, N+0 and N+1, as one job N with the state of the first."""
-    found: dict[str, list[Job]] = {}
-    for job in jobs:
-        found.setdefault(job.job_id.partition("+")[0], []).append(job)
-    whole = []
-    for number, parts in found.items():
-        parts.sort(key=lambda job: job.job_id)
-        reasons = dict.fromkeys(job.reason for job in parts)
-        whole.append(replace(parts[0], job_id=number, reason=", ".join(reasons)))
-    return whole
+    return [_job(line) for line in output.splitlines() if line.count("|") >= 4]
 
 
 def _job(line: str) -> Job:
@@ -170,9 +157,8 @@ def hostnames(nodes: str) -> list[str]:
 def nodes_of(job_id: str) -> list[str] | None:
     """The nodes that a job holds now; with --no-kill one that failed is no longer one of them. None without a job."""
     done = _run("scontrol", "show", "job", "--oneliner", job_id)
-    found = re.findall(r" NodeList=(\S*)", done.stdout)  # of each component
-    held = ",".join(nodes for nodes in found if nodes and nodes not in _UNKNOWN)
-    return hostnames(held) if done.returncode == 0 and found else None
+    nodes = re.search(r" NodeList=(\S*)", done.stdout)
+    return hostnames(nodes[1]) if done.returncode == 0 and nodes else None
 
 
 def node_states(names: Sequence[str]) -> dict[str, str]:

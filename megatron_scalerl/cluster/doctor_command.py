@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from megatron_scalerl.cluster.node import NodeReport
+
 WITHIN_S = 300.0
 """Default of --within. An assumption: a check takes 10 to 30 s, more where many nodes load packages at once."""
+_COLORS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "bold red"}
+"""By status, in the order in which checks are printed."""
 EPILOG = """exit codes: 0 if no check failed, 1 if one did, 2 for wrong arguments
 
 examples:
@@ -22,7 +26,7 @@ docs/doctor.md describes the checks."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.description = "Check this node before a run starts on it: GPUs, packages, limits, disks, memory."
+    parser.description = "Check this node before a run starts on it: GPUs, versions, inputs, disks."
     parser.epilog = EPILOG
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file; without one, its needs are unknown")
     parser.add_argument(
@@ -40,12 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT|-", help="write the report as JSON too; - prints only the JSON")
     several = parser.add_argument_group("all nodes of a Slurm job, from its first one")
     several.add_argument("--hosts", choices=["slurm"], help="check and compare the nodes of this allocation")
-    several.add_argument(
-        "--engine-gpus",
-        type=int,
-        metavar="N",
-        help="GPUs that a heterogeneous job's run takes on each node of component 1 (default: --gpus)",
-    )
     several.add_argument("--reports", metavar="FOLDER", help="where the nodes write their reports; seen by all")
     several.add_argument(
         "--within",
@@ -68,35 +66,44 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.hosts:
         return _examine_nodes(arguments, console)
 
-    from megatron_scalerl.cluster.doctor_report import show, to_json, write_report
+    import msgspec
+
+    from megatron_scalerl.checkpoints.atomic_io import write_durably
     from megatron_scalerl.cluster.node import examine
 
     report = examine(recipe, arguments.recipe, arguments.gpus)
+    written = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
     if arguments.json == "-":
-        print(to_json(report).decode(), end="")
-    else:
-        show(report, console)
-        if arguments.json:
-            write_report(report, Path(arguments.json))
+        print(written.decode(), end="")
+        return 1 if report.failed else 0
+    _show(report, console)
+    if arguments.json:
+        write_durably(Path(arguments.json), written)
     return 1 if report.failed else 0
+
+
+def _show(report: NodeReport, console: Console) -> None:
+    """Print one line per check, failed ones last, with what to do about one that did not pass."""
+    from rich.text import Text
+
+    ordered = sorted(report.checks, key=lambda check: list(_COLORS).index(check.status))
+    console.print(f"{report.host}, {report.time}", highlight=False)
+    for check in ordered:
+        advice = f"expected {check.expected}, found {check.found}; {check.remedy}" if check.expected else check.found
+        line = Text.assemble((check.status, _COLORS[check.status]), f" {check.name}: {advice}")
+        console.print(line, highlight=False, soft_wrap=True)
+    counts = [f"{sum(check.status == status for check in ordered)} {status}" for status in _COLORS]
+    console.print(", ".join(counts), highlight=False)
 
 
 def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.cluster import doctor_nodes
-    from megatron_scalerl.launch.hosts import ENGINES
 
-    found, folder = doctor_nodes.allocated(), Path(arguments.reports).absolute()
-    if arguments.engine_gpus is not None and ENGINES not in found.values():
-        raise ValueError("--engine-gpus requires a heterogeneous Slurm job, found one with a single component")
-
-    def words(component: int | None) -> list[str]:
-        engines = component == ENGINES and arguments.engine_gpus is not None
-        gpus = arguments.engine_gpus if engines else arguments.gpus
-        recipe = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
-        return recipe + ([] if gpus is None else ["--gpus", str(gpus)])
-
-    names, bad = list(found), doctor_nodes.examine_nodes(found, folder, words, within_s=arguments.within)
-    for line in doctor_nodes.verdict(folder, names, bad):
+    nodes, folder = doctor_nodes.allocated(), Path(arguments.reports).absolute()
+    words = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
+    words += [] if arguments.gpus is None else ["--gpus", str(arguments.gpus)]
+    bad = doctor_nodes.examine_nodes(nodes, folder, words, within_s=arguments.within)
+    for line in doctor_nodes.verdict(folder, nodes, bad):
         console.print(line, highlight=False)
     return 1 if bad else 0
 
@@ -110,11 +117,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("--json: expected --reports alone with --hosts, since every node writes a report")
     if not arguments.within > 0:
         raise ValueError(f"--within: expected more than 0 seconds, found {arguments.within:g}")
-    for name, value in (("--gpus", arguments.gpus), ("--engine-gpus", arguments.engine_gpus)):
-        if value is not None and value < 0:
-            raise ValueError(f"{name}: expected at least 0, found {value}")
-    if arguments.engine_gpus is not None and arguments.hosts is None:
-        raise ValueError("--engine-gpus requires --hosts")
+    if arguments.gpus is not None and arguments.gpus < 0:
+        raise ValueError(f"--gpus: expected at least 0, found {arguments.gpus}")
     target = Path(arguments.json) if arguments.json not in (None, "-") else None
     if target is not None and (target.is_dir() or not target.parent.is_dir()):
         kind = "a folder" if target.is_dir() else f"no folder {target.parent}"

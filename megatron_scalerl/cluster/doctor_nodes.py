@@ -14,14 +14,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+
+import msgspec
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.cluster.check import Check
-from megatron_scalerl.cluster.doctor_report import read_report
-from megatron_scalerl.cluster.node import ADAPTERS, GPUS, NodeReport
+from megatron_scalerl.cluster.node import ADAPTERS, NodeReport
 from megatron_scalerl.launch.hosts import hosts_of_allocation, step_words
 from megatron_scalerl.processes.child_process import log_tail
 from megatron_scalerl.processes.logs import printable
@@ -40,33 +39,25 @@ _LONGEST = 500
 """Characters of a line that are shown."""
 
 
-def allocated() -> dict[str, int | None]:
-    """The nodes of this Slurm allocation with their components, this one first. Raises ValueError outside of one."""
+def allocated() -> list[str]:
+    """The nodes of this Slurm allocation, this one first. Raises ValueError outside of one."""
     here = os.environ.get("SLURMD_NODENAME")
-    return dict(sorted(hosts_of_allocation().items(), key=lambda item: item[0] != here))
+    return sorted(hosts_of_allocation(), key=lambda node: node != here)
 
 
-def examine_nodes(
-    components: Mapping[str, int | None],
-    folder: Path,
-    words: Callable[[int | None], Sequence[str]],
-    *,
-    within_s: float,
-) -> dict[str, str]:
+def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, within_s: float) -> dict[str, str]:
     """Check all nodes at once; returns why, for each one that is unfit.
 
-    components: of the nodes, None but in a heterogeneous job; the first node is this one. folder: of the reports.
-    words: of `doctor` on a node of a component. within_s: a node whose report is not there after so many seconds is
-    unfit. Raises OSError.
+    nodes: the first one is this one. folder: of the reports. words: of `doctor` on a node. within_s: a node whose
+    report is not there after so many seconds is unfit. Raises OSError.
     """
-    nodes = list(components)
     folder.mkdir(parents=True, exist_ok=True)
     started: dict[str, subprocess.Popen[bytes]] = {}
     late: set[str] = set()
     try:
         for node in nodes:
-            step = step_words(node, components[node]) if node != nodes[0] else []
-            argv = [*step, *PROGRAM, "doctor", *words(components[node]), f"--json={folder / node}.json"]
+            step = step_words(node) if node != nodes[0] else []
+            argv = [*step, *PROGRAM, "doctor", *words, f"--json={folder / node}.json"]
             with open(folder / f"{node}.log", "wb") as log:
                 started[node] = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -82,61 +73,43 @@ def examine_nodes(
     reports: dict[str, NodeReport] = {}
     silent: dict[str, str] = {}
     for node, process in started.items():
-        said = _last_words(folder / f"{node}.log")
         try:
-            reports[node] = read_report(folder / f"{node}.json")
+            reports[node] = _report(folder / f"{node}.json")
         except ValueError:
             how = f"within {within_s:g} s" if node in late else f"its step ended with exit code {process.returncode}"
-            silent[node] = f"no report ({how}): {said}"
+            silent[node] = f"no report ({how}): {_last_words(folder / f'{node}.log')}"
     if hca := {report.facts.get(ADAPTERS, "") for report in reports.values()} - {""}:
         write_durably(folder / HCA, f"{min(hca) if len(hca) == 1 and min(hca)[0] == '=' else ''}\n".encode())
-    return unfit(reports, silent, head=nodes[0], components=components)
+    return unfit(reports, silent, head=nodes[0])
 
 
-def unfit(
-    reports: Mapping[str, NodeReport],
-    silent: Mapping[str, str],
-    *,
-    head: str,
-    components: Mapping[str, int | None] = MappingProxyType({}),
-) -> dict[str, str]:
+def _report(path: Path) -> NodeReport:
+    """The report in a file. Raises ValueError for a file that is missing or no report of this version."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=NodeReport)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(f"{path}: is no report of doctor --json: {error}") from None
+
+
+def unfit(reports: Mapping[str, NodeReport], silent: Mapping[str, str], *, head: str) -> dict[str, str]:
     """Why, for each node that is unfit: no report, a failed check, or a fact in which it differs from most others.
 
-    silent: why, for nodes without a report. head: the first node; where two groups are equally
-    large, those differ that are not in its group. components: of a heterogeneous job, whose nodes are compared by
-    their GPUs with those of their own component alone; if there two groups without the head are equally large, all
-    differ.
+    silent: why, for nodes without a report. head: the first node; where two groups are equally large, those differ
+    that are not in its group.
     """
-    found: dict[str, list[str]] = {node: [why] for node, why in silent.items()}
+    reasons: dict[str, list[str]] = {node: [why] for node, why in silent.items()}
     for node, report in reports.items():
-        found[node] = [_said(check) for check in report.checks if check.status == "failed"]
+        failures = [check for check in report.checks if check.status == "failed"]
+        reasons[node] = [f"{check.name}: expected {check.expected}, found {check.found}" for check in failures]
     for fact in dict.fromkeys(fact for report in reports.values() for fact in report.facts):
-        sorts = {node: components.get(node) if fact in (GPUS, ADAPTERS) else None for node in reports}
-        for sort in dict.fromkeys(sorts.values()):
-            alike = {node: reports[node].facts.get(fact, "") for node in reports if sorts[node] == sort}
-            for node, why in _different(fact, alike, head, "" if sort is None else f" of component {sort}"):
-                found[node].append(why)
-    return {node: printable("; ".join(why)) for node, why in found.items() if why}
-
-
-def _different(fact: str, values: Mapping[str, str], head: str, of: str) -> Iterator[tuple[str, str]]:
-    """The nodes whose value is not that of most, and what they are told.
-
-    of: which component they are; where it is not the head's and no value is that of most, all differ.
-    """
-    counts = Counter(values.values())
-    most = [value for value in counts if counts[value] == max(counts.values())]
-    usual = values[head] if values.get(head) in most else most[0]
-    for node, value in values.items():
-        if of and len(most) > 1 and head not in values:
-            others = ", ".join(f"{other or 'none'} on {name}" for name, other in values.items() if other != value)
-            yield node, f"{fact}: expected the same on all nodes{of}, found {value or 'none'}, and {others}"
-        elif value != usual:
-            yield (
-                node,
-                f"{fact}: expected {usual or 'none'}, as on {counts[usual]} of {len(values)} nodes{of}, "
-                f"found {value or 'none'}",
-            )
+        values = {node: report.facts.get(fact, "") for node, report in reports.items()}
+        counts = Counter(values.values())
+        usual = max(counts, key=lambda value: (counts[value], value == values.get(head)))
+        for node, value in values.items():
+            if value != usual:
+                most = f"{usual or 'none'}, as on {counts[usual]} of {len(values)} nodes"
+                reasons[node].append(f"{fact}: expected {most}, found {value or 'none'}")
+    return {node: printable("; ".join(why)) for node, why in reasons.items() if why}
 
 
 def verdict(folder: Path, nodes: Sequence[str], bad: Mapping[str, str]) -> list[str]:
@@ -150,10 +123,6 @@ def verdict(folder: Path, nodes: Sequence[str], bad: Mapping[str, str]) -> list[
     elif bad:
         lines.append(f"all {len(nodes)} nodes are unfit, so that other nodes would be, too")
     return lines or [f"{len(nodes)} nodes are fit and agree: {', '.join(nodes)}"]
-
-
-def _said(check: Check) -> str:
-    return f"{check.name}: expected {check.expected}, found {check.found}"
 
 
 def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:

@@ -27,11 +27,12 @@ _KILLED_S = 5.0
 FOREIGN_MIB = 256
 """Device memory of other processes from which a GPU counts as in use (MiB): a CUDA context takes more, a monitoring
 agent or an MPS server less. An assumption."""
+GPUS = "GPUs"
+"""Name of the check of the GPUs' number and model, and of the fact in which nodes have to agree."""
 _OTHER_NODE = "take another node (sbatch --exclude) and report this one to its administrator"
 _HARDWARE = {0x40: "hardware thermal slowdown", 0x80: "power brake", 0x08: "hardware slowdown"}
 _THERMAL = {0x20: "software thermal slowdown"}
 """nvmlClocksEventReasons; an idle GPU, a power cap and clocks that were set are no fault."""
-_UNNAMED = "(unnamed: "
 T = TypeVar("T")
 
 
@@ -103,29 +104,46 @@ def examine_gpus(nvml: Any, *, needed: int | None, visible: str | None) -> GpuRe
 
 
 def _examined(nvml: Any, needed: int | None, visible: str | None) -> GpuReport:
-    driver, version, cuda = _driver(nvml)
+    version = _answer(nvml, nvml.nvmlSystemGetDriverVersion)
+    number = int(_answer(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2) or 0)
+    cuda = f"{number // 1000}.{number % 1000 // 10}" if number else ""
     count = nvml.nvmlDeviceGetCount()
     gpus, unknown = visible_gpus(nvml, range(count), visible)
     if not gpus and not unknown:
         why = f"CUDA_VISIBLE_DEVICES is {visible!r}" if count else "NVML lists none"
         return GpuReport(checks=_without_gpus(why, needed), driver=version, cuda_version=cuda)
-    names = [_name(nvml, gpu) for gpu in gpus]
-    summary = ", ".join(f"{number} x {name}" for name, number in Counter(names).items())
-    checks = [_count(names, summary, unknown, needed), *(_checked(nvml, rule, gpus) for rule in _RULES)]
-    return GpuReport(checks=[*checks, _links(nvml, gpus), driver], names=summary, driver=version, cuda_version=cuda)
+    answers, broken, lacking = _asked(nvml, gpus, nvml.nvmlDeviceGetName)
+    unnamed = {gpu: f"(unnamed: {why})" for gpu, why in (broken | lacking).items()}
+    names = Counter((answers | unnamed)[gpu] for gpu in gpus)
+    summary = ", ".join(f"{number} x {name}" for name, number in names.items())
+    count_check = _count(len(gpus), len(names), summary, unknown, needed, unnamed=bool(unnamed))
+    checks = [count_check, *(_checked(nvml, rule, gpus) for rule in _RULES), _links(nvml, gpus)]
+    shown = f"{version}, for CUDA up to {cuda or '(unknown)'}"
+    checks.append(ok("driver", shown) if version else skipped("driver", "it does not say its version"))
+    return GpuReport(checks=checks, names=summary, driver=version, cuda_version=cuda)
+
+
+def _answer(nvml: Any, query: Callable[[], Any]) -> str:
+    """The answer to a query about the driver; "" if it does not have the query. Raises NVMLError for other errors."""
+    try:
+        return str(query())
+    except nvml.NVMLError as error:
+        if not _is_lacking(nvml, error):
+            raise
+        return ""
 
 
 def _failure(found: str) -> GpuReport:
     """NVML as a whole does not answer."""
     remedy = "run nvidia-smi; a driver that does not answer needs a reboot of the node"
-    return GpuReport(checks=[failed("GPUs", expected="NVML's answer", found=found, remedy=remedy)])
+    return GpuReport(checks=[failed(GPUS, expected="NVML's answer", found=found, remedy=remedy)])
 
 
 def _without_gpus(why: str, needed: int | None) -> list[Check]:
     if needed:
         remedy = "install the driver, or ask Slurm for GPUs (--gpus-per-node)"
-        return [failed("GPUs", expected=f"{needed} GPUs", found=f"none: {why}", remedy=remedy)]
-    return [skipped("GPUs", f"no GPU: {why}")]
+        return [failed(GPUS, expected=f"{needed} GPUs", found=f"none: {why}", remedy=remedy)]
+    return [skipped(GPUS, f"no GPU: {why}")]
 
 
 def visible_gpus(nvml: Any, gpus: Sequence[int], visible: str | None) -> tuple[list[int], list[str]]:
@@ -168,30 +186,21 @@ def _is_lacking(nvml: Any, error: Any) -> bool:
     return error.value in lacking
 
 
-def _name(nvml: Any, gpu: int) -> str:
-    answers, broken, lacking = _asked(nvml, [gpu], nvml.nvmlDeviceGetName)
-    return answers.get(gpu) or f"{_UNNAMED}{(broken | lacking)[gpu]})"
-
-
-def _count(names: Sequence[str], summary: str, unknown: list[str], needed: int | None) -> Check:
-    found = summary or "none"
+def _count(number: int, models: int, summary: str, unknown: list[str], needed: int | None, *, unnamed: bool) -> Check:
     if unknown:
-        return failed(
-            "GPUs",
-            expected="GPUs of this node in CUDA_VISIBLE_DEVICES",
-            found=f"{found}; no GPU is called {some(unknown)}",
-            remedy="a GPU fell off the bus, or the variable is another node's",
-        )
-    if needed and len(names) < needed:
+        expected = "GPUs of this node in CUDA_VISIBLE_DEVICES"
+        found = f"{summary or 'none'}; no GPU is called {some(unknown)}"
+        remedy = "a GPU fell off the bus, or the variable is another node's"
+        return failed(GPUS, expected=expected, found=found, remedy=remedy)
+    if needed and number < needed:
         remedy = f"ask for more GPUs, or pass --gpus with what the run takes here; if one is lost, {_OTHER_NODE}"
-        return failed("GPUs", expected=f"{needed} GPUs", found=found, remedy=remedy)
-    models = {name for name in names if not name.startswith(_UNNAMED)}
-    if len(models) > 1:
+        return failed(GPUS, expected=f"{needed} GPUs", found=summary, remedy=remedy)
+    if unnamed:
+        return failed(GPUS, expected="every GPU's name", found=summary, remedy=_OTHER_NODE)
+    if models > 1:
         remedy = "take nodes of one type (sbatch --constraint or --gres=gpu:TYPE:N)"
-        return failed("GPUs", expected="GPUs of one model", found=found, remedy=remedy)
-    if models != set(names):
-        return failed("GPUs", expected="every GPU's name", found=found, remedy=_OTHER_NODE)
-    return ok("GPUs", found)
+        return failed(GPUS, expected="GPUs of one model", found=summary, remedy=remedy)
+    return ok(GPUS, summary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,36 +234,26 @@ def _lines(texts: Mapping[int, str]) -> list[str]:
 
 def _judge_memory(nvml: Any, handle: Any) -> tuple[Status, str]:
     """In a container the driver counts memory of processes that it does not list."""
-    errors = []
-    processes, used = [], 0
-    try:
-        used = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used // MIB  # without the driver's own
-    except nvml.NVMLError as error:
-        errors.append(error)
-    try:
+    used = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used // MIB  # without the driver's own
+    if used < FOREIGN_MIB:
+        return "ok", ""
+    processes = []
+    with contextlib.suppress(nvml.NVMLError):
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError as error:
-        errors.append(error)
-    unanswered = [error for error in errors if not _is_lacking(nvml, error)]
-    if unanswered or len(errors) == 2:
-        raise [*unanswered, *errors][0]
-    sizes = {p.pid: None if p.usedGpuMemory is None else p.usedGpuMemory // MIB for p in processes}
-    listed = ", ".join(f"pid {pid} {'?' if mib is None else mib} MiB" for pid, mib in sizes.items())
-    held = max(used, sum(mib or 0 for mib in sizes.values()))
-    if held >= FOREIGN_MIB:
-        return "failed", f"{held} MiB in use by {listed or 'processes that are not visible here'}"
-    return ("warning", f"in use by {listed}") if sizes else ("ok", "")
+    named = [f"pid {process.pid} {(process.usedGpuMemory or 0) // MIB} MiB" for process in processes]
+    return "failed", f"{used} MiB in use by {', '.join(named) or 'processes that are not visible here'}"
 
 
-def _judge_errors(nvml: Any, handle: Any, counter: int, status: Status) -> tuple[Status, str]:
-    count = nvml.nvmlDeviceGetTotalEccErrors(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter)
-    return _fault(count, status, f"{count} uncorrected errors")
+def _judge_errors(nvml: Any, handle: Any) -> tuple[Status, str]:
+    kind, counter = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    count = nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter)
+    return _fault(count, f"{count} uncorrected errors")
 
 
 def _judge_remapping(nvml: Any, handle: Any) -> tuple[Status, str]:
     pending, broken = nvml.nvmlDeviceGetRemappedRows(handle)[2:]
     found = [text for text, is_so in (("row remapping failed", broken), ("row remapping pending", pending)) if is_so]
-    return _fault(found, "failed", " and ".join(found))
+    return _fault(found, " and ".join(found))
 
 
 def _judge_clocks(nvml: Any, handle: Any) -> tuple[Status, str]:
@@ -270,8 +269,8 @@ def _judge_clocks(nvml: Any, handle: Any) -> tuple[Status, str]:
     return status, ", ".join(hardware + thermal)
 
 
-def _fault(is_so: object, status: Status, text: str) -> tuple[Status, str]:
-    return (status, text) if is_so else ("ok", "")
+def _fault(is_so: object, text: str) -> tuple[Status, str]:
+    return ("failed", text) if is_so else ("ok", "")
 
 
 _RULES = (
@@ -283,15 +282,9 @@ _RULES = (
     ),
     _Rule(
         name="ECC, since the driver was loaded",
-        judge=lambda nvml, gpu: _judge_errors(nvml, gpu, nvml.NVML_VOLATILE_ECC, "failed"),
+        judge=_judge_errors,
         expected="no uncorrected errors",
         remedy=f"results on this GPU cannot be trusted: {_OTHER_NODE}",
-    ),
-    _Rule(
-        name="ECC, over the GPU's life",
-        judge=lambda nvml, gpu: _judge_errors(nvml, gpu, nvml.NVML_AGGREGATE_ECC, "warning"),
-        expected="no uncorrected errors",
-        remedy="harmless if the row remapping is in order; mention it to the administrator",
     ),
     _Rule(
         name="row remapping",
@@ -307,40 +300,24 @@ _RULES = (
     ),
     _Rule(
         name="MIG",
-        judge=lambda nvml, gpu: _fault(nvml.nvmlDeviceGetMigMode(gpu)[0] == 1, "failed", "enabled"),
+        judge=lambda nvml, gpu: _fault(nvml.nvmlDeviceGetMigMode(gpu)[0] == 1, "enabled"),
         expected="disabled: a rank takes a whole GPU",
         remedy="take nodes without MIG",
-    ),
-    _Rule(
-        name="persistence mode",
-        judge=lambda nvml, gpu: _fault(not nvml.nvmlDeviceGetPersistenceMode(gpu), "warning", "off"),
-        expected="on",
-        remedy="the driver is loaded anew when a GPU's last process ends; an administrator turns it on",
     ),
 )
 
 
 def _links(nvml: Any, gpus: Sequence[int]) -> Check:
-    """A link that is down on one GPU and up on the others is a fault; a GPU without bridge has all of them down."""
-    name, expected = "NVLink", "the same number of active links on every GPU"
+    """A link that is down on one GPU and up on the others is a fault."""
+    name = "NVLink"
     states, broken, _ = _asked(nvml, gpus, lambda handle: _link_states(nvml, handle))
-    if broken:
-        return failed(name, expected=expected, found="; ".join(_lines(broken)), remedy=_OTHER_NODE)
-    links = {gpu: own for gpu, own in states.items() if own}
-    if not links:
-        return skipped(name, "these GPUs report no NVLink")
-    active = {gpu: sum(own) for gpu, own in links.items()}
-    most = max(active.values())
-    short = {gpu: f"{count} of {len(links[gpu])} links active" for gpu, count in active.items() if count < most}
-    short |= {gpu: "no links" for gpu in gpus if gpu not in links}
-    if short:
-        found = "; ".join(_lines(short))
-        return failed(name, expected=f"{most} active links on every GPU", found=found, remedy=_OTHER_NODE)
-    down = {gpu: f"{len(own) - sum(own)} of {len(own)} links inactive" for gpu, own in links.items() if not all(own)}
-    if down:
-        remedy = "normal for GPUs without NVLink bridges; elsewhere collectives are slower than planned"
-        return warning(name, expected="all links active", found=some(_lines(down)), remedy=remedy)
-    return ok(name, f"{most} active links on every GPU")
+    active = {gpu: sum(links) for gpu, links in states.items()}
+    most = max(active.values(), default=0)
+    short = {gpu: f"{active[gpu]} of {len(states[gpu])} links active" for gpu in active if active[gpu] < most}
+    if broken or short:
+        found = "; ".join(_lines(broken | short))
+        return failed(name, expected="as many active links on every GPU", found=found, remedy=_OTHER_NODE)
+    return ok(name, f"{most} active links on every GPU") if most else skipped(name, "no GPU has an active link")
 
 
 def _link_states(nvml: Any, handle: Any) -> list[bool]:
@@ -353,22 +330,6 @@ def _link_states(nvml: Any, handle: Any) -> list[bool]:
             if error.value not in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
                 raise
     return states
-
-
-def _driver(nvml: Any) -> tuple[Check, str, str]:
-    """(the check, the driver's version, the newest CUDA that it supports), "" for what is not known."""
-    try:
-        version = nvml.nvmlSystemGetDriverVersion()
-    except nvml.NVMLError as error:
-        if _is_lacking(nvml, error):
-            return skipped("driver", str(error)), "", ""
-        return failed("driver", expected="its version", found=str(error), remedy=_OTHER_NODE), "", ""
-    try:
-        number = nvml.nvmlSystemGetCudaDriverVersion_v2()
-    except nvml.NVMLError:
-        return ok("driver", version), version, ""
-    cuda = f"{number // 1000}.{number % 1000 // 10}"
-    return ok("driver", f"{version}, for CUDA up to {cuda}"), version, cuda
 
 
 if __name__ == "__main__":

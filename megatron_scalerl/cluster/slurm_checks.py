@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.cluster.cluster import Job, Partition, either, seconds_of
 from megatron_scalerl.cluster.job import MARGIN_S
-from megatron_scalerl.cluster.mounts import mount_of
+from megatron_scalerl.cluster.node import mount_of
 from megatron_scalerl.controller.run_folder import SAVES, SLURM
 from megatron_scalerl.recipe.other_names import unknown_key
 
@@ -58,14 +58,14 @@ def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Tim
     )
 
 
-def check_partition(names: str, partitions: Mapping[str, Partition], option: str = "--partition") -> Partition:
+def check_partition(names: str, partitions: Mapping[str, Partition]) -> Partition:
     """The partition of this name; of several, separated by commas, what the job may count on in each."""
     for name in names.split(","):
         if not partitions:
-            raise ValueError(f"{option}: there is no partition {name}; this cluster has none")
+            raise ValueError(f"--partition: there is no partition {name}; this cluster has none")
         if name not in partitions:
             text = unknown_key(name, partitions, expected="a partition of this cluster", kind="partitions")
-            raise ValueError(f"{option}: {text}")
+            raise ValueError(f"--partition: {text}")
     return either([partitions[name] for name in names.split(",")])
 
 
@@ -103,11 +103,11 @@ def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
     and not `anywhere`.
     """
     place = next(place for place in (run, *run.parents) if place.is_dir())
-    mount = mount_of(place)
-    private = mount.kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
-    if not private and mount.kind not in _LOCAL_DISKS:
+    kind, point = mount_of(place)
+    private = kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
+    if not private and kind not in _LOCAL_DISKS:
         return None
-    found = f"{place}, {mount.kind} at {mount.point}"
+    found = f"{place}, {kind} at {point}"
     if private and several and not anywhere:
         raise ValueError(
             f"output_dir: the other nodes seem not to see {found}; use a shared folder, or submit all the same with "

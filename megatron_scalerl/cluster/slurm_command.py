@@ -19,7 +19,6 @@ EPILOG = """examples:
   megatron-scalerl submit my_run.yaml --partition gpu --time 24:00:00 --dry-run      write and check the job script
   megatron-scalerl submit --status runs/my_run                                       job, step, cost, last error
   megatron-scalerl submit my_run.yaml engine.count=12 --nodes 2 --partition gpu --time 24:00:00 --gpu-hours 5000
-  megatron-scalerl submit my_run.yaml --nodes 4 --engine-nodes 8 --engine-partition small --partition gpu --time 1-0
   megatron-scalerl submit --array recipes/study --throttle 4 --partition gpu --time 24:00:00
   megatron-scalerl submit --array recipes/ablations --base my_run.yaml --seeds 3 --partition gpu --time 24:00:00
 
@@ -56,21 +55,12 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
     job.add_argument("--partition", metavar="P", help="partition")
     job.add_argument("--time", metavar="T", help="time limit of one job: MINUTES, H:MM:SS or D-HH:MM:SS")
     job.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: %(default)s)")
-    job.add_argument(
-        "--engine-nodes",
-        type=int,
-        default=0,
-        metavar="N",
-        help="nodes for the engines alone: heterogeneous jobs, in a --chain, whose --nodes have the trainer",
-    )
-    job.add_argument("--engine-partition", metavar="P", help="their partition (default: --partition)")
+    job.add_argument("--engine-nodes", help=argparse.SUPPRESS)
     of_node = "one for each rank and engine device on one node, on several all that it has"
     for names, text in (
         (("--gpus-per-node", "--gpus"), f"GPUs of a node (default: {of_node})"),
         (("--slots",), "on CPUs: ranks and engine devices of a node (default: the fewest)"),
         (("--cpus",), "CPUs of a node (default: the GPUs' share of the node)"),
-        (("--engine-gpus-per-node",), "GPUs of each of the --engine-nodes (default: all)"),
-        (("--engine-slots",), "on CPUs: engine devices of each of the --engine-nodes"),
     ):
         job.add_argument(*names, type=int, metavar="N", help=text)
     job.add_argument(
@@ -169,26 +159,23 @@ def _request(arguments: argparse.Namespace) -> Request:
     """Raises ValueError for options that contradict each other."""
     from megatron_scalerl.cluster.allocation import Request
 
+    if arguments.engine_nodes is not None:
+        raise ValueError("--engine-nodes: heterogeneous jobs have left; use --nodes, one job of one kind of node")
     if (arguments.recipe is None) == (arguments.array is None):
         raise ValueError("expected one of RECIPE, --array FOLDER and --status RUN")
     for key in ("partition", "time"):
         if getattr(arguments, key) is None:
             raise ValueError(f"--{key}: expected a value, found none")
-    for needed, keys in (
-        ("array", ("throttle", "base", "seeds")),
-        ("engine_nodes", ("engine_partition", "engine_gpus_per_node", "engine_slots")),
-    ):
-        for key in keys:
-            if getattr(arguments, key) is not None and not getattr(arguments, needed):
-                raise ValueError(f"{_option(key)} requires {_option(needed)}")
-    at_least = dict.fromkeys(("throttle", "seeds", "nodes", "slots", "check_seconds", "engine_slots"), 1)
-    more = ("max_requeues", "max_failures", "startup_seconds", "save_seconds", "engine_nodes")
+    for key in ("throttle", "base", "seeds"):
+        if getattr(arguments, key) is not None and arguments.array is None:
+            raise ValueError(f"{_option(key)} requires --array")
+    at_least = dict.fromkeys(("throttle", "seeds", "nodes", "slots", "check_seconds"), 1)
+    more = ("max_requeues", "max_failures", "startup_seconds", "save_seconds")
     for key, least in (at_least | dict.fromkeys(more, 0)).items():
         if (value := getattr(arguments, key)) is not None and not value >= least:
             raise ValueError(f"{_option(key)}: expected at least {least}, found {value}")
     if (hours := arguments.gpu_hours) is not None and not 0 < hours < float("inf"):
         raise ValueError(f"--gpu-hours: expected more than 0, found {hours:g}")
-    arguments.chain = arguments.chain or arguments.engine_nodes > 0  # cluster.allocation says why
     return Request(**{field.name: getattr(arguments, field.name) for field in fields(Request)})
 
 

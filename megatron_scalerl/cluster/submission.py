@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
 from megatron_scalerl.checkpoints.jsonl import append_row
 from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster import slurm_checks as checks
-from megatron_scalerl.cluster.allocation import Request, allocate, assumed, check_plan, components
+from megatron_scalerl.cluster.allocation import Request, allocate, assumed, check_plan
 from megatron_scalerl.cluster.job import JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
 from megatron_scalerl.controller.run_folder import SLURM, check_recipe
@@ -66,28 +65,14 @@ def submit(
     ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
     site, here = read_site(request.site), cluster.present()
-    partition, others = _partitions(request, site, cluster.partitions() if here else None)
-    plan = _plan(recipes, name, request, site, partition, others)
+    partition = (
+        checks.check_partition(request.partition, cluster.partitions()) if here else assumed(request, site.gres)
+    )
+    plan = _plan(recipes, name, request, site, partition)
     if request.throttle is not None:
         checks.check_script(plan.script, plan.runs)
-    from megatron_scalerl.controller.preflight import check_inputs  # imports transformers
-
-    resolved: list[Recipe] = []
-    warnings, fits = [], ""
-    for recipe, run in zip(recipes, plan.runs, strict=True):
-        whole = recipe
-        try:
-            whole = check_inputs(recipe, on_this_host=False).resolved(recipe)  # as the run itself records it
-            check_recipe(whole)
-            fits = check_plan(recipe, recipe_file, partition, plan.nodes.gpus, others)
-        except ValueError as error:
-            if here:
-                raise
-            fits = f"not finished here: {error}"
-        resolved.append(whole)
-        warnings.append(checks.check_shared(run, several=plan.several, anywhere=request.any_file_system or not here))
-    yield from (f"warning: {line}" for line in dict.fromkeys(warnings) if line is not None)
-    yield f"plan --check: {fits}"
+    resolved, lines = _resolved(recipes, plan, partition, recipe_file, here=here)
+    yield from lines
     with contextlib.ExitStack() as stack:
         for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
             (run / SLURM).mkdir(parents=True, exist_ok=True)
@@ -119,21 +104,30 @@ def submit(
     yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in plan.runs)
 
 
-def _partitions(
-    request: Request, site: Site, known: Mapping[str, cluster.Partition] | None
-) -> tuple[cluster.Partition, cluster.Partition | None]:
-    """Those of the job and of --engine-nodes. known: all of the cluster; None without Slurm, to assume them."""
+def _resolved(
+    recipes: Sequence[Recipe], plan: JobPlan, partition: cluster.Partition, recipe_file: str | None, *, here: bool
+) -> tuple[list[Recipe], list[str]]:
+    """The recipes as their runs record them, and what to tell the user. Raises ValueError for user errors."""
+    from megatron_scalerl.controller.preflight import check_inputs  # imports transformers
 
-    def one(names: str, option: str, gpus: int | None) -> cluster.Partition:
-        if known is not None:
-            return checks.check_partition(names, known, option)
-        return assumed(names, site.gres, gpus, request.cpus)
-
-    partition = one(request.partition, "--partition", request.gpus_per_node)
-    if not request.engine_nodes:
-        return partition, None
-    wanted = request.engine_partition or request.partition
-    return partition, one(wanted, "--engine-partition", request.engine_gpus_per_node)
+    resolved: list[Recipe] = []
+    warnings: dict[str, None] = {}
+    fits = ""
+    for recipe, run in zip(recipes, plan.runs, strict=True):
+        whole = recipe
+        try:
+            whole = check_inputs(recipe, on_this_host=False).resolved(recipe)
+            check_recipe(whole)
+            fits = check_plan(recipe, recipe_file, partition, plan.nodes.gpus)
+        except ValueError as error:
+            if here:
+                raise
+            fits = f"not finished here: {error}"
+        resolved.append(whole)
+        anywhere = plan.request.any_file_system or not here
+        if line := checks.check_shared(run, several=plan.nodes.nodes > 1, anywhere=anywhere):
+            warnings[f"warning: {line}"] = None
+    return resolved, [*warnings, f"plan --check: {fits}"]
 
 
 def _plan(
@@ -142,25 +136,13 @@ def _plan(
     request: Request,
     site: Site,
     partition: cluster.Partition,
-    others: cluster.Partition | None,
 ) -> JobPlan:
-    """others: the partition of --engine-nodes."""
     runs = tuple(Path(recipe.run_dir).absolute() for recipe in recipes)
-    if (request.nodes > 1 or request.engine_nodes) and any(recipe.engine.colocate for recipe in recipes):
-        asked = request.nodes + request.engine_nodes
-        raise ValueError(f"--nodes: {asked} is too many: engine.colocate runs on one node")
-    engines = None
-    if others is not None:
-        if request.throttle is not None:
-            raise ValueError(
-                "--engine-nodes: does not work with --array, since Slurm has no arrays of heterogeneous jobs"
-            )
-        nodes, engines = components(recipes[0], partition, others, request, exclusive=site.exclusive)
-    else:
-        nodes = allocate(recipes, partition, request, exclusive=site.exclusive[0])
+    if request.nodes > 1 and any(recipe.engine.colocate for recipe in recipes):
+        raise ValueError(f"--nodes: {request.nodes} is too many: engine.colocate runs on one node")
     times = [checks.times_of(run, startup_s=request.startup_seconds, save_s=request.save_seconds) for run in runs]
-    for own_times, own_partition in itertools.product(times, filter(None, (partition, others))):
-        checks.check_time(request.time, own_partition, own_times)
+    for own_times in times:
+        checks.check_time(request.time, partition, own_times)
     folder = runs[0] if request.throttle is None else runs[0].parent / f"{name}.array"
     return JobPlan(
         name=name,
@@ -168,8 +150,7 @@ def _plan(
         runs=runs,
         cwd=Path.cwd(),
         request=request,
-        nodes=nodes,
-        engines=engines,
+        nodes=allocate(recipes, partition, request, exclusive=site.exclusive),
         lead_s=max(own.lead_s for own in times),
         startup_s=int(max(own.startup_s for own in times)),
         site=site,
@@ -189,7 +170,6 @@ def _submit(plan: JobPlan) -> list[str]:
             "max_requeues": asked.max_requeues,
             "chain": asked.chain,
             "nodes": plan.nodes.nodes,
-            "engine_nodes": plan.engines.nodes if plan.engines is not None else 0,
             "gpu_hours": asked.gpu_hours,
         }
         for index, run in enumerate(plan.runs):

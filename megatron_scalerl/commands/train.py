@@ -46,12 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     several.add_argument("--slots", type=int, metavar="N", help="devices of each host (default with slurm: its GPUs)")
     several.add_argument(
-        "--engine-slots",
-        type=int,
-        metavar="N",
-        help="in a heterogeneous job: devices of each host of component 1, which has the engines (default: its GPUs)",
-    )
-    several.add_argument(
         "--run-on",
         metavar="COMMAND",
         help="command that runs its last argument in a shell on {host} (default: ssh {host})",
@@ -79,7 +73,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     hosts = hosts_of(
         arguments.hosts,
         slots=arguments.slots,
-        engine_slots=arguments.engine_slots,
         run_on=arguments.run_on,
         address=arguments.address,
         transport=recipe.weights.transport,
@@ -92,7 +85,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def _passed_on(arguments: argparse.Namespace) -> list[str]:
     """The options that the supervised program gets, too."""
     words = ["--verbose"] if arguments.verbose else []
-    for name in ("hosts", "slots", "engine_slots", "run_on", "address"):
+    for name in ("hosts", "slots", "run_on", "address"):
         if (value := getattr(arguments, name)) is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
     return words

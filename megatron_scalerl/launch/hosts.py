@@ -2,8 +2,7 @@
 
     one host        the default: every process is a child of the controller
     --hosts a,b     `--run-on "ssh {host}"`: the words, then one argument for a shell on that host, as with ssh
-    --hosts slurm   inside an allocation: one step (srun) per host and role, none of which spans two hosts; of a
-                    heterogeneous job the hosts of component 1 run the engines, those of component 0 all else
+    --hosts slurm   inside an allocation: one step (srun) per host and role, none of which spans two hosts
     --hosts ray     devices of a Ray cluster, reserved for as long as the controller runs (`launch.ray_hosts`); ray:4
                     takes four nodes, for which the cluster may start machines
 
@@ -35,8 +34,6 @@ from megatron_scalerl.rewards.pool import default_workers
 SLURM = "slurm"
 """Instead of names: the hosts of the allocation that this process is in."""
 DEFAULT_COMMAND = "ssh {host}"
-ENGINES = 1
-"""The component of a heterogeneous job whose hosts run the engines."""
 _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-bind=none", "--export=ALL")
 """A step on one host, which shares its resources with the other steps there."""
 _CARRIED = re.compile(r"MSRL_|NCCL_|UCX_|VLLM_|TORCH_|HF_|PYTHON|(LD_LIBRARY_PATH|CUDA_HOME|OMP_NUM_THREADS|TMPDIR)$")
@@ -61,8 +58,6 @@ class Host:
     name: str
     here: bool = False
     """True for the controller's own one."""
-    component: int | None = None
-    """Of a heterogeneous job: 1 for a host of engines, 0 for any other one. None in other jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,24 +67,12 @@ class Hosts:
     hosts: tuple[Host, ...]
     slots: int | None
     """Devices of each host that the run may use; None: those of the only host."""
-    engine_slots: int | None = None
-    """The same of each host of component 1; None without components."""
     address: str | None
     """The controller's address as the other hosts reach it; None if there is no other one."""
     words: tuple[str, ...] = ()
     """The command that starts a program; `{host}` stands for the host's name. Empty in an allocation: a step."""
     shell: bool = True
     """Whether that command hands one argument to a shell, as ssh does, or executes its arguments."""
-
-    @property
-    def of_trainer(self) -> tuple[Host, ...]:
-        """The hosts that may run trainer ranks."""
-        return tuple(host for host in self.hosts if host.component != ENGINES)
-
-    @property
-    def of_engines(self) -> tuple[Host, ...]:
-        """The hosts that may run engines: those of component 1, without components all."""
-        return tuple(host for host in self.hosts if host.component == ENGINES) or self.hosts
 
     def command(self, host: Host, argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """The command line that runs `argv` on another host, in this process's working directory.
@@ -98,7 +81,7 @@ class Hosts:
         """
         assert not host.here, host
         if not self.shell:
-            return [*step_words(host.name, host.component), "env", *_assignments(env), *argv]
+            return [*step_words(host.name), "env", *_assignments(env), *argv]
         words = [word.replace("{host}", host.name) for word in self.words]
         carried = {name: value for name, value in os.environ.items() if _CARRIED.match(name)}
         public = {name: value for name, value in carried.items() if not PRIVATE.search(name)}
@@ -111,7 +94,6 @@ class Hosts:
         if self.shell or job is None:
             return set()
         try:
-            # a line for each component
             found = re.findall(r" NodeList=([^\s(]+)", _scontrol("job", "--oneliner", job, within_s=_LOOK_S))
             held = _scontrol("hostnames", ",".join(found), within_s=_LOOK_S).split() if found else []
         except (OSError, subprocess.SubprocessError):
@@ -129,17 +111,16 @@ def hosts_of(
     slots: int | None,
     run_on: str | None,
     address: str | None,
-    engine_slots: int | None = None,
     transport: str = "auto",
 ) -> Hosts:
     """The hosts that the user names.
 
     names: comma-separated, SLURM, or ray and ray:NODES; None for this host alone. slots: devices of each; None: in
     an allocation its GPUs on this node, with Ray those of each. run_on: the command, None for ssh. address: of the
-    controller, None: the one on the route to the first other host. engine_slots: devices of each host of component
-    1, None: its GPUs. transport: weights.transport, which says with Ray whether devices are GPUs. Raises ValueError.
+    controller, None: the one on the route to the first other host. transport: weights.transport, which says with Ray
+    whether devices are GPUs. Raises ValueError.
     """
-    options = (("--slots", slots), ("--run-on", run_on), ("--address", address), ("--engine-slots", engine_slots))
+    options = (("--slots", slots), ("--run-on", run_on), ("--address", address))
     for option, value in options:
         if names is None and value is not None:
             raise ValueError(f"{option} requires --hosts")
@@ -157,11 +138,8 @@ def hosts_of(
     in_slurm = names == SLURM
     if in_slurm and run_on is not None:
         raise ValueError(f"--run-on: expected none with --hosts {SLURM}, which uses srun, found {run_on!r}")
-    components = hosts_of_allocation() if in_slurm else dict.fromkeys(_listed(names))
-    own = _names_of_this_host()
-    hosts = tuple(
-        Host(name=name, here=_bare(name) in own, component=component) for name, component in components.items()
-    )
+    listed, own = hosts_of_allocation() if in_slurm else _listed(names), _names_of_this_host()
+    hosts = tuple(Host(name=name, here=_bare(name) in own) for name in listed)
     others = [host.name for host in hosts if not host.here]
     slots = slots if slots is not None or not in_slurm else _gpus_of_node("SLURM_GPUS_ON_NODE")
     if slots is not None and slots < 1:
@@ -174,7 +152,6 @@ def hosts_of(
     return Hosts(
         hosts=hosts,
         slots=slots,
-        engine_slots=_engine_slots(engine_slots, heterogeneous=ENGINES in components.values()),
         address=(address or _address_towards(others[0])) if others else None,
         words=words,
         shell=not in_slurm,
@@ -201,20 +178,6 @@ def _listed(names: str) -> list[str]:
     return listed
 
 
-def _engine_slots(given: int | None, *, heterogeneous: bool) -> int | None:
-    if not heterogeneous:
-        if given is not None:
-            raise ValueError(
-                "--engine-slots requires a heterogeneous Slurm job, found hosts without a second component"
-            )
-        return None
-    slots = _gpus_of_node(f"SLURM_GPUS_PER_NODE_HET_GROUP_{ENGINES}") if given is None else given
-    if slots is None or slots < 1:
-        found = "none" if slots is None else slots
-        raise ValueError(f"--engine-slots: expected the number of devices of each host of component 1, found {found}")
-    return slots
-
-
 def _gpus_of_node(variable: str) -> int | None:
     """Slurm's `8` or `h100:8`; None without GPUs."""
     return int(os.environ.get(variable, "0").rpartition(":")[2]) or None
@@ -224,39 +187,26 @@ def _assignments(env: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in sorted(env.items())]
 
 
-def step_words(host: str, component: int | None) -> list[str]:
+def step_words(host: str) -> list[str]:
     """The command that starts a program on a host of the allocation, on all CPUs that the job has there.
 
-    component: of a heterogeneous job, None in other ones. Where its nodes differ, as many CPUs as the smallest has.
+    Where its nodes differ, as many CPUs as the smallest has.
     """
-    per_node = "SLURM_JOB_CPUS_PER_NODE" + ("" if component is None else f"_HET_GROUP_{component}")
-    cpus = [int(each) for each in re.findall(r"(?:^|,)(\d+)", os.environ.get(per_node, ""))]  # 128,64(x2)
-    words = [*_SRUN, f"--nodelist={host}"]
-    words += [] if component is None else [f"--het-group={component}"]
-    return words + ([f"--cpus-per-task={min(cpus)}"] if cpus else [])
+    per_node = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")  # 128,64(x2)
+    cpus = [int(number) for number in re.findall(r"(?:^|,)(\d+)", per_node)]
+    return [*_SRUN, f"--nodelist={host}", *([f"--cpus-per-task={min(cpus)}"] if cpus else [])]
 
 
-def hosts_of_allocation() -> dict[str, int | None]:
-    """The hosts of the Slurm allocation that this process is in, each with its component.
+def hosts_of_allocation() -> list[str]:
+    """The hosts of the Slurm allocation that this process is in.
 
-    The component is None where the job is no heterogeneous one. Raises ValueError outside of an allocation.
+    Raises ValueError outside of an allocation and in a heterogeneous one.
     """
     if not os.environ.get("SLURM_JOB_NODELIST"):
         raise ValueError(f"--hosts {SLURM}: expected an allocation (SLURM_JOB_NODELIST), found none")
-    size = int(os.environ.get("SLURM_HET_SIZE", "1"))
-    if size == 1:
-        return dict.fromkeys(_hostnames(os.environ["SLURM_JOB_NODELIST"]))
-    if size > 2:
-        raise ValueError(f"--hosts {SLURM}: expected at most two components, of trainer and engines, found {size}")
-    found: dict[str, int | None] = {}
-    for component in range(size):
-        for name in _hostnames(os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{component}", "")):
-            if name in found:
-                raise ValueError(
-                    f"--hosts {SLURM}: expected each node in one component (--exclusive), found {name} in both"
-                )
-            found[name] = component
-    return found
+    if "SLURM_HET_SIZE" in os.environ:
+        raise ValueError(f"--hosts {SLURM}: heterogeneous jobs are not supported; use one job of one kind of node")
+    return _hostnames(os.environ["SLURM_JOB_NODELIST"])
 
 
 def _this_job() -> str | None:

@@ -1,8 +1,7 @@
 """Which rank and which engine runs on which host, and on which of its devices.
 
-The trainer's ranks fill one host after the other, from each host's first device on; the engines follow, in a
-heterogeneous job on the hosts of their component, and none spans two hosts. With engine.colocate they are on the
-trainer's devices.
+The trainer's ranks fill one host after the other, from each host's first device on; the engines follow, and none
+spans two hosts. With engine.colocate they are on the trainer's devices.
 
 The processes of a run as the controller uses them, independent of the launcher that started them.
 """
@@ -114,7 +113,7 @@ def visible_gpus() -> list[str]:
 
 def _ranks(count: int, hosts: Hosts, slots: int) -> list[HostRanks]:
     placed: list[HostRanks] = []
-    for number, host in enumerate(hosts.of_trainer):
+    for number, host in enumerate(hosts.hosts):
         if (here := min(slots, count - number * slots)) > 0:
             placed.append(HostRanks(host=host, first=number * slots, count=here, of=slots))
     return placed
@@ -124,16 +123,16 @@ def _engines(
     recipe: Recipe, hosts: Hosts, trainer: Sequence[HostRanks], slots: int, *, gpus: bool
 ) -> list[EnginePlace]:
     """As many as fit."""
-    each, places, number = recipe.engine.devices_per_engine, hosts.of_engines, 0
+    each, places, number = recipe.engine.devices_per_engine, hosts.hosts, 0
     used = [sum(ranks.count for ranks in trainer if ranks.host == host) for host in places]
     placed: list[EnginePlace] = []
     for _ in range(recipe.engine.count):
-        while number < len(used) and used[number] + each > (hosts.engine_slots or slots):
+        while number < len(used) and used[number] + each > slots:
             number += 1
         if number == len(used):
             break
         devices = tuple(range(used[number], used[number] + each))
-        share = share_of(devices, hosts.engine_slots or slots)
+        share = share_of(devices, slots)
         placed.append(EnginePlace(host=places[number], positions=devices if gpus else None, share=share))
         used[number] += each
     return placed
@@ -149,11 +148,6 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool) -> str:
     what = "GPUs" if gpus else "devices"
     if recipe.engine.colocate:
         return f"--slots: expected at least {recipe.devices} {what} on the host (engine.colocate), found {slots}"
-    if hosts.engine_slots is not None:
-        return (
-            f"--hosts: expected room for {fleet}, found {len(hosts.of_trainer)} hosts with {slots} {what} each and, "
-            f"for engines, {len(hosts.of_engines)} with {hosts.engine_slots} each"
-        )
     needed = hosts_needed(recipe, slots)
     if needed is None:
         return (

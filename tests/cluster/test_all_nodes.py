@@ -45,19 +45,6 @@ def test_the_few_that_differ_are_unfit():
     }
 
 
-def test_the_gpus_of_another_component_may_be_others_and_the_rest_may_not():
-    reports = [report("a"), report("b"), report("c", GPUs="4 x L40S"), report("d", GPUs="4 x L40S", driver="570")]
-    components = {"a": 0, "b": 0, "c": 1, "d": 1}
-    found = unfit({each.host: each for each in reports}, {}, head="a", components=components)
-    assert found == {"d": "driver: expected 580, as on 3 of 4 nodes, found 570"}
-    components["b"] = 1
-    found = unfit({each.host: each for each in reports[:3]}, {}, head="a", components=components)
-    assert found == {
-        "b": "GPUs: expected the same on all nodes of component 1, found 8 x H100, and 4 x L40S on c",
-        "c": "GPUs: expected the same on all nodes of component 1, found 4 x L40S, and 8 x H100 on b",
-    }
-
-
 def test_of_two_that_differ_the_head_is_right():
     assert set(judged(report("a"), report("b", recipe="cd"))) == {"b"}
     assert set(judged(report("b", recipe="cd"), report("a"))) == {"a"}
@@ -91,7 +78,7 @@ def steps(tmp_path, monkeypatch):
     """Steps that are processes of this machine, and stand-ins for what they run."""
     (tmp_path / "step.py").write_text(STAND_IN_STEP)
     monkeypatch.setattr(doctor_nodes, "PROGRAM", (sys.executable, str(tmp_path / "step.py")))
-    monkeypatch.setattr(doctor_nodes, "step_words", lambda node, component: ["env"])
+    monkeypatch.setattr(doctor_nodes, "step_words", lambda node: ["env"])
     return tmp_path / "nodes"
 
 
@@ -101,7 +88,7 @@ def test_every_node_is_asked_at_once_and_the_silent_ones_are_named(steps, monkey
     clock = iter([0.0] * 6 + [599.5])
     monkeypatch.setattr(doctor_nodes, "time", SimpleNamespace(monotonic=lambda: next(clock, time.monotonic())))
     names = ["a", "b", "seven", "fails", "half", "hangs"]
-    found = examine_nodes(dict.fromkeys(names), steps, lambda _: ["recipe.yaml", "--gpus"], within_s=600.0)
+    found = examine_nodes(names, steps, ["recipe.yaml", "--gpus"], within_s=600.0)
     assert found == {
         "seven": "GPUs: expected 8, found 7",
         "fails": "no report (its step ended with exit code 2): --json: expected a folder",
@@ -125,7 +112,7 @@ def test_the_nodes_of_an_allocation_begin_with_this_one(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    assert list(doctor_nodes.allocated().items()) == [("n2", None), ("n1", None), ("n3", None)]
+    assert doctor_nodes.allocated() == ["n2", "n1", "n3"]
 
 
 @pytest.mark.parametrize(

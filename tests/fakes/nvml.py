@@ -45,7 +45,6 @@ class StandInGpu:
     broken: int = 0
     clocks: int = 1
     links: tuple[int, ...] = (1,) * 18
-    persistent: int = 1
     mig: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
     """Function -> the error that it returns for this GPU."""
@@ -147,10 +146,6 @@ class StandInNvml:
             raise StandInError(NVML_ERROR_NOT_SUPPORTED if link < 18 else NVML_ERROR_INVALID_ARGUMENT)
         return device.links[link]
 
-    def nvmlDeviceGetPersistenceMode(self, handle: StandInGpu) -> int:
-        self._answer("nvmlDeviceGetPersistenceMode", handle)
-        return handle.persistent
-
     def nvmlDeviceGetMigMode(self, device: StandInGpu) -> list[int]:
         self._answer("nvmlDeviceGetMigMode", device)
         return [device.mig, device.mig]
@@ -196,7 +191,6 @@ HOSTS: dict[str, Callable[[], StandInNvml]] = {
     "no bridges": lambda: StandInNvml([StandInGpu(links=(0,) * 18) for _ in range(8)]),
     "no nvlink": lambda: StandInNvml([StandInGpu(links=()) for _ in range(8)]),
     "mig": lambda: StandInNvml(eight(mig=1)),
-    "not persistent": lambda: StandInNvml([StandInGpu(persistent=0) for _ in range(8)]),
     "two models": lambda: StandInNvml(eight(name="NVIDIA A100-SXM4-80GB")),
     "seven": lambda: StandInNvml(eight(7)),
     "lost": lambda: StandInNvml(eight(errors={"nvmlDeviceGetHandleByIndex": NVML_ERROR_GPU_IS_LOST})),

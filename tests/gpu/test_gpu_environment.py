@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_scalerl.cluster.gpus import gpus_in_process
+from megatron_scalerl.cluster.node import version_checks
 from megatron_scalerl.cluster.probe import nvidia_smi, probe_machine
-from megatron_scalerl.cluster.versions import version_checks
 
 IDLE_MIB = 3 * 1024
 """More than a CUDA context takes."""

@@ -53,27 +53,6 @@ def test_the_least_number_of_hosts_is_enough_and_one_less_is_not(ranks, engines,
             Placement.of(asked, several(needed - 1, slots))
 
 
-def heterogeneous(trainer, engines, slots, engine_slots):
-    hosts = [Host(name=f"t{number}", component=0) for number in range(trainer)]
-    hosts += [Host(name=f"e{number}", component=1) for number in range(engines)]
-    return Hosts(hosts=tuple(hosts), slots=slots, engine_slots=engine_slots, address="10.0.0.1")
-
-
-def test_in_a_heterogeneous_job_engines_have_hosts_of_their_own():
-    made = Placement.of(recipe(10, 3, each=2), heterogeneous(2, 2, 8, 4))
-    assert [(ranks.host.name, ranks.first, ranks.count) for ranks in made.trainer] == [("t0", 0, 8), ("t1", 8, 2)]
-    places = [(place.host.name, place.positions) for place in made.engines]
-    assert places == [("e0", (0, 1)), ("e0", (2, 3)), ("e1", (0, 1))], "t1 has six devices that stay free"
-
-
-@pytest.mark.parametrize(("ranks", "engines"), [(17, 1), (10, 5), (10, 9)])
-def test_each_component_has_to_have_room(ranks, engines):
-    hosts = heterogeneous(2, 2, 8, 4)
-    said = "found 2 hosts with 8 GPUs each and, for engines, 2 with 4 each"
-    with pytest.raises(ValueError, match=f"--hosts: expected room for {ranks} trainer ranks and .*, {said}"):
-        Placement.of(recipe(ranks, engines, each=2), hosts)
-
-
 def test_one_host_has_the_gpus_that_are_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-uuid,7")
     made = Placement.of(recipe(1, 3), ONE_HOST)

@@ -187,7 +187,7 @@ def write_settings(
         "SelectTypeParameters": "CR_Core",
         "GresTypes": "gpu",
         "SchedulerParameters": "sched_interval=1,sched_min_interval=10000,batch_sched_delay=0,requeue_delay=1,"
-        "bf_interval=1",  # heterogeneous jobs wait for it
+        "bf_interval=1",
         "SlurmdParameters": "config_overrides",  # more CPUs than the machine has
         "ReturnToService": "2",
         "SlurmdTimeout": str(silence_s),

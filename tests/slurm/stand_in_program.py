@@ -56,8 +56,8 @@ def steps(run):
     from megatron_scalerl.launch.hosts import hosts_of_allocation, step_words
 
     started = [
-        subprocess.Popen([*step_words(node, component), sys.executable, __file__, "beat", str(run)])
-        for node, component in hosts_of_allocation().items()
+        subprocess.Popen([*step_words(node), sys.executable, __file__, "beat", str(run)])
+        for node in hosts_of_allocation()
     ]
     while not (run / "slurm" / "enough").exists():
         time.sleep(BEAT_S)
@@ -104,7 +104,7 @@ def doctor():
     node.gpus_in_process = lambda needed: examine_gpus(host, needed=needed, visible=visible)
     node.probe_machine = lambda **_: Machine(gpus=(), details=details)
     node.version_checks = lambda *_: []
-    node._parameters = lambda *_: "the stand-in counts none"
+    node._checkpoint_bytes = lambda *_: "the stand-in counts none"
     doctor_nodes.PROGRAM = (sys.executable, __file__)
     return main(sys.argv[1:])
 

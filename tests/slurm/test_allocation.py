@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_scalerl.cluster import cluster, slurm_checks
-from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan, components
+from megatron_scalerl.cluster import slurm_checks
+from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan
 from megatron_scalerl.cluster.budget import seconds_left, spent
 from megatron_scalerl.cluster.cluster import Partition
-from megatron_scalerl.cluster.mounts import Mount
 from megatron_scalerl.cluster.slurm_status import attempts, lost, unfit
 from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
@@ -136,7 +135,7 @@ def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
     ],
 )
 def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kind, nodes, anywhere, result):
-    monkeypatch.setattr(slurm_checks, "mount_of", lambda place: Mount(point="/", kind=kind, options=frozenset()))
+    monkeypatch.setattr(slurm_checks, "mount_of", lambda place: (kind, "/"))
     monkeypatch.setattr(slurm_checks, "_LOCAL_FOLDERS", ())
     check = lambda: slurm_checks.check_shared(tmp_path / "runs" / "r", several=nodes > 1, anywhere=anywhere)  # noqa: E731
     if result == "refused":
@@ -149,7 +148,7 @@ def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kin
 
 
 def test_a_folder_for_temporary_files_is_refused_whatever_it_is_on(monkeypatch):
-    monkeypatch.setattr(slurm_checks, "mount_of", lambda place: Mount(point="/", kind="nfs4", options=frozenset()))
+    monkeypatch.setattr(slurm_checks, "mount_of", lambda place: ("nfs4", "/"))
     with pytest.raises(ValueError, match="output_dir"):
         slurm_checks.check_shared(Path("/tmp/r"), several=True, anywhere=False)
 
@@ -193,91 +192,3 @@ def test_attempts_are_those_since_the_last_submission_in_order(tmp_path):
     (tmp_path / "slurm" / "7.9" / "nodes").mkdir()
     (tmp_path / "slurm" / "7.9" / "nodes" / "bad").write_text("n1\tGPUs: none\nn2\ttoo\tlate\n")
     assert unfit(tmp_path / "slurm" / "7.9") == {"n1": "GPUs: none", "n2": "too\tlate"}
-
-
-L40S = Partition(name="small", gpus=4, cpus=32, nodes=6, gpu_type="l40s", limit_s=None)
-
-
-@pytest.mark.parametrize(
-    ("fleet", "partitions", "wanted", "trainer", "engines"),
-    [
-        ((16, 8, 2), (H100, L40S), asked(2, engine_nodes=4), (2, 8, 8), (4, 4, 4)),
-        ((4, 5, 4), (H100, L40S), asked(1, gpus_per_node=4, engine_nodes=5), (1, 4, 4), (5, 4, 4)),
-        ((16, 8, 2), (H100, H100), asked(2, engine_nodes=4, engine_gpus_per_node=4), (2, 8, 8), (4, 4, 4)),
-        ((2, 2, 1), (CPUS, CPUS), asked(2, engine_nodes=2), (2, 0, 1), (2, 0, 1)),
-        ((2, 3, 2), (CPUS, CPUS), asked(1, engine_nodes=2), (1, 0, 2), (2, 0, 4)),
-        ((3, 3, 1), (CPUS, CPUS), asked(2, slots=2, engine_nodes=1, engine_slots=3), (2, 0, 2), (1, 0, 3)),
-    ],
-)
-def test_the_components_of_a_heterogeneous_job(fleet, partitions, wanted, trainer, engines):
-    made = components(recipe_like(*fleet), *partitions, wanted, exclusive=(True, True))
-    assert [(each.nodes, each.gpus, each.slots) for each in made] == [trainer, engines]
-    assert [each.cpus for each in made] == [None, None], "whole nodes"
-
-
-@pytest.mark.parametrize(
-    ("fleet", "partitions", "wanted", "said"),
-    [
-        (
-            (16, 8, 2),
-            (H100, L40S),
-            asked(3, engine_nodes=4),
-            "--nodes: expected 2 for 16 trainer ranks with 8 devices",
-        ),
-        ((16, 8, 2), (H100, L40S), asked(2, engine_nodes=3), "--engine-nodes: expected 4 for 8 engines of 2 with 4"),
-        (
-            (16, 8, 2),
-            (H100, L40S),
-            asked(2, engine_nodes=7),
-            "--engine-nodes: 7 is out of range: partition small has 6 nodes",
-        ),
-        ((16, 8, 8), (H100, L40S), asked(2, engine_nodes=4), "--engine-gpus-per-node: expected at least 8"),
-        (
-            (16, 8, 2),
-            (H100, L40S),
-            asked(2, engine_nodes=4, engine_gpus_per_node=5),
-            "--engine-gpus-per-node: expected 0 to 4",
-        ),
-        (
-            (16, 5, 4),
-            (H100, L40S),
-            asked(4, gpus_per_node=4, engine_nodes=5),
-            "--gpus-per-node: expected 0 or 8, ",
-        ),
-        (
-            (16, 8, 2),
-            (H100, L40S),
-            asked(2, engine_nodes=4, engine_gpus_per_node=-1),
-            "--engine-gpus-per-node: expected 0 to 4",
-        ),
-        ((16, 8, 2), (H100, L40S), asked(2, cpus=4, engine_nodes=4), "--cpus: expected none with --engine-nodes"),
-        ((16, 8, 2), (H100, CPUS), asked(2, engine_nodes=4), "--engine-gpus-per-node: expected GPUs, as for the"),
-        (
-            (2, 2, 1),
-            (H100, L40S),
-            asked(1, slots=2, engine_nodes=1),
-            "--engine-gpus-per-node: expected 0, as fo",
-        ),
-        (
-            (64, 8, 2),
-            (H100, H100),
-            asked(8, engine_nodes=4, engine_gpus_per_node=4),
-            "--engine-nodes: expected at most 2, wh",
-        ),
-    ],
-)
-def test_components_that_do_not_fit_are_refused(fleet, partitions, wanted, said):
-    with pytest.raises(ValueError) as refused:
-        components(recipe_like(*fleet), *partitions, wanted, exclusive=(True, True))
-    assert said in str(refused.value)
-
-
-def test_the_components_of_a_job_are_one_job():
-    shown = [
-        "7+1|RUNNING|N/A|s|small[1-2]",
-        "7+0|RUNNING|N/A|s|gpu1",
-        "9|PENDING|N/A|t|(Priority)",
-        "8_3|RUNNING|N/A|u|x",
-    ]
-    made = cluster._whole(map(cluster._job, shown))
-    assert {job.job_id: job.reason for job in made} == {"7": "gpu1, small[1-2]", "8_3": "x", "9": "Priority"}

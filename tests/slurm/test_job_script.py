@@ -36,7 +36,6 @@ PLAN = JobPlan(
     cwd=Path("/home/it's"),
     request=REQUEST,
     nodes=WHOLE,
-    engines=None,
     lead_s=90,
     startup_s=0,
     site=Site(),
@@ -114,34 +113,6 @@ def test_several_nodes_are_checked_before_the_controller_starts_on_the_first(tmp
     assert text.index(first) < text.index(second)
     one = checked(PLAN, tmp_path)
     assert not any(word in one for word in ("--no-kill", "--hosts", "doctor", "ExcNodeList", "preflight"))
-
-
-HETEROGENEOUS = changed(
-    PLAN,
-    slots=8,
-    chain=True,
-    engine_partition="small",
-    site=Site(sbatch={"account": "lab", "constraint": "h100"}, engine_sbatch={"constraint": "l40s"}),
-    engines=Allocation(nodes=2, gpus=4, slots=4, cpus=None),
-)
-
-
-def test_a_heterogeneous_job_has_a_component_of_engines(tmp_path):
-    script = tmp_path / "job.sbatch"
-    script.write_text(render(HETEROGENEOUS))
-    cluster.check_syntax(script)
-    text = script.read_text()
-    first, second = text.split("#SBATCH hetjob\n")
-    for line in ("--nodes=1", "--no-kill", "--gpus-per-node=8", "--exclusive", "--constraint=h100", "--account=lab"):
-        assert f"#SBATCH {line}\n" in first
-    for line in ("--job-name=r-engines", "--partition=small", "--time=1:00:00", "--nodes=2", "--no-kill",
-                 "--gpus-per-node=4", "--exclusive", "--constraint=l40s", "--account=lab"):  # fmt: skip
-        assert f"#SBATCH {line}\n" in second
-    assert "--signal" not in second.split("\n\n")[0] and "h100" not in second
-    assert "--hosts slurm --slots 8 --engine-slots 4 " in text and "--gpus 8 --within 300 --engine-gpus 4 " in text
-    assert "tail -n 5\n" in text, "a line for each of three nodes, and two more"
-    assert "#SBATCH --no-requeue\n" in first and "#SBATCH --no-requeue\n" in second
-    assert "scontrol requeue" not in text and "HetJobOffset=0" in text
 
 
 def test_several_nodes_of_a_chain_or_of_an_array(tmp_path):
@@ -258,11 +229,9 @@ def test_a_container_sees_the_runs_folder(tmp_path, plan, site, words):
     assert controller.strip().startswith('role controller "${inside[@]}" megatron-scalerl train ')
 
 
-def test_only_an_exclusive_node_is_whole_in_each_component():
-    assert Site().exclusive == (True, True)
-    assert Site(sbatch={"exclusive": "user"}, engine_sbatch={"exclusive": True}).exclusive == (False, True)
-    assert Site(engine_sbatch={"exclusive": False}).exclusive == (True, False)
-    assert Site(sbatch={"oversubscribe": True}).exclusive == (False, False)
+def test_only_an_exclusive_node_is_whole():
+    shared = ({"exclusive": "user"}, {"exclusive": False}, {"oversubscribe": True})
+    assert Site().exclusive and not any(Site(sbatch=options).exclusive for options in shared)
 
 
 def test_steps_of_a_container_get_what_the_job_has_exported(tmp_path):
@@ -305,7 +274,7 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
         ('modules: ["a\\nb"]', "modules.0: expected a list of texts, found 'a\\nb'"),
         ("sbatch: [-A lab]", "sbatch: expected options of sbatch by their long names"),
         ("sbatch: {nodes: 3}", "sbatch: nodes is set by the option --nodes of submit"),
-        ("engine_sbatch: {signal: USR2}", "sbatch: signal is set by the job itself"),
+        ("engine_sbatch: {account: a}", unknown_key("engine_sbatch", KEYS, expected=KEY)),
         ("environment: {https_proxy: 'http://me:pass@proxy:80'}", "expected no secret"),
         ("local: $(id)/x", "local: expected an absolute path, or one that begins with a variable"),
         ("template: my.sbatch", "template: expected a file, found none at "),
@@ -314,7 +283,7 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
         ("environment: {WANDB_KEY: abc}", "expected no secret"),
         ("sbatch: {no-requeu: true}", "sbatch: expected whole names of options, found no-requeu"),
         ("sbatch: {sign: USR2}", "sbatch: expected whole names of options, found sign"),
-        ("engine_sbatch: {time-min: 5}", "sbatch: time-min is set by the job itself"),
+        ("sbatch: {time-min: 5}", "sbatch: time-min is set by the job itself"),
         ("sbatch: {clusters: other}", "sbatch: clusters is set by the job itself"),
         ("sbatch: {gpus-per-node: false}", "sbatch.gpus-per-node: expected names, found False"),
         ("sbatch: {export: [A, ALL]}", "sbatch.export: expected names, found A,ALL"),
@@ -434,6 +403,7 @@ def test_the_status_of_a_folder_without_slurm(tmp_path, tiny, without_slurm, cap
         (["--seconds-left", "f"], "--seconds-left requires --gpu-hours"),
         (["r.yaml", "--partition", "p", "--time", "60", "--gpu-hours", "0"], "--gpu-hours: expected more than 0"),
         (["r.yaml", "--partition", "p", "--time", "60", "--nodes", "0"], "--nodes: expected at least 1"),
+        (["r.yaml", "--engine-nodes", "2"], "use --nodes, one job of one kind of node"),
     ],
 )
 def test_options_that_contradict_each_other_are_one_line(words, said, capsys):

@@ -47,20 +47,14 @@ def one_host(policy, tmp_path_factory):
     return curve(folder / "one")
 
 
-@pytest.mark.parametrize(
-    "nodes",
-    [["--nodes", "4", "--slots", "1"], ["--nodes", "2", "--engine-nodes", "2", "--engine-partition", "others"]],
-    ids=["four alike", "heterogeneous"],
-)
 def test_a_run_on_four_nodes_equals_the_same_run_on_one_host(
-    nodes, policy, one_host, tmp_path, on_login_node, monkeypatch, capsys
+    policy, one_host, tmp_path, on_login_node, monkeypatch, capsys
 ):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = ["submit", RECIPE, *settings(policy, tmp_path, "four"), "--partition", "gpu", "--time", "120"]
-    if "--engine-nodes" in nodes:
-        nodes = [*nodes, "--engine-gpus-per-node", "0", "--max-requeues", "0"]
-    [job] = submitted([*words, *nodes, "--gpus-per-node", "0", "--any-file-system"], capsys)
+    words += ["--nodes", "4", "--slots", "1", "--gpus-per-node", "0", "--any-file-system"]
+    [job] = submitted(words, capsys)
     state = wait_for_end(slurm.last_state, job, 2400)
     output = (tmp_path / "four" / "slurm" / f"{job}.out").read_text()
     assert state == "COMPLETED", output + status(tmp_path / "four", capsys)

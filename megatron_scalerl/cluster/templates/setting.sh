@@ -27,7 +27,7 @@ cpus=$(tr , '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-}" | sed 's/(.*//' | sort -n | h
 [ -z "$cpus" ] || export SRUN_CPUS_PER_TASK="$cpus"
 {% endif %}
 {% if nodes > 1 %}
-everywhere=(srun --overlap --ntasks-per-node=1 --cpus-per-task=1 --input=none{{ " --het-group=0,1" if heterogeneous }})
+everywhere=(srun --overlap --ntasks-per-node=1 --cpus-per-task=1 --input=none)
 {% else %}
 everywhere=()
 {% endif %}

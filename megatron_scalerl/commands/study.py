@@ -1,0 +1,180 @@
+"""`megatron-scalerl study RECIPES... --seeds N`: recipes with several seeds each, run one after another, compared.
+
+DIR/recipes/NAME.yaml is the whole recipe of a run and DIR/runs/NAME its folder; NAME is RECIPE_seedN. `train` makes
+each run, and `fit --compare` the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_scalerl.recipe import Recipe
+
+PROGRAM = (sys.executable, "-m", "megatron_scalerl", "train")
+"""What makes a run."""
+SHARED = ("policy.path", "policy.megatron_path", "prompts.", "validation.")
+"""Settings that all recipes of a study have in common, or sections of them."""
+EPILOG = """examples:
+  megatron-scalerl study recipes/ablations --base my_run.yaml --seeds 2 --reference scalerl
+  megatron-scalerl study a.yaml b.yaml --seeds 3 --out runs/a_or_b          two whole recipes
+
+The same command goes on with a study that was stopped; more recipes and more seeds may be added. At the end the
+folder has comparison.json, study.html, and the figures curves.png and curves_comparison.png. docs/ablations.md."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = (
+        "Run recipes with several seeds each, one run after another, and compare the recipes: which one moves the "
+        "ceiling, which one the efficiency, and what cannot be told apart."
+    )
+    parser.epilog = EPILOG
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="recipe, overlay, or a folder of them")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each (default: %(default)s)")
+    parser.add_argument("--out", default="runs/study", metavar="DIR", help="folder (default: %(default)s)")
+    parser.add_argument("--base", metavar="RECIPE", help="what overlays are laid over")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="[RECIPE:]key.path=value",
+        help="setting of every recipe, or of RECIPE alone; overlay=FILE, too; may be repeated",
+    )
+    parser.add_argument(
+        "--reference",
+        action="append",
+        default=[],
+        metavar="[RECIPE=]NAME",
+        help="recipe that the others, or RECIPE alone, are compared with (default: the first)",
+    )
+    parser.add_argument(
+        "--per-step",
+        action="store_true",
+        help="compare by optimizer steps in place of device-hours, which other work on the machine changes",
+    )
+    parser.add_argument("--target", type=float, metavar="X", help="pass rate whose compute is compared")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Run the study until it ends. Raises ValueError for user errors, RuntimeError where a run failed."""
+    from megatron_scalerl.checkpoints.atomic_io import write_durably
+    from megatron_scalerl.commands.supervise import supervise
+    from megatron_scalerl.controller.run_folder import END
+    from megatron_scalerl.processes.signals import SAVED_CODE, SIGNALS
+    from megatron_scalerl.recipe.file import dump_recipe
+
+    recipes, same = _recipes(arguments)
+    for name, other in same.items():
+        console.print(f"{name}: the same recipe as {other} here; left out", highlight=False)
+    files = {recipe.name: _file(recipe) for recipe in recipes}
+    for recipe in recipes:
+        files[recipe.name].parent.mkdir(parents=True, exist_ok=True)
+        write_durably(files[recipe.name], dump_recipe(recipe).encode())
+    failed: list[str] = []
+    finished: list[str] = []
+    for recipe in recipes:
+        code = 0
+        if not (Path(recipe.run_dir) / END).exists():
+            console.print(f"{recipe.name}: starts or goes on", highlight=False)
+            code = supervise([*PROGRAM, str(files[recipe.name])], recipe.run_dir, restarts=0)
+        if code == SAVED_CODE or code - 128 in SIGNALS:
+            return code
+        (failed if code else finished).append(recipe.run_dir)
+        console.print(f"{len(failed) + len(finished)} of {len(recipes)} runs have ended", highlight=False)
+    if len(finished) > 1:
+        _compare(arguments, finished, same, console)
+    if failed:
+        raise RuntimeError(f"{len(failed)} runs failed: {', '.join(failed)}; the same command goes on with them")
+    return 0
+
+
+def _file(recipe: Recipe) -> Path:
+    return Path(recipe.output_dir).parent / "recipes" / f"{recipe.name}.yaml"
+
+
+def _compare(
+    arguments: argparse.Namespace, folders: Sequence[str], same: Mapping[str, str], console: Console
+) -> None:
+    """Print and write what `fit --compare` says about the runs."""
+    from megatron_scalerl.fit import command
+
+    out = Path(arguments.out)
+    words = [*folders, "--compare", "--json", str(out / "comparison.json")]
+    words += ["--plot", str(out / "curves.png"), "--html", str(out / "study.html")]
+    for text in arguments.reference:
+        words += ["--reference", "=".join(same.get(name, name) for name in text.split("="))]
+    words += ["--compute", "step"] if arguments.per_step else []
+    words += ["--target", str(arguments.target)] if arguments.target is not None else []
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    command.run(parser.parse_args(words), console)
+
+
+def _recipes(arguments: argparse.Namespace) -> tuple[list[Recipe], dict[str, str]]:
+    """The recipes of all runs, seed by seed, and each recipe that is left out with the one that it is the same as.
+
+    Raises ValueError for what cannot be run or compared.
+    """
+    from megatron_scalerl.recipe.collection import listed, resolve, same_recipes
+    from megatron_scalerl.recipe.file import check_policy, check_prompts
+
+    items = listed(arguments.recipes)
+    names = [item.name for item in items]
+    if arguments.seeds < 1:
+        raise ValueError(f"--seeds: {arguments.seeds} is too few; take at least 1")
+    settings = [text.partition("=")[0].rpartition(":")[0] for text in arguments.set]
+    references = [name for text in arguments.reference for name in text.split("=")]
+    for option, given in (("--set", settings), ("--reference", references)):
+        unknown = sorted({name for name in given if name and name not in names})
+        if unknown:
+            raise ValueError(f"{option}: {unknown[0]} is none of the recipes {', '.join(names)}")
+    arms: dict[str, Recipe] = {}
+    for item in items:
+        own = [
+            text.removeprefix(f"{name}:") for name, text in zip(settings, arguments.set) if name in ("", item.name)
+        ]
+        arms[item.name] = resolve(item, arguments.base, own).model_copy(update={"seed": 1})
+    same = same_recipes(arms)
+    output_dir = str(Path(arguments.out) / "runs")
+    recipes = [
+        recipe.model_copy(update={"seed": seed, "name": f"{name}_seed{seed}", "output_dir": output_dir})
+        for seed in range(1, arguments.seeds + 1)
+        for name, recipe in arms.items()
+        if name not in same
+    ]
+    check_policy(recipes[0])
+    check_prompts(recipes[0])
+    _check(recipes)
+    return recipes, same
+
+
+def _check(recipes: Sequence[Recipe]) -> None:
+    """Raises ValueError where runs cannot be compared, or a recipe is not the one with which its run began."""
+    from megatron_scalerl.fit.inputs import differing
+    from megatron_scalerl.recipe.file import read_yaml
+
+    if recipes[0].validation.every_steps == 0:
+        raise ValueError("validation.every_steps: 0 leaves nothing to compare; take at least 1")
+    first = recipes[0].model_dump(mode="json")
+    for recipe in recipes:
+        settings = recipe.model_dump(mode="json")
+        for key, was, now in differing(first, settings):
+            if key.startswith(SHARED):
+                raise ValueError(
+                    f"{recipe.name}: {key}: {now!r} is not that of {recipes[0].name}, {was!r}; the recipes of a "
+                    "study share policy, prompts and validation"
+                )
+        before = read_yaml(_file(recipe)) if _file(recipe).exists() else settings
+        for key, was, now in differing(before, settings):
+            if key != "output_dir":
+                raise ValueError(
+                    f"{_file(recipe)}: {key}: {now!r} is not that of the run, {was!r}; take another --out, or move "
+                    "the run and this file away"
+                )
