@@ -8,5 +8,4 @@ decide, backtest, outlook
 arms, between_runs, quantities, compare, verdicts    recipes with several runs each, compared
 plot, tables, json_output, html, formatting    figures, tables, JSON, HTML pages
 command                 the command line
-published, tiny_runs    known curves (data/README.md); tools/forecast learns the prior from them
 """

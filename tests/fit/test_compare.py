@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import command
+from published import published_run
 from recipe_runs import write_run
 
 from megatron_scalerl.fit.arms import arms_of, differences, shared_start
@@ -15,7 +16,6 @@ from megatron_scalerl.fit.compare import compare_runs, moves_the_ceiling
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
-from megatron_scalerl.fit.published import published_run
 from megatron_scalerl.fit.verdicts import conclusions, summary
 
 CISPO, DAPO = "loss: {name: cispo}", "loss: {name: dapo}"
