@@ -167,8 +167,8 @@ def _write_so_far(results: Results, console: Console, planned: int) -> None:
 
 def _write(results: Results, console: Console, planned: int, *, final: bool = False) -> str | None:
     """Write what is known, and print it at the end; returns what prevents it, in one line."""
+    from megatron_scalerl.fit.compare import conclusions, summary
     from megatron_scalerl.fit.tables import comparison_table
-    from megatron_scalerl.fit.verdicts import conclusions, summary
 
     try:
         comparison = results.write(planned=planned)

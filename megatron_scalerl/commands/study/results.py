@@ -11,16 +11,13 @@ from types import MappingProxyType
 
 from megatron_scalerl.checkpoints.atomic_io import sync, write_durably
 from megatron_scalerl.commands.study.folder import StudyFolder
-from megatron_scalerl.fit.compare import Comparison, compare_runs
+from megatron_scalerl.fit.compare import Comparison, compare_runs, conclusions, summary
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
-from megatron_scalerl.fit.html import comparison_page
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
-from megatron_scalerl.fit.json_output import comparison_json
 from megatron_scalerl.fit.plot import plot_comparison, plot_curves
 from megatron_scalerl.fit.result import FitResult
-from megatron_scalerl.fit.tables import comparison_table
-from megatron_scalerl.fit.verdicts import conclusions, summary
+from megatron_scalerl.fit.tables import comparison_json, comparison_table, html_page
 
 TABLE, JSON, PAGE = "table.md", "comparison.json", "study.html"
 FIGURES = {
@@ -65,7 +62,7 @@ class Results:
             if comparison is not None:
                 for name, draw in zip(FIGURES, (plot_comparison, plot_curves)):
                     figures.append((draw(Path(scratch) / name, comparison), FIGURES[name]))
-            page = comparison_page(comparison, title=title, notes=notes, figures=figures)
+            page = html_page(title, notes, comparison=comparison, comparison_figures=figures)
             for figure, _ in figures:
                 sync(figure)
                 figure.replace(self._study.path / figure.name)
