@@ -6,22 +6,26 @@ The run is ScaleRL-8B at batch 768, digitized from Khatri et al. (2025, arXiv 25
 """
 
 import sys
+from pathlib import Path
 
 from megatron_scalerl.fit.decide import decide
 from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 from megatron_scalerl.fit.plot import plot_forecast
-from megatron_scalerl.fit.published import GENERATIONS, PROMPTS, published_run
+
+POINTS = Path(__file__).parent / "curves" / "points.csv"
+RUN = ColumnOptions(series=(("figure", "fig2_recipes"), ("series", "ScaleRL")))
 
 
 def main(figure: str | None) -> None:
-    run = published_run("ScaleRL-8B-bs768")
+    [run] = read_curves(POINTS, RUN)
     seen = run.compute <= 8000
     result = fit(
         run.compute[seen],
         run.pass_rate[seen],
-        initial=run.initial,  # the pass rate before RL, R_0
-        prompts=PROMPTS,
-        generations=GENERATIONS,  # the validation size: how noisy a point is
+        initial=0.4007,  # the pass rate before RL, R_0
+        prompts=1000,
+        generations=16,  # the validation size: how noisy a point is
         name="ScaleRL-8B",
     )
     low, high = result.intervals["asymptote"]

@@ -11,7 +11,7 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="${1:-.}"
 python="$here/.venv/bin/python"
 [ -x "$python" ] || python=python
-PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "${PYTHON:-$python}" -m megatron_scalerl fit "$here/megatron_scalerl/fit/data/points.csv" \
+PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "${PYTHON:-$python}" -m megatron_scalerl fit "$here/examples/curves/points.csv" \
   --series figure=fig1a_scalerl_100k --series series=ScaleRL-bs2048-8B \
   --r0 0.4018 --prompts 1000 --generations 16 \
   --fit-until 50000 --predict 100000 --budget 50000 \

@@ -3,25 +3,28 @@
     python examples/forecast_in_a_loop.py
 
 It needs no Megatron and no torch: the rows of validations so far are all. Here they are replayed from a recorded run
-(megatron_scalerl/fit/data/tiny, held back from everything that the forecast learned).
+of examples/curves/tiny, held back from everything that the forecast learned.
 """
 
-from megatron_scalerl.fit.outlook import outlook, run_fit
-from megatron_scalerl.fit.tiny_runs import tiny_runs
+import json
+from pathlib import Path
 
-RUN = "chain_lr2e-4_g8"
+from megatron_scalerl.fit.outlook import outlook, run_fit
+
+RUN = Path("examples/curves/tiny/chain_lr2e-4_g8.json")
 
 
 def validations():
     """The rows that your loop would append, one after each validation."""
-    [run] = [run for run in tiny_runs() if run.name == RUN]
-    for number, step in enumerate(run.step):
+    run = json.loads(RUN.read_text())
+    recorded = run["validations"]
+    for number, step in enumerate(recorded["step"]):
         yield {
-            "step": int(step),
-            "compute": float(run.compute[number]),  # any unit: what the run has used until here
-            "pass_rate": float(run.pass_rate[number]),  # mean over the same held-out prompts each time
-            "prompts": run.prompts,
-            "generations": int(run.generations[number]),  # both sizes: the noise of this point
+            "step": step,
+            "compute": recorded["compute"][number],  # any unit: what the run has used until here
+            "pass_rate": recorded["pass_rate"][number],  # mean over the same held-out prompts each time
+            "prompts": run["prompts"],
+            "generations": recorded["generations"][number],  # both sizes: the noise of this point
         }
 
 

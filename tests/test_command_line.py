@@ -187,7 +187,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_fit(tmp_path):
     """The table would come first, and the traceback after it."""
     absent = "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')"
     (tmp_path / "matplotlib.py").write_text(absent)
-    points = ROOT / "megatron_scalerl/fit/data/points.csv"
+    points = ROOT / "examples/curves/points.csv"
     argv = [points, "--series", "figure=fig1a_scalerl_100k", "--series", "series=ScaleRL-bs2048-8B", "--r0", "0.4018"]
     for flag in ("--plot", "--html"):
         found = subprocess.run(

@@ -81,7 +81,7 @@ def test_the_wheel_has_every_file_of_the_package(archives):
     package = ROOT / "megatron_scalerl"
     paths = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     wanted = {path.relative_to(ROOT).as_posix() for path in paths}
-    assert {"megatron_scalerl/py.typed", "megatron_scalerl/fit/data/points.csv"} <= wanted
+    assert {"megatron_scalerl/py.typed", "megatron_scalerl/fit/templates/report.html"} <= wanted
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == wanted
 
@@ -92,7 +92,7 @@ def test_the_source_archive_has_recipes_and_examples(archives):
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml")}
-    assert recipes | {"examples/quickstart.sh", "LICENSE", "CHANGELOG.md"} <= names
+    assert recipes | {"examples/quickstart.sh", "examples/curves/points.csv", "LICENSE", "CHANGELOG.md"} <= names
     assert not any(name.startswith("tests/") for name in names)
 
 

@@ -47,10 +47,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 async def _serve(folder: str | Path, one: bool, port: int, console: Console) -> None:
-    from megatron_scalerl.page.runs_server import RunsServer
-    from megatron_scalerl.page.server import PageServer
+    from megatron_scalerl.page.server import PageServer, RunPage, RunsPage
 
-    server = PageServer(folder) if one else RunsServer(folder)
+    server = PageServer(RunPage(folder) if one else RunsPage(folder))
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)

@@ -5,8 +5,7 @@ sigmoid                 the curve
 forecast                fit(), the entry point; prior and posterior for "robust", paper for "paper"
 result, checks          what a fit returns, and its warnings
 decide, backtest, outlook
-arms, between_runs, quantities, compare, verdicts    recipes with several runs each, compared
-plot, tables, json_output, html, formatting    figures, tables, JSON, HTML pages
+arms, compare           recipes with several runs each, compared
+tables, plot            rows as text, JSON and HTML pages; figures
 command                 the command line
-published, tiny_runs    known curves (data/README.md); tools/forecast learns the prior from them
 """

@@ -2,10 +2,7 @@
 
 A run folder's recipe.yaml says what the run trained with; keys that its version did not have count with the value
 that was in effect. `APART` are the settings that do not make another recipe: the seed, names and folders, the files
-of task and policy, how long and how often is measured, limits of time. Where that would give one recipe two runs with
-one seed, the files of task and policy tell them apart as well, and then names that end with the seed. A run whose arm
-is known, as in a study, is of that arm. A run without a recipe is an arm of its own, unless its table has a column
-for the seed.
+of task and policy, how long and how often is measured, limits of time.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_scalerl.fit.curve import Curve
@@ -44,34 +41,26 @@ class Arm:
     @property
     def recipe(self) -> Mapping[str, Any]:
         """Key path -> value of what its runs trained with, without `APART`; empty if unknown."""
-        return {key: value for key, value in (self.curves[0].recipe or {}).items() if not is_apart(key)}
-
-    @property
-    def start(self) -> frozenset[str]:
-        """The policies and tasks that its runs began with, as text."""
-        return frozenset(_start(curve) for curve in self.curves)
+        return _without(is_apart, self.curves[0])
 
 
 def arms_of(curves: Sequence[Curve]) -> list[Arm]:
-    """The arms, in the order of their first runs; the runs of each by seed, those without one in their order."""
-    groups: dict[str, list[Curve]] = {}
-    for number, curve in enumerate(curves):
-        groups.setdefault(_key(curve, number), []).append(curve)
-    split: list[list[Curve]] = []
-    for group in groups.values():
-        seeds = [curve.seed for curve in group]
-        if len(set(seeds)) == len(seeds):
-            split.append(group)
-            continue
-        for alike in _split(group, _start):
-            split += _split(alike, _stem) if _named_by_seed(alike) else [alike]
-    order = {id(curve): number for number, curve in enumerate(curves)}
-    split.sort(key=lambda group: min(order[id(curve)] for curve in group))
-    arms = [
-        Arm(name=_name(group), curves=tuple(sorted(group, key=lambda c: -1 if c.seed is None else c.seed)))
-        for group in split
-    ]
-    return _with_unique_names(arms)
+    """The arms, in the order of their first runs; the runs of each by seed, those without one in their order.
+
+    A run whose arm is known, as in a study, is of that arm. Where one recipe has two runs with one seed, the files of
+    task and policy tell them apart as well, and then names that end with the seed. A run without a recipe is an arm
+    of its own, unless its table has a column for the seed.
+    """
+    groups = _split(curves, _key)
+    groups = [part for group in groups for part in (_split(group, _start) if _repeats(group) else [group])]
+    groups = [part for group in groups for part in (_split(group, _stem) if _named_by_seed(group) else [group])]
+    names = [_name(group) for group in groups]
+    arms = []
+    for number, (name, group) in enumerate(zip(names, groups)):
+        unique = name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})"
+        by_seed = sorted(group, key=lambda curve: -1 if curve.seed is None else curve.seed)
+        arms.append(Arm(name=unique, curves=tuple(by_seed)))
+    return arms
 
 
 def _split(group: Sequence[Curve], key: Callable[[Curve], str]) -> list[list[Curve]]:
@@ -81,44 +70,55 @@ def _split(group: Sequence[Curve], key: Callable[[Curve], str]) -> list[list[Cur
     return list(parts.values())
 
 
+def _repeats(group: Sequence[Curve]) -> bool:
+    return len({curve.seed for curve in group}) < len(group)
+
+
 def _named_by_seed(group: Sequence[Curve]) -> bool:
     """Whether runs of one seed have names that say so, which makes what is before it an arm."""
-    seeds = [curve.seed for curve in group]
-    return len(set(seeds)) < len(seeds) and all(_stem(curve) not in ("", curve.name) for curve in group)
+    return _repeats(group) and all(_stem(curve) not in ("", curve.name) for curve in group)
 
 
 def shared_start(arms: Sequence[Arm]) -> bool:
     """Whether all runs began with the same policy and task, as far as their recipes say."""
-    return len(frozenset().union(*(arm.start for arm in arms))) == 1
+    return len({_start(curve) for arm in arms for curve in arm.curves}) == 1
 
 
 def differences(arm: Arm, reference: Arm) -> str:
     """What the recipe sets that the reference sets otherwise: `loss.name: dapo, ...`; empty if unknown."""
-    own, other = arm.recipe, reference.recipe
-    if not own or not other:
+    recipe, other = arm.recipe, reference.recipe
+    if not recipe or not other:
         return ""
-    changed = [key for key in sorted(own.keys() | other.keys()) if own.get(key) != other.get(key)]
-    shown = [f"{key}: {_text(own.get(key))}" for key in changed[:_SHOWN]]
-    return ", ".join(shown + [f"and {len(changed) - _SHOWN} more"] * (len(changed) > _SHOWN))
-
-
-def _key(curve: Curve, number: int) -> str:
-    if curve.recipe is not None:
-        if curve.arm is not None:
-            return f"arm {curve.arm}"
-        return _json({key: value for key, value in curve.recipe.items() if not is_apart(key)})
-    return f"run {number}" if curve.arm is None else f"table {curve.source} {curve.arm}"
+    changed = [key for key in sorted(recipe.keys() | other.keys()) if recipe.get(key) != other.get(key)]
+    shown = [f"{key}: {_text(recipe.get(key))}" for key in changed[:_SHOWN]]
+    if len(changed) > _SHOWN:
+        shown.append(f"and {len(changed) - _SHOWN} more")
+    return ", ".join(shown)
 
 
 def is_apart(key: str) -> bool:
     """Whether runs that differ in this key of their recipe (a path, such as `trainer.world_size`) share a recipe."""
-    return key.endswith(("timeout_s", "max_restarts")) or any(key == k or key.startswith(f"{k}.") for k in APART)
+    return key.endswith(("timeout_s", "max_restarts")) or _within(key, APART)
+
+
+def _within(key: str, sections: Sequence[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def _without(left_out: Callable[[str], bool], curve: Curve) -> dict[str, Any]:
+    return {key: value for key, value in (curve.recipe or {}).items() if not left_out(key)}
+
+
+def _key(curve: Curve) -> str:
+    if curve.recipe is None:
+        return f"run {curve.name}" if curve.arm is None else f"table {curve.source} {curve.arm}"
+    return _json(_without(is_apart, curve)) if curve.arm is None else f"arm {curve.arm}"
 
 
 def _start(curve: Curve) -> str:
     if curve.recipe is None:
         return str(curve.source) if curve.arm is not None else ""
-    return _json({k: v for k, v in curve.recipe.items() if any(k == s or k.startswith(f"{s}.") for s in START)})
+    return _json(_without(lambda key: not _within(key, START), curve))
 
 
 def _json(value: Mapping[str, Any]) -> str:
@@ -126,25 +126,19 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)
 
 
 def _name(group: Sequence[Curve]) -> str:
     if group[0].arm is not None:
         return group[0].arm
-    said = "seed" if len(group) == 1 else "(?:seed|s)?"  # of one run, a number alone may be another one's
-    stems = {_stem(curve, said) for curve in group}
+    label = "seed" if len(group) == 1 else "(?:seed|s)?"  # of one run, a number alone may be another one's
+    stems = {_stem(curve, label) for curve in group}
     return stems.pop() if len(stems) == 1 and "" not in stems else group[0].name
 
 
-def _stem(curve: Curve, said: str = "(?:seed|s)?") -> str:
+def _stem(curve: Curve, label: str = "(?:seed|s)?") -> str:
     """The run's name without its seed."""
-    return re.sub(rf"[-_/ ]*{said}[-_]?{curve.seed}$", "", curve.name)
-
-
-def _with_unique_names(arms: list[Arm]) -> list[Arm]:
-    names = [arm.name for arm in arms]
-    return [
-        arm if names.count(arm.name) == 1 else replace(arm, name=f"{arm.name} ({names[: n + 1].count(arm.name)})")
-        for n, arm in enumerate(arms)
-    ]
+    return re.sub(rf"[-_/ ]*{label}[-_]?{curve.seed}$", "", curve.name)

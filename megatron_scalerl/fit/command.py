@@ -7,7 +7,9 @@ import importlib
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
 
     from megatron_scalerl.fit.compare import Comparison
     from megatron_scalerl.fit.curve import Curve
-    from megatron_scalerl.fit.plot import Points
     from megatron_scalerl.fit.result import FitResult
     from megatron_scalerl.fit.tables import RunReport
 
@@ -66,28 +67,44 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Fit, print and write. Raises ValueError for invalid input, OSError for an unusable path."""
-    for package in (["matplotlib"] if options.plot or options.html else []) + (["jinja2"] if options.html else []):
-        importlib.import_module(package)  # a missing package is reported before the fit, not after it
-    from megatron_scalerl.fit.json_output import comparison_json, fit_json
+    if options.plot or options.html:  # a missing package is reported before the fit, not after it
+        importlib.import_module("matplotlib")
+    if options.html:
+        importlib.import_module("jinja2")
+    from megatron_scalerl.fit.compare import compare_runs
+    from megatron_scalerl.fit.tables import comparison_json, run_json
 
     runs = [_run_report(curve, options) for curve in _with_unique_names(_read(options))]
-    comparison = _comparison(runs, options) if options.compare else None
-    fits = [{"read": r.curve.read, **fit_json(r.fit, r.predictions, r.decision)} for r in runs]
-    compared = {} if comparison is None else {"comparison": comparison_json(comparison)}
-    text = json.dumps({"fits": fits} | compared, indent=2, allow_nan=False) + "\n"
+    comparison = None
+    if options.compare:
+        fits = {run.curve.name: run.fit for run in runs}
+
+        def fitted(curve: Curve, asymptote: float | None) -> FitResult:
+            return fits[curve.name] if asymptote is None else _fit(options)(curve, fixed_asymptote=asymptote)
+
+        curves = [run.curve for run in runs]
+        comparison = compare_runs(curves, fitted, references=options.reference, pass_rate=options.target)
+    made: dict[str, Any] = {"fits": [run_json(run) for run in runs]}
+    if comparison is not None:
+        made["comparison"] = comparison_json(comparison)
+    text = json.dumps(made, indent=2, allow_nan=False) + "\n"
     if options.json == "-":
         sys.stdout.write(text)
     else:
-        _print(runs, comparison, options)
+        _print(runs, comparison)
         if options.json:
-            Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-            Path(options.json).write_text(text, encoding="utf-8")
+            _write(options.json, text)
     if options.plot or options.html:
         _draw(runs, comparison, options)
     return 0
 
 
-def _read(options: argparse.Namespace) -> list["Curve"]:
+def _write(path: str, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _read(options: argparse.Namespace) -> list[Curve]:
     """The curves of all inputs, with the validation size and R_0 of the options where those are given."""
     import numpy as np
 
@@ -116,7 +133,7 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
     return [replace(curve, generations=np.full(len(curve.compute), float(options.generations))) for curve in curves]
 
 
-def _with_unique_names(curves: list["Curve"]) -> list["Curve"]:
+def _with_unique_names(curves: list[Curve]) -> list[Curve]:
     """Prefix the names that two runs share with their folder's name, or number them."""
     names = [curve.name for curve in curves]
     out = [f"{curve.source.resolve().parent.name}/{curve.name}" for curve in curves]
@@ -125,7 +142,7 @@ def _with_unique_names(curves: list["Curve"]) -> list["Curve"]:
     return [replace(curve, name=name) for curve, name in zip(curves, out)]
 
 
-def _run_report(curve: "Curve", options: argparse.Namespace) -> "RunReport":
+def _run_report(curve: Curve, options: argparse.Namespace) -> RunReport:
     from megatron_scalerl.fit.backtest import backtest
     from megatron_scalerl.fit.decide import WORTH, decide
     from megatron_scalerl.fit.tables import RunReport
@@ -133,19 +150,25 @@ def _run_report(curve: "Curve", options: argparse.Namespace) -> "RunReport":
     computes = _numbers(options.predict, "--predict", "16000,50000")
     if any(value <= 0 for value in computes):
         raise ValueError(f"--predict: expected computes > 0, found {options.predict!r}")
-    result = _fit(curve, options, options.fixed_asymptote)
-    computes = computes or [k * float(result.compute.max()) for k in (2, 5, 10)]
-    worth = WORTH if options.worth is None else options.worth
+    result = _fit(options)(curve, fixed_asymptote=options.fixed_asymptote)
     rest = curve.part(curve.compute > (options.fit_until or float("inf")))
+    evaluation, test = None, None
+    if rest.compute.size:
+        evaluation = result.evaluate(rest.compute, rest.pass_rate, completions=rest.completions)
+    if options.backtest:
+        test = backtest(curve, **_how(options))
     return RunReport(
         curve=curve,
         fit=result,
-        predictions=tuple(result.predict(computes)),
-        decision=decide(result, budget=options.budget, worth=worth, target=options.target),
-        evaluation=result.evaluate(rest.compute, rest.pass_rate, completions=rest.completions)
-        if rest.compute.size
-        else None,
-        backtest=backtest(curve, **_how(options)) if options.backtest else None,
+        predictions=tuple(result.predict(computes or [k * float(result.compute.max()) for k in (2, 5, 10)])),
+        decision=decide(
+            result,
+            budget=options.budget,
+            worth=WORTH if options.worth is None else options.worth,
+            target=options.target,
+        ),
+        evaluation=evaluation,
+        backtest=test,
     )
 
 
@@ -153,10 +176,10 @@ def _how(options: argparse.Namespace) -> dict[str, Any]:
     return {"method": options.method, "seed": options.seed, "fit_from": options.fit_from}
 
 
-def _fit(curve: "Curve", options: argparse.Namespace, asymptote: float | None) -> "FitResult":
+def _fit(options: argparse.Namespace) -> Callable[..., FitResult]:
     from megatron_scalerl.fit.forecast import fit_curve
 
-    return fit_curve(curve, fit_until=options.fit_until, fixed_asymptote=asymptote, **_how(options))
+    return partial(fit_curve, fit_until=options.fit_until, **_how(options))
 
 
 def _numbers(text: str | None, option: str, example: str) -> list[float]:
@@ -170,94 +193,77 @@ def _numbers(text: str | None, option: str, example: str) -> list[float]:
     return values
 
 
-def _comparison(runs: list["RunReport"], options: argparse.Namespace) -> "Comparison":
-    from megatron_scalerl.fit.compare import compare_runs
-
-    fits = {run.curve.name: run.fit for run in runs}
-
-    def fit_curve(curve: "Curve", asymptote: float | None) -> "FitResult":
-        return fits[curve.name] if asymptote is None else _fit(curve, options, asymptote)
-
-    curves = [run.curve for run in runs]
-    return compare_runs(curves, fit_curve, references=options.reference, pass_rate=options.target)
-
-
-def _print(runs: list["RunReport"], comparison: "Comparison | None", options: argparse.Namespace) -> None:
+def _print(runs: Sequence[RunReport], comparison: Comparison | None) -> None:
     from rich.console import Console
 
     from megatron_scalerl.fit import tables
+    from megatron_scalerl.fit.compare import conclusions, summary
 
     console = Console(markup=False, emoji=False)
     if not console.is_terminal:
         console = Console(width=PIPE_WIDTH, markup=False, emoji=False)
 
-    def show(table: tables.Table) -> None:
-        console.print(table.rich())
+    def show(items: Sequence[tables.Table | str]) -> None:
+        for item in items:
+            if isinstance(item, str):
+                print(item)
+            else:
+                console.print(item.rich())
 
-    for each in runs:
-        print(each.curve.read)
-    show(tables.parameters_table(runs))
-    show(tables.predictions_table(runs))
-    for each in runs:
-        if each.evaluation is not None:
-            show(tables.evaluation_table(each.evaluation))
-            print(each.evaluation.summary())
-    for each in runs:
+    show([run.curve.read for run in runs])
+    for _, items in tables.sections(runs):
+        show(items)
+    for run in runs:
         if len(runs) > 1:
-            print(f"\n{each.fit.name}")
-        if each.decision.compute_to_target is not None:
-            print(f"{each.decision.target:g} at {tables.estimated_compute(each.decision.compute_to_target)}")
-        for warning in each.fit.warnings:
-            print(f"warning: {warning}")
-        print(f"verdict: {each.decision.sentence()}")
-    for test in (each.backtest for each in runs if each.backtest is not None):
-        show(tables.backtest_table(test))
-        print(test.summary())
+            print(f"\n{run.fit.name}")
+        if run.decision.compute_to_target is not None:
+            print(f"{run.decision.target:g} at {tables.estimated_compute(run.decision.compute_to_target)}")
+        show([f"warning: {warning}" for warning in run.fit.warnings])
+        print(f"verdict: {run.decision.sentence()}")
+    for _, items in tables.backtests(runs):
+        show(items)
     if comparison is not None:
-        from megatron_scalerl.fit.verdicts import conclusions, summary
-
-        show(tables.comparison_table(comparison))
-        print(*conclusions(comparison), *(summary(comparison, arm) for arm in comparison.arms), sep="\n")
+        show([tables.comparison_table(comparison), *conclusions(comparison)])
+        show([summary(comparison, arm) for arm in comparison.arms])
 
 
-def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: argparse.Namespace) -> None:
+def _draw(runs: Sequence[RunReport], comparison: Comparison | None, options: argparse.Namespace) -> None:
+    import numpy as np
+
     from megatron_scalerl.fit.plot import plot_comparison, plot_forecast
+    from megatron_scalerl.fit.tables import html_page
 
-    fits = [run.fit for run in runs]
+    fits, unseen = [run.fit for run in runs], {}
+    for run in runs:
+        rest = run.curve.part(~np.isin(run.curve.compute, run.fit.compute))
+        unseen[run.fit.name] = rest.compute, rest.pass_rate
     computes = [p.compute for run in runs for p in run.predictions] if options.predict else []
-    figure: dict[str, Any] = {
-        "unseen": {run.fit.name: _not_fitted(run) for run in runs},
-        "until": max([2.0 * max(float(run.curve.compute.max()) for run in runs), *computes]),
-        "target": options.target,
-    }
+    until = max([2.0 * max(float(run.curve.compute.max()) for run in runs), *computes])
+
+    def drawn(path: Path) -> tuple[Path, str]:
+        plot_forecast(path, fits, unseen=unseen, until=until, target=options.target)
+        return path, "Points, fitted curve, forecast with its 90 % interval, and asymptote"
+
     if options.plot:
         path = Path(options.plot)
-        plot_forecast(path, fits, **figure)
+        drawn(path)
         if path.suffix == ".png":
-            plot_forecast(path.with_suffix(".svg"), fits, **figure)
+            drawn(path.with_suffix(".svg"))
         if comparison is not None:
             plot_comparison(path.with_name(f"{path.stem}_comparison{path.suffix}"), comparison)
     if not options.html:
         return
-    from megatron_scalerl.fit.html import write_html
-
     with tempfile.TemporaryDirectory() as folder:
-        scratch, drawn = Path(folder), []
+        compared = []
         if comparison is not None:
-            drawn.append(
-                (plot_comparison(scratch / "comparison.svg", comparison), "A, B and compute of every recipe")
-            )
-        write_html(
-            options.html,
-            runs,
-            figure=plot_forecast(scratch / "forecast.svg", fits, **figure),
+            figure = plot_comparison(Path(folder) / "comparison.svg", comparison)
+            compared.append((figure, "A, B and compute of every recipe"))
+        page = html_page(
+            f"Forecast of {runs[0].fit.name if len(runs) == 1 else f'{len(runs)} runs'}",
+            [f"{run.curve.read[:1].upper()}{run.curve.read[1:]}." for run in runs],
+            runs=runs,
+            figures=[drawn(Path(folder) / "forecast.svg")],
             comparison=comparison,
-            comparison_figures=drawn,
+            comparison_figures=compared,
         )
-
-
-def _not_fitted(run: "RunReport") -> "Points":
-    import numpy as np
-
-    outside = ~np.isin(run.curve.compute, run.fit.compute)
-    return run.curve.compute[outside], run.curve.pass_rate[outside]
+        _write(options.html, page)

@@ -17,12 +17,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_scalerl.fit import columns
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.noise import HIGHEST_VARIANCE
 from megatron_scalerl.fit.sigmoid import Array
-from megatron_scalerl.fit.table_file import Row, TableFile, read_tables, refused
+from megatron_scalerl.fit.table_file import (
+    SCORES,
+    Row,
+    TableFile,
+    computes,
+    is_reward,
+    is_step_name,
+    is_time_of_day,
+    may_be_score,
+    number_in,
+    read_tables,
+    refused,
+    score_rank,
+    scores,
+    some_of,
+    stage,
+    unit_of,
+    words,
+)
 
 IDENTITY_COLUMNS = (
     *("run", "run_id", "run_name", "series", "name", "figure", "recipe", "experiment", "model", "seed", "group"),
@@ -169,15 +186,15 @@ def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
     """Columns that the pass rate may be in, best first; of those that have numbers."""
     if options.score:
         known = [_named(table, options.score, "--score")]
-    elif not (known := columns.scores(table.columns)):
-        axes = [table.x] if table.x else columns.computes(table.columns)
+    elif not (known := scores(table.columns)):
+        axes = [table.x] if table.x else computes(table.columns)
         rest = [column for column in table.columns if column and column not in axes]
-        known = rest if axes and len(rest) == 1 and columns.may_be_score(rest[0]) else []  # gsm8k alone over step
-    elif columns.stage(known[0]) != 0 and len(bare := _validations_without_measure(table)) == 1:
+        known = rest if axes and len(rest) == 1 and may_be_score(rest[0]) else []  # gsm8k alone over step
+    elif stage(known[0]) != 0 and len(bare := _validations_without_measure(table)) == 1:
         known = [*bare, *known]  # slime's eval/aime beside a training reward
     if not known:
-        others = [c for c in table.columns if len(table.columns) < 7 or c not in columns.computes(table.columns)]
-        names = columns.some_of(others, ("pass rate", "accuracy", "score", "reward", "success"))
+        others = [c for c in table.columns if len(table.columns) < 7 or c not in computes(table.columns)]
+        names = some_of(others, ("pass rate", "accuracy", "score", "reward", "success"))
         raise refused(table.path, "a score column (name it with --score)", names, "row 1")
     found = [column for column in known if any(_has_number(row, column) for _, row in table.rows)]
     if not found:
@@ -187,9 +204,9 @@ def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
 
 def _validations_without_measure(table: TableFile) -> list[str]:
     """Columns of a validation whose names say no measure, such as eval/aime, with all values in [0, 1]."""
-    names = [c for c in table.columns if columns.stage(c) == 0 and columns.may_be_score(c)]
-    names = [c for c in names if "rate" not in columns.words(c).split()]
-    names = [c for c in names if columns.score_rank(c) is None and c not in columns.computes(table.columns)]
+    names = [c for c in table.columns if stage(c) == 0 and may_be_score(c)]
+    names = [c for c in names if "rate" not in words(c).split()]
+    names = [c for c in names if score_rank(c) is None and c not in computes(table.columns)]
     return [
         c
         for c in names
@@ -201,7 +218,7 @@ def _validations_without_measure(table: TableFile) -> list[str]:
 def _plain(value: Any) -> Any:
     """The number of a cell of plain digits, else the cell."""
     try:
-        return value if isinstance(value, bool) else columns.number(value)
+        return value if isinstance(value, bool) else number_in(value)
     except (TypeError, ValueError, OverflowError):
         return value
 
@@ -211,7 +228,7 @@ def _tells_rows_apart(table: TableFile, column: str) -> bool:
 
     True for `domain` or `variable` in a table that repeats its steps for each of 2 to 24 values.
     """
-    x = table.x or next(iter(columns.computes(table.columns)), None)
+    x = table.x or next(iter(computes(table.columns)), None)
     if x is None or column == x or column.lower() in IDENTITY_COLUMNS:
         return False
     cells = [(str(row.get(x)), row.get(column)) for _, row in table.rows if _has_number(row, x)]
@@ -230,15 +247,15 @@ def _one_kind(table: TableFile, options: ColumnOptions) -> tuple[TableFile, str]
     kinds_in = [c for c in table.columns if c.lower() in RECORD_COLUMNS or _tells_rows_apart(table, c)]
     kinds_in += [c for c in table.columns if _names_metrics(table, c)]
     for column in (c for c in kinds_in if c not in dict(options.series)):
-        scores = _scores(table, options)
+        measures = _scores(table, options)
         kinds: dict[str, list[tuple[int, Row]]] = {}
         for number, row in table.rows:
-            if any(_has_number(row, score) for score in scores):
+            if any(_has_number(row, measure) for measure in measures):
                 kinds.setdefault(str(row.get(column)), []).append((number, row))
         ranked = sorted(kinds, key=_kind_rank)
         if len(ranked) < 2:
             continue
-        is_metric = columns.score_rank(ranked[0]) is not None
+        is_metric = score_rank(ranked[0]) is not None
         if not is_metric and not _overlap(table, list(kinds.values())):
             continue
         best = [kind for kind in ranked if _kind_rank(kind) == _kind_rank(ranked[0])]
@@ -252,14 +269,14 @@ def _one_kind(table: TableFile, options: ColumnOptions) -> tuple[TableFile, str]
 
 def _overlap(table: TableFile, kinds: Sequence[Sequence[tuple[int, Row]]]) -> bool:
     """Whether two kinds of rows lie in one range of compute."""
-    x = next(iter(columns.computes(table.columns)), None)
+    x = next(iter(computes(table.columns)), None)
     at = [[v for n, row in rows if x and (v := _number(table, n, x, row)) is not None] for rows in kinds]
     ends = sorted((min(values), max(values)) for values in at if values)
     return not ends or any(before[1] > after[0] for before, after in zip(ends, ends[1:]))
 
 
 def _kind_rank(kind: str) -> tuple[int, ...]:
-    return columns.score_rank(kind) or (columns.stage(kind), len(columns.SCORES))
+    return score_rank(kind) or (stage(kind), len(SCORES))
 
 
 def _selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, TableFile]]:
@@ -295,7 +312,7 @@ def _names_metrics(table: TableFile, column: str) -> bool:
     """Whether `name` names metrics, whose values are in `value`, and no runs."""
     if column.lower() != "name" or "value" not in table.columns:
         return False
-    return any(columns.score_rank(name) is not None for name in {str(row.get(column)) for _, row in table.rows})
+    return any(score_rank(name) is not None for name in {str(row.get(column)) for _, row in table.rows})
 
 
 class _Point(NamedTuple):
@@ -324,7 +341,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     read = f"read {name}: {table.layout}, {len(points)} points of {score} over {over} ({ends} {unit_name(unit)})"
     more = f" and {len(others) - 2} more" if len(others) > 2 else ""
     also = f"also there: {', '.join(others[:2])}{more} (--score)" if others else ""
-    if columns.stage(score) != 0 and options.score is None and (unread := _validations_without_measure(table)):
+    if stage(score) != 0 and options.score is None and (unread := _validations_without_measure(table)):
         said.append(f"validation columns without a measure: {', '.join(unread[:3])} (--score)")
     task = score.removeprefix("pass_rate/") if score.startswith("pass_rate/") else ""
     size = _column_values(table, starts[:1], "generations", SIZE)
@@ -356,22 +373,22 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
     if options.compute is not None:
         column = _named(table, options.compute, "--compute")
     else:
-        known = [table.x] if table.x else columns.computes(table.columns)
+        known = [table.x] if table.x else computes(table.columns)
         known = [c for c in known if any(_has_number(row, c) for row in measured)] or known
-        for is_axis in (columns.is_step_name, lambda cell: columns.is_time_of_day("", str(cell))):
+        for is_axis in (is_step_name, lambda cell: is_time_of_day("", str(cell))):
             known = known or [c for c in table.columns if all(is_axis(row.get(c)) for row in measured)]
-        steps = [c for c in known if columns.unit_of(c) == "steps"]
+        steps = [c for c in known if unit_of(c) == "steps"]
         usable = known if options.hours_per_step is None else steps or known
         usable = [c for c in usable if _grows([_plain(row.get(c)) for row in measured])] or usable
         if not usable:
-            names = columns.some_of(table.columns, ("step", "epoch", "tokens", "hours"))
+            names = some_of(table.columns, ("step", "epoch", "tokens", "hours"))
             raise refused(table.path, "a compute column (name it with --compute)", names, "row 1")
-        alike = [c for c in usable if columns.unit_of(c) == columns.unit_of(usable[0])]
+        alike = [c for c in usable if unit_of(c) == unit_of(usable[0])]
         column = max(alike, key=lambda c: sum(_has_number(row, c) for row in measured))  # verl's step 0 lacks some
     units = [(n, row["unit"]) for n, row in table.rows if row.get("unit")] if column == "compute" else []
     if units:
         _same(table, "unit", units)
-    unit = "steps" if columns.is_step_name(measured[0].get(column)) else columns.unit_of(column)
+    unit = "steps" if is_step_name(measured[0].get(column)) else unit_of(column)
     unit = str(units[0][1]) if units else unit
     if options.hours_per_step is None:
         return column, 1.0, unit
@@ -401,7 +418,7 @@ def _points(
                 "without a number" if any(str(cell or "").strip() == "" for cell in lacking) else "NaN or infinite"
             ] += 1
             continue
-        if x < 0 or columns.is_time_of_day(compute, x):
+        if x < 0 or is_time_of_day(compute, x):
             expected = "compute >= 0" if x < 0 else "compute since the start"
             raise refused(table.path, expected, f"{x:g}" if x < 0 else CLOCK, f"row {number}", compute)
         found.append(_Point(x * scale, y, row, number))
@@ -414,7 +431,7 @@ def _points(
     wrong = next((point for point in found if not 0.0 <= point.pass_rate <= 1.0), None)
     if wrong is not None:
         hint = f"; other columns: {', '.join(others[:2])} (--score)" if others else ""
-        if columns.is_reward(score) and options.score_range is None:
+        if is_reward(score) and options.score_range is None:
             hint += "; or map its range with --score-range=LO,HI"
         what = f"{wrong.pass_rate:g}{hint}"
         raise refused(table.path, "a pass rate in [0, 1]", what, f"row {wrong.number}", score)
@@ -438,9 +455,9 @@ def _is_percent(score: str, points: Sequence[_Point]) -> bool:
         return True
     if re.search(r"%|percent|pct", score.lower()):
         return max(values) > 1
-    if all(value % 1 == 0 for value in values) and any(_TOTAL.search(columns.words(key)) for key in points[0].row):
+    if all(value % 1 == 0 for value in values) and any(_TOTAL.search(words(key)) for key in points[0].row):
         return False  # counts beside their total
-    any_range = columns.is_reward(score) and (max(values) <= 25 or "reward" in score.lower())
+    any_range = is_reward(score) and (max(values) <= 25 or "reward" in score.lower())
     return sum(value > 1 for value in values) > len(values) / 2 and not any_range
 
 
@@ -472,7 +489,7 @@ def _means(latest: Mapping[float, _Point], points: Sequence[_Point]) -> list[_Po
 def _named(table: TableFile, name: str, option: str) -> str:
     if name in table.columns:
         return name
-    raise refused(table.path, f"column {name!r} ({option})", columns.some_of(table.columns, (name,)), "row 1")
+    raise refused(table.path, f"column {name!r} ({option})", some_of(table.columns, (name,)), "row 1")
 
 
 def _has_number(row: Row, column: str) -> bool:
@@ -488,11 +505,11 @@ def _number(table: TableFile, number: int, column: str, row: Row) -> float | Non
     if value is None or (isinstance(value, str) and value.strip().lstrip("+-").lower() in MISSING):
         return None
     try:
-        parsed = columns.number(value)
+        parsed = number_in(value)
     except (TypeError, ValueError, OverflowError):
         expected, found = (
             ("compute since the start", CLOCK)
-            if columns.is_time_of_day(column, value)
+            if is_time_of_day(column, value)
             else ("a finite number", f"{value!r:.80}")
         )
         raise refused(table.path, expected, found, f"row {number}", column) from None

@@ -1,20 +1,32 @@
-"""The tables of a forecast. One model: rich renders it in the terminal, a template in the HTML report."""
+"""The rows of a forecast as text, Markdown, JSON and HTML: rich shows the tables in a terminal, a template in a page.
+
+A page is one file that loads nothing from elsewhere. JSON has no inf and nan: they become null.
+"""
 
 from __future__ import annotations
 
+import base64
+import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from megatron_scalerl.fit.backtest import Backtest
-from megatron_scalerl.fit.compare import Comparison
+from megatron_scalerl.fit.compare import Comparison, conclusions, summary
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Decision, Estimate
 from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.outlook import Outlook
-from megatron_scalerl.fit.result import FitResult, ForecastEvaluation, Prediction
+from megatron_scalerl.fit.result import SOLID_AND_DASHED, FitResult, ForecastEvaluation, Prediction
+
+TEMPLATES = Path(__file__).parent / "templates"
+Figures = Sequence[tuple[Path, str]]
+"""(PNG or SVG, what it shows)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +71,10 @@ class Table:
         return "".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
 
 
+Section = tuple[str, tuple[Table | str, ...]]
+"""(heading, tables and lines)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
     """Everything that is reported on one run."""
@@ -77,16 +93,16 @@ class RunReport:
     """With --backtest."""
 
 
-def parameters_table(runs: Sequence[RunReport]) -> Table:
-    """A, B, C_mid with their 90 % intervals, one run per row."""
-    return Table(
+def sections(runs: Sequence[RunReport]) -> list[Section]:
+    """Parameters, forecasts, and the forecast of points that were not fitted."""
+    parameters = Table(
         columns=("run", "A", "B", "C_mid", "R_0", "points", "rmse", "95 % of A at"),
         rows=tuple(
             (
                 run.fit.name,
-                _with_interval(run.fit.asymptote, run.fit.intervals["asymptote"], "{:.3f}".format),
-                _with_interval(run.fit.exponent, run.fit.intervals["exponent"], "{:.2f}".format),
-                _with_interval(run.fit.midpoint, run.fit.intervals["midpoint"], short_number),
+                _parameter(run.fit, "asymptote", "{:.3f}".format),
+                _parameter(run.fit, "exponent", "{:.2f}".format),
+                _parameter(run.fit, "midpoint", short_number),
                 f"{run.fit.initial:.3f}",
                 str(run.fit.n_points),
                 f"{run.fit.rmse:.4f}",
@@ -95,25 +111,24 @@ def parameters_table(runs: Sequence[RunReport]) -> Table:
             for run in runs
         ),
     )
-
-
-def predictions_table(runs: Sequence[RunReport]) -> Table:
-    """Forecast pass rates with the interval of a measurement."""
-    return Table(
+    forecasts = Table(
         columns=("run", unit_name(runs[0].fit.unit), "pass rate", "90 % interval"),
         rows=tuple((run.fit.name, short_number(p.compute), *_forecast(p)) for run in runs for p in run.predictions),
     )
+    evaluations = [_evaluation(run.evaluation) for run in runs if run.evaluation is not None]
+    return [("Fit", (parameters,)), ("Forecast", (forecasts,)), *evaluations]
 
 
 def _forecast(p: Prediction) -> tuple[str, str]:
     return f"{p.pass_rate:.4f}", _interval(p.lo, p.hi, "{:.4f}".format)
 
 
-def evaluation_table(evaluation: ForecastEvaluation) -> Table:
+def _evaluation(evaluation: ForecastEvaluation) -> Section:
     """Forecast against measurement for points that were not fitted."""
+    title = f"{evaluation.fit.name}: points that were not fitted"
     cells = zip(evaluation.predictions, evaluation.measured, evaluation.errors, evaluation.covered)
-    return Table(
-        title=f"{evaluation.fit.name}: points that were not fitted",
+    table = Table(
+        title=title,
         labeled=False,
         columns=(unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
         rows=tuple(
@@ -121,6 +136,27 @@ def evaluation_table(evaluation: ForecastEvaluation) -> Table:
             for p, measured, error, covered in cells
         ),
     )
+    return title, (table, evaluation.summary())
+
+
+def backtests(runs: Sequence[RunReport]) -> list[Section]:
+    """The forecast of the last point from every prefix, of the runs with a back-test."""
+    return [(f"Backtest: {run.fit.name}", _backtest(run.backtest)) for run in runs if run.backtest is not None]
+
+
+def _backtest(test: Backtest) -> tuple[Table, str]:
+    rows = tuple(
+        (
+            short_number(point.compute),
+            str(point.n_points),
+            *_forecast(point.forecast),
+            f"{point.forecast.pass_rate - test.final_pass_rate:+.4f}",
+            f"{point.asymptote:.3f}",
+        )
+        for point in test.points
+    )
+    columns = ("fitted up to", "points", "forecast", "90 % interval", "error", "A")
+    return Table(labeled=False, columns=columns, rows=rows), test.summary()
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -144,10 +180,6 @@ def comparison_table(comparison: Comparison) -> Table:
     )
 
 
-def _estimated(estimate: Estimate, style: Callable[[float], str]) -> WithInterval:
-    return _with_interval(estimate.value, (estimate.lo, estimate.hi), style)
-
-
 def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
     """The forecasts of a run's end by the validation after which they were made. came: what was measured there."""
     end = outlooks[0].end_step
@@ -169,36 +201,113 @@ def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
     )
 
 
-def backtest_table(test: Backtest) -> Table:
-    """The forecast of the last point from every prefix."""
-    return Table(
-        labeled=False,
-        columns=("fitted up to", "points", "forecast", "90 % interval", "error", "A"),
-        rows=tuple(
-            (
-                short_number(point.compute),
-                str(point.n_points),
-                *_forecast(point.forecast),
-                f"{point.forecast.pass_rate - test.final_pass_rate:+.4f}",
-                f"{point.asymptote:.3f}",
-            )
-            for point in test.points
-        ),
-    )
-
-
 def estimated_compute(estimate: Estimate) -> WithInterval:
     """A compute with its interval; "never" where it is infinite, "start" where R_0 is as high."""
-
-    def text(compute: float) -> str:
-        return "start" if compute == 0 else short_number(compute)
-
-    return _with_interval(estimate.value, (estimate.lo, estimate.hi), text)
+    return _estimated(estimate, lambda compute: "start" if compute == 0 else short_number(compute))
 
 
-def _with_interval(value: float, interval: tuple[float, float], style: Callable[[float], str]) -> WithInterval:
-    return WithInterval(value=style(value), interval=_interval(*interval, style))
+def _parameter(fit: FitResult, key: str, style: Callable[[float], str]) -> WithInterval:
+    return WithInterval(value=style(getattr(fit, key)), interval=_interval(*fit.intervals[key], style))
+
+
+def _estimated(estimate: Estimate, style: Callable[[float], str]) -> WithInterval:
+    return WithInterval(value=style(estimate.value), interval=_interval(estimate.lo, estimate.hi, style))
 
 
 def _interval(lo: float, hi: float, style: Callable[[float], str]) -> str:
     return f"[{style(lo)}, {style(hi)}]"
+
+
+def run_json(run: RunReport) -> dict[str, Any]:
+    """One entry of the JSON's `fits`."""
+    fit = run.fit
+    return {
+        "read": run.curve.read,
+        **{key: getattr(fit, key) for key in ("name", "method", "n_points", "rmse", "unit")},
+        **fit.parameters,
+        "intervals": fit.intervals,
+        "predictions": [asdict(prediction) for prediction in run.predictions],
+        "warnings": fit.warnings,
+        "verdict": run.decision.sentence(),
+        "decision": _finite(asdict(run.decision)),
+    }
+
+
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """The comparison: its arms with intervals, their runs, and what it says in words."""
+    numbers = ("name", "reference", "measured", "asymptote", "exponent", "midpoint", "fixed_exponent", "to_reach")
+    arms = []
+    for arm in comparison.arms:
+        refits = arm.refits or (None,) * arm.runs
+        runs = [
+            {
+                "name": fit.name,
+                "seed": seed,
+                **fit.parameters,
+                "exponent_at_fixed_asymptote": refit and refit.exponent,
+                "last_measured": float(fit.pass_rate[-1]),
+                "warnings": fit.warnings,
+            }
+            for fit, seed, refit in zip(arm.fits, arm.seeds, refits)
+        ]
+        known = {key: _finite(getattr(arm, key)) for key in (*numbers, "ceiling", "efficiency")}
+        arms.append(known | {"runs": runs, "summary": summary(comparison, arm)})
+    keys = ("fixed_asymptote", "pass_rate", "between_runs", "paired")
+    known = {key: _finite(getattr(comparison, key)) for key in keys}
+    return known | {"conclusions": conclusions(comparison), "arms": arms}
+
+
+def _finite(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def html_page(
+    title: str,
+    notes: Sequence[str],
+    *,
+    runs: Sequence[RunReport] = (),
+    figures: Figures = (),
+    comparison: Comparison | None = None,
+    comparison_figures: Figures = (),
+) -> str:
+    """The page of runs, of a comparison, or of both, the figures embedded. notes: lines below the title."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    # autoescape: names of runs and columns are the user's text
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(data_uri=_data_uri, subscript=_subscript)
+    return environment.get_template("report.html").render(
+        title=title,
+        notes=notes,
+        lines=SOLID_AND_DASHED,
+        runs=runs,
+        figures=figures,
+        comparison_figures=comparison_figures,
+        sections=sections(runs) if runs else (),
+        backtests=backtests(runs),
+        comparison_table=comparison and comparison_table(comparison),
+        conclusions=comparison and conclusions(comparison),
+        summaries=[(summary(comparison, arm), arm.change) for arm in comparison.arms] if comparison else (),
+    )
+
+
+def _data_uri(path: Path) -> str:
+    kind = "svg+xml" if path.suffix == ".svg" else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+
+
+def _subscript(header: str) -> Any:
+    """C_mid as C with a subscript."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"\b([A-Z])_(\w+)", r"\1<sub>\2</sub>", str(escape(header))))

@@ -1,20 +1,23 @@
-"""The lines that were appended to a JSONL file since it was last read, the newest row of one, and a line as a row."""
+"""The lines that were appended to a JSONL file since it was last read, its rows, and the newest row of one."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from megatron_scalerl.checkpoints.atomic_io import naming
 from megatron_scalerl.fit.outlook import checked_row
+from megatron_scalerl.processes.logs import printable
 
 MOST_BYTES = 1 << 28
 """Read at a time."""
 TAIL_BYTES = 1 << 20
 """Read at either end of a file for one row."""
+Row = TypeVar("Row")
 
 
 class GrowingFile:
@@ -52,6 +55,54 @@ class GrowingFile:
             at += len(line)
         self._offset = at
         return lines
+
+
+class Rows(Generic[Row]):
+    """The rows of a growing file. A damaged line hides nothing but itself."""
+
+    def __init__(self, path: Path, row_of: Callable[[bytes], Row | None]) -> None:
+        """row_of: a line as it is kept, if it is. Raises ValueError, without the place, for a damaged one."""
+        self.path = path
+        self.rows: list[Row] = []
+        self._file = GrowingFile(path)
+        self._row_of = row_of
+        self._read_generation = 0
+        self._damage = self._failure = ""
+
+    @property
+    def generation(self) -> int:
+        """Changes when rows that were read before are dropped."""
+        return self._file.generation
+
+    @property
+    def problem(self) -> str:
+        """Why the file cannot be read, else its first damaged line, until it is written anew; empty without one."""
+        return one_line((self._failure or self._damage).replace(f"{self.path.parent}/", ""))
+
+    def update(self) -> bool:
+        """Read what was appended; True if there is something."""
+        try:
+            lines, self._failure = self._file.new_lines(), ""
+        except OSError as error:
+            self._failure = str(error)
+            return False
+        if self._read_generation != self.generation:
+            self._read_generation, self._damage = self.generation, ""
+            self.rows.clear()
+        for line, where in lines:
+            try:
+                row = self._row_of(line)
+            except ValueError as error:
+                self._damage = self._damage or f"{where}: {error}"
+                continue
+            if row is not None:
+                self.rows.append(row)
+        return bool(lines)
+
+
+def one_line(text: str) -> str:
+    """Any text as the page shows it, in one line of at most 500 characters."""
+    return printable(" ".join(text.split()))[:500]
 
 
 def newest_row(path: Path) -> dict[str, Any] | None:

@@ -7,15 +7,25 @@ are lists over the rows of a file, `None` where a row has no such number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.page.forecasts import Forecasts
-from megatron_scalerl.page.growing_file import GrowingFile, json_row, validation_row
-from megatron_scalerl.page.report import cost_text, gain, gain_text, gains_by_task, last_step
-from megatron_scalerl.page.update_report import KEPT, UPDATE_PHASES, Updates, finite, updates_of
+from megatron_scalerl.page.growing_file import Rows, json_row, one_line, validation_row
+from megatron_scalerl.page.report import (
+    KEPT,
+    UPDATE_PHASES,
+    cost_text,
+    finite,
+    gain,
+    gain_text,
+    gains_by_task,
+    last_step,
+    updates_of,
+)
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 
@@ -34,6 +44,8 @@ WAITS = {
     "engines_wait": ("engine_paused_seconds", "engine_idle_seconds"),
 }
 """Column -> the columns of metrics.jsonl whose sum it is, seconds of a step."""
+STEP_COLUMNS = (*COLUMNS, *WAITS, "degenerate", *(f"weight_{phase}" for phase in UPDATE_PHASES))
+"""Columns of the page's steps, besides the seconds since the start."""
 MOST_EVENTS = 300
 MOST_EVALUATIONS = 500
 """Rows of evaluations on the page, the newest."""
@@ -48,21 +60,12 @@ class RunData:
         self.run_dir = Path(run_dir)
         self.recipe = read_run_recipe(self.run_dir)
         self.forecasts = Forecasts()
-        self._metrics, self._validation, self._ledger = self._files("metrics", "validation", "ledger")
-        self._attempts, self._engines, self._evaluation = self._files("attempts", "engines", "evaluation")
-        self._end = GrowingFile(self.run_dir / "end.json")
-        self._rows: dict[GrowingFile, list[dict[str, Any]]] = {}
-        self._generations: dict[GrowingFile, int] = {}
-        self._hours: dict[str, float] = {}
-        self._unit = "device_hours"
-        self._made_updates: Updates | None = None
-        self._made_updates_of: tuple[int, int] | None = None
-        self._steps: dict[str, list[float | None]] = {}
-        self._clear_steps()
-        self._damage: dict[GrowingFile, str] = {}
-        """Of each file its first damaged line."""
-        self._failures: dict[GrowingFile, str] = {}
-        """Files that could not be read at the last attempt, and why."""
+        self._metrics = Rows(self.run_dir / "metrics.jsonl", _step)
+        self._ledger = Rows(self.run_dir / "ledger.jsonl", _charge)
+        self._validation = Rows(self.run_dir / "validation.jsonl", validation_row)
+        files = ("attempts.jsonl", "engines.jsonl", "evaluation.jsonl", "end.json")
+        self._others = {name: Rows(self.run_dir / name, json_row) for name in files}
+        self._update_table: tuple[tuple[int, int], dict[str, Any] | None] = ((-1, -1), None)
         self._gain: tuple[tuple[int, int], list[str]] = ((-1, -1), [])
 
     @property
@@ -73,128 +76,82 @@ class RunData:
     @property
     def validations(self) -> list[dict[str, Any]]:
         """The rows of validation.jsonl so far."""
-        return self._rows.get(self._validation, [])
+        return self._validation.rows
 
     @property
     def steps(self) -> int:
         """Number of step records."""
-        return len(self._steps["step"])
+        return len(self._metrics.rows)
+
+    @property
+    def _files(self) -> list[Rows[Any]]:
+        return [self._metrics, self._ledger, self._validation, *self._others.values()]
 
     @property
     def damage(self) -> list[str]:
         """What of the records cannot be read, one line for each file."""
-        lines = [*self._failures.values(), *self._damage.values(), self.forecasts.problem]
-        return [_one_line(line.replace(f"{self.run_dir}/", "")) for line in lines if line]
+        lines = [*(file.problem for file in self._files), one_line(self.forecasts.problem)]
+        return [line for line in lines if line]
 
     def update(self) -> bool:
         """Read what was appended; True if there is something new. What cannot be read is in `damage`."""
-        new = [
-            self._read(self._metrics, json_row, self._add_step),
-            self._read(self._ledger, json_row, self._add_charge),
-            self._read(self._validation, validation_row),
-            *(self._read(f, json_row) for f in (self._evaluation, self._attempts, self._engines, self._end)),
-        ]
+        new = [file.update() for file in self._files]
         return any(new)
 
     def payload(self, since: int = 0) -> dict[str, Any]:
         """What the page draws. since: step records that it has; only later ones are in it."""
-        rows = self.validations
+        rows, steps = self.validations, self._metrics.rows
+        columns: dict[str, list[Any]] = {name: [row[name] for row in steps[since:]] for name in STEP_COLUMNS}
+        columns["seconds"] = [*accumulate(row["seconds"] for row in steps)][since:]
         return {
             "generation": self.generation,
             "since": since,
-            "steps": {name: column[since:] for name, column in self._steps.items()},
+            "steps": columns,
             "validation": {name: [_number(row.get(name)) for row in rows] for name in VALIDATION_COLUMNS},
             "forecasts": self.forecasts.payload(),
             "header": self._header(),
-            "ledger": [{"role": role, "hours": hours} for role, hours in self._hours.items()],
+            "ledger": [{"role": role, "hours": hours} for role, hours in self._hours().items()],
             "events": self._events(),
-            "updates": self._update_table(),
-            "evaluations": evaluation_table(self._rows.get(self._evaluation, [])),
+            "updates": self._updates(),
+            "evaluations": evaluation_table(self._others["evaluation.jsonl"].rows),
         }
 
-    def _update_table(self) -> dict[str, Any] | None:
-        key = (len(self._updates), self.generation)
-        if self._made_updates_of != key:
-            self._made_updates_of = key
-            self._made_updates = updates_of(self._updates)
-        if (found := self._made_updates) is None:
-            return None
-        return {"columns": found.table.columns, "rows": found.table.rows, "notes": found.notes}
+    def _updates(self) -> dict[str, Any] | None:
+        """The table of weight updates, computed once for each number of steps."""
+        key = (self.steps, self.generation)
+        if self._update_table[0] != key:
+            made = updates_of([row["update"] for row in self._metrics.rows])
+            self._update_table = (
+                key,
+                made
+                and {
+                    "columns": made.table.columns,
+                    "rows": made.table.rows,
+                    "notes": made.notes,
+                },
+            )
+        return self._update_table[1]
 
-    def _files(self, *names: str) -> list[GrowingFile]:
-        return [GrowingFile(self.run_dir / f"{name}.jsonl") for name in names]
-
-    def _read(
-        self,
-        file: GrowingFile,
-        row_of: Callable[[bytes], dict[str, Any]],
-        add: Callable[[dict[str, Any]], None] | None = None,
-    ) -> bool:
-        """Read what was appended to a file. row_of: raises ValueError for a damaged line. add: instead of `_rows`."""
-        try:
-            lines = file.new_lines()
-        except OSError as error:
-            self._failures[file] = str(error)
-            return False
-        self._failures.pop(file, None)
-        if self._generations.get(file, 0) != file.generation:
-            self._generations[file] = file.generation
-            self._damage.pop(file, None)
-            self._rows.pop(file, None)
-            if file is self._metrics:
-                self._clear_steps()
-            if file is self._ledger:
-                self._hours.clear()
-        keep = add or self._rows.setdefault(file, []).append
-        for line, where in lines:
-            try:
-                row = row_of(line)
-            except ValueError as error:
-                self._damage.setdefault(file, f"{where}: {error}")
-                continue
-            keep(row)
-        return bool(lines)
-
-    def _clear_steps(self) -> None:
-        names = (*COLUMNS, *WAITS, "degenerate", "seconds", *(f"weight_{phase}" for phase in UPDATE_PHASES))
-        self._steps = {name: [] for name in names}
-        self._updates: list[dict[str, Any]] = []
-
-    def _add_step(self, row: dict[str, Any]) -> None:
-        groups, kept = _number(row.get("batch/groups")), _number(row.get("batch/groups_kept"))
-        seconds = _number(row.get("step_seconds")) or 0.0
-        before = self._steps["seconds"][-1] if self._steps["seconds"] else 0.0
-        values = {
-            **{name: _number(row.get(name)) for name in COLUMNS},
-            **{name: _sum(_number(row.get(part)) for part in parts) for name, parts in WAITS.items()},
-            **{f"weight_{phase}": _number(row.get(f"weight_{phase}_seconds")) for phase in UPDATE_PHASES},
-            "degenerate": None if groups is None or kept is None else groups - kept,
-            "seconds": (before or 0.0) + seconds,
-        }
-        for name, value in values.items():
-            self._steps[name].append(value)
-        if "weight_bytes" in row:
-            self._updates.append({name: row[name] for name in KEPT if name in row})
-
-    def _add_charge(self, row: dict[str, Any]) -> None:
-        if "unit" in row:
-            self._unit = str(row["unit"])
-        if "role" in row:
-            role = printable(str(row["role"]))
-            self._hours[role] = self._hours.get(role, 0.0) + (_number(row.get("hours")) or 0.0)
+    def _hours(self) -> dict[str, float]:
+        hours: dict[str, float] = {}
+        for _, role, charged in self._ledger.rows:
+            if role:
+                hours[role] = hours.get(role, 0.0) + charged
+        return hours
 
     def _header(self) -> dict[str, Any]:
-        rows, end = self.validations, self._rows.get(self._end) or []
+        rows, end, hours = self.validations, self._others["end.json"].rows, self._hours()
         made = self.forecasts.newest
-        last = int(self._steps["step"][-1] or 0) if self.steps else 0
+        last = int(self._metrics.rows[-1]["step"] or 0) if self.steps else 0
+        unit = next((unit for unit, _, _ in reversed(self._ledger.rows) if unit), "device_hours")
         lines = [*self._gain_lines()]
-        if self._hours:
-            lines.append(cost_text(self._hours, self._unit, self.recipe["cost"]))
+        if hours:
+            lines.append(cost_text(hours, unit, self.recipe["cost"]))
         lines += self.forecasts.lines(rows, self.recipe)
         return {
             "name": printable(str(self.recipe.get("name", self.run_dir.resolve().name))),
             "folder": printable(str(self.run_dir)),
-            "unit": unit_name(self._unit),
+            "unit": unit_name(unit),
             "step": last,
             "steps": last_step(rows, self.recipe) if rows or self.recipe.get("steps") else last,
             "ended": printable(str(end[-1].get("reason", ""))) if end else "",
@@ -218,18 +175,17 @@ class RunData:
                         *(f"{task}: {gain_text(g)}" for task, g in by_task.items()),
                     ]
                 except (ValueError, OSError, LookupError) as error:
-                    lines = [f"no gain: {_one_line(f'{type(error).__name__}: {error}')}"]
+                    lines = [f"no gain: {one_line(f'{type(error).__name__}: {error}')}"]
             self._gain = key, [printable(line) for line in lines]
         return self._gain[1]
 
     def _events(self) -> list[dict[str, Any]]:
         """Starts of the run, faults and restarts of engines, and the end, as they happened."""
-        attempts = self._rows.get(self._attempts, [])
         found = [
             _event(row.get("unix_time"), "restart" if number else "start", f"attempt {row.get('incarnation', '')}")
-            for number, row in enumerate(attempts)
+            for number, row in enumerate(self._others["attempts.jsonl"].rows)
         ]
-        for row in self._rows.get(self._engines, []):
+        for row in self._others["engines.jsonl"].rows:
             reason = f": {row['reason']}" if row.get("reason") else ""
             lost = f", {row['lost_tokens']} tokens lost" if row.get("lost_tokens") else ""
             fault = row.get("state") in ("draining", "lost")
@@ -290,8 +246,25 @@ def _event(time: Any, kind: str, text: str) -> dict[str, Any]:
     return {"time": time if isinstance(time, float) else None, "kind": kind, "text": printable(text)[:500]}
 
 
-def _one_line(text: str) -> str:
-    return printable(" ".join(text.split()))[:500]
+def _step(line: bytes) -> dict[str, Any]:
+    """A row of metrics.jsonl as the page needs it."""
+    row = json_row(line)
+    groups, kept = _number(row.get("batch/groups")), _number(row.get("batch/groups_kept"))
+    return {
+        **{name: _number(row.get(name)) for name in COLUMNS},
+        **{name: _sum(_number(row.get(part)) for part in parts) for name, parts in WAITS.items()},
+        **{f"weight_{phase}": _number(row.get(f"weight_{phase}_seconds")) for phase in UPDATE_PHASES},
+        "degenerate": None if groups is None or kept is None else groups - kept,
+        "seconds": _number(row.get("step_seconds")) or 0.0,
+        "update": {name: row[name] for name in KEPT if "weight_bytes" in row and name in row},
+    }
+
+
+def _charge(line: bytes) -> tuple[str, str, float] | None:
+    """(unit, role, hours) of a row of ledger.jsonl, the first two empty where it lacks them; None for a heartbeat."""
+    row = json_row(line)
+    unit, role = str(row.get("unit", "")), printable(str(row.get("role", "")))
+    return (unit, role, _number(row.get("hours")) or 0.0) if unit or role else None
 
 
 def _number(value: Any) -> float | None:

@@ -1,28 +1,148 @@
-"""The page of a run on 127.0.0.1, while the run writes: records by offset, completions when they are opened.
+"""The page of a run, or of the runs below a folder, on 127.0.0.1 for the one who started it, while the runs write.
 
-The records are read and the missing forecasts are made, one at a time, as `news.Follower` says.
+Every request needs the token of this start, compared in constant time, and a Host header that names this address: a
+page of another site that reaches the port under its own name is refused. Nothing is stored.
+
+`Page` looks for something new in one task, whose reading is done in threads, so that the event loop does not wait for
+a disk, and makes missing forecasts one at a time. Open pages get a stream of events: that there is something new, and
+what is damaged. The task ends with its block, the streams with the server. In a list of runs, the page of a run is
+made when it is first opened; where `MOST_PAGES` are followed, one that nobody looks at is closed for another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import hmac
+import logging
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from megatron_scalerl.page.completions import Reader
 from megatron_scalerl.page.groups import GroupIndex
-from megatron_scalerl.page.loopback import Handler, LoopbackServer, answer, security_headers, whole_number
-from megatron_scalerl.page.news import Follower
-from megatron_scalerl.page.render import RUN, page
+from megatron_scalerl.page.render import RUN, RUNS, Document, page, policy
 from megatron_scalerl.page.run_data import RunData
+from megatron_scalerl.page.runs_data import RunsData
+from megatron_scalerl.processes.logs import printable
+
+logger = logging.getLogger(__name__)
+ADDRESS = "127.0.0.1"
+HTTP_PORT = 80
+POLL_S = 1.0
+"""Seconds between two looks at the files."""
+KEEP_ALIVE_S = 15.0
+"""Seconds after which a stream without news sends a comment, so that a closed one is noticed."""
+MOST_PAGES = 8
+"""Pages of runs that are followed at a time."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
 
 
-class RunPage(Follower):
+class Page(ABC):
+    """A page that follows files and tells its open streams. All reading is done under one lock, in threads."""
+
+    followed: str
+    """What the page follows, in its messages."""
+
+    def __init__(self) -> None:
+        self.failure = ""
+        """One line about a damaged file; empty without one."""
+        self.streams: set[asyncio.Event] = set()
+        """One for each open page; set when the page is to ask for the data."""
+        self._lock = asyncio.Lock()
+
+    @abstractmethod
+    async def handler(self, path: str) -> Handler | None:
+        """What answers a request for a path below that of the page; None for an unknown one."""
+
+    @abstractmethod
+    def _update(self) -> bool:
+        """Read what is new; True if there is something."""
+
+    @abstractmethod
+    async def _work(self) -> bool:
+        """Compute one thing that is missing; False if nothing is."""
+
+    @abstractmethod
+    def _damage(self) -> str:
+        """What cannot be read."""
+
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Follow within the block. The page says what is damaged in the files, and draws the rest."""
+        await self._locked(self._update)
+        self._say(self._damage())
+        if self.failure:
+            logger.warning("%s", self.failure)
+        task = asyncio.create_task(self._follow(), name=f"follow {self.followed}")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                changed = await self._locked(self._update)
+                busy = await self._work()
+            except Exception as error:
+                self._say(f"the page no longer follows {self.followed}: {type(error).__name__}: {error}")
+                logger.exception("the page no longer follows %s", self.followed)
+                raise
+            self._say(self._damage(), changed)
+            if not busy:
+                await asyncio.sleep(POLL_S)
+
+    def _say(self, failure: str, changed: bool = False) -> None:
+        """Tell every open page, if there is something new or another failure."""
+        failure = printable(" ".join(failure.split()))
+        if changed or failure != self.failure:
+            self.failure = failure
+            self._tell()
+
+    def _tell(self) -> None:
+        for news in self.streams:
+            news.set()
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """A stream of events: `change` when there is something new, `failed` with the line when a file is damaged."""
+        response = web.StreamResponse(headers=security_headers() | {"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        news, said = asyncio.Event(), ""
+        self.streams.add(news)
+        news.set()  # what came between the page and this request
+        try:
+            while True:
+                try:
+                    await asyncio.wait_for(news.wait(), KEEP_ALIVE_S)
+                except TimeoutError:
+                    await response.write(b": still here\n\n")
+                    continue
+                news.clear()
+                if self.failure != said:
+                    said = self.failure
+                    await response.write(b"event: failed\ndata: " + msgspec.json.encode(said) + b"\n\n")
+                await response.write(b"event: change\ndata: 1\n\n")
+        except ConnectionResetError:
+            return response
+        finally:
+            self.streams.discard(news)
+
+    async def _locked(self, work: Callable[[], T]) -> T:
+        async with self._lock:
+            return await asyncio.to_thread(work)
+
+
+class RunPage(Page):
     """The page of one run and what it asks for. `home`: the address of the list that it belongs to, if any."""
 
     followed = "the run"
@@ -34,40 +154,47 @@ class RunPage(Follower):
         self._run = RunData(run_dir)
         self._index = GroupIndex(Path(run_dir))
         self._reader = Reader(Path(run_dir), self._run.recipe, self._index)
-
-    @property
-    def handlers(self) -> dict[str, Handler]:
-        """By path, relative to that of the page."""
-        return {
+        self._handlers: dict[str, Handler] = {
             "": self._page,
             "api/data": self._data,
-            "api/groups": self._groups,
-            "api/group": self._group,
-            "api/completion": self._completion,
-            "api/events": self.news.stream,
+            "api/groups": self._reading(self._groups, "step"),
+            "api/group": self._reading(self._reader.group, "id"),
+            "api/completion": self._reading(self._reader.completion, "id", "index"),
+            "api/events": self._events,
         }
+
+    async def handler(self, path: str) -> Handler | None:
+        """As `Page`."""
+        return self._handlers.get(path)
 
     async def _page(self, _: web.Request) -> web.Response:
         data = await self._locked(self._payload) | {"live": True, "home": self._home}
-        made = partial(page, RUN, data, title=f"{data['header']['name']}: run", live=True)
-        text = await asyncio.to_thread(made)
-        return web.Response(text=text, content_type="text/html", headers=security_headers(RUN))
+        return await document_answer(RUN, data, f"{data['header']['name']}: run")
 
     async def _data(self, request: web.Request) -> web.Response:
         since, generation = whole_number(request, "since"), whole_number(request, "generation")
         known = since if generation == self._run.generation and since <= self._run.steps else 0
         return answer(await self._locked(partial(self._payload, known)))
 
-    async def _groups(self, request: web.Request) -> web.Response:
-        step = whole_number(request, "step")
-        return answer({"groups": await self._locked(partial(self._index.of_step, step))})
+    def _reading(self, read: Callable[..., Any], *names: str) -> Handler:
+        """Answers with what is read for the whole numbers of these parameters."""
 
-    async def _group(self, request: web.Request) -> web.Response:
-        return answer(await self._locked(partial(self._reader.group, whole_number(request, "id"))))
+        async def handle(request: web.Request) -> web.Response:
+            return answer(await self._locked(partial(read, *(whole_number(request, name) for name in names))))
 
-    async def _completion(self, request: web.Request) -> web.Response:
-        group_id, position = whole_number(request, "id"), whole_number(request, "index")
-        return answer(await self._locked(partial(self._reader.completion, group_id, position)))
+        return handle
+
+    def _groups(self, step: int) -> dict[str, Any]:
+        return {"groups": self._index.of_step(step)}
+
+    def _payload(self, since: int = 0) -> dict[str, Any]:
+        data = self._run.payload(since) | {"trained_steps": self._index.steps}
+        data["header"]["damage"] += self._index.damage
+        return data
+
+    def _update(self) -> bool:
+        """Read what is new, of the records and of the journal alike; True if there is something."""
+        return any([self._run.update(), self._index.update()])
 
     def _damage(self) -> str:
         return "; ".join([*self._run.damage, *self._index.damage])
@@ -81,30 +208,169 @@ class RunPage(Follower):
         made = await asyncio.to_thread(forecasts.attempt, rows, self._run.recipe, missing[0])
         await self._locked(partial(forecasts.add, missing[0], *made))
         if missing[0] == len(rows) or len(missing) == 1 or len(missing) % 10 == 0:
-            self.news.tell()
+            self._tell()
         return True
 
-    def _payload(self, since: int = 0) -> dict[str, Any]:
-        data = self._run.payload(since) | {"trained_steps": self._index.steps}
-        data["header"]["damage"] += self._index.damage
-        return data
+
+class RunsPage(Page):
+    """The list of the runs below a folder with its curves, and the page of each run."""
+
+    followed = "the runs"
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises ValueError for a folder without a run, OSError for one that cannot be read."""
+        super().__init__()
+        self._runs = RunsData(folder)
+        self._failure = ""
+        self._opening = asyncio.Lock()
+        self.pages: dict[int, tuple[RunPage, contextlib.AsyncExitStack]] = {}
+        """By number of the run, the one that was opened last at the end."""
+        self._handlers: dict[str, Handler] = {"": self._page, "api/runs": self._data, "api/events": self._events}
+
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """As `Page`; the pages of runs are closed with the block."""
+        async with super().following():
+            try:
+                yield
+            finally:
+                for _, stack in self.pages.values():
+                    await stack.aclose()
+
+    async def handler(self, path: str) -> Handler | None:
+        """As `Page`; a page of a run is made for the first request."""
+        asked = re.fullmatch("run/([0-9]{1,9})/(.*)", path)
+        if asked is None:
+            return self._handlers.get(path)
+        number = int(asked[1])
+        if number not in self._runs.runs:
+            return None
+        async with self._opening:
+            opened = await self._opened(number)
+        return await opened.handler(asked[2])
+
+    async def _opened(self, number: int) -> RunPage:
+        if number in self.pages:
+            self.pages[number] = self.pages.pop(number)
+            return self.pages[number][0]
+        unseen = [known for known, (opened, _) in self.pages.items() if not opened.streams]
+        if len(self.pages) >= MOST_PAGES and unseen:
+            await self.pages.pop(unseen[0])[1].aclose()
+        opened = await asyncio.to_thread(partial(RunPage, self._runs.runs[number].run_dir, home="../../"))
+        stack = contextlib.AsyncExitStack()
+        await stack.enter_async_context(opened.following())
+        self.pages[number] = opened, stack
+        return opened
+
+    async def _page(self, _: web.Request) -> web.Response:
+        data = await self._locked(self._runs.payload) | {"live": True}
+        return await document_answer(RUNS, data, f"{data['folder']}: runs")
+
+    async def _data(self, request: web.Request) -> web.Response:
+        return answer(await self._locked(partial(self._runs.payload, whole_number(request, "since"))))
 
     def _update(self) -> bool:
-        """Read what is new, of the records and of the journal alike; True if there is something."""
-        return any([self._run.update(), self._index.update()])
+        self._failure = ""
+        try:
+            return self._runs.update()
+        except (ValueError, OSError) as error:
+            self._failure = str(error)
+            return False
+
+    def _damage(self) -> str:
+        return self._failure
+
+    async def _work(self) -> bool:
+        """Make a missing fit; True if there was one."""
+        number = await self._locked(self._runs.next_without_fit)
+        if number is None:
+            return False
+        made = await asyncio.to_thread(self._runs.runs[number].made_fit)
+        await self._locked(partial(self._runs.add_fit, number, *made))
+        self._tell()
+        return True
 
 
-class PageServer(LoopbackServer):
-    """Serves one run."""
+class PageServer:
+    """Serves a page. `token` is new at every start."""
 
-    def __init__(self, run_dir: str | Path) -> None:
-        """Raises ValueError for a folder that is no run."""
-        super().__init__()
-        self._page = RunPage(run_dir)
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.token = secrets.token_urlsafe(32)
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        """The address of the page, with its token."""
+        return f"http://{ADDRESS}:{self.port}/?token={self.token}"
 
     @contextlib.asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[None]:
-        """Serve within the block. port: 0 for one of the kernel's choice. Raises ValueError, OSError."""
-        handlers = {f"/{path}": handler for path, handler in self._page.handlers.items()}
-        async with self._page.following(), self.listening(handlers, port):
-            yield
+        """Follow and answer within the block. port: 0 for one of the kernel's choice. Raises ValueError, OSError."""
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/{path:.*}", self._answer)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        async with self.page.following():
+            await runner.setup()
+            try:
+                await web.TCPSite(runner, ADDRESS, port).start()
+                self.port = runner.addresses[0][1]
+                yield
+            finally:
+                await runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        handler = await self.page.handler(request.match_info["path"])
+        if handler is None:
+            raise web.HTTPNotFound
+        return await handler(request)
+
+    def _names(self) -> set[str]:
+        """Host headers of this server. Clients leave out the port of http."""
+        ports = ("", f":{self.port}") if self.port == HTTP_PORT else (f":{self.port}",)
+        return {f"{name}{port}" for name in (ADDRESS, "localhost") for port in ports}
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        host = request.headers.get("Host", "")
+        given = request.query.get("token", "")
+        if host not in self._names() or not hmac.compare_digest(given.encode("utf8", "replace"), self.token.encode()):
+            return answer({"error": "expected the address that megatron-scalerl watch printed, with its token"}, 403)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return answer({"error": error.reason}, error.status)
+        except (ValueError, OSError) as error:
+            return answer({"error": " ".join(str(error).split())}, 422)
+
+
+def whole_number(request: web.Request, name: str) -> int:
+    """A parameter of the request. Raises ValueError unless it is a whole number from 0 on."""
+    text = request.query.get(name, "")
+    if re.fullmatch("[0-9]{1,18}", text) is None:
+        raise ValueError(f"{name}: expected a whole number, found {text[:40]!a}")
+    return int(text)
+
+
+def answer(body: Any, status: int = 200) -> web.Response:
+    """A JSON response. body: what msgspec encodes."""
+    data = msgspec.json.encode(body)
+    return web.Response(body=data, status=status, content_type="application/json", headers=security_headers())
+
+
+async def document_answer(document: Document, data: dict[str, Any], title: str) -> web.Response:
+    """A page as a response; it is made in a thread."""
+    text = await asyncio.to_thread(partial(page, document, data, title=title, live=True))
+    return web.Response(text=text, content_type="text/html", headers=security_headers(document))
+
+
+def security_headers(document: Document = RUN) -> dict[str, str]:
+    """The headers of every response. document: whose programs may run."""
+    return {
+        "Cache-Control": "no-store",
+        "Content-Security-Policy": f"{policy(document, live=True)}; frame-ancestors 'none'",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from known_runs import PUBLISHED, known_runs, tasks
 from methods import OTHERS, by_fit, summarize
-
-from megatron_scalerl.fit.published import published_series
+from published import published_series
 
 METHODS = ["robust", pytest.param("left out", marks=pytest.mark.slow)]
 COLLAPSING = "DeepSeek-GRPO"

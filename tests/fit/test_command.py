@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from command_line import command
-
-from megatron_scalerl.fit.published import DATA
+from published import CURVES
 
 ROOT = Path(__file__).resolve().parents[2]
 main = command("fit")
-POINTS = str(DATA / "points.csv")
+POINTS = str(CURVES / "points.csv")
 RECIPES = [POINTS, "--series", "figure=fig2_recipes", "--r0", "0.4", "--prompts", "1000", "--generations", "16"]
 SCALERL = [*RECIPES, "--series", "series=ScaleRL"]
 

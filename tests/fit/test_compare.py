@@ -1,22 +1,20 @@
 """Recipes compared: runs grouped by recipe, the ceiling and the efficiency, what is said of few runs."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from command_line import command
+from published import published_run
 from recipe_runs import write_run
 
 from megatron_scalerl.fit.arms import arms_of, differences, shared_start
-from megatron_scalerl.fit.compare import compare_runs, moves_the_ceiling
+from megatron_scalerl.fit.compare import compare_runs, conclusions, summary
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
-from megatron_scalerl.fit.published import published_run
-from megatron_scalerl.fit.verdicts import conclusions, summary
 
 CISPO, DAPO = "loss: {name: cispo}", "loss: {name: dapo}"
 main = command("fit")
@@ -130,7 +128,7 @@ def test_the_ceiling_is_found_and_the_page_says_so(tmp_path, capsys):
 def test_the_efficiency_is_found_where_the_ceiling_is_kept(tmp_path):
     comparison = compare_runs(read(two_recipes(tmp_path, midpoint=0.1)), fitted)
     dapo = comparison.arm("dapo")
-    assert not moves_the_ceiling(dapo.ceiling) and dapo.efficiency.declared
+    assert not dapo.moves_the_ceiling and dapo.efficiency.declared
     assert (
         1.5 < np.exp(dapo.efficiency.value) < 2.6 and dapo.to_reach.value > comparison.arm("scalerl").to_reach.value
     )
@@ -139,10 +137,10 @@ def test_the_efficiency_is_found_where_the_ceiling_is_kept(tmp_path):
     assert any("Changes the efficiency: dapo" in line for line in conclusions(comparison))
 
 
-def test_what_cannot_be_told_apart_is_said_with_the_seeds_that_would_tell(tmp_path):
+def test_what_cannot_be_told_apart_is_said(tmp_path):
     comparison = compare_runs(read(two_recipes(tmp_path, deviation=0.04, seeds=(1, 2))), fitted)
     said = summary(comparison, comparison.arm("dapo"))
-    assert re.search(r"cannot be told from 2 runs.*(about \d+|more than 1000) seeds of each would tell", said)
+    assert "cannot be told from 2 runs" in said
     assert any(line.startswith("Cannot be told apart") for line in conclusions(comparison))
 
 

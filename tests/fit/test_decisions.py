@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from published import published_run
 
 from megatron_scalerl.fit.backtest import BacktestPoint, _settled_from, backtest
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import decide
 from megatron_scalerl.fit.forecast import fit
-from megatron_scalerl.fit.published import published_run
 from megatron_scalerl.fit.result import Prediction
 from megatron_scalerl.fit.sigmoid import sigmoid
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from known_runs import TINY, by_run, known_runs
 from learning import log_prior
+from published import published_series
 
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.observations import observe
 from megatron_scalerl.fit.posterior import sample
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Discrepancy
-from megatron_scalerl.fit.published import published_series
 
 FEW = ("MiniMax", "LOO-length-penalty", "GSPO", "token-avg", "chain_lr1e-4", "chain_lr2e-6")
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from forms import fit_power_law
+from published import published_run, published_series
 
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, MIDPOINTS, fit_paper
-from megatron_scalerl.fit.published import published_run, published_series
 from megatron_scalerl.fit.sigmoid import sigmoid
 
 # on the digitised markers (1.4k to 7.0k, still rising) the legend's A, 0.595, has 2.6 times the least sum of squares

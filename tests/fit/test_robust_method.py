@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from published import published_run, published_series
 
 from megatron_scalerl.fit.checks import falling_tail
 from megatron_scalerl.fit.curve import Curve
@@ -12,7 +13,6 @@ from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.observations import observe
 from megatron_scalerl.fit.posterior import sample
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR
-from megatron_scalerl.fit.published import published_run, published_series
 from megatron_scalerl.fit.sigmoid import sigmoid
 
 

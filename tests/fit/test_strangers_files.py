@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_scalerl.fit.columns import score_rank, scores
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
+from megatron_scalerl.fit.table_file import score_rank, scores
 
 STEPS = list(range(10, 110, 10))
 RATES = [round(0.1 + 0.5 * step / (step + 40), 4) for step in STEPS]

@@ -6,8 +6,8 @@ import pytest
 from browser import CHROMIUM, opened
 from page_runs import HOSTILE, evaluation_record, step_record, write_page_run
 
-from megatron_scalerl.page import news
-from megatron_scalerl.page.server import PageServer
+from megatron_scalerl.page import server as server_module
+from megatron_scalerl.page.server import PageServer, RunPage
 from megatron_scalerl.page.static_page import write_page
 
 pytestmark = [
@@ -128,9 +128,9 @@ async def test_the_file_works_and_asks_for_nothing(run, tmp_path):
 
 
 async def test_the_served_page_follows_a_run(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(news, "POLL_S", 0.1)
+    monkeypatch.setattr(server_module, "POLL_S", 0.1)
 
-    server = PageServer(run)
+    server = PageServer(RunPage(run))
     async with server.serving(), opened(tmp_path / "profile") as tab:
         await tab.open(server.url)
         await tab.until("document.querySelectorAll('.plot canvas').length === 14")

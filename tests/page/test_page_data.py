@@ -14,7 +14,7 @@ from megatron_scalerl.page.forecasts import Forecasts
 from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.page.growing_file import GrowingFile
 from megatron_scalerl.page.run_data import RunData, thinned
-from megatron_scalerl.page.run_summary import RunSummary
+from megatron_scalerl.page.runs_data import RunSummary
 
 
 def append(path, text):

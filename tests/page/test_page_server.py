@@ -8,9 +8,8 @@ from journals import write_journal
 from page_runs import TOKEN, answers, made_group, served, step_record, write_page_run
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.page import news
-from megatron_scalerl.page.runs_server import RunsServer
-from megatron_scalerl.page.server import PageServer
+from megatron_scalerl.page import server as server_module
+from megatron_scalerl.page.server import PageServer, RunPage, RunsPage
 from megatron_scalerl.rollouts.history import BatchRecord
 
 
@@ -22,7 +21,7 @@ def run(tmp_path):
 @pytest.fixture
 def both(run):
     """A server of one run, and one of a folder of runs."""
-    return {"run": PageServer(run), "runs": RunsServer(run.parent)}
+    return {"run": PageServer(RunPage(run)), "runs": PageServer(RunsPage(run.parent))}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_without_the_token_there_is_nothing(both, kind, path):
 )
 def test_a_name_that_is_bound_to_this_address_is_refused(run, host, status):
     [(found, _, _)] = answers(
-        PageServer(run), [("/api/data", {**TOKEN, "since": "0", "generation": "0"}, {"Host": host})]
+        PageServer(RunPage(run)), [("/api/data", {**TOKEN, "since": "0", "generation": "0"}, {"Host": host})]
     )
     assert found == status
 
@@ -60,19 +59,19 @@ def test_a_name_that_is_bound_to_this_address_is_refused(run, host, status):
 async def test_clients_leave_out_the_port_of_http(run, monkeypatch, host, status):
     """`--port 80` cannot be tried by every user: the server's own port stands for it."""
 
-    async with served(PageServer(run)) as (server, session):
-        monkeypatch.setattr("megatron_scalerl.page.loopback.HTTP_PORT", server.port)
+    async with served(PageServer(RunPage(run))) as (server, session):
+        monkeypatch.setattr("megatron_scalerl.page.server.HTTP_PORT", server.port)
         async with session.get(server.url, headers={"Host": host}) as answer:
             assert answer.status == status
 
 
 def test_the_token_is_new_at_every_start(run):
-    tokens = {PageServer(run).token for _ in range(3)}
+    tokens = {PageServer(RunPage(run)).token for _ in range(3)}
     assert len(tokens) == 3 and all(len(token) >= 43 for token in tokens)
 
 
 def test_nothing_is_stored_and_nothing_else_may_run(run):
-    [(status, headers, text)] = answers(PageServer(run), [("/", TOKEN, {})])
+    [(status, headers, text)] = answers(PageServer(RunPage(run)), [("/", TOKEN, {})])
     assert status == 200 and headers["Cache-Control"] == "no-store"
     policy = headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
@@ -82,7 +81,7 @@ def test_nothing_is_stored_and_nothing_else_may_run(run):
 
 def test_groups_and_completions_are_read_when_they_are_asked_for(run):
     groups, group, completion = answers(
-        PageServer(run),
+        PageServer(RunPage(run)),
         [
             ("/api/groups", {**TOKEN, "step": "2"}, {}),
             ("/api/group", {**TOKEN, "id": "3"}, {}),
@@ -106,27 +105,27 @@ def test_groups_and_completions_are_read_when_they_are_asked_for(run):
     ],
 )
 def test_what_is_wrong_is_one_line(run, path, query, status, said):
-    [(found, _, text)] = answers(PageServer(run), [(path, {**TOKEN, **query}, {})])
+    [(found, _, text)] = answers(PageServer(RunPage(run)), [(path, {**TOKEN, **query}, {})])
     assert found == status and said in json.loads(text)["error"] and "\n" not in text
 
 
 def test_only_new_steps_are_sent(run):
     asked = [{**TOKEN, "since": s, "generation": g} for s, g in (("2", "0"), ("9", "0"), ("2", "4"))]
-    known, again, other = answers(PageServer(run), [("/api/data", query, {}) for query in asked])
+    known, again, other = answers(PageServer(RunPage(run)), [("/api/data", query, {}) for query in asked])
     assert json.loads(known[2])["steps"]["step"] == [3] and json.loads(known[2])["since"] == 2
     for whole in (again, other):  # of a page that knows more than there is, or records that were dropped
         assert json.loads(whole[2])["steps"]["step"] == [1, 2, 3] and json.loads(whole[2])["since"] == 0
 
 
 async def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
-    monkeypatch.setattr(news, "POLL_S", 0.02)
+    monkeypatch.setattr(server_module, "POLL_S", 0.02)
 
     async def until(stream, wanted):
         async for line in stream.content:
             if line.decode().strip() == wanted:
                 return
 
-    async with served(PageServer(run)) as (server, session):
+    async with served(PageServer(RunPage(run))) as (server, session):
         url, query = "/api", {"token": server.token}
         async with session.get(f"{url}/events", params=query) as stream:
             await until(stream, "event: change")
@@ -147,14 +146,14 @@ async def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["run", "runs"])
 def test_a_failure_of_the_following_task_is_said(both, kind, monkeypatch, caplog):
-    monkeypatch.setattr(news, "POLL_S", 0.02)
+    monkeypatch.setattr(server_module, "POLL_S", 0.02)
 
     async def follow():
         async with (
             served(both[kind]) as (server, session),
             session.get("/api/events", params={"token": server.token}) as stream,
         ):
-            monkeypatch.setattr(server._page if kind == "run" else server, "_update", lambda: 1 / 0)
+            monkeypatch.setattr(server.page, "_update", lambda: 1 / 0)
             async for line in stream.content:
                 if b"no longer follows" in line:
                     return line.decode()
@@ -165,10 +164,10 @@ def test_a_failure_of_the_following_task_is_said(both, kind, monkeypatch, caplog
 
 
 def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run, monkeypatch):
-    monkeypatch.setattr(news, "POLL_S", 0.02)
+    monkeypatch.setattr(server_module, "POLL_S", 0.02)
 
     async def follow():
-        async with served(PageServer(run)) as (server, session):
+        async with served(PageServer(RunPage(run))) as (server, session):
             record = BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))
             await asyncio.to_thread(write_journal, run, groups=[made_group(6)], batches=[record])
             while True:

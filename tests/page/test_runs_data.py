@@ -10,8 +10,7 @@ from page_runs import HOSTILE, step_record, write_plain_run
 from megatron_scalerl.page import find_runs as find_module
 from megatron_scalerl.page.find_runs import find_runs
 from megatron_scalerl.page.growing_file import first_row, newest_row
-from megatron_scalerl.page.run_summary import RunSummary
-from megatron_scalerl.page.runs_data import RunsData
+from megatron_scalerl.page.runs_data import RunsData, RunSummary
 
 
 def fitted(folder):
@@ -97,7 +96,7 @@ DAMAGE = {
     "no text": ("recipe.yaml", b"\xff\xfe\x00", "recipe.yaml: is not UTF-8"),
     "odd numbers": ("validation.jsonl", b'{"step": 1, "compute": 1e999, "pass_rate": 2}\n', "expected a validation"),
     "no steps": ("metrics.jsonl", b"\xff\n", "metrics.jsonl: last line: expected a JSON object"),
-    "no end": ("end.json", b"[]\n", "end.json: last line: expected a JSON object"),
+    "no end": ("end.json", b"[]\n", "end.json byte 0: expected a JSON object"),
     "torn": ("metrics.jsonl", b'{"step": ', ""),
 }
 

@@ -7,9 +7,8 @@ import pytest
 from page_runs import TOKEN, answers, served, step_record, write_page_run, write_plain_run
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.page import news
-from megatron_scalerl.page import runs_server as runs_module
-from megatron_scalerl.page.runs_server import RunsServer
+from megatron_scalerl.page import server as server_module
+from megatron_scalerl.page.server import PageServer, RunsPage
 from megatron_scalerl.page.static_page import write_runs_page
 
 
@@ -26,7 +25,7 @@ def test_the_list_and_the_page_of_each_run(folder):
     broken, hostile = 0, 1
     since = {**TOKEN, "since": "0"}
     page, data, run, groups, bad, none = answers(
-        RunsServer(folder),
+        PageServer(RunsPage(folder)),
         [
             ("/", TOKEN),
             ("/api/runs", since),
@@ -51,12 +50,12 @@ def test_the_list_and_the_page_of_each_run(folder):
 
 @pytest.mark.parametrize("path", ["/run/-1/", "/run/1e9/", "/run/²/", "/run/9999999999999/", "/run/1/../../etc"])
 def test_other_numbers_are_not_found(folder, path):
-    [(status, _, text)] = answers(RunsServer(folder), [(path, TOKEN)])
+    [(status, _, text)] = answers(PageServer(RunsPage(folder)), [(path, TOKEN)])
     assert status == 404 and json.loads(text) == {"error": "Not Found"}
 
 
 async def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
-    monkeypatch.setattr(news, "POLL_S", 0.02)
+    monkeypatch.setattr(server_module, "POLL_S", 0.02)
 
     async def row_where(session, token, said):
         while True:
@@ -66,7 +65,7 @@ async def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
                 return row
             await asyncio.sleep(0.02)
 
-    async with served(RunsServer(folder)) as (server, session):
+    async with served(PageServer(RunsPage(folder))) as (server, session):
         await row_where(session, server.token, lambda row: row["fit"])
         async with session.get("/api/events", params={"token": server.token}) as stream:
             assert (await stream.content.readline()) == b"event: change\n"
@@ -76,22 +75,23 @@ async def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
 
 
 async def test_few_pages_of_runs_are_followed_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs_module, "MOST_PAGES", 2)
+    monkeypatch.setattr(server_module, "MOST_PAGES", 2)
     for name in "abc":
         write_plain_run(tmp_path / name)
 
-    async with served(RunsServer(tmp_path)) as (server, session):
+    async with served(PageServer(RunsPage(tmp_path))) as (server, session):
         for number in (0, 1, 0, 2):
             async with session.get(f"/run/{number}/", params={"token": server.token}) as answer:
                 assert answer.status == 200
-        assert list(server._pages) == [0, 2]
+        assert list(server.page.pages) == [0, 2]
 
 
 def test_a_damaged_run_opens_with_a_line(folder):
     """Its page shows what can be read, as that of `watch RUN`."""
     (folder / "hostile" / "ledger.jsonl").write_text("damaged\n")
     page, data = answers(
-        RunsServer(folder), [("/run/1/", TOKEN), ("/run/1/api/data", {**TOKEN, "since": "0", "generation": "0"})]
+        PageServer(RunsPage(folder)),
+        [("/run/1/", TOKEN), ("/run/1/api/data", {**TOKEN, "since": "0", "generation": "0"})],
     )
     assert page[0] == 200 and json.loads(data[2])["steps"]["step"] == [1, 2, 3]
 

@@ -3,7 +3,7 @@
 import pytest
 from report_runs import printed_report, write_run
 
-from megatron_scalerl.page.update_report import updates_of
+from megatron_scalerl.page.report import updates_of
 
 
 def record(**changes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,18 +12,19 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from published import CURVES, GENERATIONS, PROMPTS, PublishedSeries, published_series
 
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Prior
-from megatron_scalerl.fit.published import GENERATIONS, PROMPTS, PublishedSeries, published_series
 from megatron_scalerl.fit.result import FitResult, ForecastEvaluation
-from megatron_scalerl.fit.tiny_runs import TinyRun, tiny_runs
 
 Mask = NDArray[np.bool_]
 PUBLISHED, TINY, FOREIGN = "published", "tiny", "foreign"
 MIN_POINTS = 3
 """Fitted points below which nothing is forecast."""
+BLOCK = 3
+"""Rows of curves/tiny/table.csv in one block: variants of one regime. The last of each is held back."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,8 +76,17 @@ class Task:
 @cache
 def known_runs(*, held_back: bool = False) -> tuple[KnownRun, ...]:
     """Published runs and tiny ones to learn from; with `held_back` the tiny ones that nothing is learned from."""
-    tiny = tuple(_of_tiny(run) for run in tiny_runs(held_back=held_back))
+    tiny = tuple(tiny_runs(CURVES / "tiny", held_back=held_back))
     return tiny if held_back else (*map(_of_published, published_series()), *tiny)
+
+
+def tiny_runs(folder: Path, *, held_back: bool) -> list[KnownRun]:
+    """The runs of table.csv that have been made, in its order: those that are held back, or the others."""
+    with open(folder / "table.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    chosen = [row for number, row in enumerate(rows) if (number % BLOCK == BLOCK - 1) == held_back]
+    files = [(row, folder / f"{row['name']}.json") for row in chosen]
+    return [_of_tiny(row, json.loads(file.read_text(encoding="utf-8"))) for row, file in files if file.exists()]
 
 
 def others(folder: Path) -> tuple[KnownRun, ...]:
@@ -154,23 +165,25 @@ def _of_published(series: PublishedSeries) -> KnownRun:
     )
 
 
-def _of_tiny(run: TinyRun) -> KnownRun:
+def _of_tiny(row: dict[str, str], recorded: dict[str, Any]) -> KnownRun:
+    points = {name: np.array(column) for name, column in recorded["validations"].items()}
+    within = points["within_variance"].astype(float)
     curve = _curve(
-        run.name,
-        run.compute[1:],
-        run.pass_rate[1:],
-        initial=float(run.pass_rate[0]),
-        prompts=run.prompts,
-        generations=run.generations[1:].astype(float),
-        initial_generations=int(run.generations[0]),
-        within_variance=run.within_variance[1:],
-        initial_within_variance=float(run.within_variance[0]),
+        row["name"],
+        points["compute"][1:],
+        points["pass_rate"][1:],
+        initial=float(points["pass_rate"][0]),
+        prompts=recorded["prompts"],
+        generations=points["generations"][1:].astype(float),
+        initial_generations=int(points["generations"][0]),
+        within_variance=within[1:],
+        initial_within_variance=float(within[0]),
         unit="tflops",
     )
-    until = run.compute[run.step <= run.step[-1] / 2].max()
+    until = points["compute"][points["step"] <= points["step"][-1] / 2].max()
     every = np.ones(len(curve.compute), dtype=bool)
-    setting = " ".join(run.row[key] for key in ("kind", "levels", "flaw", "size", "task_seed", "sft_steps"))
-    return KnownRun(world=TINY, run=run.name, setting=setting, curve=curve, own=every, halved=float(until))
+    setting = " ".join(row[key] for key in ("kind", "levels", "flaw", "size", "task_seed", "sft_steps"))
+    return KnownRun(world=TINY, run=row["name"], setting=setting, curve=curve, own=every, halved=float(until))
 
 
 def _curve(name: str, compute: Any, pass_rate: Any, **fields: Any) -> Curve:

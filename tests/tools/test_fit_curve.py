@@ -1,0 +1,29 @@
+"""`tools/fit_curve.py` reads a CSV as `megatron-scalerl fit` does, and ends with its exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_scalerl.fit.sigmoid import sigmoid
+
+ROOT = Path(__file__).parents[2]
+
+
+def ran(*arguments, cwd):
+    command = [sys.executable, ROOT / "tools" / "fit_curve.py", *arguments]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_csv_is_fitted_and_bad_input_is_one_line(tmp_path):
+    truth = {"asymptote": 0.7, "exponent": 2.0, "midpoint": 20.0, "initial": 0.3}
+    rows = [f"{step},{sigmoid(step, **truth):.4f}\n" for step in range(5, 105, 5)]
+    (tmp_path / "curve.csv").write_text("step,pass_rate\n0,0.3\n" + "".join(rows))
+    done = ran("curve.csv", "--predict", "200", "--json", "-", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    [fit] = json.loads(done.stdout)["fits"]
+    assert abs(fit["asymptote"] - 0.7) < 0.02 and fit["unit"] == "steps" and fit["n_points"] == 20
+    refused = ran("curve.csv", "--score", "reward", cwd=tmp_path)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "'reward' (--score)" in refused.stderr
