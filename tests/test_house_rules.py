@@ -45,7 +45,6 @@ WALL_CLOCK = {
     "controller/metrics.py": "records it",
     "controller/run_folder.py": "records it",
     "controller/train.py": "records it",
-    "checkpoints/views.py": "part of a file's identity, compared for equality",
     "distributed/rendezvous.py": "age of a leftover folder that no process holds a lock on",
     "cluster/node.py": "the date of the report",
     "page/run_summary.py": "how long ago a run wrote, and part of a file's identity, compared for equality",

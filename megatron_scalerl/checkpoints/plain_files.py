@@ -118,16 +118,3 @@ class MappedFile:
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill `target` from byte `start` on. Raises ValueError if the file is shorter."""
         target[:] = self.read_at(start, len(target))
-
-    def prefetch(self, offset: int, length: int) -> None:
-        """Ask the kernel to read these bytes; returns at once."""
-        self._advise(mmap.MADV_WILLNEED, offset, length)
-
-    def release(self, offset: int, length: int) -> None:
-        """Unmap these bytes; a later access reads them again."""
-        self._advise(mmap.MADV_DONTNEED, offset, length)
-
-    def _advise(self, advice: int, offset: int, length: int) -> None:
-        if length and isinstance(self.bytes, mmap.mmap):
-            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self.bytes.madvise(advice, start, min(offset + length, self.size) - start)
