@@ -22,7 +22,6 @@ from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.hf_folder import EXPERT, FUSED_NORMS, LAYER
 from megatron_scalerl.checkpoints.plain_files import MappedFile
 from megatron_scalerl.checkpoints.safe_index import Chunk, StoredTensor, read_index
-from megatron_scalerl.checkpoints.torch_archive import find_tensor
 
 if TYPE_CHECKING:
     from megatron_scalerl.models.family import Family, Rule
@@ -187,6 +186,8 @@ class DistReader:
         return self._found[name]
 
     def _read(self, name: str) -> np.ndarray:
+        from megatron_scalerl.checkpoints.safe_values import find_tensor  # imports torch
+
         parameter, number = name.rsplit("#", 1)
         stored = self.parameters[parameter]
         chunk = stored.chunks[int(number)]

@@ -29,8 +29,7 @@ from megatron_scalerl.checkpoints.conversion import Copier, Options, Summary, ne
 from megatron_scalerl.checkpoints.dist_reader import Address, addresses, extra_states
 from megatron_scalerl.checkpoints.hf_folder import HfFolder, Shard, open_folder
 from megatron_scalerl.checkpoints.hf_writer import copy_side_files, write_shard
-from megatron_scalerl.checkpoints.safe_index import FORMAT_FILE, METADATA
-from megatron_scalerl.checkpoints.safe_values import COMMON
+from megatron_scalerl.checkpoints.safe_index import COMMON, FORMAT_FILE, METADATA
 from megatron_scalerl.checkpoints.torch_archive import append_tensor
 from megatron_scalerl.checkpoints.verify import compare
 from megatron_scalerl.checkpoints.views import (
