@@ -2,18 +2,17 @@
 
     python tools/bench_convert.py                     2 GiB of random bf16 weights of a dense policy
     python tools/bench_convert.py --kind moe          fused, transposed experts as in Llama 4
-    python tools/bench_convert.py --gib 8 --processes 4 --rounds 5 --folder /scratch --json out.json
+    python tools/bench_convert.py --gib 8 --rounds 5 --folder /scratch --json out.json
 
 Every round runs cp, to-megatron, cp and to-hf in sequence. Each starts with its source evicted from the page cache
-and ends with its result on disk. Checksums and the NaN check are on. Anonymous memory is RssAnon of each process,
-sampled every 10 ms. The exit code is 1 where a target is missed.
+and ends with its result on disk. Checksums and the NaN check are on. Anonymous memory is RssAnon, sampled every
+10 ms. The exit code is 1 where a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -34,7 +33,6 @@ parser = harness.benchmark(
     __doc__,
     kind=["dense", "moe"],
     gib=(2.0, "size of the checkpoint"),
-    processes=2,
     rounds=3,
     folder=(str, "where to work (default: a temporary folder)"),
     write=(str, argparse.SUPPRESS),
@@ -47,9 +45,8 @@ if __name__ == "__main__":
 with explained():
     from rich.console import Console
 
-    from megatron_scalerl.checkpoints.conversion import Options
-
-# The rest of the package comes where it is used: workers import this file again, and need no torch.
+    from megatron_scalerl.checkpoints.to_hf import to_hf
+    from megatron_scalerl.checkpoints.to_megatron import to_megatron
 
 TARGET = 0.40
 """Conversion throughput over that of cp."""
@@ -70,38 +67,34 @@ def main(arguments: argparse.Namespace) -> int:
         nbytes, largest = written["nbytes"], written["largest"]
         console.print(
             f"{arguments.kind}: {nbytes / 2**30:.2f} GiB of bf16, largest tensor {largest / 2**20:.0f} MiB, "
-            f"{arguments.processes} processes, {os.cpu_count()} cores",
+            f"{os.cpu_count()} cores",
             highlight=False,
         )
-        figures = measure(source, nbytes, largest, arguments.rounds, arguments.processes, console)
-    asked = harness.asked(arguments, "kind", "gib", "processes", "rounds")
+        figures = measure(source, nbytes, largest, arguments.rounds, console)
+    asked = harness.asked(arguments, "kind", "gib", "rounds")
     harness.report(arguments, {"bench": "convert", **asked, **figures}, shown=False)
     return 0 if show(figures, console) else 1
 
 
-def measure(source: Path, nbytes: int, largest: int, rounds: int, processes: int, console: Console) -> dict[str, Any]:
+def measure(source: Path, nbytes: int, largest: int, rounds: int, console: Console) -> dict[str, Any]:
     """Seconds of every round, median ratios, and peak anonymous memory."""
-    from megatron_scalerl.checkpoints.to_hf import to_hf
-    from megatron_scalerl.checkpoints.to_megatron import to_megatron
-
     place = source.parent
     megatron, back, copy = place / "megatron", place / "back", place / "copy"
-    options = Options(processes=processes)
     steps: list[tuple[str, Path, Path, Callable[[], Any]]] = [
         ("cp", source, copy, lambda: subprocess.run(["cp", "-r", source, copy], check=True)),
-        ("to-megatron", source, megatron, lambda: to_megatron(source, megatron, options)),
+        ("to-megatron", source, megatron, lambda: to_megatron(source, megatron)),
         ("cp back", megatron, copy, lambda: subprocess.run(["cp", "-r", megatron, copy], check=True)),
-        ("to-hf", megatron, back, lambda: to_hf(megatron, back, options)),
+        ("to-hf", megatron, back, lambda: to_hf(megatron, back)),
     ]
     seconds: dict[str, list[float]] = {name: [] for name, *_ in steps}
-    peaks: dict[str, list[int]] = {}
+    peaks: dict[str, int] = {}
     for _ in range(rounds):
         for name, origin, target, step in steps:  # in this order: each needs what the one before it wrote
             settle(origin)
             with sampled_memory() as peak:
                 took = harness.seconds_of(step) + harness.seconds_of(partial(settle, target))
             seconds[name].append(took)
-            peaks[name] = [max(pair) for pair in zip(peaks.get(name, [0, 0]), peak)]
+            peaks[name] = max(peaks.get(name, 0), *peak)
             if name.startswith("cp"):
                 shutil.rmtree(target)
         check_same(source, back)
@@ -116,9 +109,8 @@ def measure(source: Path, nbytes: int, largest: int, rounds: int, processes: int
         seconds=seconds,
         ratios=ratios,
         target_ratio=TARGET,
-        peak_anonymous={name: peaks[name][0] for name in ratios},
+        peak_anonymous={name: peaks[name] for name in ratios},
         promised_anonymous=2 * largest + SLACK_BYTES,
-        peak_workers={name: peaks[name][1] for name in ratios},
         machine=harness.machine(),
     )
 
@@ -133,8 +125,7 @@ def show(figures: dict[str, Any], console: Console) -> bool:
         met &= ratio >= TARGET and peak <= promised
         console.print(
             f"{name:<12} {rate:5.2f} GiB/s, {ratio:4.2f} of cp's throughput (target {TARGET:.2f}); "
-            f"anonymous memory {peak / 2**20:.0f} MiB, of workers "
-            f"{figures['peak_workers'][name] / 2**20:.0f} MiB (promised {promised / 2**20:.0f} MiB)",
+            f"anonymous memory {peak / 2**20:.0f} MiB (promised {promised / 2**20:.0f} MiB)",
             highlight=False,
         )
     return bool(met)
@@ -152,21 +143,18 @@ def settle(folder: Path) -> None:
 
 @contextmanager
 def sampled_memory() -> Iterator[list[int]]:
-    """[largest RssAnon of this process and its workers, of its workers alone] while the block runs, in bytes."""
-    peak, stop = [0, 0], threading.Event()
+    """[RssAnon of this process in every sample] while the block runs, in bytes."""
+    samples = [0]
+    stop = threading.Event()
 
     def watch() -> None:
         while not stop.wait(_SAMPLE_SECONDS):
-            workers = [
-                harness.memory_of("RssAnon", child.pid) for child in multiprocessing.active_children() if child.pid
-            ]
-            peak[0] = max(peak[0], harness.memory_of("RssAnon"), *workers)
-            peak[1] = max(peak[1], *workers, 0)
+            samples.append(harness.memory_of("RssAnon"))
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield peak
+        yield samples
     finally:
         stop.set()
         thread.join()

@@ -3,7 +3,6 @@
 atomic_io, jsonl, commit, plain_files    atomic writes, append-only JSON lines, commit files, usable paths
 hf_folder, weight_map                    Hugging Face folders and the names of their tensors
 safe_*                                   opens Megatron's `torch_dist` checkpoints without running what they contain:
-                                         a pickle is a program, so each part is decoded with an allowlist of names
-conversion, to_megatron, to_hf, verify   one tensor at a time; workers import numpy but not torch, so that they start
-                                         at once and stay small
+                                         a pickle is a program, so each part is opened with an allowlist of names
+conversion, to_megatron, to_hf, verify   one tensor at a time, band by band
 """

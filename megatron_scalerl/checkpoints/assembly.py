@@ -2,8 +2,7 @@
 
 Both directions of a conversion are described this way. A tensor is seen as a matrix, [product of all but the last
 dimension, last dimension], a vector as [n, 1]. numpy has no bfloat16: arrays hold a tensor's bits as unsigned
-integers, and its type is passed beside them under safetensors' name (F32, BF16, F16). Everything here can be pickled
-and imports no torch, because worker processes use it.
+integers, and its type is passed beside them under safetensors' name (F32, BF16, F16). Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from megatron_scalerl.checkpoints.hf_folder import ITEM_BYTES
+
 BAND_BYTES = 8 << 20
 """Tensors are read, cast, checked and written in bands of whole rows of about this size."""
-BITS: dict[str, np.dtype] = {"F32": np.dtype(np.uint32), "BF16": np.dtype(np.uint16), "F16": np.dtype(np.uint16)}
-"""Types that a policy's weights may have -> integers that hold their bits."""
+BITS = {dtype: np.dtype(f"u{size}") for dtype, size in ITEM_BYTES.items()}
+"""safetensors' name of a type -> integers that hold its bits."""
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""safetensors' name -> torch's."""
+"""Types that a policy's weights may have: safetensors' name -> torch's."""
 HF_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 """torch's name -> safetensors'."""
-RAW = "RAW"
-"""Type of a tensor that is copied as bytes, whatever it holds."""
 _INFINITY_SHIFTED = {"F32": 0xFF000000, "BF16": 0xFF00, "F16": 0xF800}
 _CHECK_ITEMS = 1 << 18
 _TILE_ROWS, _TILE_COLUMNS, _GAP = 128, 512, 32
 
-Origin = Literal["hugging_face", "bytes", "megatron"]
-"""A tensor of a Hugging Face folder, the bytes of such a tensor, or a chunk of Megatron's checkpoint."""
+Origin = Literal["hugging_face", "megatron"]
+"""A tensor of a Hugging Face folder, or a chunk of Megatron's checkpoint."""
 Index = tuple[int | slice, ...]
 
 
@@ -57,7 +56,7 @@ class Assembly:
 
     name: str
     dtype: str
-    """Type to write: F32, BF16, F16, or RAW."""
+    """Type to write. A type that a policy's weights do not have is the source's."""
     source_dtype: str
     """Type of all its parts."""
     shape: tuple[int, ...]
@@ -71,12 +70,12 @@ class Assembly:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row as written."""
-        return matrix_shape(self.shape)[1] * _bits_of(self.dtype).itemsize
+        return matrix_shape(self.shape)[1] * BITS[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:
         """Bytes as written."""
-        return prod(self.shape) * _bits_of(self.dtype).itemsize
+        return prod(self.shape) * BITS[self.dtype].itemsize
 
 
 class Sources(Protocol):
@@ -88,7 +87,7 @@ class Sources(Protocol):
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """The tensor as a matrix."""
-    return (shape[0], 1) if len(shape) == 1 else (prod(shape[:-1]), shape[-1])
+    return (prod(shape), 1) if len(shape) < 2 else (prod(shape[:-1]), shape[-1])
 
 
 def check_covered(assembly: Assembly) -> None:
@@ -100,15 +99,19 @@ def check_covered(assembly: Assembly) -> None:
         assert before[0] != after[0] or before[1] + before[2] <= after[1], assembly.name
 
 
+def band_rows(assembly: Assembly) -> int:
+    """Rows of one band."""
+    return max(1, BAND_BYTES // max(1, assembly.row_bytes))
+
+
 def bands(assembly: Assembly, sources: Sources, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
     """Rows `start` to `stop` in order, as contiguous arrays in the type to write, about BAND_BYTES each.
 
     An array is valid until the next one is requested. Rows that are contiguous in a file are not copied.
     """
     stop = assembly.rows if stop is None else stop
-    step = max(1, BAND_BYTES // max(1, assembly.row_bytes))
     while start < stop:
-        end = min(start + step, _end_of_run(assembly, start, stop))
+        end = min(start + band_rows(assembly), _end_of_run(assembly, start, stop))
         yield band(assembly, sources, start, end)
         start = end
 
@@ -121,7 +124,7 @@ def band(assembly: Assembly, sources: Sources, start: int, stop: int) -> np.ndar
         rows = _rows_of(parts[0], sources, start, stop)
         if rows.flags.c_contiguous:
             return cast(rows, assembly.source_dtype, assembly.dtype)
-    out = np.empty((stop - start, width), _bits_of(assembly.source_dtype))
+    out = np.empty((stop - start, width), BITS[assembly.source_dtype])
     for part in parts:
         low, high = max(part.row, start), min(part.row + part.height, stop)
         target = out[low - start : high - start, part.column : part.column + part.width]
@@ -132,7 +135,7 @@ def band(assembly: Assembly, sources: Sources, start: int, stop: int) -> np.ndar
 def _rows_of(part: Part, sources: Sources, start: int, stop: int) -> np.ndarray:
     """The part's share of rows `start` to `stop` of the assembled tensor."""
     view = sources.array(part.origin, part.source)[part.index]
-    view = view.reshape(view.shape[0], -1) if view.ndim == 1 else view.reshape(-1, view.shape[-1])
+    view = view.reshape(matrix_shape(view.shape))
     if part.transposed:
         view = view.T
     return view[start - part.row : stop - part.row]
@@ -146,10 +149,6 @@ def _end_of_run(assembly: Assembly, start: int, stop: int) -> int:
             whole = part.width == width and not part.transposed
             return min(stop, part.row + part.height) if whole else stop
     raise AssertionError(f"{assembly.name}: row {start} belongs to no part")
-
-
-def _bits_of(dtype: str) -> np.dtype:
-    return np.dtype(np.uint8) if dtype == RAW else BITS[dtype]
 
 
 def has_nonfinite(bits: np.ndarray, dtype: str) -> bool:

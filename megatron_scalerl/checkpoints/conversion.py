@@ -1,38 +1,27 @@
-"""Runs a conversion: its options, the work folder that makes it resumable, and the move to the final name.
+"""One conversion: its options, the folder that it writes in, and the loop that reads, checks and writes tensors.
 
-The work folder `.NAME.partial`, beside the result's place, holds the plan's fingerprint and the result of every
-finished job. A conversion that was killed resumes from there if source and options are the same; one that fails
-removes it. Nothing has the final name before everything is written and synced.
+The result is written in `.NAME.partial`, beside its place, and gets its name once everything is written and synced.
+A failure removes that folder. What a killed conversion left is removed by the next one to the same place.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+import numpy as np
+import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_scalerl.checkpoints.atomic_io import publish_folder, write_durably
-from megatron_scalerl.checkpoints.hf_writer import SafetensorsFile
-from megatron_scalerl.checkpoints.jobs import Job, JobResult, Setting, SourceFiles
-from megatron_scalerl.checkpoints.workers import run_jobs
+from megatron_scalerl.checkpoints.assembly import Assembly, Sources, bands, has_nonfinite
+from megatron_scalerl.checkpoints.atomic_io import lock_file, publish_folder
 
-_MAX_JOB_BYTES = 1 << 30
-_MIN_JOB_BYTES = 32 << 20
-_MIN_JOBS = 16
-"""Of a checkpoint that is not small."""
-_PLAN = "plan.json"
-_RECORDS = "records"
 _RESERVE = 64 << 20
 """Bytes that stay free."""
 
@@ -41,7 +30,6 @@ _RESERVE = 64 << 20
 class Options:
     """Options of a conversion."""
 
-    processes: int = 1
     dtype: str | None = None
     """F32, BF16 or F16; None keeps each tensor's type."""
     verify: bool = False
@@ -49,12 +37,6 @@ class Options:
     allow_nonfinite: bool = False
     console: Console | None = None
     """Where the progress bar is shown, if it is a terminal."""
-    job_bytes: int | None = None
-    """Size of one job; None chooses it."""
-
-    def bytes_of_a_job(self, total: int) -> int:
-        """Job size for `total` bytes: independent of the number of processes, so that any number can resume."""
-        return self.job_bytes or max(_MIN_JOB_BYTES, min(_MAX_JOB_BYTES, total // _MIN_JOBS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,50 +46,69 @@ class Summary:
     tensors: int
     nbytes: int
     """Bytes of weights in the result."""
-    resumed_bytes: int
-    """Of these, bytes that an earlier, interrupted conversion had written."""
     verified: bool
 
 
-def convert(
-    out: str | Path,
-    jobs: Sequence[Job],
-    source: SourceFiles,
-    options: Options,
-    *,
-    direction: str,
-    inputs: Mapping[str, Any],
-    files: Iterable[SafetensorsFile],
-    finish: Callable[[Path, dict[str, JobResult]], None],
-) -> int:
-    """Run the jobs in a work folder, and give the result its name `out`. Returns the bytes that were done already.
+@dataclass(frozen=True, kw_only=True)
+class Copier:
+    """Reads tensors band by band, checks and writes them; a tensor is never in memory as a whole."""
 
-    inputs: state of the files that results depend on (`source_state`). files: those that several jobs fill. finish:
-    called with the result's folder and the results by job name after all jobs. Raises like `work_folder` and
-    `run_jobs`.
-    """
-    plan = dict(direction=direction, dtype=options.dtype, allow_nonfinite=options.allow_nonfinite, **inputs)
-    with work_folder(out, {**plan, "jobs": [(job.name, job.nbytes) for job in jobs]}, jobs) as work:
-        remaining = [job for job in jobs if job.name not in work.results]
-        total = sum(job.nbytes for job in jobs)
-        resumed = total - sum(job.nbytes for job in remaining)
-        for file in files:
-            file.create(work.path)
-        with progress(options, direction, total, resumed) as advance:
-            run_jobs(
-                remaining,
-                Setting(sources=[source], folder=work.path, allow_nonfinite=options.allow_nonfinite),
-                processes=options.processes,
-                on_bytes=advance,
-                on_done=work.record,
-            )
-        finish(work.path, work.results)
-        work.publish()
-    return resumed
+    sources: Sources
+    options: Options
+    on_bytes: Callable[[int], None]
+    """Called with the bytes of every band that was written."""
+
+    def checksum(self, assembly: Assembly, *, policy: bool = True) -> str:
+        """The checksum of a tensor. Raises ValueError for one of the policy that is not finite."""
+        return self._checksum(assembly, policy, lambda rows: None)
+
+    def write(self, file: IO[bytes], assembly: Assembly, *, policy: bool = True) -> str:
+        """Append a tensor to a file and return its checksum. Raises like `checksum`."""
+
+        def append(rows: np.ndarray) -> None:
+            file.write(rows.data)
+            self.on_bytes(rows.nbytes)
+
+        return self._checksum(assembly, policy, append)
+
+    def rows(self, assembly: Assembly, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Rows `start` to `stop` of a tensor, to be written by the caller."""
+        for rows in bands(assembly, self.sources, start, stop):
+            yield rows
+            self.on_bytes(rows.nbytes)
+
+    def _checksum(self, assembly: Assembly, policy: bool, use: Callable[[np.ndarray], None]) -> str:
+        state = xxhash.xxh3_64()
+        check = policy and not self.options.allow_nonfinite
+        for rows in bands(assembly, self.sources):
+            if check and has_nonfinite(rows, assembly.dtype):
+                raise ValueError(
+                    f"{assembly.name}: expected finite weights, found NaN or Inf (--allow-nonfinite accepts them)"
+                )
+            content = rows.reshape(-1).view(np.uint8)
+            state.update(content.data)
+            use(content)
+        return state.hexdigest()
 
 
 @contextmanager
-def progress(options: Options, title: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write. After the block it is on the disk, and a comparison reads it from there.
+
+    Raises ValueError for a full disk, a limit on the size of files, and a disk that fails.
+    """
+    try:
+        with path.open("wb", buffering=1 << 16) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        raise ValueError(f"{path.name}: expected to be written in full, found: {error.strerror}") from None
+
+
+@contextmanager
+def progress(options: Options, title: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar of bytes on a terminal, nothing elsewhere; yields the function that advances it."""
     console = options.console
     if console is None or not console.is_terminal:
@@ -116,54 +117,15 @@ def progress(options: Options, title: str, total: int, done: int = 0) -> Iterato
     bytes_column = DownloadColumn(binary_units=True)
     columns = (TextColumn(title), BarColumn(bar_width=20), bytes_column, TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=total, completed=done)
+        task = bar.add_task(title, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
-class WorkFolder:
-    """One conversion's work folder. Produced by `work_folder`."""
+@contextmanager
+def result_folder(out: str | Path, nbytes: int) -> Iterator[Path]:
+    """A folder for a result of `nbytes`, which gets its name `out` after the block.
 
-    def __init__(self, out: Path, state: Path):
-        self.out = out
-        self.path = state / "result"
-        """What becomes the result."""
-        self.results: dict[str, JobResult] = {}
-        """Job's name -> its result, of finished jobs."""
-        self._state = state
-
-    def record(self, job: Job, result: JobResult) -> None:
-        """Record a finished job, whose bytes are on the disk."""
-        self.results[job.name] = result
-        write_durably(self._state / _RECORDS / job.name, json.dumps(result).encode())
-
-    def publish(self) -> None:
-        """Give the result its name."""
-        publish_folder(self.path, self.out)
-        shutil.rmtree(self._state)
-
-    def resume(self, plan: Mapping[str, Any]) -> None:
-        """Read the results of an interrupted conversion with the same plan, or start over."""
-        fingerprint = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest().encode()
-        known = self._state / _PLAN
-        if known.is_file() and known.read_bytes() == fingerprint and self.path.is_dir():
-            for path in sorted((self._state / _RECORDS).iterdir()):
-                if not path.name.startswith("."):
-                    self.results[path.name] = json.loads(path.read_text())
-            return
-        for path in self._state.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-        self.path.mkdir()
-        (self._state / _RECORDS).mkdir()
-        write_durably(known, fingerprint)
-
-
-@contextlib.contextmanager
-def work_folder(out: str | Path, plan: Mapping[str, Any], jobs: Sequence[Job]) -> Iterator[WorkFolder]:
-    """A work folder for the result `out`, with the results of an interrupted conversion with the same `plan`.
-
-    Raises ValueError if `out` exists, another process converts to it, or the disk has too little space for `jobs`. A
-    ValueError or OSError inside the block removes the folder; an interruption leaves it.
+    Raises ValueError if `out` exists, another process converts to it, or the disk has too little space.
     """
     out = Path(out)
     if out.exists() or out.is_symlink():
@@ -172,24 +134,21 @@ def work_folder(out: str | Path, plan: Mapping[str, Any], jobs: Sequence[Job]) -
         raise ValueError(f"{out}: expected a place in an existing folder, found no folder {out.parent}")
     state = out.with_name(f".{out.name}.partial")
     state.mkdir(exist_ok=True)
-    with (state / "lock").open("a") as lock:
-        os.fchmod(lock.fileno(), 0o600)  # whoever may read it can lock it
-        _lock(lock, out)
-        folder = WorkFolder(out, state)
-        folder.resume(plan)
-        try:
-            _check_space(out, sum(job.nbytes for job in jobs if job.name not in folder.results))
-            yield folder
-        except (ValueError, OSError):
-            shutil.rmtree(state)
-            raise
-
-
-def _lock(lock: IO[str], out: Path) -> None:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = lock_file(state / "lock")
     except BlockingIOError:
         raise ValueError(f"{out}: expected one conversion to it at a time, found another running") from None
+    result = state / "result"
+    try:
+        if result.exists():
+            shutil.rmtree(result)
+        _check_space(out, nbytes)
+        result.mkdir()
+        yield result
+        publish_folder(result, out)
+    finally:
+        shutil.rmtree(state)
+        os.close(lock)
 
 
 def _check_space(out: Path, needed: int) -> None:

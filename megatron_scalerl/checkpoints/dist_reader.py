@@ -22,9 +22,8 @@ from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.hf_folder import EXPERT, FUSED_NORMS, LAYER
 from megatron_scalerl.checkpoints.plain_files import MappedFile
 from megatron_scalerl.checkpoints.safe_index import Chunk, StoredTensor, read_index
-from megatron_scalerl.checkpoints.torch_archive import find_tensor
 
-if TYPE_CHECKING:  # at run time this would import torch into every worker
+if TYPE_CHECKING:
     from megatron_scalerl.models.family import Family, Rule
 
 _LISTED = 20
@@ -186,24 +185,12 @@ class DistReader:
             self._found[name] = self._read(name)
         return self._found[name]
 
-    def prefetch(self, name: str) -> None:
-        """Start reading a chunk that is needed soon."""
-        _, chunk = self._chunk(name)
-        self._file(chunk.file).prefetch(chunk.start, chunk.length)
+    def _read(self, name: str) -> np.ndarray:
+        from megatron_scalerl.checkpoints.safe_values import find_tensor  # imports torch
 
-    def release(self, name: str) -> None:
-        """Unmap a chunk that is no longer needed."""
-        _, chunk = self._chunk(name)
-        self._found.pop(name, None)
-        self._file(chunk.file).release(chunk.start, chunk.length)
-
-    def _chunk(self, name: str) -> tuple[StoredParameter, Chunk]:
         parameter, number = name.rsplit("#", 1)
         stored = self.parameters[parameter]
-        return stored, stored.chunks[int(number)]
-
-    def _read(self, name: str) -> np.ndarray:
-        stored, chunk = self._chunk(name)
+        chunk = stored.chunks[int(number)]
         file = self._file(chunk.file)
         dtype, shape, start = find_tensor(file, chunk.start, chunk.length)
         if (dtype, shape) != (stored.dtype, chunk.shape):

@@ -1,7 +1,5 @@
 """Hugging Face folders: safetensors headers, checked, and tensors read through memory maps.
 
-Importing this module does not import torch, so that the converter's workers start at once and stay small.
-
 Names of Megatron-Core's parameters: where layer and expert numbers are, and Transformer Engine's other names.
 
 Read from megatron-core 0.16.1. Imports no torch.
@@ -174,11 +172,6 @@ class HfReader:
         file = self._file(tensor.file)
         return file.array(tensor.offset, tensor.nbytes // size, np.dtype(f"u{size}")).reshape(tensor.shape)
 
-    def raw(self, name: str) -> np.ndarray:
-        """[bytes of the tensor] as uint8, read-only and not copied."""
-        tensor = self.folder.tensors[name]
-        return self._file(tensor.file).array(tensor.offset, tensor.nbytes, np.dtype(np.uint8))
-
     def read(self, name: str, index: tuple[Index, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """A copy of `tensor[index]`; an int in `index` drops its dimension.
 
@@ -197,16 +190,6 @@ class HfReader:
             raise ValueError(f"{where}: expected one of {', '.join(_TORCH_FLOATS)}, found {tensor.dtype}")
         bits = torch.from_numpy(self.bits(name)[index].copy())
         return bits.view(getattr(torch, _TORCH_FLOATS[tensor.dtype]))
-
-    def prefetch(self, name: str) -> None:
-        """Start reading a tensor that is needed soon."""
-        tensor = self.folder.tensors[name]
-        self._file(tensor.file).prefetch(tensor.offset, tensor.nbytes)
-
-    def release(self, name: str) -> None:
-        """Unmap a tensor that is no longer needed."""
-        tensor = self.folder.tensors[name]
-        self._file(tensor.file).release(tensor.offset, tensor.nbytes)
 
     def _file(self, file: str) -> MappedFile:
         if file not in self._files:

@@ -1,23 +1,19 @@
-"""Writes the parts of a Hugging Face folder: safetensors files, their index, the files beside them.
-
-A safetensors file is created in its full size with its header, so that several jobs can fill it.
-"""
+"""Writes the parts of a Hugging Face folder: safetensors files, their index, the files beside them."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.checkpoints.assembly import Assembly
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import COMMIT
-from megatron_scalerl.checkpoints.hf_folder import INDEX
-from megatron_scalerl.checkpoints.jobs import SafetensorsJob, grouped
+from megatron_scalerl.checkpoints.conversion import Copier, new_file
+from megatron_scalerl.checkpoints.hf_folder import INDEX, Shard
 
 CONVERSION_FILE = "conversion.json"
 """Our record of a conversion (`views.ConversionRecord`), in both kinds of result."""
@@ -25,74 +21,35 @@ _WEIGHT_FILES = re.compile(r"\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|dist
 _SIDE_FOLDERS = ("additional_chat_templates",)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tensor:
-    """A tensor as a safetensors file holds it."""
+def write_shard(
+    folder: Path, shard: Shard, tensors: Mapping[str, Assembly], copier: Copier, passthrough: tuple[str, ...]
+) -> dict[str, str]:
+    """Write a safetensors file with its tensors in the shard's order, and return their checksums.
 
-    dtype: str
-    """safetensors' name of the type."""
-    shape: tuple[int, ...]
-    assembly: Assembly
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SafetensorsFile:
-    """One file to write. Produced by `plan_file`."""
-
-    file: str
-    """Path in the work folder."""
-    header: bytes
-    tensors: tuple[tuple[Assembly, int], ...]
-    """(tensor, its first byte in the file)"""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file."""
-        return len(self.header) + sum(assembly.nbytes for assembly, _ in self.tensors)
-
-    def create(self, folder: Path) -> None:
-        """Create the file in its full size with its header, unless an interrupted conversion did."""
-        path = folder / self.file
-        if path.is_file() and path.stat().st_size == self.nbytes:
-            return
-        path.parent.mkdir(exist_ok=True)
-        with path.open("wb") as file:
-            file.write(self.header)
-            file.truncate(self.nbytes)
-
-
-def plan_file(file: str, metadata: Mapping[str, str] | None, tensors: Mapping[str, Tensor]) -> SafetensorsFile:
-    """A file that holds `tensors` in the given order."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    Tensors of `passthrough` need not be finite. Raises like `Copier.write` and `new_file`.
+    """
+    header: dict[str, object] = {"__metadata__": dict(shard.metadata)} if shard.metadata else {}
     offset = 0
-    placed: list[tuple[Assembly, int]] = []
-    for name, tensor in tensors.items():
-        end = offset + tensor.assembly.nbytes
+    for name in shard.tensors:
+        tensor = tensors[name]
+        end = offset + tensor.nbytes
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        placed.append((tensor.assembly, offset))
         offset = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    whole = len(text).to_bytes(8, "little") + text
-    return SafetensorsFile(file=file, header=whole, tensors=tuple((a, len(whole) + at) for a, at in placed))
+    with new_file(folder / shard.file) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        return {n: copier.write(file, tensors[n], policy=n not in passthrough) for n in shard.tensors}
 
 
-def fill_jobs(files: Iterable[SafetensorsFile], job_bytes: int, expected: Mapping[str, str]) -> list[SafetensorsJob]:
-    """Jobs of about `job_bytes` that write the files' tensors, whose checksums must be the `expected` ones."""
-    jobs = []
-    for file in files:
-        for tensors in grouped(file.tensors, lambda placed: placed[0].nbytes, job_bytes):
-            known = {a.name: expected[a.name] for a, _ in tensors if a.name in expected}
-            jobs.append(SafetensorsJob(file=file.file, tensors=tensors, expected=known))
-    return jobs
-
-
-def write_index(folder: Path, metadata: Mapping[str, Any], files: Iterable[SafetensorsFile]) -> None:
+def write_index(
+    folder: Path, metadata: Mapping[str, Any], shards: tuple[Shard, ...], tensors: Mapping[str, Assembly]
+) -> None:
     """Write the index of the folder's safetensors files."""
-    placed = {assembly.name: (file.file, assembly.nbytes) for file in files for assembly, _ in file.tensors}
+    placed = {name: shard.file for shard in shards for name in shard.tensors}
     index = {
-        "metadata": {**metadata, "total_size": sum(nbytes for _, nbytes in placed.values())},
-        "weight_map": {name: file for name, (file, _) in placed.items()},
+        "metadata": {**metadata, "total_size": sum(tensors[name].nbytes for name in placed)},
+        "weight_map": placed,
     }
     write_durably(folder / INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 

@@ -71,13 +71,8 @@ class PlainFile:
         """The whole file. Raises ValueError if it has more than `limit` bytes."""
         if self.size > limit:
             raise ValueError(f"{self.path}: expected at most {limit} bytes, found {self.size}")
-        return self.read_at(0, self.size)
-
-    def read_at(self, start: int, size: int) -> bytes:
-        """`size` bytes from byte `start` on. Raises ValueError if the file is shorter."""
-        data = bytearray(max(0, min(size, self.size - start)))
-        self.read_into(start, memoryview(data))
-        self._check(start, size, len(data))
+        data = bytearray(self.size)
+        self.read_into(0, memoryview(data))
         return bytes(data)
 
     def read_into(self, start: int, target: memoryview) -> None:
@@ -88,11 +83,12 @@ class PlainFile:
             if not got:
                 break
             done += got
-        self._check(start, len(target), done)
+        _check_read(self.path, start, len(target), done)
 
-    def _check(self, start: int, size: int, found: int) -> None:
-        if found != size:
-            raise ValueError(f"{self.path}: expected {size} bytes at byte {start}, found {found} (truncated?)")
+
+def _check_read(path: Path, start: int, size: int, found: int) -> None:
+    if found != size:
+        raise ValueError(f"{path}: expected {size} bytes at byte {start}, found {found} (truncated?)")
 
 
 class MappedFile:
@@ -109,25 +105,8 @@ class MappedFile:
         """[count] read-only items from byte `offset` on."""
         return np.frombuffer(self.bytes, dtype, count, offset) if count else np.empty(0, dtype)
 
-    def read_at(self, start: int, size: int) -> bytes:
-        """`size` bytes from byte `start` on. Raises ValueError if the file is shorter."""
-        if start + size > self.size:
-            raise ValueError(f"{self.path}: expected {size} bytes at byte {start}, found fewer (truncated?)")
-        return bytes(self.bytes[start : start + size])
-
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill `target` from byte `start` on. Raises ValueError if the file is shorter."""
-        target[:] = self.read_at(start, len(target))
-
-    def prefetch(self, offset: int, length: int) -> None:
-        """Ask the kernel to read these bytes; returns at once."""
-        self._advise(mmap.MADV_WILLNEED, offset, length)
-
-    def release(self, offset: int, length: int) -> None:
-        """Unmap these bytes; a later access reads them again."""
-        self._advise(mmap.MADV_DONTNEED, offset, length)
-
-    def _advise(self, advice: int, offset: int, length: int) -> None:
-        if length and isinstance(self.bytes, mmap.mmap):
-            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self.bytes.madvise(advice, start, min(offset + length, self.size) - start)
+        content = self.bytes[start : start + len(target)]
+        _check_read(self.path, start, len(target), len(content))
+        target[:] = content

@@ -6,6 +6,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.checkpoints.plain_files import PlainFile, check_name
-from megatron_scalerl.checkpoints.safe_pickles import EMPTY, Built, Maker, Refused, decode, printable
+from megatron_scalerl.checkpoints.safe_pickles import Built, Maker, Refused, decode, printable
 
 METADATA = ".metadata"
 FORMAT_FILE = "metadata.json"
+COMMON = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+"""State that Megatron saves once for all ranks: a file up to Megatron-Core 0.16, an object of the index since."""
 _METADATA_LIMIT = 1 << 30
 _FORMAT_LIMIT = 1 << 16
 _SIZES = 1 << 62
@@ -65,7 +69,7 @@ class CheckpointIndex:
     path: Path
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, ByteRange]
-    """Values other than tensors, each an archive of torch.save."""
+    """Values other than tensors, each an archive of `torch.save`."""
 
     def check_files(self, ranges: Iterable[ByteRange]) -> None:
         """Raises ValueError if a file is missing, is a link or is too short for its ranges, or if ranges overlap.
@@ -99,7 +103,7 @@ def read_index(path: str | Path) -> CheckpointIndex:
     with PlainFile(path, METADATA) as file:
         data = file.read(_METADATA_LIMIT)
     try:
-        return _index(path, decode(data, _NAMES))
+        return _index(path, decode(data, _lookup))
     except Refused as refused:
         raise ValueError(f"{path / METADATA}: expected the metadata of a checkpoint, found {refused}") from None
 
@@ -132,6 +136,7 @@ class Record(Built):
         self.state = state
 
 
+@functools.cache
 def _record(name: str) -> type[Record]:
     return type(name, (Record,), {"__slots__": ()})
 
@@ -156,45 +161,28 @@ def _numbers(what: str, found: Any) -> tuple[int, ...]:
     return found
 
 
-_DCP = "torch.distributed.checkpoint"
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"
-_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
-_RECORDS = [
-    # The index itself.
-    (f"{_DCP}.metadata", "Metadata"),
-    (f"{_DCP}.metadata", "TensorStorageMetadata"),
-    (f"{_DCP}.metadata", "BytesStorageMetadata"),
-    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
-    (f"{_DCP}.metadata", "TensorProperties"),
-    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
-    (f"{_DCP}.metadata", "MetadataIndex"),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    # Their modules before torch 2.3.
-    (_OLD, "TensorProperties"),
-    (_OLD, "MEM_FORMAT_ENCODING"),
-    # Megatron-Core's own index, and the writing ranks' plans, which it keeps for its next save.
-    (_MCORE, "MCoreMetadata"),
-    (_MCORE, "MCoreSavePlan"),
-    (f"{_DCP}.planner", "SavePlan"),
-    (f"{_DCP}.planner", "WriteItem"),
-    (f"{_DCP}.planner", "WriteItemType"),
-    (f"{_DCP}.planner", "TensorWriteData"),
-    (f"{_DCP}.planner", "BytesIOWriteData"),
-    (f"{_DCP}.filesystem", "_StoragePrefix"),
-    # The path that the checkpoint was first written to.
-    (f"{_DCP}.metadata", "StorageMeta"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-]
+_MODULES = frozenset(
+    [
+        *(f"torch.distributed.checkpoint.{module}" for module in ("metadata", "filesystem", "planner")),
+        "torch.distributed._shard.sharded_tensor.metadata",  # before torch 2.3
+        "megatron.core.dist_checkpointing.strategies.torch",
+        # The path that the checkpoint was first written to.
+        *("pathlib", "pathlib._local"),
+    ]
+)
+"""Modules of the classes in a `.metadata`; the classes of the index and of the plans by which it was written."""
 _NAMES: dict[tuple[str, str], Any] = {
-    **{(module, name): _record(name) for module, name in _RECORDS},
     **{("torch", name): name for name in DTYPES},
     ("torch", "Size"): Maker("torch.Size", _size),
     ("torch.serialization", "_get_layout"): Maker("_get_layout", lambda _: None),
-    ("collections", "OrderedDict"): EMPTY,
+    ("collections", "OrderedDict"): Maker("OrderedDict", dict),
     ("builtins", "getattr"): Maker("getattr", _member),
 }
-"""Every name that a `.metadata` may use."""
+"""Every other name that a `.metadata` may use."""
+
+
+def _lookup(module: str, name: str) -> Any:
+    return _record(printable(name)) if module in _MODULES else _NAMES.get((module, name))
 
 
 def _field(record: Any, kind: str, name: str, types: type | tuple[type, ...]) -> Any:

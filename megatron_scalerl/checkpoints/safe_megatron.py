@@ -1,4 +1,4 @@
-"""Megatron's own load of a checkpoint, with readers that decode pickles: the same planning and resharding.
+"""Megatron's own load of a checkpoint, with a reader that runs none of its content: the same planning and resharding.
 
 `load` takes the steps of `dist_checkpointing.load`. The common state is read as plain values, or not at all. For
 everything else Megatron's strategy runs with our reader instead of torch's FileSystemReader. Every byte is read once,
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megatron_scalerl.checkpoints.plain_files import PlainFile
-from megatron_scalerl.checkpoints.safe_archive import Archive, open_archive
-from megatron_scalerl.checkpoints.safe_index import ByteRange, CheckpointIndex, Chunk, StoredTensor, read_index
-from megatron_scalerl.checkpoints.safe_pickles import printable
-from megatron_scalerl.checkpoints.safe_values import (
+from megatron_scalerl.checkpoints.safe_index import (
     COMMON,
     COMMON_OBJECT,
-    TensorBits,
-    read_object,
-    read_tensor,
-    read_value,
+    ByteRange,
+    CheckpointIndex,
+    Chunk,
+    StoredTensor,
+    read_index,
 )
+from megatron_scalerl.checkpoints.safe_pickles import printable
+from megatron_scalerl.checkpoints.safe_values import read_object, read_tensor, read_value
 from megatron_scalerl.distributed.device import device
 
 _TEXT = 4096
@@ -106,11 +105,11 @@ def _common(index: CheckpointIndex) -> dict[str, Any]:
     """
     if (item := index.objects.get(COMMON_OBJECT)) is not None:
         with PlainFile(index.path, item.file) as file:
-            [found] = read_object(file, COMMON_OBJECT, item, _Tensors())
+            [found] = read_object(file, COMMON_OBJECT, item)
             where = f"{file.path}: {COMMON_OBJECT}"
     else:
         with PlainFile(index.path, COMMON) as file:
-            found, where = read_value(file, 0, file.size, _Tensors()), str(file.path)
+            found, where = read_value(file, 0, file.size), str(file.path)
     if type(found) is not dict:
         raise ValueError(f"{where}: expected a dictionary, found a {type(found).__name__}")
     return found
@@ -159,10 +158,9 @@ class _Reader(StorageReader):
     def _read(self, file: PlainFile, item: ReadItem, planner: Any) -> None:
         stored, key = self._ranges[item.storage_index], item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
-            _set(planner, item.dest_index.fqn, read_object(file, key, stored, _Tensors()))
+            _set(planner, item.dest_index.fqn, read_object(file, key, stored))
             return
-        with open_archive(file, stored.start, stored.length, f"the tensor {key}") as archive:
-            tensor = _Tensors()(read_tensor(archive), archive)
+        tensor = read_tensor(file, stored.start, stored.length, f"the tensor {key}")
         assert isinstance(stored, Chunk)
         if tuple(tensor.shape) != stored.shape:
             raise ValueError(f"{file.path}: {key}: expected shape {list(stored.shape)}, found {list(tensor.shape)}")
@@ -203,23 +201,3 @@ def _set(planner: Any, key: str, value: list[Any]) -> None:
         set_element(planner.original_state_dict, planner.mappings[key], value)
     else:
         planner.state_dict[key] = value
-
-
-class _Tensors:
-    """Builds the tensors of one archive, on the CPU; tensors of one storage share it."""
-
-    def __init__(self) -> None:
-        self._storages: dict[str, torch.Tensor] = {}
-
-    def __call__(self, bits: TensorBits, archive: Archive) -> torch.Tensor:
-        start = bits.place_in(archive)
-        if bits.entry not in self._storages:
-            nbytes = bits.count * bits.itemsize
-            storage = torch.empty(nbytes, dtype=torch.uint8)
-            if nbytes:
-                archive.read_into(start, storage.numpy().data)
-            self._storages[bits.entry] = storage
-        flat = self._storages[bits.entry].view(getattr(torch, bits.dtype))
-        if not prod(bits.shape):
-            return flat.new_empty(bits.shape)
-        return flat.as_strided(bits.shape, bits.strides, bits.offset)

@@ -3,14 +3,14 @@
 Python's unpickler calls what the names of a pickle stand for, and sets the state of what it made. A name is reached
 by `find_class` alone. An entry of an allowlist is a constant that cannot be changed, a `Maker`, or a class of `Built`
 values, so that no pickle sets an attribute of ours. A hostile one runs no code; it can waste memory and time, up to
-the end of the process. Values may contain themselves: `safe_values` copies them within bounds. Imports no torch.
+the end of the process. Imports no torch.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 
@@ -43,13 +43,8 @@ class Maker(Built):
         return self._call(*arguments)
 
 
-Names = Mapping[tuple[str, str], Any]
-"""The allowlist: (module, name) -> a Maker, a class of Built values, or text or None as a constant."""
-Stored = Callable[[Any], Any]
-"""Resolves a persistent id, which torch uses for the bytes of a tensor."""
-
-EMPTY = Maker("OrderedDict", dict)
-"""Stands for collections.OrderedDict: called without arguments, its items are set later."""
+Lookup = Callable[[str, str], Any]
+"""The allowlist: (module, name) -> a Maker, a class of Built values, text as a constant; None for another name."""
 
 
 def printable(text: str) -> str:
@@ -57,10 +52,10 @@ def printable(text: str) -> str:
     return text[:200] if text.isprintable() else ascii(text)[1:-1][:200]
 
 
-def decode(data: bytes, names: Names, stored: Stored | None = None) -> Any:
-    """The value of the pickle `data`. Raises Refused for a name that is not in `names`, and for a damaged pickle."""
+def decode(data: bytes, lookup: Lookup) -> Any:
+    """The value of the pickle `data`. Raises Refused for a name that is not allowed, and for a damaged pickle."""
     try:
-        return _Unpickler(data, names, stored).load()
+        return _Unpickler(data, lookup).load()
     except Refused:
         raise
     except _DAMAGED as error:
@@ -75,16 +70,12 @@ _DAMAGED = (
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, names: Names, stored: Stored | None):
+    def __init__(self, data: bytes, lookup: Lookup):
         super().__init__(io.BytesIO(data))
-        self._names, self._stored = names, stored
+        self._lookup = lookup
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._names:
+        entry = self._lookup(module, name)
+        if entry is None:
             raise Refused(f"the name {printable(f'{module}.{name}')}")
-        return self._names[module, name]
-
-    def persistent_load(self, pid: Any) -> Any:
-        if self._stored is None:
-            raise Refused("a persistent id")
-        return self._stored(pid)
+        return entry

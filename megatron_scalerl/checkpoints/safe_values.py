@@ -1,247 +1,212 @@
-"""Plain values in `torch.save`'s format: numbers, text, lists, dictionaries, arrays and tensors.
+"""Archives of `torch.save` in a checkpoint that another party may have written, opened by torch's weights-only load.
 
-A run's own checkpoint holds nothing else beside its weights: settings of the optimizer, states of random number
-generators. Tensors are described, not built, so that checking a value needs no torch.
+Its unpickler calls no function outside torch's own list and `_ARRAYS`. What it returns is checked again, since that
+list holds more than a checkpoint needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import io
+import itertools
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
-from megatron_scalerl.checkpoints.safe_archive import Archive, Bytes, open_archive
+from megatron_scalerl.checkpoints.assembly import HF_NAMES
+from megatron_scalerl.checkpoints.plain_files import MappedFile
 from megatron_scalerl.checkpoints.safe_index import ByteRange
-from megatron_scalerl.checkpoints.safe_pickles import EMPTY, Built, Maker, Names, Refused
+from megatron_scalerl.checkpoints.safe_pickles import printable
 
-COMMON = "common.pt"
-COMMON_OBJECT = "common_state/shard_0_1"
-"""State that Megatron saves once for all ranks: a file up to Megatron-Core 0.16, an object of the index since."""
+_MARK = b"PK\x03\x04"
+_LOCAL = struct.Struct("<26xHH")
+"""A zip entry's own header, up to the lengths of its name and its extra field."""
 _DEPTH = 32
 _ITEMS = 1 << 20
 """Items that a value may have, parts that occur several times counted each time."""
-_TENSOR_ITEMS = 16
-"""Items that a tensor counts as: torch's object takes as much memory."""
-_SIZES = 1 << 62
 _EXTRA_STATE = "_extra_state"
-_FP8 = "content in {key} (of fp8 training? such states are pickles and are not opened)"
-_PLAIN = (bool, int, float, str, bytes, list, tuple, dict, np.ndarray)
-STORAGES = {
-    "DoubleStorage": ("float64", 8),
-    "FloatStorage": ("float32", 4),
-    "HalfStorage": ("float16", 2),
-    "BFloat16Storage": ("bfloat16", 2),
-    "LongStorage": ("int64", 8),
-    "IntStorage": ("int32", 4),
-    "ShortStorage": ("int16", 2),
-    "CharStorage": ("int8", 1),
-    "ByteStorage": ("uint8", 1),
-    "BoolStorage": ("bool", 1),
-}
-"""torch's storage class -> torch's name of the type, bytes of one element."""
-_ARRAYS = frozenset(["b1", "i1", "u1", "i2", "u2", "f2", "i4", "u4", "f4", "i8", "u8", "f8"])
-"""Types of numpy arrays; not "O", whose elements are pickled objects."""
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_KINDS = "?bBhHiIlLefd"
+"""Types of numpy arrays; not "O", whose elements are objects."""
+_reconstruct = np.empty(0).__reduce__()[0]
+_ARRAYS: list[Any] = [
+    *(np.ndarray, np.dtype, bytes),
+    *{type(np.dtype(kind)) for kind in _KINDS},
+    # The modules of numpy 2 and of numpy 1.
+    (_reconstruct, "numpy._core.multiarray._reconstruct"),
+    (_reconstruct, "numpy.core.multiarray._reconstruct"),
+]
+"""Names beside torch's own: numpy's random number generator keeps its state in an array."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    dtype: str
-    itemsize: int
-    entry: str
-    count: int
+class Bytes(Protocol):
+    """A file that is read by offset."""
+
+    path: Path
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` from byte `start` on. Raises ValueError if the file is shorter."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorBits:
-    """A tensor of an archive; `archive.place(entry)` locates its bits."""
-
-    dtype: str
-    """torch's name of the type."""
-    itemsize: int
-    """Bytes of an element."""
-    entry: str
-    """The archive's entry that holds `count` elements."""
-    count: int
-    offset: int
-    """First element."""
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """In elements."""
-
-    def place_in(self, archive: Archive) -> int:
-        """First byte of the entry in the file. Raises Refused if the entry has the wrong size."""
-        start, size = archive.place(self.entry)
-        if size != self.count * self.itemsize:
-            raise Refused(f"{self.entry} of {size} bytes, not {self.count * self.itemsize}")
-        return start
-
-
-def _stored(pid: Any) -> _Storage:
-    """torch's persistent id: ("storage", class, entry, device, count)."""
-    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or type(pid[1]) is not str:
-        raise TypeError("a persistent id that is not a storage")
-    kind, entry, count = STORAGES[pid[1]], pid[2], pid[4]
-    if type(entry) is not str or len(entry) > 20 or not entry.isdigit() or type(count) is not int:
-        raise TypeError("a storage without a number")
-    if not 0 <= count < _SIZES:
-        raise TypeError("a storage without a number")
-    return _Storage(*kind, f"data/{entry}", count)
-
-
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorBits:
-    """Stands for torch._utils._rebuild_tensor_v2; gradients and hooks are ignored."""
-    if type(storage) is not _Storage or type(shape) is not tuple or type(strides) is not tuple:
-        raise TypeError("invalid sizes")
-    sizes = (offset, *shape, *strides)
-    if len(sizes) > 2 * _DEPTH + 1 or any(type(n) is not int or not 0 <= n < _SIZES for n in sizes):
-        raise TypeError("invalid sizes")
-    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    if prod(shape) and not (last < storage.count and prod(shape) <= storage.count):
-        raise ValueError(f"shape {list(shape)}, strides {list(strides)} in {storage.count} elements")
-    return TensorBits(
-        dtype=storage.dtype,
-        itemsize=storage.itemsize,
-        entry=storage.entry,
-        count=storage.count,
-        offset=offset,
-        shape=shape,
-        strides=strides,
-    )
-
-
-class _ArrayType(Built):
-    """Stands for numpy.dtype: a type code, then a state whose second item is the byte order."""
-
-    __slots__ = ("code",)
-
-    def __init__(self, code: Any, *_: Any):
-        if type(code) is not str or code not in _ARRAYS:
-            raise TypeError(f"arrays of {str(code)[:20]!r}")
-        self.code = code
-
-    def __setstate__(self, state: Any) -> None:
-        if state[1] not in ("<", "|") or any(state[2:5]):
-            raise TypeError("another byte order, or fields")
-
-
-class _Array(Built):
-    """Stands for numpy.ndarray: created empty, then set to (version, shape, type, Fortran order?, bits)."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, *_: Any):
-        self.array: np.ndarray = np.empty(0, np.uint8)
-
-    def __setstate__(self, state: Any) -> None:
-        _, shape, kind, fortran, bits = state
-        if type(shape) is not tuple or type(kind) is not _ArrayType or type(bits) is not bytes:
-            raise TypeError("an invalid array")
-        flat = np.frombuffer(bits, np.dtype(kind.code).newbyteorder("<")).copy()
-        self.array = flat.reshape(shape, order="F" if fortran is True else "C")
-
-
-def _text_bytes(text: Any, encoding: Any) -> bytes:
-    """Stands for _codecs.encode, which is how pickles of protocol 2 spell bytes."""
-    if type(text) is not str or type(encoding) is not str or encoding != "latin1":
-        raise TypeError("invalid bytes")
-    return text.encode("latin1")
-
-
-TENSOR_NAMES: Names = {
-    ("torch._utils", "_rebuild_tensor_v2"): Maker("_rebuild_tensor_v2", _tensor),
-    **{("torch", name): name for name in STORAGES},
-    # The tensor's hooks, always empty.
-    ("collections", "OrderedDict"): EMPTY,
-}
-"""Every name that the archive of a tensor may use."""
-VALUE_NAMES: Names = {
-    **TENSOR_NAMES,
-    # numpy's random number generator keeps its state in an array. Module names of numpy 2 and of numpy 1.
-    ("numpy._core.multiarray", "_reconstruct"): Maker("_reconstruct", _Array),
-    ("numpy.core.multiarray", "_reconstruct"): Maker("_reconstruct", _Array),
-    ("numpy", "ndarray"): None,
-    ("numpy", "dtype"): Maker("numpy.dtype", _ArrayType),
-    ("_codecs", "encode"): Maker("_codecs.encode", _text_bytes),
-    ("__builtin__", "bytes"): Maker("bytes", lambda: b""),
-}
-"""Every name that the archive of another value may use."""
-
-
-Make = Callable[[TensorBits, Archive], Any]
-"""Builds a tensor from its description and the archive that holds its bits."""
-
-
-def read_value(file: Bytes, start: int, length: int, make: Make) -> Any:
-    """The plain value in the archive of `length` bytes from byte `start` on; `make` builds its tensors.
+def read_value(file: Bytes, start: int, length: int) -> Any:
+    """The plain value in the archive of `length` bytes from byte `start` on: numbers, text, tensors, arrays, and
+    lists and dictionaries of these.
 
     Raises ValueError, naming the file, for anything else.
     """
-    with open_archive(file, start, length, "plain values") as archive:
-        return _PlainCopy(archive, make).value(archive.decode(VALUE_NAMES, _stored), 0)
+    expected = f"{file.path}: expected plain values at byte {start}, found"
+    value = _load(file, start, length, expected, _ARRAYS)
+    level: list[Any] = [value]
+    items = 0
+    for _ in range(_DEPTH):
+        items += len(level)
+        for part in level:
+            if not _is_plain(part):
+                raise ValueError(f"{expected} a {type(part).__name__} among plain values")
+        level = list(itertools.islice(itertools.chain.from_iterable(map(_parts, level)), _ITEMS + 1))
+        if not level:
+            return value
+        if items + len(level) > _ITEMS:
+            break
+    raise ValueError(f"{expected} values nested more than {_DEPTH} deep, or more than {_ITEMS} of them")
 
 
-def read_object(file: Bytes, key: str, stored: ByteRange, make: Make) -> list[Any]:
+def _is_plain(value: Any) -> bool:
+    if type(value) in (dict, OrderedDict):
+        return all(type(key) in (str, int) for key in value)
+    if type(value) is np.ndarray:
+        return value.dtype.char in _KINDS
+    return type(value) in (*_PLAIN, list, tuple) or _is_tensor(value)
+
+
+def _is_tensor(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
+
+
+def read_object(file: Bytes, key: str, stored: ByteRange) -> list[Any]:
     """The object `key` of a checkpoint: Megatron stores a list with one item per save by a rank.
 
     Raises ValueError, naming the file, for anything but a list of plain values, and for a module's extra state that
     is not empty: Transformer Engine unpickles those.
     """
-    extra = _EXTRA_STATE in key
-
-    def checked(bits: TensorBits, archive: Archive) -> Any:
-        if extra and 0 not in bits.shape:
-            raise Refused(_FP8.format(key=key))
-        return make(bits, archive)
-
-    items = read_value(file, stored.start, stored.length, checked)
+    items = read_value(file, stored.start, stored.length)
     if type(items) is not list:
         raise ValueError(f"{file.path}: {key}: expected a list, found a {type(items).__name__}")
-    if extra and any(isinstance(item, _PLAIN) for item in items):
-        raise ValueError(f"{file.path}: expected plain values at byte {stored.start}, found {_FP8.format(key=key)}")
+    if _EXTRA_STATE in key and not all(item is None or (_is_tensor(item) and not item.numel()) for item in items):
+        raise ValueError(
+            f"{file.path}: expected plain values at byte {stored.start}, found content in {key} "
+            "(of fp8 training? such states are pickles and are not opened)"
+        )
     return items
 
 
-def describe(bits: TensorBits, archive: Archive) -> TensorBits:
-    """Builds no tensor; raises Refused if its bits are missing or have the wrong size."""
-    bits.place_in(archive)
-    return bits
+def read_tensor(file: Bytes, start: int, length: int, what: str) -> torch.Tensor:
+    """The one tensor of an archive, called `what`. Raises ValueError, naming the file, for anything else."""
+    expected = f"{file.path}: expected {what} at byte {start}, found"
+    tensor = _load(file, start, length, expected, [])
+    if not _is_tensor(tensor):
+        raise ValueError(f"{expected} a {type(tensor).__name__} that is not a tensor")
+    return tensor
 
 
-def read_tensor(archive: Archive) -> TensorBits:
-    """The one tensor of an archive. Raises Refused for anything else."""
-    found = archive.decode(TENSOR_NAMES, _stored)
-    if type(found) is not TensorBits:
-        raise Refused(f"a {type(found).__name__} that is not a tensor")
-    return found
+def find_tensor(file: MappedFile, start: int, length: int) -> tuple[str, tuple[int, ...], int]:
+    """(type, shape, offset of the bits in the file) of the tensor in one archive, written by us or by torch.
+
+    Raises ValueError for anything but a saved tensor, and for a tensor that is not contiguous.
+    """
+    with torch.serialization.skip_data():
+        tensor = read_tensor(file, start, length, "a saved tensor")
+    shape = tuple(tensor.shape)
+    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != prod(shape) * tensor.itemsize:
+        found = f"strides {list(tensor.stride())} in {tensor.untyped_storage().nbytes()} bytes"
+        raise ValueError(f"{file.path}: expected a contiguous tensor at byte {start}, found {found}")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in HF_NAMES:
+        raise ValueError(f"{file.path}: expected a saved tensor at byte {start}, found one of {dtype}")
+    return HF_NAMES[dtype], shape, start + _place(file, start, length, tensor.untyped_storage().nbytes())
 
 
-class _PlainCopy:
-    """Copies a decoded value, so that it holds plain values only, and no list or dictionary occurs twice."""
+def _place(file: MappedFile, start: int, length: int, nbytes: int) -> int:
+    """The first of the bytes of an archive's one tensor, in the archive."""
+    window = _Window(file, start, length)
+    with zipfile.ZipFile(window) as archive:
+        [entry] = [entry for entry in archive.infolist() if entry.filename.split("/", 1)[-1] == "data/0"]
+    window.seek(entry.header_offset)
+    name, extra = _LOCAL.unpack(window.read(_LOCAL.size))
+    begin: int = entry.header_offset + _LOCAL.size + name + extra
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes or begin + nbytes > length:
+        raise ValueError(f"{file.path}: expected a saved tensor at byte {start}, found its bytes elsewhere")
+    return begin
 
-    def __init__(self, archive: Archive, make: Make):
-        self._archive, self._make, self._left = archive, make, _ITEMS
 
-    def value(self, found: Any, depth: int) -> Any:
-        """A copy of `found`. Raises Refused if it is nested too deeply or contains too many items."""
-        self._left -= _TENSOR_ITEMS if type(found) is TensorBits else 1
-        if depth > _DEPTH or self._left < 0:
-            raise Refused(f"values nested more than {_DEPTH} deep, or more than {_ITEMS} of them")
-        if found is None or type(found) in (bool, int, float, str, bytes):
-            return found
-        if type(found) in (list, tuple):
-            return type(found)(self.value(item, depth + 1) for item in found)
-        if type(found) is dict:
-            return {self._key(key): self.value(item, depth + 1) for key, item in found.items()}
-        if type(found) is TensorBits:
-            return self._make(found, self._archive)
-        if type(found) is _Array:
-            return found.array
-        raise Refused(f"a {type(found).__name__} among plain values")
+@contextlib.contextmanager
+def _names_beside_torchs(names: list[Any]) -> Iterator[None]:
+    """Inside the block a load may use `names`, and none that other programs have added: Megatron-Core adds some."""
+    kept = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(names)
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(kept)
 
-    def _key(self, key: Any) -> Any:
-        if type(key) not in (str, int):
-            raise Refused(f"a {type(key).__name__} as a dictionary's key")
-        return key
+
+def _load(file: Bytes, start: int, length: int, expected: str, names: list[Any]) -> Any:
+    """The content of an archive. Raises ValueError that begins with `expected` for a damaged or a hostile one."""
+    window: Any = _Window(file, start, length)
+    if window.read(len(_MARK)) != _MARK:  # torch would try its format of before 2020
+        raise ValueError(f"{expected} bytes that are no archive of torch.save")
+    window.seek(0)
+    with _names_beside_torchs(names):
+        try:
+            return torch.load(window, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            reason = "content that torch's weights-only load refuses"
+        except Exception as error:
+            reason = printable(repr(error))
+        with contextlib.suppress(Exception):
+            window.seek(0)
+            reason = f"the name {printable(torch.serialization.get_unsafe_globals_in_checkpoint(window)[0])}"
+    raise ValueError(f"{expected} {reason}")
+
+
+class _Window(io.RawIOBase):
+    """Part of a file as a file object."""
+
+    def __init__(self, file: Bytes, start: int, length: int):
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")[: max(0, self._length - self._at)]
+        self._file.read_into(self._start + self._at, view)
+        self._at += len(view)
+        return len(view)

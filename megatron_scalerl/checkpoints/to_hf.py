@@ -5,27 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.assembly import TORCH_NAMES
-from megatron_scalerl.checkpoints.conversion import Options, Summary, convert
+from megatron_scalerl.checkpoints.conversion import Copier, Options, Summary, progress, result_folder
 from megatron_scalerl.checkpoints.hf_folder import open_folder
 from megatron_scalerl.checkpoints.hf_writer import (
-    SafetensorsFile,
     add_generation_keys,
     copy_side_files,
-    fill_jobs,
-    plan_file,
     set_config_dtype,
     write_index,
+    write_shard,
 )
-from megatron_scalerl.checkpoints.jobs import JobResult
 from megatron_scalerl.checkpoints.verify import compare
-from megatron_scalerl.checkpoints.views import (
-    MegatronView,
-    folder_view,
-    megatron_view,
-    source_state,
-    with_checksums,
-    write_record,
-)
+from megatron_scalerl.checkpoints.views import View, folder_view, megatron_view, write_record
 
 
 def to_hf(
@@ -40,37 +30,34 @@ def to_hf(
     """
     options = options or Options()
     view = megatron_view(megatron_path, like=like, dtype=options.dtype)
-    files = [
-        plan_file(shard.file, shard.metadata, {name: view.tensors[name] for name in shard.tensors})
-        for shard in view.layout.shards
-    ]
-    jobs = fill_jobs(files, options.bytes_of_a_job(sum(file.nbytes for file in files)), view.checksums)
-
-    def finish(work: Path, results: dict[str, JobResult]) -> None:
-        _write_the_rest(work, view, files)
-        write_record(work, with_checksums(view.layout, view.tensors, results.values()))
+    layout = view.layout
+    nbytes = sum(view.tensors[name].nbytes for shard in layout.shards for name in shard.tensors)
+    checksums: dict[str, str] = {}
+    with result_folder(out, nbytes) as work:
+        with progress(options, "to-hf", nbytes) as advance:
+            copier = Copier(sources=view.sources, options=options, on_bytes=advance)
+            for shard in layout.shards:
+                checksums |= write_shard(work, shard, view.tensors, copier, layout.passthrough)
+                _compare_checksums(view, shard.tensors, checksums)
+        _write_the_rest(work, view)
+        write_record(work, layout, view.tensors, checksums)
         if options.verify:
             compare(view, folder_view(open_folder(work)), options)
-
-    assert view.files.parameters is not None
-    read = sorted({chunk.file for stored in view.files.parameters.values() for chunk in stored.chunks})
-    resumed = convert(
-        out,
-        jobs,
-        view.files,
-        options,
-        direction="to-hf",
-        inputs=dict(
-            source=source_state(view.path, [".metadata", *read]), side=source_state(view.side, ["config.json"])
-        ),
-        files=files,
-        finish=finish,
-    )
-    nbytes = sum(job.nbytes for job in jobs)
-    return Summary(tensors=len(view.tensors), nbytes=nbytes, resumed_bytes=resumed, verified=options.verify)
+    return Summary(tensors=len(view.tensors), nbytes=nbytes, verified=options.verify)
 
 
-def _write_the_rest(work: Path, view: MegatronView, files: list[SafetensorsFile]) -> None:
+def _compare_checksums(view: View, names: tuple[str, ...], checksums: dict[str, str]) -> None:
+    """Raises ValueError if a tensor that is written in its recorded type has another checksum than is recorded."""
+    for name in names:
+        entry = view.layout.tensors.get(name)
+        if entry is None or entry.dtype != view.tensors[name].dtype or entry.checksum == checksums[name]:
+            continue
+        raise ValueError(
+            f"{name}: expected checksum {entry.checksum} as recorded, found {checksums[name]} (damaged?)"
+        )
+
+
+def _write_the_rest(work: Path, view: View) -> None:
     """Config, tokenizer, generation config, and the index if the folder has one."""
     copy_side_files(view.side, work)
     add_generation_keys(work, view.generation)
@@ -78,4 +65,4 @@ def _write_the_rest(work: Path, view: MegatronView, files: list[SafetensorsFile]
     if len(kinds) == 1:
         set_config_dtype(work, TORCH_NAMES[kinds.pop()])
     if view.layout.index_metadata is not None:
-        write_index(work, view.layout.index_metadata, files)
+        write_index(work, view.layout.index_metadata, view.layout.shards, view.tensors)

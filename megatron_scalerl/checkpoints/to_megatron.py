@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -21,27 +22,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_scalerl.checkpoints.assembly import TORCH_NAMES
+from megatron_scalerl.checkpoints.assembly import TORCH_NAMES, Assembly
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import write_commit
-from megatron_scalerl.checkpoints.conversion import Options, Summary, convert
-from megatron_scalerl.checkpoints.dist_reader import addresses, extra_states
-from megatron_scalerl.checkpoints.hf_folder import HfFolder, HfTensor, open_folder
-from megatron_scalerl.checkpoints.hf_writer import SafetensorsFile, copy_side_files, fill_jobs, plan_file
-from megatron_scalerl.checkpoints.jobs import CheckpointJob, JobResult, OutputChunk, SourceFiles, Unit, grouped
-from megatron_scalerl.checkpoints.safe_index import FORMAT_FILE, METADATA
-from megatron_scalerl.checkpoints.safe_values import COMMON
+from megatron_scalerl.checkpoints.conversion import Copier, Options, Summary, new_file, progress, result_folder
+from megatron_scalerl.checkpoints.dist_reader import Address, addresses, extra_states
+from megatron_scalerl.checkpoints.hf_folder import HfFolder, Shard, open_folder
+from megatron_scalerl.checkpoints.hf_writer import copy_side_files, write_shard
+from megatron_scalerl.checkpoints.safe_index import COMMON, FORMAT_FILE, METADATA
+from megatron_scalerl.checkpoints.torch_archive import append_tensor
 from megatron_scalerl.checkpoints.verify import compare
 from megatron_scalerl.checkpoints.views import (
     PASSTHROUGH_FILE,
     SIDE_FOLDER,
+    ConversionRecord,
+    Sources,
     folder_view,
     layout_of,
     megatron_view,
     policy_config,
-    raw_tensor,
-    source_state,
-    with_checksums,
     write_record,
 )
 from megatron_scalerl.checkpoints.weight_map import folder_assembly, only_dtype, parameter_assembly
@@ -50,13 +49,32 @@ from megatron_scalerl.models.family import Family, Rule
 
 CHUNK_BYTES = 128 << 20
 """Larger parameters are split into chunks of whole rows: the stock load holds a chunk at a time."""
+_MIN_FILE_BYTES = 32 << 20
+_MAX_FILE_BYTES = 1 << 30
+_MIN_FILES = 16
+"""Of a checkpoint that is not small."""
 _FORMAT = dict(
     sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """Hugging Face tensors, and the parameters that are assembled from these tensors alone."""
+
+    tensors: tuple[Assembly, ...]
+    parameters: tuple[tuple[Assembly, Address], ...]
+    copies: tuple[tuple[Assembly, str], ...]
+    """Tensors that must equal another one of the unit."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to write."""
+        return sum(assembly.nbytes for assembly in self.tensors)
+
+
 def to_megatron(hf_path: str | Path, out: str | Path, options: Options | None = None) -> Summary:
-    """Convert a Hugging Face folder. A process needs memory for a few bands of a tensor, however large the model.
+    """Convert a Hugging Face folder. This needs memory for a few bands of a tensor, however large the model.
 
     Raises ValueError, and leaves nothing at `out`, for an invalid folder, a full disk, an existing `out`, weights
     that are not finite, and a comparison that fails.
@@ -67,47 +85,31 @@ def to_megatron(hf_path: str | Path, out: str | Path, options: Options | None = 
     folder = open_folder(hf_path)
     family = family_of(config, folder.tensors)
     layout = layout_of(folder, family)
-    units = list(_units(folder, family, layout.copies, options.dtype))
-    passthrough = _passthrough(folder, layout.passthrough)
-    nbytes = sum(unit.nbytes for unit in units) + sum(a.nbytes for file in passthrough for a, _ in file.tensors)
-    groups = grouped(units, lambda unit: unit.nbytes, options.bytes_of_a_job(nbytes))
-    files = [CheckpointJob(name=f"__0_{number}.distcp", units=group) for number, group in enumerate(groups)]
-
-    def finish(work: Path, results: dict[str, JobResult]) -> None:
-        write_metadata(work, [results[job.name] for job in files], extra_states(family))
+    dtypes = {name: None if name in layout.passthrough else options.dtype for name in folder.tensors}
+    tensors = {name: folder_assembly(folder, name, dtype) for name, dtype in dtypes.items()}
+    units = list(_units(folder, family, layout, tensors))
+    nbytes = sum(unit.nbytes for unit in units) + sum(tensors[name].nbytes for name in layout.passthrough)
+    with result_folder(out, nbytes) as work:
+        (work / SIDE_FOLDER).mkdir()
+        with progress(options, "to-megatron", nbytes) as advance:
+            copier = Copier(sources=Sources(folder), options=options, on_bytes=advance)
+            checksums = _write_units(work, units, nbytes, copier, extra_states(family))
+            if layout.passthrough:
+                shard = Shard(
+                    file=f"{SIDE_FOLDER}/{PASSTHROUGH_FILE}", metadata={"format": "pt"}, tensors=layout.passthrough
+                )
+                checksums |= write_shard(work, shard, tensors, copier, layout.passthrough)
         copy_side_files(hf_path, work / SIDE_FOLDER)
-        tensors = {
-            name: t if name in layout.passthrough else _as(t, options.dtype) for name, t in folder.tensors.items()
-        }
-        write_record(work, with_checksums(layout, tensors, results.values()))
+        write_record(work, layout, tensors, checksums)
         write_commit(work, {"converted_from": hf_path.name, "family": family.name})
         if options.verify:
             compare(folder_view(folder), megatron_view(work), options)
-
-    resumed = convert(
-        out,
-        [*files, *fill_jobs(passthrough, options.bytes_of_a_job(nbytes), {})],
-        SourceFiles(hugging_face=folder),
-        options,
-        direction="to-megatron",
-        inputs={"source": source_state(hf_path, ["config.json", *(shard.file for shard in folder.shards)])},
-        files=passthrough,
-        finish=finish,
-    )
-    return Summary(tensors=len(folder.tensors), nbytes=nbytes, resumed_bytes=resumed, verified=options.verify)
+    return Summary(tensors=len(folder.tensors), nbytes=nbytes, verified=options.verify)
 
 
-def _as(tensor: HfTensor, dtype: str | None) -> HfTensor:
-    return replace(tensor, dtype=dtype or tensor.dtype)
-
-
-def _passthrough(folder: HfFolder, names: Iterable[str]) -> list[SafetensorsFile]:
-    """The file of tensors outside the policy, if there are any."""
-    tensors = {name: raw_tensor(folder, name) for name in names}
-    return [plan_file(f"{SIDE_FOLDER}/{PASSTHROUGH_FILE}", {"format": "pt"}, tensors)] if tensors else []
-
-
-def _units(folder: HfFolder, family: Family, copies: Mapping[str, str], dtype: str | None) -> Iterable[Unit]:
+def _units(
+    folder: HfFolder, family: Family, layout: ConversionRecord, tensors: Mapping[str, Assembly]
+) -> Iterator[Unit]:
     rules: dict[tuple[str, ...], list[Rule]] = {}
     for rule in family.rules:
         if rule.exported:
@@ -116,33 +118,83 @@ def _units(folder: HfFolder, family: Family, copies: Mapping[str, str], dtype: s
     assert len(owned) == len(set(owned)), "a Hugging Face tensor in two groups of rules"
     for group, members in rules.items():
         yield Unit(
-            tensors=tuple(folder_assembly(folder, name, dtype) for name in group),
-            chunks=tuple(chunk for rule in members for chunk in _chunks(rule, folder, family, dtype)),
-            copies=tuple((folder_assembly(folder, copy, dtype), of) for copy, of in copies.items() if of in group),
+            tensors=tuple(tensors[name] for name in group),
+            parameters=tuple((_parameter(rule, folder, tensors), addresses(rule, family)[0]) for rule in members),
+            copies=tuple((tensors[copy], of) for copy, of in layout.copies.items() if of in group),
         )
 
 
-def _chunks(rule: Rule, folder: HfFolder, family: Family, dtype: str | None) -> Iterable[OutputChunk]:
+def _parameter(rule: Rule, folder: HfFolder, tensors: Mapping[str, Assembly]) -> Assembly:
     kinds = {folder.tensors[name].dtype for name in rule.hf_shapes}
     source = only_dtype(kinds, f"{folder.path}: {', '.join(rule.hf_shapes)}")
-    assembly = parameter_assembly(rule, source, dtype or source)
-    address = addresses(rule, family)[0]
-    rows = max(1, CHUNK_BYTES // assembly.row_bytes)
-    for start in range(0, assembly.shape[0], rows):
-        yield OutputChunk(assembly=assembly, address=address, start=start, stop=min(start + rows, assembly.shape[0]))
+    return parameter_assembly(rule, source, tensors[next(iter(rule.hf_shapes))].dtype)
 
 
-def write_metadata(folder: Path, results: Sequence[JobResult], extra_states: Iterable[str]) -> None:
-    """Write .metadata, metadata.json, common.pt and one file that all the empty objects share.
-
-    `results` are those of the checkpoint's jobs.
-    """
+def _write_units(
+    work: Path, units: Sequence[Unit], nbytes: int, copier: Copier, extra_states: Iterable[str]
+) -> dict[str, str]:
+    """Write Megatron's files, and return the checksums of the Hugging Face tensors."""
     metadata = Metadata(state_dict_metadata={}, storage_data={}, storage_meta=StorageMeta(), planner_data=None)
     metadata.version = CURRENT_DCP_VERSION
-    for result in results:
-        for chunk in result["chunks"]:
-            _add_chunk(metadata, result["file"], chunk)
-    file, content = f"__0_{len(results)}.distcp", _saved([None])
+    checksums: dict[str, str] = {}
+    limit = max(_MIN_FILE_BYTES, min(_MAX_FILE_BYTES, nbytes // _MIN_FILES))
+    files = list(_grouped(units, limit))
+    for number, group in enumerate(files):
+        name = f"__0_{number}.distcp"
+        with new_file(work / name) as file:
+            for unit in group:
+                checksums |= _checksums(unit, copier)
+                for parameter, address in unit.parameters:
+                    _write_parameter(file, name, parameter, address, copier, metadata)
+    _write_metadata(work, f"__0_{len(files)}.distcp", metadata, extra_states)
+    return checksums
+
+
+def _grouped(units: Iterable[Unit], limit: int) -> Iterator[list[Unit]]:
+    """The units in order, in groups of at most `limit` bytes; a larger unit is alone."""
+    group: list[Unit] = []
+    for unit in units:
+        if group and sum(member.nbytes for member in group) + unit.nbytes > limit:
+            yield group
+            group = []
+        group.append(unit)
+    yield group
+
+
+def _checksums(unit: Unit, copier: Copier) -> dict[str, str]:
+    checksums = {tensor.name: copier.checksum(tensor) for tensor in unit.tensors}
+    for copy, original in unit.copies:
+        checksums[copy.name] = copier.checksum(copy)
+        if checksums[copy.name] != checksums[original]:
+            raise ValueError(f"{copy.name}: expected a copy of {original} (the config ties them), found other values")
+    return checksums
+
+
+def _write_parameter(
+    file: IO[bytes], name: str, parameter: Assembly, address: Address, copier: Copier, metadata: Metadata
+) -> None:
+    """Append a parameter to the file `name` in chunks of whole rows, and describe these in the metadata."""
+    key, rest = address.key, parameter.shape[1:]
+    if key not in metadata.state_dict_metadata:
+        properties = TensorProperties(dtype=getattr(torch, TORCH_NAMES[parameter.dtype]))
+        size = torch.Size((*address.sizes, *parameter.shape))
+        metadata.state_dict_metadata[key] = TensorStorageMetadata(properties=properties, size=size, chunks=[])
+    entry = metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    step = max(1, CHUNK_BYTES // parameter.row_bytes)
+    for start in range(0, parameter.shape[0], step):
+        stop = min(start + step, parameter.shape[0])
+        shape = (*(1 for _ in address.offset), stop - start, *rest)
+        offset = torch.Size((*address.offset, start, *(0 for _ in rest)))
+        place = file.tell()
+        length = append_tensor(file, parameter.dtype, shape, copier.rows(parameter, start, stop))
+        entry.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(shape)))
+        metadata.storage_data[MetadataIndex(key, offset)] = _StorageInfo(name, place, length)
+
+
+def _write_metadata(folder: Path, file: str, metadata: Metadata, extra_states: Iterable[str]) -> None:
+    """Write .metadata, metadata.json, common.pt and `file`, which all the empty objects share."""
+    content = _saved([None])
     write_durably(folder / file, content)
     for key in extra_states:
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
@@ -150,18 +202,6 @@ def write_metadata(folder: Path, results: Sequence[JobResult], extra_states: Ite
     write_durably(folder / COMMON, _saved({}))
     write_durably(folder / METADATA, pickle.dumps(metadata))
     write_durably(folder / FORMAT_FILE, json.dumps(_FORMAT).encode())
-
-
-def _add_chunk(metadata: Metadata, file: str, chunk: JobResult) -> None:
-    key, offset = chunk["key"], torch.Size(chunk["offset"])
-    if key not in metadata.state_dict_metadata:
-        properties = TensorProperties(dtype=getattr(torch, TORCH_NAMES[chunk["dtype"]]))
-        empty = TensorStorageMetadata(properties=properties, size=torch.Size(chunk["size"]), chunks=[])
-        metadata.state_dict_metadata[key] = empty
-    entry = metadata.state_dict_metadata[key]
-    assert isinstance(entry, TensorStorageMetadata)
-    entry.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(chunk["shape"])))
-    metadata.storage_data[MetadataIndex(key, offset)] = _StorageInfo(file, chunk["start"], chunk["length"])
 
 
 def _saved(value: object) -> bytes:

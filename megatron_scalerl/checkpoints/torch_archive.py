@@ -16,10 +16,7 @@ from typing import IO
 
 import numpy as np
 
-from megatron_scalerl.checkpoints.assembly import BITS, HF_NAMES
-from megatron_scalerl.checkpoints.plain_files import MappedFile
-from megatron_scalerl.checkpoints.safe_archive import open_archive
-from megatron_scalerl.checkpoints.safe_values import read_tensor
+from megatron_scalerl.checkpoints.assembly import BITS
 
 _STORAGES = {"F32": "FloatStorage", "BF16": "BFloat16Storage", "F16": "HalfStorage"}
 _ALIGNMENT = 64
@@ -121,22 +118,3 @@ def _numbers(values: Sequence[int]) -> bytes:
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def find_tensor(file: MappedFile, offset: int, length: int) -> tuple[str, tuple[int, ...], int]:
-    """(type, shape, offset of the bits in the file) of the tensor in one archive, written by us or by torch.
-
-    Raises ValueError for anything but a saved tensor, and for a tensor that is not contiguous.
-    """
-    with open_archive(file, offset, length, "a saved tensor") as archive:
-        tensor = read_tensor(archive)
-        start = tensor.place_in(archive)
-    shape = tensor.shape
-    strides = [(s, n) for s, n in zip(tensor.strides, shape) if n != 1]
-    expected = [(s, n) for s, n in zip(_strides(shape), shape) if n != 1]
-    if strides != expected or tensor.offset or tensor.count != prod(shape):
-        found = f"strides {list(tensor.strides)} in {tensor.count} elements"
-        raise ValueError(f"{file.path}: expected a contiguous tensor at byte {offset}, found {found}")
-    if tensor.dtype not in HF_NAMES:
-        raise ValueError(f"{file.path}: expected a saved tensor at byte {offset}, found one of {tensor.dtype}")
-    return HF_NAMES[tensor.dtype], shape, start

@@ -8,26 +8,22 @@ sides; the way back compares them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megatron_scalerl.checkpoints.assembly import BITS
+import msgspec
+import numpy as np
+
+from megatron_scalerl.checkpoints.assembly import Assembly, Origin
 from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.checkpoints.dist_reader import stored_parameters
-from megatron_scalerl.checkpoints.hf_folder import HfFolder, HfTensor, Shard, open_folder, read_header
-from megatron_scalerl.checkpoints.hf_writer import CONVERSION_FILE, Tensor
-from megatron_scalerl.checkpoints.jobs import JobResult, SourceFiles
+from megatron_scalerl.checkpoints.dist_reader import DistReader, stored_parameters
+from megatron_scalerl.checkpoints.hf_folder import HfFolder, HfReader, Shard, open_folder, read_header
+from megatron_scalerl.checkpoints.hf_writer import CONVERSION_FILE
 from megatron_scalerl.checkpoints.plain_files import check_name, refuse_links
 from megatron_scalerl.checkpoints.safe_index import FORMAT_FILE
-from megatron_scalerl.checkpoints.weight_map import (
-    folder_assembly,
-    other_tensors,
-    parameter_shape,
-    raw_assembly,
-    tensor_assemblies,
-)
+from megatron_scalerl.checkpoints.weight_map import folder_assembly, other_tensors, parameter_shape, tensor_assemblies
 from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.models.family import Family
@@ -36,37 +32,40 @@ SIDE_FOLDER = "hugging_face"
 """Where a Megatron checkpoint keeps config, tokenizer and tensors outside the policy."""
 PASSTHROUGH_FILE = "carried.safetensors"
 """Tensors outside the policy, in the side folder."""
-_FORMAT = 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConversionRecord:
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor in conversion.json."""
+
+    dtype: str
+    """safetensors' name."""
+    shape: tuple[int, ...]
+    checksum: str
+
+
+class ConversionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The content of conversion.json."""
 
-    tensors: Mapping[str, Mapping[str, Any]]
-    """Name -> dtype (safetensors' name), shape, checksum."""
+    format: Literal[1] = 1
+    checksum: Literal["xxh3_64"] = "xxh3_64"
+    tensors: Mapping[str, TensorRecord]
     shards: tuple[Shard, ...]
     """Files of the Hugging Face folder."""
     index_metadata: Mapping[str, Any] | None
     """Metadata of its index; None if it has no index."""
     copies: Mapping[str, str]
     """Tensors that repeat another one."""
-    passthrough: tuple[str, ...]
-    """Tensors outside the policy. The file calls them "carried"."""
+    passthrough: tuple[str, ...] = msgspec.field(name="carried")
+    """Tensors outside the policy."""
 
 
-def write_record(folder: Path, record: ConversionRecord) -> None:
-    """Write conversion.json."""
-    data = {
-        "format": _FORMAT,
-        "checksum": "xxh3_64",
-        "tensors": record.tensors,
-        "shards": [{"file": s.file, "metadata": s.metadata, "tensors": s.tensors} for s in record.shards],
-        "index_metadata": record.index_metadata,
-        "copies": record.copies,
-        "carried": record.passthrough,
-    }
-    write_durably(folder / CONVERSION_FILE, (json.dumps(data, indent=1) + "\n").encode())
+def write_record(
+    folder: Path, layout: ConversionRecord, tensors: Mapping[str, Assembly], checksums: Mapping[str, str]
+) -> None:
+    """Write conversion.json of `layout` with these tensors."""
+    records = {n: TensorRecord(dtype=t.dtype, shape=t.shape, checksum=checksums[n]) for n, t in tensors.items()}
+    content = msgspec.to_builtins(msgspec.structs.replace(layout, tensors=records))
+    write_durably(folder / CONVERSION_FILE, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def read_record(folder: Path) -> ConversionRecord:
@@ -76,43 +75,23 @@ def read_record(folder: Path) -> ConversionRecord:
         origin = "name the Hugging Face folder that it came from (--like)"
         raise ValueError(f"{folder}: expected {CONVERSION_FILE}, found none; {origin}")
     try:
-        data = json.loads(file.read_text(encoding="utf8"))
+        record = msgspec.json.decode(file.read_bytes(), type=ConversionRecord)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: expected JSON, found {error}") from None
-    expected = f"{file}: expected a conversion record of format {_FORMAT}"
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise ValueError(f"{expected}, found another")
-    try:
-        return _record(file, data)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{expected}, found one with {error!r}") from None
-
-
-def _record(file: Path, data: dict[str, Any]) -> ConversionRecord:
-    shards = tuple(Shard(**{**shard, "tensors": tuple(shard["tensors"])}) for shard in data["shards"])
-    for shard in shards:
+        raise ValueError(f"{file}: expected a conversion record, found {error}") from None
+    for shard in record.shards:
         check_name(file, shard.file)
         if not shard.file.endswith(".safetensors"):
             raise ValueError(f"{file}: expected files *.safetensors, found {shard.file}")
-    for name in ("tensors", "copies"):
-        if not isinstance(data[name], dict):
-            raise TypeError(f"{name} that are a {type(data[name]).__name__}")
-    for entry in data["tensors"].values():
-        _ = entry["dtype"], entry["shape"], entry["checksum"]
-    if not isinstance(data["index_metadata"], dict | None):
-        raise TypeError("index_metadata that is not a dictionary")
-    return ConversionRecord(
-        tensors=data["tensors"],
-        shards=shards,
-        index_metadata=data["index_metadata"],
-        copies=data["copies"],
-        passthrough=tuple(data["carried"]),
-    )
+    return record
 
 
 def layout_of(folder: HfFolder, family: Family) -> ConversionRecord:
-    """The record of a Hugging Face folder, without checksums. Raises ValueError like `other_tensors`."""
+    """The record of a Hugging Face folder, without tensors. Raises ValueError like `other_tensors`."""
     copies, passthrough = other_tensors(folder, family)
+    return _layout(folder, copies, passthrough)
+
+
+def _layout(folder: HfFolder, copies: Mapping[str, str], passthrough: tuple[str, ...]) -> ConversionRecord:
     return ConversionRecord(
         tensors={},
         shards=folder.shards,
@@ -122,41 +101,31 @@ def layout_of(folder: HfFolder, family: Family) -> ConversionRecord:
     )
 
 
-def with_checksums(
-    layout: ConversionRecord, tensors: Mapping[str, Tensor | HfTensor], results: Iterable[JobResult]
-) -> ConversionRecord:
-    """The record of a conversion, whose jobs computed the checksums of all `tensors`."""
-    found = {name: value for result in results for name, value in result["checksums"].items()}
-    return replace(
-        layout,
-        tensors={
-            name: dict(dtype=tensor.dtype, shape=list(tensor.shape), checksum=found[name])
-            for name, tensor in tensors.items()
-        },
-    )
+class Sources:
+    """The tensors of a Hugging Face folder and the chunks of a Megatron checkpoint, mapped from their files."""
+
+    def __init__(self, folder: HfFolder | None, checkpoint: DistReader | None = None):
+        self._folder = HfReader(folder) if folder else None
+        self._checkpoint = checkpoint
+
+    def array(self, origin: Origin, name: str) -> np.ndarray:
+        """The bits of a whole tensor or chunk."""
+        reader = self._checkpoint if origin == "megatron" else self._folder
+        assert reader is not None, name
+        return reader.bits(name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """All tensors of a checkpoint in Hugging Face's coordinates."""
+    """All tensors of a checkpoint in Hugging Face's coordinates, and the folder that it is or becomes."""
 
     path: Path
-    files: SourceFiles
-    tensors: Mapping[str, Tensor]
-    raw: Mapping[str, Tensor]
-    """Tensors that can be read as plain bytes, to compare those whose type only one side knows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronView(View):
-    """A Megatron checkpoint, and the Hugging Face folder that it becomes."""
-
+    sources: Sources
+    tensors: Mapping[str, Assembly]
+    layout: ConversionRecord
     side: Path
     """Folder with the config, the tokenizer and so on."""
-    layout: ConversionRecord
-    checksums: Mapping[str, str]
-    """Recorded checksums of the tensors that are exported in the type they are stored in."""
-    generation: Mapping[str, Any]
+    generation: Mapping[str, Any] = field(default_factory=dict)
     """Keys that generation_config.json must have."""
 
 
@@ -168,23 +137,13 @@ def open_view(path: str | Path) -> View:
 
 def folder_view(folder: HfFolder) -> View:
     """A Hugging Face folder."""
-    raw = {name: raw_tensor(folder, name) for name in folder.tensors}
-    tensors = {
-        name: Tensor(dtype=t.dtype, shape=t.shape, assembly=folder_assembly(folder, name))
-        for name, t in folder.tensors.items()
-        if t.dtype in BITS and t.shape
-    }
-    in_order = {name: tensors.get(name, raw[name]) for name in folder.tensors}
-    return View(path=folder.path, files=SourceFiles(hugging_face=folder), tensors=in_order, raw=raw)
+    tensors = {name: folder_assembly(folder, name) for name in folder.tensors}
+    return View(
+        path=folder.path, sources=Sources(folder), tensors=tensors, layout=_layout(folder, {}, ()), side=folder.path
+    )
 
 
-def raw_tensor(folder: HfFolder, name: str) -> Tensor:
-    """A tensor of a folder as its bytes."""
-    tensor = folder.tensors[name]
-    return Tensor(dtype=tensor.dtype, shape=tensor.shape, assembly=raw_assembly(folder, name))
-
-
-def megatron_view(path: str | Path, *, like: str | Path | None = None, dtype: str | None = None) -> MegatronView:
+def megatron_view(path: str | Path, *, like: str | Path | None = None, dtype: str | None = None) -> View:
     """A Megatron checkpoint that we wrote, or any other with `like`, a Hugging Face folder that has what it lacks.
 
     Raises ValueError if the checkpoint is incomplete, does not fit the config, or has neither config nor `like`.
@@ -202,29 +161,22 @@ def megatron_view(path: str | Path, *, like: str | Path | None = None, dtype: st
         layout = layout_of(outer, family)
     shapes = {rule.megatron: parameter_shape(rule) for rule in family.rules if rule.exported}
     stored = stored_parameters(path, family, shapes)
-    assemblies = tensor_assemblies(family, stored, dtype, str(path))
+    tensors = tensor_assemblies(family, stored, dtype, str(path))
     for copy, of in layout.copies.items():
-        if of not in assemblies:
+        if of not in tensors:
             raise ValueError(f"{path}: {copy}: expected a copy of one of the checkpoint's tensors, found {of!r}")
-        assemblies[copy] = replace(assemblies[of], name=copy)
-    tensors = {name: Tensor(dtype=a.dtype, shape=a.shape, assembly=a) for name, a in assemblies.items()}
-    raw = {name: raw_tensor(outer, name) for name in layout.passthrough} if outer is not None else {}
-    tensors |= raw
+        tensors[copy] = replace(tensors[of], name=copy)
+    if outer is not None:
+        tensors |= {name: folder_assembly(outer, name) for name in layout.passthrough}
     unknown = [name for shard in layout.shards for name in shard.tensors if name not in tensors]
     if unknown:
         raise ValueError(f"{path}: expected tensors of the checkpoint in its files, found {unknown[0]!r}")
-    return MegatronView(
+    return View(
         path=path,
-        files=SourceFiles(hugging_face=outer, megatron=path, parameters=stored),
+        sources=Sources(outer, DistReader(path, stored)),
         tensors=tensors,
-        raw=raw,
-        side=side,
         layout=layout,
-        checksums={
-            name: entry["checksum"]
-            for name, entry in layout.tensors.items()
-            if name in tensors and entry["dtype"] == tensors[name].dtype
-        },
+        side=side,
         generation=family.generation_config,
     )
 
@@ -242,16 +194,10 @@ def _passthrough_folder(side: Path, layout: ConversionRecord) -> HfFolder | None
     file = side / PASSTHROUGH_FILE
     if not file.is_file():
         raise ValueError(f"{file}: expected the tensors outside the policy, found no file")
-    metadata, found = read_header(file)
-    tensors = {tensor.name: tensor for tensor in found}
-    lacking = [name for name in layout.passthrough if name not in tensors]
+    metadata, tensors = read_header(file)
+    shard = Shard(file=PASSTHROUGH_FILE, metadata=metadata, tensors=tuple(tensor.name for tensor in tensors))
+    lacking = [name for name in layout.passthrough if name not in shard.tensors]
     if lacking:
         raise ValueError(f"{file}: expected tensor {lacking[0]}, found none of that name")
-    shard = Shard(file=PASSTHROUGH_FILE, metadata=metadata, tensors=tuple(tensors))
-    return HfFolder(path=side, tensors=tensors, shards=(shard,), index_metadata=None)
-
-
-def source_state(path: Path, files: Iterable[str]) -> list[Any]:
-    """A value that changes if one of a source's files does."""
-    stats = [(file, (path / file).stat()) for file in files]
-    return [str(path.resolve()), [(file, s.st_size, s.st_mtime_ns, s.st_ino) for file, s in stats]]
+    by_name = {tensor.name: tensor for tensor in tensors}
+    return HfFolder(path=side, tensors=by_name, shards=(shard,), index_metadata=None)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_scalerl.checkpoints.assembly import RAW, TORCH_NAMES, Assembly, Part, check_covered, matrix_shape
+from megatron_scalerl.checkpoints.assembly import TORCH_NAMES, Assembly, Part, check_covered, matrix_shape
 from megatron_scalerl.checkpoints.dist_reader import StoredParameter, chunk_name, listed
 from megatron_scalerl.checkpoints.hf_folder import HfFolder, HfReader, family_of_folder, open_folder
 from megatron_scalerl.models.family import Family, Piece, Rule
@@ -60,7 +60,7 @@ def check_weights(path: str | Path) -> None:
     reader = HfReader(folder)
     for copy, original in other_tensors(folder, family_of_folder(path))[0].items():
         if folder.tensors[copy].dtype != folder.tensors[original].dtype or not np.array_equal(
-            reader.raw(copy), reader.raw(original)
+            reader.bits(copy), reader.bits(original)
         ):
             raise ValueError(
                 f"{path}: config.json ties the head to the embedding (tie_word_embeddings), and {copy} differs from "
@@ -150,15 +150,8 @@ def only_dtype(kinds: set[str], what: str) -> str:
     return next(iter(kinds))
 
 
-def raw_assembly(folder: HfFolder, name: str) -> Assembly:
-    """A tensor of a folder as bytes, whatever its type."""
-    nbytes = folder.tensors[name].nbytes
-    part = Part(row=0, column=0, height=nbytes, width=1, origin="bytes", source=name, index=())
-    return Assembly(name=name, dtype=RAW, source_dtype=RAW, shape=(nbytes,), parts=(part,))
-
-
 def folder_assembly(folder: HfFolder, name: str, dtype: str | None = None) -> Assembly:
-    """A policy's tensor of a folder in `dtype`, or the type it is stored in."""
+    """A tensor of a folder in `dtype`, or the type it is stored in."""
     tensor = folder.tensors[name]
     height, width = matrix_shape(tensor.shape)
     part = Part(row=0, column=0, height=height, width=width, origin="hugging_face", source=name, index=())

@@ -18,19 +18,16 @@ EPILOG = """examples:
   megatron-scalerl convert to-hf runs/my_run/checkpoints/step_000200 models/trained --like models/my_policy
   megatron-scalerl convert verify models/my_policy models/my_policy.megatron
 
-An interrupted conversion continues when the same command is run again. docs/checkpoints.md describes the formats."""
+docs/checkpoints.md describes the formats."""
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Run one of the three conversions and print its summary.
 
-    Raises ValueError for user errors, RuntimeError and OSError if a worker or a disk failed.
+    Raises ValueError for user errors, OSError if a disk failed.
     """
     started = time.monotonic()
-    try:
-        summary = arguments.convert(arguments, console)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; the same command resumes here") from None
+    summary = arguments.convert(arguments, console)
     console.print(_summary_line(arguments, summary, time.monotonic() - started), highlight=False)
     return 0
 
@@ -39,9 +36,8 @@ def _summary_line(arguments: argparse.Namespace, summary: Summary, seconds: floa
     size = f"{summary.tensors} tensors, {_size(summary.nbytes)}"
     if arguments.name == "verify":
         return f"{arguments.first} and {arguments.second}: {size}, equal bit for bit"
-    resumed = f", {_size(summary.resumed_bytes)} of it from an interrupted conversion" * bool(summary.resumed_bytes)
-    verified = ", compared bit for bit" * summary.verified
-    return f"{arguments.out}: {size} in {seconds:.1f} s{resumed}{verified}"
+    verified = ", compared bit for bit" if summary.verified else ""
+    return f"{arguments.out}: {size} in {seconds:.1f} s{verified}"
 
 
 def _size(nbytes: int) -> str:
@@ -73,15 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     same.add_argument("second", type=Path, metavar="B")
     same.set_defaults(convert=_verify)
     for command in (there, back, same):
-        command.add_argument("--processes", type=int, default=2, metavar="N", help="workers (default: 2)")
         command.add_argument("--dtype", choices=list(HF_NAMES), help="type of the policy's weights (default: as is)")
 
 
 def _options(arguments: argparse.Namespace, console: Console) -> Options:
-    if arguments.processes < 1:
-        raise ValueError(f"--processes: expected 1 or more, found {arguments.processes}")
     return Options(
-        processes=arguments.processes,
         dtype=HF_NAMES.get(arguments.dtype),
         verify=getattr(arguments, "verify", False),
         allow_nonfinite=getattr(arguments, "allow_nonfinite", False),

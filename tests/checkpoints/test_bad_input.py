@@ -50,7 +50,7 @@ def refused(source, tmp_path, capsys):
 
     def run(*more, command="to-megatron", origin=source, name="out"):
         before = set(tmp_path.iterdir())
-        assert main([command, str(origin), str(tmp_path / name), "--processes", "1", *more]) == 2
+        assert main([command, str(origin), str(tmp_path / name), *more]) == 2
         said = capsys.readouterr()
         lines = said.err.splitlines()
         assert len(lines) == 1 and said.out == "", said
@@ -76,10 +76,10 @@ def edit_json(path, change):
 
 
 def test_a_good_folder_is_converted(source, tmp_path, capsys):
-    assert main(["to-megatron", str(source), str(tmp_path / "out"), "--verify", "--processes", "1"]) == 0
+    assert main(["to-megatron", str(source), str(tmp_path / "out"), "--verify"]) == 0
     said = capsys.readouterr()
     assert said.err == "" and "39 tensors, 610.75 KiB in" in said.out and "compared bit for bit" in said.out
-    assert main(["verify", str(source), str(tmp_path / "out"), "--processes", "1"]) == 0
+    assert main(["verify", str(source), str(tmp_path / "out")]) == 0
     assert "39 tensors, 610.75 KiB, equal bit for bit" in capsys.readouterr().out
 
 
@@ -158,7 +158,7 @@ def test_weights_that_are_not_finite(bad, source, refused, tmp_path, capsys):
     said = refused()
     assert "model.layers.3.mlp.down_proj.weight: expected finite weights, found NaN or Inf" in said
     assert "--allow-nonfinite" in said
-    passed = ["to-megatron", str(source), str(tmp_path / "out"), "--allow-nonfinite", "--verify", "--processes", "1"]
+    passed = ["to-megatron", str(source), str(tmp_path / "out"), "--allow-nonfinite", "--verify"]
     assert main(passed) == 0
     capsys.readouterr()
     assert "found NaN or Inf" in refused(command="to-hf", origin=tmp_path / "out", name="back")
@@ -187,13 +187,11 @@ def test_too_little_space_is_reported_before_anything_is_written(refused, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_disk_that_is_full_in_the_middle(processes, source, tmp_path):
+def test_a_disk_that_is_full_in_the_middle(source, tmp_path):
     """The kernel's own limit on the size of files replaces a full disk: writing fails in the same call."""
     limit = 300_000
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_scalerl", "convert", "to-megatron", source, tmp_path / "out"]
-        + ["--processes", str(processes)],
+        [sys.executable, "-m", "megatron_scalerl", "convert", "to-megatron", source, tmp_path / "out"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -242,7 +240,7 @@ def test_a_bit_that_flipped_on_the_disk(megatron, refused):
 
 def test_a_difference_is_named(megatron, source, capsys):
     rewrite(source, 2, lambda t: t["model.layers.3.mlp.up_proj.weight"].view(torch.int32).view(-1)[5].bitwise_xor_(1))
-    assert main(["verify", str(source), str(megatron), "--processes", "1"]) == 2
+    assert main(["verify", str(source), str(megatron)]) == 2
     assert capsys.readouterr().err.endswith("found others in model.layers.3.mlp.up_proj.weight\n")
 
 

@@ -52,7 +52,7 @@ def refused(originals, folder, marker, tmp_path, capsys):
         out = tmp_path / "out"
         commands = [["to-hf", str(folder), str(out)], ["verify", str(originals[0]), str(folder)]]
         commands += [["to-hf", str(folder), str(out), "--like", str(originals[0])]] if like else []
-        lines = [refusal(product, ["convert", *c, "--processes", "1"]) for c in commands]
+        lines = [refusal(product, ["convert", *c]) for c in commands]
         if like:
             run_dir = run_of(folder, originals[0], tmp_path)
             lines.append(refusal(product, ["export", str(run_dir), "--out", str(out)]))
@@ -112,7 +112,7 @@ def test_parts_that_are_not_needed_are_not_opened(originals, folder, marker, tmp
     """Neither common.pt nor an object reaches a decoder, so that other programs' settings do not matter."""
     (folder / "common.pt").write_bytes(saved(Evil(marker)))
     place(folder, first_key(folder, objects=True), saved([Evil(marker)]))
-    assert product(["convert", "to-hf", str(folder), str(tmp_path / "out"), "--processes", "1"]) == 0
+    assert product(["convert", "to-hf", str(folder), str(tmp_path / "out")]) == 0
     assert not marker.exists()
     ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path / "out", originals[0]))
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
@@ -129,7 +129,10 @@ def test_parts_that_are_not_needed_are_not_opened(originals, folder, marker, tmp
         (("__0_0.distcp", 10**12, 10), "__0_0.distcp: expected at least 1000000000010 bytes"),
         (("__0_0.distcp", 0, "10"), "found _StorageInfo.length that is a str"),
         (("none.distcp", 0, 10), "none.distcp: expected a file of the checkpoint, found none"),
-        (("__0_0.distcp", 3, 100), "__0_0.distcp: expected a saved tensor at byte 3, found BadZipFile"),
+        (
+            ("__0_0.distcp", 3, 100),
+            "__0_0.distcp: expected a saved tensor at byte 3, found bytes that are no archive",
+        ),
         (("__0_0.distcp", 0, 10, ["stream.zstd/1"]), "found bytes that were transformed"),
     ],
 )
@@ -167,15 +170,14 @@ def test_a_link_beside_the_config_is_not_copied_out(folder, refused):
         (lambda c: c["shards"][0].update(file="../../escaped.safetensors"), "names of files in the folder"),
         (lambda c: c["shards"][0].update(file=ELSEWHERE), "names of files in the folder"),
         (lambda c: c["shards"][0].update(file="config.json"), r"expected files *.safetensors, found config.json"),
-        (lambda c: c["shards"][0].update(mode="x"), "unexpected keyword argument"),
         (lambda c: c["shards"][0]["tensors"].append("ghost"), "in its files, found 'ghost'"),
-        (lambda c: c.pop("shards"), "KeyError('shards')"),
-        (lambda c: c.update(tensors=[]), "tensors that are a list"),
+        (lambda c: c.pop("shards"), "missing required field `shards`"),
+        (lambda c: c.update(tensors=[]), "Expected `object`, got `array` - at `$.tensors`"),
         (lambda c: c.update(copies={"a": "ghost"}), "found 'ghost'"),
-        (lambda c: c.update(tensors={"a": {}}), "KeyError('dtype')"),
-        (lambda c: c.update(index_metadata=3), "index_metadata that is not a dictionary"),
+        (lambda c: c.update(tensors={"a": {}}), "missing required field `dtype` - at `$.tensors[...]`"),
+        (lambda c: c.update(index_metadata=3), "Expected `object | null`, got `int` - at `$.index_metadata`"),
     ],
-    ids=["parent", "absolute", "config", "keyword", "ghost", "shards", "tensors", "copies", "entry", "index"],
+    ids=["parent", "absolute", "config", "ghost", "shards", "tensors", "copies", "entry", "index"],
 )
 def test_a_record_that_names_files_outside_the_folder(change, found, folder, refused):
     """Files of the result are created under the names in the record."""

@@ -18,10 +18,8 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSys
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from megatron_scalerl.checkpoints.plain_files import PlainFile
-from megatron_scalerl.checkpoints.safe_archive import open_archive
 from megatron_scalerl.checkpoints.safe_check import check_checkpoint
-from megatron_scalerl.checkpoints.safe_index import _NAMES, read_index
-from megatron_scalerl.checkpoints.safe_megatron import _Tensors
+from megatron_scalerl.checkpoints.safe_index import _MODULES, _NAMES, read_index
 from megatron_scalerl.checkpoints.safe_values import read_tensor
 
 STATE = {
@@ -102,15 +100,16 @@ def test_its_tensors_are_read(folder):
     ours = read_index(folder)
     for key, expected in {"layer.weight": STATE["layer"]["weight"], "step": STATE["step"]}.items():
         [chunk] = ours.tensors[key].chunks
-        with PlainFile(folder, chunk.file) as file, open_archive(file, chunk.start, chunk.length, key) as archive:
-            assert torch.equal(_Tensors()(read_tensor(archive), archive), expected)
+        with PlainFile(folder, chunk.file) as file:
+            assert torch.equal(read_tensor(file, chunk.start, chunk.length, key), expected)
 
 
 def test_every_name_exists_in_torch_or_megatron():
     """Fails if upstream moves a name; pathlib._local exists from Python 3.13 on."""
+    for module in _MODULES - {"pathlib._local"}:
+        assert import_module(module)
     for module, name in _NAMES:
-        if module != "pathlib._local":
-            assert hasattr(import_module(module), name), f"{module}.{name}"
+        assert hasattr(import_module(module), name), f"{module}.{name}"
 
 
 class _Renames(pickle._Pickler):
@@ -199,7 +198,7 @@ def entry(metadata):
     return metadata.state_dict_metadata["layer.weight"]
 
 
-@pytest.mark.parametrize("at", range(0, 2000, 23))
+@pytest.mark.parametrize("at", range(0, 2000, 97))
 def test_a_damaged_index_is_one_error(at, folder, tmp_path):
     content = bytearray((folder / ".metadata").read_bytes())
     content[at % len(content)] ^= 0xFF
@@ -209,12 +208,6 @@ def test_a_damaged_index_is_one_error(at, folder, tmp_path):
         read_index(tmp_path)
     except ValueError as error:
         assert "\n" not in str(error)
-
-
-def test_the_check_requires_megatrons_objects(folder):
-    """torch's own checkpoint has an object that is not a list."""
-    with pytest.raises(ValueError, match="lr: expected a list, found a float"):
-        check_checkpoint(folder)
 
 
 def test_objects_in_the_same_bytes_are_refused(folder, tmp_path):

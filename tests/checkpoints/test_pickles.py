@@ -13,7 +13,8 @@ from collections import OrderedDict
 import pytest
 from hostile import Evil
 
-from megatron_scalerl.checkpoints.safe_pickles import Built, Maker, Refused, decode
+from megatron_scalerl.checkpoints import safe_pickles
+from megatron_scalerl.checkpoints.safe_pickles import Built, Maker, Refused
 
 
 class Noted(Built):
@@ -29,8 +30,14 @@ NAMES = {
     ("house", "Noted"): Noted,
     ("house", "pair"): Maker("pair", lambda a, b: (a, b)),
     ("house", "text"): "text",
-    ("house", "none"): None,
 }
+
+
+def decode(data, names):
+    """The value of a pickle that may use these names."""
+    return safe_pickles.decode(data, lambda module, name: names.get((module, name)))
+
+
 VALUES = [None, True, 1 << 63, 0.1, "häuser", b"ab", (1, (2, 3)), [1, [2]], {"a": {1: (2.5, None)}}]
 
 
@@ -58,7 +65,7 @@ def test_a_name_maps_to_its_entry():
     ],
     ids=["reduce", "partial", "operator", "getattr", "class", "eval", "exit"],
 )
-@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("protocol", [0, 4])
 def test_other_names_are_refused_by_name(value, name, protocol, tmp_path):
     with pytest.raises(Refused, match=rf"the name \S*{name}$"):
         decode(pickle.dumps(value(tmp_path / "made"), protocol), NAMES)
@@ -101,7 +108,7 @@ STATE = b"}X\x07\0\0\0__doc__X\x04\0\0\0evils"
 """{"__doc__": "evil"}"""
 
 
-@pytest.mark.parametrize("name", ["Noted", "pair", "text", "none"])
+@pytest.mark.parametrize("name", ["Noted", "pair", "text"])
 @pytest.mark.parametrize("state", [STATE + b"b.", b"N" + STATE + b"\x86b.", b"X\x01\0\0\0aK\x01s.", b"K\x01a."])
 def test_no_entry_of_the_allowlist_can_be_changed(name, state):
     entry = NAMES["house", name]
@@ -128,5 +135,5 @@ def test_no_entry_of_the_allowlist_can_be_changed(name, state):
     + [b"chouse\npair\n)R.", b"X\xff\xff\xff\xff.", b"\x95" + b"\xff" * 8 + b".", b"K\x01Q."],
 )
 def test_damage_is_refused(data):
-    with pytest.raises(Refused, match=r"a damaged pickle \(|a persistent id"):
+    with pytest.raises(Refused, match=r"a damaged pickle \("):
         decode(data, NAMES)

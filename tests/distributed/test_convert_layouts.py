@@ -18,7 +18,7 @@ from runner import run_ranks
 from safetensors.torch import load_file
 
 from megatron_scalerl.checkpoints.conversion import Options
-from megatron_scalerl.checkpoints.safe_values import COMMON_OBJECT
+from megatron_scalerl.checkpoints.safe_index import COMMON_OBJECT
 from megatron_scalerl.checkpoints.to_hf import to_hf
 from megatron_scalerl.checkpoints.to_megatron import to_megatron
 from megatron_scalerl.checkpoints.verify import verify
