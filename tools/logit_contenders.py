@@ -122,10 +122,9 @@ def contenders_on(device: Literal["cpu", "gpu"]) -> list[Contender]:
             ),
         ]
     else:
-        mine = [_ours(name, name, 512) for name in ("cuda", "triton", "torch")]
+        mine = [_ours(name, name, 512) for name in ("cuda", "torch")]
         mine.append(_ours("cuda, bf16x2 into main_grad", "cuda", 512, grad_logits="bf16x2"))
-        for name in ("cuda", "in_place"):
-            mine.append(_ours(f"{name}, loss in the chunk", name, 2048, inside=True))
+        mine.append(_ours("cuda, loss in the chunk", "cuda", 2048, inside=True))
         naive.append(Contender(name="naive, bf16 logits", run=_naive_bf16))
         peers = [
             Contender(name="Liger", run=_liger, all_forward=True, peer=True, package="liger_kernel"),

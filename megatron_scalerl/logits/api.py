@@ -60,7 +60,7 @@ def token_loss(
     Other arguments and errors as `token_logprobs`.
     """
     call = checked(hidden, weight, targets, Settings(**options))
-    if not call.targets.shape[0] or call.chunk_tokens(call.shape_of(hidden, weight), weight):
+    if not call.shape.tokens or call.chunk_tokens(weight):
         return TokenLoss.apply(hidden, weight, loss, call)
     logprobs, entropies = TokenLogprobs.apply(hidden, weight, call)
     places = torch.arange(call.tokens, device=hidden.device) if call.kept is None else call.kept

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_scalerl.logits.choice import choose_backend
 from megatron_scalerl.logits.function import Call
-from megatron_scalerl.logits.projection import Entropy, GradLogits, Precision
+from megatron_scalerl.logits.projection import Entropy, GradLogits, Precision, Projection
 from megatron_scalerl.types import Bool, Float, Int64
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -65,7 +65,7 @@ class Settings:
     """True: if all logits of the call fit the workspace, they stay in it until the backward pass: three GEMMs instead
     of four. For a caller whose backward pass follows at once. `api.token_loss` keeps none."""
     backend: str = "auto"
-    """A key of `choice.BACKENDS`, or auto."""
+    """cuda (bf16 and fp32 on an NVIDIA GPU), torch (anything anywhere), or auto: cuda where it can run."""
 
 
 def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> Call:
@@ -103,26 +103,36 @@ def _call(
         _check_targets(selected, kept, true_size)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     scale = _scale(settings.temperature, hidden.device, wide).detach()
-    call = Call(
-        backend=choose_backend(settings.backend, hidden.device, hidden.dtype),
-        group=group,
-        sequence_parallel=shared,
-        tokens=tokens,
-        kept=kept,
+    first = rank * rows
+    shape = Projection(
+        hidden=hidden.new_empty((1, hidden.shape[1])).expand(selected.shape[0], -1),
+        weight=weight.detach()[: max(0, true_size - first)],
         targets=selected,
         scale=scale if kept is None or scale.dim() == 0 else scale.index_select(0, kept),
-        first=rank * rows,
-        count=max(0, min(rows, true_size - rank * rows)),
+        first=first,
         round_logits=settings.logits == "model",
         entropy=settings.entropy != "none",
         entropy_grad=settings.entropy == "grad",
         grad_logits=settings.grad_logits,
         workspace_bytes=int(settings.workspace_mb * 2**20),
+    )
+    backend = choose_backend(settings.backend, hidden.device, hidden.dtype)
+    need = backend.workspace(shape)
+    if shape.workspace_bytes < need:
+        mib = math.ceil(need / 2**20 * 1000) / 1000
+        raise ValueError(
+            f"workspace_mb: expected at least {mib} for one block of logits, found {settings.workspace_mb:g}"
+        )
+    return Call(
+        backend=backend,
+        group=group,
+        sequence_parallel=shared,
+        tokens=tokens,
+        kept=kept,
+        shape=shape,
         main_grad=_into_main_grad(weight, settings.main_grad),
         keep_logits=settings.keep_logits and torch.is_grad_enabled(),
     )
-    _check_workspace(call, hidden, weight, settings.workspace_mb)
-    return call
 
 
 def _scale(temperature: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -188,13 +198,6 @@ def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> Non
         )
 
 
-def _check_workspace(call: Call, hidden: Tensor, weight: Tensor, found: float) -> None:
-    need = call.backend.workspace(call.shape_of(hidden, weight))
-    if call.workspace_bytes < need:
-        mib = math.ceil(need / 2**20 * 1000) / 1000
-        raise ValueError(f"workspace_mb: expected at least {mib} for one block of logits, found {found:g}")
-
-
 def _into_main_grad(weight: Tensor, requested: bool | None) -> bool:
     """Whether to add to a main_grad that Megatron's DDP has made; `requested` True raises ValueError without one."""
     grad = getattr(weight, "main_grad", None)
@@ -214,19 +217,20 @@ def _into_main_grad(weight: Tensor, requested: bool | None) -> bool:
 
 def _shared(call: Call, hidden: Tensor, weight: Tensor) -> dict[str, Tensor | int]:
     """What must be equal on all ranks, by name; contents as checksums that depend on the order."""
-    order = torch.arange(1, call.targets.shape[0] + 1, device=hidden.device)
+    shape = call.shape
+    order = torch.arange(1, shape.tokens + 1, device=hidden.device)
     kept = call.kept if call.kept is not None else order
     return {
         "tokens": call.tokens,
         "columns of hidden": hidden.shape[1],
         "rows of weight": weight.shape[0],
         "dtype of weight": DTYPES.index(weight.dtype),
-        "tokens with loss": call.targets.shape[0],
+        "tokens with loss": shape.tokens,
         "loss_mask": (kept * order).sum(),
-        "targets": (call.targets * (order * 2654435761 % 4294967291)).sum(),
-        "temperature": (call.scale.double().expand(order.shape) * order).sum().view(torch.int64),
-        "entropy": call.entropy + call.entropy_grad,
-        "logits": int(call.round_logits),
+        "targets": (shape.targets * (order * 2654435761 % 4294967291)).sum(),
+        "temperature": (shape.scale.double().expand(order.shape) * order).sum().view(torch.int64),
+        "entropy": shape.entropy + shape.entropy_grad,
+        "logits": int(shape.round_logits),
         "sequence_parallel": int(call.sequence_parallel),
     }
 

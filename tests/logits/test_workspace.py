@@ -24,7 +24,7 @@ def peaks(dtype: torch.dtype, workspace_mb: float, grad_logits: str, entropy: st
     total = pair[0].sum() + (pair[1].sum() if entropy == "grad" else 0.0)
     with LiveBytes() as backward:
         total.backward()
-    grads = 4 * h.numel() + w.element_size() * w.numel()
+    grads = 4 * (h.numel() + w.numel()) + (2 * w.numel() if dtype == torch.bfloat16 else 0)
     return forward.peak, backward.peak - grads
 
 
