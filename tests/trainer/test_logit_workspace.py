@@ -1,4 +1,4 @@
-"""The logit projection's memory where the recipe states none, for trainer and planner, and its backends that have left."""
+"""The logit projection's memory where the recipe states none, and its backends that have left."""
 
 import pytest
 
