@@ -22,8 +22,8 @@ from megatron_scalerl.types import Bool, Float, Int64
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 """Of hidden and weight; their values are multiplied exactly."""
-_MESSAGE = 64
-"""Maximum length of a rank's error message, in integers of 8 bytes."""
+_MESSAGE = 512
+"""Maximum length of a rank's error message, in bytes."""
 _FACTS = 16
 """Maximum number of values that must be equal on all ranks."""
 
@@ -180,11 +180,11 @@ def _check_tokens(tokens: int, targets: Tensor, settings: Settings, shares: int)
         raise ValueError(f"expected loss_mask [{tokens}] in bool, found {list(mask.shape)} in {mask.dtype}")
     if isinstance(temperature, Tensor) and list(temperature.shape) not in ([], [tokens]):
         raise ValueError(f"expected temperature a number or [{tokens}], found {list(temperature.shape)}")
-    if not isinstance(temperature, Tensor):
-        if not temperature > 0:
-            raise ValueError(f"temperature: expected above 0, found {float(temperature)}")
-    elif not settings.trusted and not bool((temperature > 0).all()):
-        raise ValueError(f"temperature: expected above 0, found {float(temperature.min())}")
+    if isinstance(temperature, Tensor) and settings.trusted:
+        return
+    values = torch.as_tensor(temperature)
+    if not bool((values > 0).all()):
+        raise ValueError(f"temperature: expected above 0, found {float(values.min())}")
 
 
 def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> None:
@@ -237,18 +237,16 @@ def _shared(call: Call, hidden: Tensor, weight: Tensor) -> dict[str, Tensor | in
 
 def _agree(group: dist.ProcessGroup, device: torch.device, problem: str, shared: dict[str, Tensor | int]) -> None:
     """ValueError on every rank if one has a problem or two differ."""
-    padded = problem.encode()[: 8 * _MESSAGE].ljust(8 * _MESSAGE, b"\0")
-    message = torch.frombuffer(bytearray(padded), dtype=torch.int64).to(device)
-    facts = torch.stack([torch.as_tensor(value, device=device) for value in shared.values()] or [message[0]])
-    mine = torch.cat([message, facts.new_zeros(_FACTS)])
-    mine[_MESSAGE : _MESSAGE + len(facts)] = facts
+    text = problem.encode()[:_MESSAGE].ljust(_MESSAGE, b"\0")
+    facts = [int(value) for value in shared.values()]
+    mine = torch.tensor([*text, *facts, *[0] * (_FACTS - len(facts))], device=device)
     everyone = mine.new_empty((group.size(), len(mine)))
     dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
-    everyone = everyone.cpu()
-    for rank, row in enumerate(everyone):
-        text = row[:_MESSAGE].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-        if text:
-            raise ValueError(f"rank {rank} of {group.size()} of the tensor-parallel group: {text}")
-    for name, found in zip(shared, everyone[:, _MESSAGE:].t().tolist()):
-        if len(set(found)) > 1:
-            raise ValueError(f"{name}: expected the same on all ranks of the tensor-parallel group, found {found}")
+    rows = everyone.tolist()
+    for rank, row in enumerate(rows):
+        if message := bytes(row[:_MESSAGE]).rstrip(b"\0").decode(errors="replace"):
+            raise ValueError(f"rank {rank} of {group.size()} of the tensor-parallel group: {message}")
+    for place, name in enumerate(shared, _MESSAGE):
+        values = [row[place] for row in rows]
+        if len(set(values)) > 1:
+            raise ValueError(f"{name}: expected the same on all ranks of the tensor-parallel group, found {values}")

@@ -137,7 +137,7 @@ class TokenLogprobs(torch.autograd.Function):
         return call.grad_of_hidden(grad_hidden, hidden.dtype), grad_weight, None
 
 
-def head_gradient(weight: Tensor, projection: Projection, call: Call) -> Tensor:
+def head_gradient(weight: Any, projection: Projection, call: Call) -> Tensor:
     """Where backends add the head's gradient, in the accumulator's dtype: main_grad itself, or zeros."""
     if call.main_grad and weight.main_grad.dtype == projection.accumulator:
         return weight.main_grad
