@@ -4,8 +4,8 @@
 
 Both engines use CUDA graphs but not torch.compile, which takes minutes. In the planner's model (`plan.engine`) a
 step is a fixed time plus reading the weights at a share of the memory bandwidth: the tiny policy measures the former,
-the difference to the large one the latter. Prints one JSON line. --assumptions: writes the constants for `plan`. --toy: narrow policies,
-on a CPU, which has no such graphs.
+the difference to the large one the latter. Prints one JSON line. --assumptions: writes the constants for `plan`.
+--toy: narrow policies on a CPU, which has no such graphs.
 """
 
 from __future__ import annotations
