@@ -32,13 +32,14 @@ ARMS: dict[str, dict[str, int]] = {
     "k0, threads: trainer 2, engine 2": {"k": 0, "trainer": 2, "engine": 2},
     "k0, threads: trainer 2, engine 1": {"k": 0, "trainer": 2, "engine": 1},
 }
-ASYNCHRONOUS, *SYNCHRONOUS = ARMS
+"""The first is asynchronous."""
 parser = harness.benchmark(
     __doc__,
     tiny="runs/tiny_1",
     steps=16,
     skip=(6, "steps left out: the pipeline fills"),
     rounds=5,
+    arms=(len(ARMS), "how many of the arms, from the first on"),
     out=(Path("runs/bench_async.jsonl"), "the runs, one JSON line each"),
 )
 
@@ -50,7 +51,7 @@ def main() -> None:
     settings = {"tiny": str(tiny.resolve()), "steps": o.steps, "skip": o.skip}
     settings["machine"] = f"{harness.processor()}, {os.cpu_count()} cores"
     rows = read(o.out, settings)
-    for number, arm in harness.turns(list(ARMS), o.rounds):
+    for number, arm in harness.turns(list(ARMS)[: o.arms], o.rounds):
         if (number, arm) not in rows:
             load = os.getloadavg()[0]
             seconds = step_seconds(tiny, ARMS[arm], o.steps, o.skip)
@@ -59,7 +60,7 @@ def main() -> None:
             with o.out.open("a", encoding="utf8") as file:
                 file.write(json.dumps(row) + "\n")
             rows[number, arm] = row
-    harness.report(o, summary(rows, o.rounds) | settings)
+    harness.report(o, summary(rows, list(ARMS)[: o.arms], o.rounds) | settings)
 
 
 def read(out: Path, settings: dict[str, Any]) -> dict[tuple[int, str], dict[str, Any]]:
@@ -89,11 +90,11 @@ def read(out: Path, settings: dict[str, Any]) -> dict[tuple[int, str], dict[str,
     return rows
 
 
-def summary(rows: dict[tuple[int, str], dict[str, Any]], rounds: int) -> dict[str, Any]:
+def summary(rows: dict[tuple[int, str], dict[str, Any]], arms: list[str], rounds: int) -> dict[str, Any]:
     """Ratio, its spread over rounds, and the spread of every arm."""
-    seconds = {arm: [rows[n, arm]["seconds"] for n in range(rounds)] for arm in ARMS}
-    best = min(SYNCHRONOUS, key=harness.medians(seconds).__getitem__)
-    ratios = harness.paired(seconds[best], seconds[ASYNCHRONOUS])
+    seconds = {arm: [rows[n, arm]["seconds"] for n in range(rounds)] for arm in arms}
+    best = min(arms[1:], key=harness.medians(seconds).__getitem__)
+    ratios = harness.paired(seconds[best], seconds[arms[0]])
     return {
         "bench": "async",
         "ratio": harness.spread(ratios),

@@ -29,6 +29,7 @@ parser = harness.benchmark(
     rounds=5,
     samples=8,
     threads=1,
+    toy=(False, "a policy of two narrow layers"),
     folder=(str, "where checkpoints are written; without it a temporary folder"),
 )
 
@@ -44,6 +45,9 @@ with explained():
     from megatron_scalerl.trainer.checkpoint import AsyncSave, save
     from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import Trainer, make_trainer
+
+
+TOY = LLAMA_134M | dict(hidden=96, inner=128, layers=2)
 
 
 class Steps:
@@ -123,7 +127,7 @@ def measure(options: argparse.Namespace, policy: str, folder: Path) -> dict[str,
 def main(options: argparse.Namespace) -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        policy = random_llama(Path(folder) / "policy", **LLAMA_134M)
+        policy = random_llama(Path(folder) / "policy", **(TOY if options.toy else LLAMA_134M))
         harness.report(options, measure(options, policy, Path(folder)))
 
 

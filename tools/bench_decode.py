@@ -1,10 +1,11 @@
 """Seconds per decode step of a tiny and of a 1B policy on one GPU, for the planner's assumptions.
 
-    python tools/bench_decode.py [--assumptions FILE]
+    python tools/bench_decode.py [--assumptions FILE] [--toy]
 
 Both engines use CUDA graphs but not torch.compile, which takes minutes. In the planner's model (`plan.engine`) a
 step is a fixed time plus reading the weights at a share of the memory bandwidth: the tiny policy measures the former,
 the difference to the large one the latter. Prints one JSON line. --assumptions: writes the constants for `plan`.
+--toy: narrow policies on a CPU, which has no such graphs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ _SHAPES = {
     "tiny": dict(vocab=512, hidden=512, inner=1024, layers=4, heads=8, groups=2, head_dim=64),
     "1b": dict(vocab=128_256, hidden=2048, inner=8192, layers=16, heads=32, groups=8, head_dim=64),
 }
-parser = harness.benchmark(__doc__, assumptions=(Path, "write the constants for plan --assumptions FILE"))
+_TOYS = {
+    name: shape | dict(vocab=512, hidden=64, inner=128, layers=2, heads=2, groups=2)
+    for name, shape in _SHAPES.items()
+}
+parser = harness.benchmark(
+    __doc__,
+    assumptions=(Path, "write the constants for plan --assumptions FILE"),
+    toy=(False, "narrow policies on the CPU"),
+)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
@@ -60,42 +69,45 @@ async def step_seconds(client: EngineClient, batch: int) -> float:
     return (await timed(LONG) - short) / (LONG - SHORT)
 
 
-def write_config(name: str, folder: Path) -> Path:
+def write_config(shape: dict[str, int], folder: Path) -> Path:
     """Config and tokenizer of a policy; vLLM makes the weights (`load_format: dummy`)."""
     from random_inputs import llama_settings
     from transformers import LlamaConfig
 
     from megatron_scalerl.tiny.tokenizer import BOS_ID, EOS_ID, PAD_ID, save_tokenizer
 
-    settings = llama_settings(**_SHAPES[name], bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+    settings = llama_settings(**shape, bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     settings |= dict(max_position_embeddings=4096, architectures=["LlamaForCausalLM"], dtype="bfloat16")
     LlamaConfig(**settings).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
 
-async def measure(folder: Path) -> dict[str, Any]:
+async def measure(folder: Path, *, toy: bool) -> dict[str, Any]:
     """Both engines, one after the other: ms per step by policy and batch, and the planner's constants."""
     from megatron_scalerl.plan.counting import count, load_family
 
     seconds: dict[str, dict[int, float]] = {}
     freed = None
-    for name in _SHAPES:
-        seconds[name], freed = await _served(write_config(name, folder / name))
+    for name, shape in (_TOYS if toy else _SHAPES).items():
+        seconds[name], freed = await _served(write_config(shape, folder / name), toy=toy)
     parameters = count(load_family(folder / "1b")[0])
     figures = rates(seconds["tiny"], seconds["1b"], parameters, gpu=nvidia_smi("name") or "", freed=freed)
     return {"step_ms": {n: {b: s * 1e3 for b, s in each.items()} for n, each in seconds.items()}, **figures}
 
 
-async def _served(policy: Path) -> tuple[dict[int, float], int | None]:
+async def _served(policy: Path, *, toy: bool) -> tuple[dict[int, float], int | None]:
     """(seconds per step by batch, bytes that the GPU released when the engine had ended)."""
     from random_inputs import recipe_of
 
     from megatron_scalerl.launch.process import EngineProcess
 
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(BATCHES)}
-    vllm = dict(max_model_len=4096, max_num_seqs=64, kv_cache_memory_bytes=_KV_BYTES, load_format="dummy")
-    vllm |= dict(compilation_config=graphs, max_num_batched_tokens=4096)
+    vllm = dict(
+        max_model_len=4096, max_num_seqs=64, kv_cache_memory_bytes=_KV_BYTES >> (5 if toy else 0), load_format="dummy"
+    )
+    vllm |= dict(max_num_batched_tokens=4096)
+    vllm |= dict(enforce_eager=True) if toy else dict(compilation_config=graphs)
     recipe = recipe_of(
         policy,
         dtype="bfloat16",
@@ -137,7 +149,7 @@ def rates(
 def main(options: argparse.Namespace) -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(measure(Path(folder)))
+        found = asyncio.run(measure(Path(folder), toy=options.toy))
     harness.report(options, found)
     if options.assumptions:
         measured = [Measurement(layers=None, figures=found)]

@@ -94,7 +94,7 @@ class BareMegatron:
         self.config = options.config
         self.config.finalize_model_grads_func = finalize_model_grads
         self._row = packed_thd if packed else padded
-        layers = block_submodules(self.config, family, pp_rank=0, vp_stage=None)
+        layers = block_submodules(self.config, family, pp_rank=0, vp_stage=None, tp_group=parallel.groups.tp)
         if packed and not HAVE_TE:
             for layer in layers.layer_specs:
                 attention = layer.submodules.self_attention.submodules

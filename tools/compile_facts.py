@@ -1,11 +1,10 @@
-"""Registers, spills, shared memory and tensor-core instructions of every Triton kernel, compiled for an H100.
+"""Registers, spills and shared memory of every Triton kernel, compiled for an H100.
 
     python tools/compile_facts.py
 
 Needs no GPU: the compiler, the assembler and the disassembler come with Triton. Prints a table for sm_90. A figure of
-one version of Triton need not hold for another. Tensor-core instructions are the HGMMA or HMMA of the machine code,
-FFMA the multiplications of scalar units; `16 bytes` what of global memory is loaded (LDG)
-and stored (STG) so much at a time.
+one version of Triton need not hold for another. `16 bytes`: whether global memory is loaded (LDG) and
+stored (STG) so much at a time.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ with explained():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_scalerl.logits import fused_kernel, in_place, row_kernels
+    from megatron_scalerl.logits import row_kernels
     from megatron_scalerl.weights import sum_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INTEGERS = ("first", "columns", "tokens", "width", "runs", "columns_per_run", "mask")
+INTEGERS = ("first", "columns", "width", "mask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class Case:
                 signature[name] = "i32"
             else:
                 signature[name] = "*i64" if name == "targets" else self.operands.get(name, "*fp32")
-            if signature[name] != "constexpr" and name not in ("first", "runs"):
+            if signature[name] != "constexpr" and name != "first":
                 aligned[(place,)] = [["tt.divisibility", 16]]
         places = {(self.kernel.arg_names.index(name),): value for name, value in self.constants.items()}
         source = ASTSource(self.kernel, signature, places, aligned)
@@ -66,28 +65,10 @@ class Case:
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def _statistics(block: int, operand: str) -> Case:
-    constants = {"scale_stride": 1, "BLOCK": block}
-    return Case(kernel=row_kernels._row_statistics_kernel, constants=constants, operands={"logits": operand}, warps=8)
-
-
 def _gradient(*, entropy: bool, split: bool) -> Case:
     constants = {"scale_stride": 1, "ENTROPY": entropy, "SPLIT": split, "BLOCK": row_kernels.GRADIENT_BLOCK}
     narrow = {"high": "*bf16", "low": "*bf16"}
     return Case(kernel=row_kernels._logit_gradient_kernel, constants=constants, operands=narrow, warps=4)
-
-
-def _in_place(*, entropy: bool) -> Case:
-    constants = {"scale_stride": 1, "ENTROPY": entropy, "BLOCK": in_place.BLOCK}
-    return Case(kernel=in_place._gradient_in_place_kernel, constants=constants, warps=8, stages=1)
-
-
-def _fused(tiles: fused_kernel.Tiles, dtype: str) -> Case:
-    sizes = {"GROUP": fused_kernel.GROUP, "BLOCK_T": tiles.tokens, "BLOCK_V": tiles.columns, "BLOCK_H": tiles.width}
-    constants = {"scale_stride": 1, "ROUND": False, "ENTROPY": True, "WHOLE": True, **sizes}
-    operands = {"hidden": f"*{dtype}", "weight": f"*{dtype}"}
-    kernel = fused_kernel._fused_statistics_kernel
-    return Case(kernel=kernel, constants=constants, operands=operands, warps=tiles.warps, stages=tiles.stages)
 
 
 def _weighted_sum(bits: str) -> Case:
@@ -97,16 +78,16 @@ def _weighted_sum(bits: str) -> Case:
 
 
 CASES = {
-    "fused_statistics bf16": _fused(fused_kernel.BF16_TILES, "bf16"),
-    "fused_statistics fp32": _fused(fused_kernel.FP32_TILES, "fp32"),
-    "row_statistics fp32": _statistics(row_kernels.STATISTICS_BLOCK, "*fp32"),
-    "row_statistics bf16": _statistics(row_kernels.STATISTICS_BLOCK, "*bf16"),
+    "row_statistics": Case(
+        kernel=row_kernels._row_statistics_kernel,
+        constants={"scale_stride": 1, "BLOCK": row_kernels.STATISTICS_BLOCK},
+        warps=8,
+    ),
     **{
         f"logit_gradient{' entropy' * entropy}{' bf16x2' * split}": _gradient(entropy=entropy, split=split)
         for entropy in (False, True)
         for split in (False, True)
     },
-    **{f"gradient_in_place{' entropy' * entropy}": _in_place(entropy=entropy) for entropy in (False, True)},
     **{f"weighted_sum {bits[1:]}": _weighted_sum(bits) for bits in ("*i16", "*i32", "*i64")},
 }
 
@@ -143,8 +124,6 @@ def facts(case: Case) -> dict[str, int | str]:
         "stack": found["STACK"],
         "spills": len(spills(names)),
         "shared": compiled.metadata.shared,
-        "tensor cores": sum(name.startswith(("HGMMA", "HMMA")) for name in names),
-        "FFMA": sum(name.startswith("FFMA") for name in names),
         "16 bytes": " ".join(sorted(widest)) or "-",
         "instructions": len(names),
     }

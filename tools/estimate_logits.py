@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -35,7 +36,7 @@ with explained():
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from megatron_scalerl.logits import cuda_backend, in_place
+    from megatron_scalerl.logits import cuda_backend, row_kernels
     from megatron_scalerl.logits.api import token_logprobs, token_loss
 
 FLOPS, BANDWIDTH = 798e12, 3.0e12
@@ -47,8 +48,8 @@ SHAPES = {
     "Scout recipe, TP 4": (16384, 5120, 202048 // 4),
 }
 """Tokens, hidden size and the columns of one rank."""
-WAYS = [("cuda", 512, False), ("cuda", 512, True), ("cuda", 2048, True), ("in_place", 2048, True)]
-"""Backend, workspace (MiB), and whether the loss is asked for in the chunk."""
+WAYS = [(512, False), (512, True), (2048, True)]
+"""Workspace (MiB), and whether the loss is asked for in the chunk."""
 PASSES = {"zeros_like", "addcmul_", "mul", "_to_copy", "copy_", "add_"}
 """Operators that read or write memory, beside products and our kernels."""
 
@@ -64,7 +65,7 @@ class Sum(TorchDispatchMode):
         """Traffic alone."""
         self.seconds += sum(t.numel() * t.itemsize for t in tensors if t is not None) / BANDWIDTH
 
-    def product(self, a: Tensor, b: Tensor, out: Tensor, *, adds: bool) -> None:
+    def product(self, out: Tensor, a: Tensor, b: Tensor, *, adds: bool) -> None:
         rows, columns = out.shape
         tiles = math.ceil(rows / TILE[0]) * math.ceil(columns / TILE[1])
         waves = math.ceil(tiles / PROCESSORS) * PROCESSORS / tiles
@@ -82,30 +83,24 @@ class Sum(TorchDispatchMode):
     def counting(self) -> Iterator[None]:
         """In place of GEMMs and kernels, which the meta device lacks, their cost."""
 
-        def overwritten(logits: Tensor, *_: Any, **__: Any) -> Tensor:
-            dz = logits.view(torch.bfloat16)[:, : logits.shape[1]]
-            self.moved(logits, dz)
-            return dz
-
         with (
-            patch.object(cuda_backend.CudaBackend, "needs", lambda *_: None),
-            patch.object(cuda_backend, "_matmul", lambda a, b, out: self.product(a, b, out, adds=False)),
-            patch.object(cuda_backend, "_add_matmul", lambda a, b, out: self.product(a, b, out, adds=True)),
+            patch.object(row_kernels, "compiled", lambda: False),
+            patch.object(cuda_backend, "set_product", partial(self.product, adds=False)),
+            patch.object(cuda_backend, "add_product", partial(self.product, adds=True)),
             patch.object(cuda_backend, "row_statistics", lambda z, *_: self.moved(z)),
             patch.object(cuda_backend, "logit_gradient", lambda z, *_, high, low, **__: self.moved(z, high, low)),
-            patch.object(in_place, "gradient_in_place", overwritten),
             self,
         ):
             yield
 
 
-def estimate(tokens: int, width: int, columns: int, backend: str, room: int, in_chunk: bool) -> dict[str, Any]:
+def estimate(tokens: int, width: int, columns: int, room: int, in_chunk: bool) -> dict[str, Any]:
     """One line."""
     hidden, head = (torch.empty(n, width, dtype=torch.bfloat16, device="meta") for n in (tokens, columns))
     head.requires_grad_().main_grad = torch.empty(columns, width, device="meta")  # type: ignore[attr-defined]
     head.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
-    options: dict[str, Any] = dict(backend=backend, workspace_mb=room, trusted=True, main_grad=True)
+    options: dict[str, Any] = dict(backend="cuda", workspace_mb=room, trusted=True, main_grad=True)
     chunks: list[int] = []
 
     def loss(logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
@@ -121,7 +116,6 @@ def estimate(tokens: int, width: int, columns: int, backend: str, room: int, in_
         result.backward()
     once = 2.0 * tokens * width * columns / FLOPS
     return {
-        "backend": backend,
         "workspace_mb": room,
         "in_chunk": in_chunk,
         "chunk": chunks[0] if type(result.grad_fn).__name__ == "TokenLossBackward" else 0,

@@ -27,7 +27,6 @@ GPU_TARGETS: list[Target] = [
     ("cuda", "total_seconds", CCE, 1.0),
     ("cuda", "total_seconds", "naive, bf16 logits", 1.25),
     ("cuda", "error", None, 5e-5),
-    ("triton", "error", None, 5e-5),
 ]
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ STEP_SECONDS = float(sys.argv[1]) if __name__ == "__main__" else 0.0
 class StandInWorker:
     """Reports steps that it did not make."""
 
-    def __init__(self, recipe: Recipe, rendezvous: Any) -> None:
+    def __init__(self, recipe: Recipe, rendezvous: Any, run_dir: Path) -> None:
         rank = int(os.environ["RANK"])
         self.parallel = SimpleNamespace(rank=rank, dp_rank=0, holds_batch=rank == 0)
         self._tokens = 0

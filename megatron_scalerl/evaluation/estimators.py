@@ -5,7 +5,7 @@ the clusters of a survey, and each interval is about other prompts of the same k
 
 Interval of a rate: Korn and Graubard 1998 (Survey Methodology 24, 193-201), Clopper and Pearson's interval for the
 number of independent observations that has the variance between prompts. It holds its level at 30 prompts and at
-rates near 0 and 1, where a bootstrap over prompts and Student's t do not (docs/measurements.md).
+rates near 0 and 1, where a bootstrap over prompts and Student's t do not.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ Logits are never rounded below that before the softmax, and TF32 is off wherever
 user has set. The running maximum starts from the row itself, so rows of any level stay finite. Sums of
 exp(z - maximum) leave out the maximum's own 1, so a probability near 1 keeps its logarithm; the entropy is centered
 on the maximum. Ranks exchange four numbers per token in one all-gather and merge them in rank order: every
-tensor-parallel rank holds the same bits. Log-probabilities are within 5e-5 nats of fp64 for |logit| <= 50. The
-gradient of bf16 logits enters the GEMMs of the backward pass as `grad_logits` says: the head's gradient is then
-within 3e-3 (bf16) or 1e-5 (bf16x2, fp32) of exact, relative, before it is rounded to its own type.
+tensor-parallel rank holds the same bits. Log-probabilities are within 5e-5 nats of fp64 for |logit| <= 50 on CPUs;
+the sums of an H200's tensor cores were up to 1.9e-4 nats off at hidden sizes of 4,096 and more. The gradient of bf16
+logits enters the GEMMs of the backward pass as `grad_logits` says: the head's gradient is then within 3e-3 (bf16) or
+1e-5 (bf16x2, fp32) of exact, relative, before it is rounded to its own type.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def token_loss(
     Other arguments and errors as `token_logprobs`.
     """
     call = checked(hidden, weight, targets, Settings(**options))
-    if not call.targets.shape[0] or call.chunk_tokens(call.shape_of(hidden, weight), weight):
+    if not call.shape.tokens or call.chunk_tokens(weight):
         return TokenLoss.apply(hidden, weight, loss, call)
     logprobs, entropies = TokenLogprobs.apply(hidden, weight, call)
     places = torch.arange(call.tokens, device=hidden.device) if call.kept is None else call.kept

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megatron_scalerl.logits.choice import choose_backend
 from megatron_scalerl.logits.function import Call
-from megatron_scalerl.logits.projection import Entropy, GradLogits, Precision
+from megatron_scalerl.logits.projection import Entropy, GradLogits, Precision, Projection
 from megatron_scalerl.types import Bool, Float, Int64
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 """Of hidden and weight; their values are multiplied exactly."""
-_MESSAGE = 64
-"""Maximum length of a rank's error message, in integers of 8 bytes."""
+_MESSAGE = 512
+"""Maximum length of a rank's error message, in bytes."""
 _FACTS = 16
 """Maximum number of values that must be equal on all ranks."""
 
@@ -65,7 +65,7 @@ class Settings:
     """True: if all logits of the call fit the workspace, they stay in it until the backward pass: three GEMMs instead
     of four. For a caller whose backward pass follows at once. `api.token_loss` keeps none."""
     backend: str = "auto"
-    """A key of `choice.BACKENDS`, or auto."""
+    """cuda (bf16 and fp32 on an NVIDIA GPU), torch (anything anywhere), or auto: cuda where it can run."""
 
 
 def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> Call:
@@ -103,26 +103,36 @@ def _call(
         _check_targets(selected, kept, true_size)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     scale = _scale(settings.temperature, hidden.device, wide).detach()
-    call = Call(
-        backend=choose_backend(settings.backend, hidden.device, hidden.dtype),
-        group=group,
-        sequence_parallel=shared,
-        tokens=tokens,
-        kept=kept,
+    first = rank * rows
+    shape = Projection(
+        hidden=hidden.new_empty((1, hidden.shape[1])).expand(selected.shape[0], -1),
+        weight=weight.detach()[: max(0, true_size - first)],
         targets=selected,
         scale=scale if kept is None or scale.dim() == 0 else scale.index_select(0, kept),
-        first=rank * rows,
-        count=max(0, min(rows, true_size - rank * rows)),
+        first=first,
         round_logits=settings.logits == "model",
         entropy=settings.entropy != "none",
         entropy_grad=settings.entropy == "grad",
         grad_logits=settings.grad_logits,
         workspace_bytes=int(settings.workspace_mb * 2**20),
+    )
+    backend = choose_backend(settings.backend, hidden.device, hidden.dtype)
+    need = backend.workspace(shape)
+    if shape.workspace_bytes < need:
+        mib = math.ceil(need / 2**20 * 1000) / 1000
+        raise ValueError(
+            f"workspace_mb: expected at least {mib} for one block of logits, found {settings.workspace_mb:g}"
+        )
+    return Call(
+        backend=backend,
+        group=group,
+        sequence_parallel=shared,
+        tokens=tokens,
+        kept=kept,
+        shape=shape,
         main_grad=_into_main_grad(weight, settings.main_grad),
         keep_logits=settings.keep_logits and torch.is_grad_enabled(),
     )
-    _check_workspace(call, hidden, weight, settings.workspace_mb)
-    return call
 
 
 def _scale(temperature: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -170,11 +180,11 @@ def _check_tokens(tokens: int, targets: Tensor, settings: Settings, shares: int)
         raise ValueError(f"expected loss_mask [{tokens}] in bool, found {list(mask.shape)} in {mask.dtype}")
     if isinstance(temperature, Tensor) and list(temperature.shape) not in ([], [tokens]):
         raise ValueError(f"expected temperature a number or [{tokens}], found {list(temperature.shape)}")
-    if not isinstance(temperature, Tensor):
-        if not temperature > 0:
-            raise ValueError(f"temperature: expected above 0, found {float(temperature)}")
-    elif not settings.trusted and not bool((temperature > 0).all()):
-        raise ValueError(f"temperature: expected above 0, found {float(temperature.min())}")
+    if isinstance(temperature, Tensor) and settings.trusted:
+        return
+    values = torch.as_tensor(temperature)
+    if not bool((values > 0).all()):
+        raise ValueError(f"temperature: expected above 0, found {float(values.min())}")
 
 
 def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> None:
@@ -186,13 +196,6 @@ def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> Non
             f"targets: expected ids from 0 to {vocabulary - 1}, found {int(targets[first])} at position {place} "
             f"({outside.numel()} such)"
         )
-
-
-def _check_workspace(call: Call, hidden: Tensor, weight: Tensor, found: float) -> None:
-    need = call.backend.workspace(call.shape_of(hidden, weight))
-    if call.workspace_bytes < need:
-        mib = math.ceil(need / 2**20 * 1000) / 1000
-        raise ValueError(f"workspace_mb: expected at least {mib} for one block of logits, found {found:g}")
 
 
 def _into_main_grad(weight: Tensor, requested: bool | None) -> bool:
@@ -214,37 +217,36 @@ def _into_main_grad(weight: Tensor, requested: bool | None) -> bool:
 
 def _shared(call: Call, hidden: Tensor, weight: Tensor) -> dict[str, Tensor | int]:
     """What must be equal on all ranks, by name; contents as checksums that depend on the order."""
-    order = torch.arange(1, call.targets.shape[0] + 1, device=hidden.device)
+    shape = call.shape
+    order = torch.arange(1, shape.tokens + 1, device=hidden.device)
     kept = call.kept if call.kept is not None else order
     return {
         "tokens": call.tokens,
         "columns of hidden": hidden.shape[1],
         "rows of weight": weight.shape[0],
         "dtype of weight": DTYPES.index(weight.dtype),
-        "tokens with loss": call.targets.shape[0],
+        "tokens with loss": shape.tokens,
         "loss_mask": (kept * order).sum(),
-        "targets": (call.targets * (order * 2654435761 % 4294967291)).sum(),
-        "temperature": (call.scale.double().expand(order.shape) * order).sum().view(torch.int64),
-        "entropy": call.entropy + call.entropy_grad,
-        "logits": int(call.round_logits),
+        "targets": (shape.targets * (order * 2654435761 % 4294967291)).sum(),
+        "temperature": (shape.scale.double().expand(order.shape) * order).sum().view(torch.int64),
+        "entropy": shape.entropy + shape.entropy_grad,
+        "logits": int(shape.round_logits),
         "sequence_parallel": int(call.sequence_parallel),
     }
 
 
 def _agree(group: dist.ProcessGroup, device: torch.device, problem: str, shared: dict[str, Tensor | int]) -> None:
     """ValueError on every rank if one has a problem or two differ."""
-    padded = problem.encode()[: 8 * _MESSAGE].ljust(8 * _MESSAGE, b"\0")
-    message = torch.frombuffer(bytearray(padded), dtype=torch.int64).to(device)
-    facts = torch.stack([torch.as_tensor(value, device=device) for value in shared.values()] or [message[0]])
-    mine = torch.cat([message, facts.new_zeros(_FACTS)])
-    mine[_MESSAGE : _MESSAGE + len(facts)] = facts
+    text = problem.encode()[:_MESSAGE].ljust(_MESSAGE, b"\0")
+    facts = [int(value) for value in shared.values()]
+    mine = torch.tensor([*text, *facts, *[0] * (_FACTS - len(facts))], device=device)
     everyone = mine.new_empty((group.size(), len(mine)))
     dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
-    everyone = everyone.cpu()
-    for rank, row in enumerate(everyone):
-        text = row[:_MESSAGE].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-        if text:
-            raise ValueError(f"rank {rank} of {group.size()} of the tensor-parallel group: {text}")
-    for name, found in zip(shared, everyone[:, _MESSAGE:].t().tolist()):
-        if len(set(found)) > 1:
-            raise ValueError(f"{name}: expected the same on all ranks of the tensor-parallel group, found {found}")
+    rows = everyone.tolist()
+    for rank, row in enumerate(rows):
+        if message := bytes(row[:_MESSAGE]).rstrip(b"\0").decode(errors="replace"):
+            raise ValueError(f"rank {rank} of {group.size()} of the tensor-parallel group: {message}")
+    for place, name in enumerate(shared, _MESSAGE):
+        values = [row[place] for row in rows]
+        if len(set(values)) > 1:
+            raise ValueError(f"{name}: expected the same on all ranks of the tensor-parallel group, found {values}")

@@ -32,8 +32,8 @@ class TokenLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, loss: ChunkLoss, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss, and log-probabilities and entropies [tokens]."""
-        p = call.projection(hidden, weight)
-        size = max(1, call.chunk_tokens(p, weight))
+        p = call.projection(hidden)
+        size = max(1, call.chunk_tokens(weight))
         logits = p.hidden.new_empty((min(size, p.tokens), p.count), dtype=p.accumulator)
         grad_hidden = torch.zeros_like(p.hidden, dtype=p.accumulator) if any(ctx.needs_input_grad) else None
         grad_weight = torch.zeros_like(weight, dtype=p.accumulator) if ctx.needs_input_grad[1] else None
@@ -48,14 +48,14 @@ class TokenLoss(torch.autograd.Function):
             value, given = _differentiated(loss, call, lse, logprobs[rows], entropies[rows], places[rows])
             total += value
             if grad_hidden is not None:
-                into = None if grad_weight is None else grad_weight[: call.count]
+                into = None if grad_weight is None else grad_weight[: p.count]
                 call.backend.chunk_gradients(part, block, stats, given, grad_hidden[rows], into)
         del logits
         if grad_hidden is not None:
             grad_hidden = call.grad_of_hidden(grad_hidden, p.accumulator)
         ctx.save_for_backward(weight, grad_hidden, grad_weight)
         ctx.call, ctx.dtype = call, hidden.dtype
-        if not call.entropy:
+        if not p.entropy:
             entropies.zero_()
         reported = call.at_all_tokens(logprobs), call.at_all_tokens(entropies)
         ctx.mark_non_differentiable(*reported)
@@ -68,7 +68,7 @@ class TokenLoss(torch.autograd.Function):
         scale, call = grads[0], ctx.call
         result = None
         if grad_weight is not None and call.main_grad:
-            weight.main_grad[: call.count].addcmul_(grad_weight[: call.count], scale)
+            weight.main_grad.addcmul_(grad_weight, scale)
             result = added_to_main_grad(weight)
         elif grad_weight is not None:
             result = _scaled(grad_weight, scale, torch.empty_like(weight))
@@ -87,16 +87,16 @@ def _differentiated(
 ) -> tuple[Tensor, TokenGradients]:
     """The loss of one chunk and its gradients with respect to log-probabilities and entropies."""
     leaf = logprob.detach().clone().requires_grad_()
-    entropies = entropy.detach().clone().requires_grad_(call.entropy_grad)
+    entropies = entropy.detach().clone().requires_grad_(call.shape.entropy_grad)
     with torch.enable_grad():
         value = loss(leaf, entropies, places)
-    inputs = [leaf, entropies] if call.entropy_grad else [leaf]
+    inputs = [leaf, entropies] if call.shape.entropy_grad else [leaf]
     found = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
     given = TokenGradients(
         lse=lse,
         logprob=logprob,
         entropy=entropy,
         grad_logprob=found[0],
-        grad_entropy=found[1] if call.entropy_grad else None,
+        grad_entropy=found[1] if call.shape.entropy_grad else None,
     )
     return value.detach(), given

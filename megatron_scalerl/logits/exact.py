@@ -68,17 +68,21 @@ def _switch(device: torch.device) -> Any:
     return matmul if hasattr(matmul, "fp32_precision") else None
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b in out's dtype, fp32 or fp64; bf16 operands are multiplied exactly and summed in fp32."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b)
-    else:
-        out += torch.mm(a, b, out_dtype=out.dtype)
-
-
 def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b, as `add_product`."""
+    """out = a @ b in out's dtype, fp32 or fp64; bf16 operands are multiplied exactly and summed in fp32."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
-    else:
+    elif a.is_cuda:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:  # CPUs have no such product
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b, as `set_product`, within the GEMM."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_scalerl.logits.projection import Backend, GradLogits, Projection, TokenGradients, merged, results
+from megatron_scalerl.logits.projection import Backend, Projection, TokenGradients, merged, results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,61 +30,31 @@ class Call:
     """T, all tokens, with and without loss."""
     kept: Tensor | None
     """[C] int64 positions of the tokens with loss; None: all."""
-    targets: Tensor
-    """[C] int64, of the kept tokens."""
-    scale: Tensor
-    """1 / temperature in the accumulator's dtype, 0-dimensional or [C]."""
-    first: int
-    """Id of this rank's first column in the whole vocabulary."""
-    count: int
-    """This rank's columns, padding excluded."""
-    round_logits: bool
-    entropy: bool
-    entropy_grad: bool
-    grad_logits: GradLogits
-    workspace_bytes: int
+    shape: Projection
+    """What the backend computes for the kept tokens, with hidden states of that shape without memory: under sequence
+    parallelism this rank has a part of them."""
     main_grad: bool
     """The weight's gradient is added directly to weight.main_grad."""
     keep_logits: bool
     """The logits stay in memory until the backward pass if the workspace holds all of them."""
 
-    def projection(self, hidden: Tensor, weight: Tensor) -> Projection:
+    def projection(self, hidden: Tensor) -> Projection:
         """The backend's input; gathers hidden under sequence parallelism."""
         if self.sequence_parallel and self.group is not None:
             share, hidden = hidden, hidden.new_empty((self.tokens, hidden.shape[1]))
             dist.all_gather_into_tensor(hidden, share.contiguous(), group=self.group)
         if self.kept is not None:
             hidden = hidden.index_select(0, self.kept)
-        return self.projection_of(hidden.detach(), weight.detach())
+        return replace(self.shape, hidden=hidden.detach())
 
-    def projection_of(self, hidden: Tensor, weight: Tensor) -> Projection:
-        """The same, from hidden states of the kept tokens."""
-        return Projection(
-            hidden=hidden,
-            weight=weight[: self.count],
-            targets=self.targets,
-            scale=self.scale,
-            first=self.first,
-            round_logits=self.round_logits,
-            entropy=self.entropy,
-            entropy_grad=self.entropy_grad,
-            grad_logits=self.grad_logits,
-            workspace_bytes=self.workspace_bytes,
-        )
-
-    def shape_of(self, hidden: Tensor, weight: Tensor) -> Projection:
-        """The projection's shapes without its memory: under sequence parallelism this rank has a part of hidden."""
-        whole = hidden.new_empty((1, hidden.shape[1])).expand(self.targets.shape[0], -1)
-        return self.projection_of(whole, weight.detach())
-
-    def chunk_tokens(self, projection: Projection, weight: Tensor) -> int:
+    def chunk_tokens(self, weight: Tensor) -> int:
         """Tokens of a chunk with whole rows, equal on all ranks, which gather after each: padding counts as rows."""
-        return self.backend.chunk_tokens(replace(projection, weight=weight.detach()))
+        return self.backend.chunk_tokens(replace(self.shape, weight=weight.detach()))
 
     def statistics(self, projection: Projection, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """The backend's statistics, and what `chunk_gradients` needs of all logits if they stay in memory."""
         p = projection
-        if not (self.keep_logits and p.tokens and self.chunk_tokens(p, weight) >= p.tokens):
+        if not (self.keep_logits and p.tokens and self.chunk_tokens(weight) >= p.tokens):
             return self.backend.statistics(p), None
         logits = p.hidden.new_empty((p.tokens, p.count), dtype=p.accumulator)
         return self.backend.chunk_statistics(p, logits), logits
@@ -126,12 +96,12 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, [tokens] each."""
-        stats, logits = call.statistics(call.projection(hidden, weight), weight)
+        stats, logits = call.statistics(call.projection(hidden), weight)
         lse, logprob, entropy = call.merged(stats)
         ctx.save_for_backward(hidden, weight, lse, logprob, entropy)
         ctx.call, ctx.kept = call, None if logits is None else (logits, stats)
-        reported = call.at_all_tokens(entropy if call.entropy else torch.zeros_like(entropy))
-        if not call.entropy_grad:
+        reported = call.at_all_tokens(entropy if call.shape.entropy else torch.zeros_like(entropy))
+        if not call.shape.entropy_grad:
             ctx.mark_non_differentiable(reported)
         return call.at_all_tokens(logprob), reported
 
@@ -140,20 +110,18 @@ class TokenLogprobs(torch.autograd.Function):
         """Recomputes the logits that were not kept."""
         hidden, weight, lse, logprob, entropy = ctx.saved_tensors
         call: Call = ctx.call
-        projection = call.projection(hidden, weight)
+        projection = call.projection(hidden)
         chosen = [g if call.kept is None else g.index_select(0, call.kept) for g in grads]
         given = TokenGradients(
             lse=lse,
             logprob=logprob,
             entropy=entropy,
             grad_logprob=chosen[0],
-            grad_entropy=chosen[1] if call.entropy_grad else None,
+            grad_entropy=chosen[1] if projection.entropy_grad else None,
         )
         grad_hidden = torch.zeros_like(projection.hidden, dtype=projection.accumulator)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = weight.main_grad if call.main_grad else torch.zeros_like(weight)
-        into = None if grad_weight is None else grad_weight[: call.count]
+        grad_weight = head_gradient(weight, projection, call) if ctx.needs_input_grad[1] else None
+        into = None if grad_weight is None else grad_weight[: projection.count]
         kept, ctx.kept = ctx.kept, None  # overwritten: another backward pass recomputes them
         if kept is None:
             call.backend.gradients(projection, given, grad_hidden, into)
@@ -161,8 +129,19 @@ class TokenLogprobs(torch.autograd.Function):
             logits, stats = kept
             call.backend.chunk_gradients(projection, logits, stats, given, grad_hidden, into)
         if grad_weight is not None and call.main_grad:
+            if grad_weight is not weight.main_grad:
+                weight.main_grad += grad_weight
             grad_weight = added_to_main_grad(weight)
+        elif grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         return call.grad_of_hidden(grad_hidden, hidden.dtype), grad_weight, None
+
+
+def head_gradient(weight: Any, projection: Projection, call: Call) -> Tensor:
+    """Where backends add the head's gradient, in the accumulator's dtype: main_grad itself, or zeros."""
+    if call.main_grad and weight.main_grad.dtype == projection.accumulator:
+        return weight.main_grad
+    return torch.zeros_like(weight, dtype=projection.accumulator)
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor:

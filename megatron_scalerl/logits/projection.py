@@ -11,7 +11,7 @@ the log-probability of a token that is almost certain.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -103,13 +103,14 @@ class TokenGradients:
 
     def of_tokens(self, rows: slice) -> TokenGradients:
         """Those of some of the tokens, as views."""
-        return TokenGradients(
-            lse=self.lse[rows],
-            logprob=self.logprob[rows],
-            entropy=self.entropy[rows],
-            grad_logprob=self.grad_logprob[rows],
-            grad_entropy=None if self.grad_entropy is None else self.grad_entropy[rows],
-        )
+        return self._changed(lambda values: values[rows])
+
+    def contiguous(self) -> TokenGradients:
+        """As kernels read them: a gradient of a sum may be one number for all tokens."""
+        return self._changed(Tensor.contiguous)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> TokenGradients:
+        return replace(self, **{name: change(values) for name, values in vars(self).items() if values is not None})
 
 
 class Backend(Protocol):
@@ -122,17 +123,13 @@ class Backend(Protocol):
     3  z of the target if this rank owns it, else finfo.min
 
     `gradients` and `chunk_gradients` add dz @ weight to grad_hidden [T, H] (accumulator's dtype) and dz.T @ hidden
-    to grad_weight [n, H] (accumulator's or weight's dtype; it may be Megatron's main_grad itself), with
+    to grad_weight [n, H] (the same; it may be Megatron's main_grad itself), with
 
         dz = scale * (grad_logprob (1_target - p) - grad_entropy p (log p + entropy)).
     """
 
     name: str
-    """Its key in `choice.BACKENDS`, the value of `backend=`."""
-
-    def needs(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """What is missing for a projection on `device` with operands of `dtype`; None if the backend can run."""
-        ...
+    """The value of `backend=`."""
 
     def workspace(self, projection: Projection) -> int:
         """Smallest workspace (bytes) for `statistics` and `gradients`."""

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_scalerl.logits.projection import TokenGradients
+
 STATISTICS_BLOCK = 4096
 """Columns that one pass of the statistics kernel holds in registers: 16 for each thread of 8 warps."""
 
@@ -26,7 +28,7 @@ def compiled() -> bool:
 def row_statistics(logits: Tensor, scale: Tensor, targets: Tensor, first: int, stats: Tensor) -> None:
     """Adds a block of columns to the statistics [4, T] of `projection.Backend`, in place.
 
-    logits [T, columns] fp32 or bf16, without `scale` (0-dimensional or [T], fp32); `first` is the id of column 0,
+    logits [T, columns] fp32, without `scale` (0-dimensional or [T], fp32); `first` is the id of column 0,
     `targets` [T] int64 are ids. The largest logit's own term is not part of r, and several equal maxima are counted
     one by one, so r is exact if one token is almost certain.
     """
@@ -54,20 +56,16 @@ def logit_gradient(
     scale: Tensor,
     targets: Tensor,
     first: int,
-    *,
-    lse: Tensor,
-    grad_logprob: Tensor,
+    given: TokenGradients,
     at_target: Tensor,
-    entropy: Tensor,
-    grad_entropy: Tensor | None,
+    *,
     high: Tensor,
     low: Tensor | None,
 ) -> None:
     """Gradient of a block of logits [T, columns], times scale, into `high` (and its rounding error into `low`).
 
     `high` is bf16 or fp32 and may be `logits` itself if that is fp32; high + low has 16 bits of the gradient's
-    significand. lse, grad_logprob, entropy and grad_entropy [T] fp32 as in `projection.TokenGradients`; at_target [T]
-    is grad_logprob (1 - p) of the target, computed without cancellation.
+    significand. at_target [T] is grad_logprob (1 - p) of the target, computed without cancellation.
     """
     tokens, columns = logits.shape
     if tokens == 0 or columns == 0:
@@ -80,17 +78,17 @@ def logit_gradient(
         scale,
         scale.dim(),
         targets,
-        lse,
-        grad_logprob,
+        given.lse,
+        given.grad_logprob,
         at_target,
-        entropy,
-        entropy if grad_entropy is None else grad_entropy,
+        given.entropy,
+        given.entropy if given.grad_entropy is None else given.grad_entropy,
         high,
         high if low is None else low,
         high.stride(0),
         first,
         columns,
-        ENTROPY=grad_entropy is not None,
+        ENTROPY=given.grad_entropy is not None,
         SPLIT=low is not None,
         BLOCK=block,
         num_warps=4,
@@ -122,13 +120,13 @@ def _row_statistics_kernel(
     lane = tl.arange(0, BLOCK)
     filled = lane < columns
     # Every lane accumulates the statistics of its own columns: one reduction at the end, one exponential per logit.
-    m = tl.load(start + lane, mask=filled, other=0.0).to(tl.float32) * factor
+    m = tl.load(start + lane, mask=filled, other=0.0) * factor
     m = tl.where(filled, m, float("-inf"))
     r = tl.zeros((BLOCK,), tl.float32)
     u = tl.zeros((BLOCK,), tl.float32)
     for begin in range(BLOCK, columns, BLOCK):
         inside = begin + lane < columns
-        z = tl.load(start + begin + lane, mask=inside, other=0.0).to(tl.float32) * factor
+        z = tl.load(start + begin + lane, mask=inside, other=0.0) * factor
         rising = z > m
         gap = -tl.abs(z - m)
         e = tl.exp(gap)
@@ -153,19 +151,8 @@ def _row_statistics_kernel(
     tl.store(out + 2 * stats_stride, u1)
     column = tl.load(targets + row) - first
     owned = (column >= 0) & (column < columns)
-    picked = tl.load(start + column, mask=owned, other=0.0).to(tl.float32) * factor
+    picked = tl.load(start + column, mask=owned, other=0.0) * factor
     tl.store(out + 3 * stats_stride, picked, mask=owned)
-
-
-@triton.jit
-def derivative(z, is_target, lse, at_target, grad_logprob, entropy, grad_entropy, ENTROPY: tl.constexpr):
-    """Gradient of scaled logits of one row, arguments as `logit_gradient`."""
-    log_p = z - lse
-    p = tl.exp(log_p)
-    dz = tl.where(is_target, at_target, -p * grad_logprob)
-    if ENTROPY:
-        dz -= grad_entropy * p * (log_p + entropy)
-    return dz
 
 
 @triton.jit
@@ -193,10 +180,13 @@ def _logit_gradient_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     factor = tl.load(scale + row * scale_stride)
-    z = tl.load(logits + row * row_stride + column, mask=inside, other=0.0).to(tl.float32) * factor
+    z = tl.load(logits + row * row_stride + column, mask=inside, other=0.0) * factor
     target = tl.load(targets + row) - first
-    certain, g, g_entropy = tl.load(at_target + row), tl.load(grad_logprob + row), tl.load(grad_entropy + row)
-    dz = derivative(z, column == target, tl.load(lse + row), certain, g, tl.load(entropy + row), g_entropy, ENTROPY)
+    log_p = z - tl.load(lse + row)
+    p = tl.exp(log_p)
+    dz = tl.where(column == target, tl.load(at_target + row), -p * tl.load(grad_logprob + row))
+    if ENTROPY:
+        dz -= tl.load(grad_entropy + row) * p * (log_p + tl.load(entropy + row))
     dz *= factor
     rounded = dz.to(high.dtype.element_ty)
     tl.store(high + row * out_stride + column, rounded, mask=inside)

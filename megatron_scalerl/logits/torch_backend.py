@@ -44,7 +44,7 @@ class _Costs:
         cast = item * p.hidden.shape[1] if _casts(p) else 0
         narrow = p.hidden.dtype != p.accumulator
         halves = 2 * (narrow and (p.round_logits or p.grad_logits == "bf16x2"))
-        # Per token: running statistics, before and after. Per column: the head's gradient before it is rounded.
+        # Per token: running statistics, before and after. Per column: the head in the accumulator's type.
         return cls(
             element=item + halves,
             token=cast + 16 * item,
@@ -80,10 +80,6 @@ class TorchBackend:
 
     name = "torch"
 
-    def needs(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """None: it runs wherever PyTorch does."""
-        return None
-
     def workspace(self, projection: Projection) -> int:
         """Bytes of the smallest block, SMALLEST."""
         p = projection
@@ -118,17 +114,15 @@ class TorchBackend:
         tokens, columns = blocks(p)
         buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
         hiddens, heads = _Operands(p, p.hidden, tokens), _Operands(p, p.weight, columns)
-        sum_of_block = None if grad_weight is None else _narrow_sum(p, grad_weight, columns)
         for cols in slices(p.count, columns):
             head = heads.block(cols)
-            sink = _Sink(None if grad_weight is None else grad_weight[cols], sum_of_block)
+            into = None if grad_weight is None else grad_weight[cols]
             for rows in slices(p.tokens, tokens):
                 part, here, hidden = p.of_tokens(rows), given.of_tokens(rows), hiddens.block(rows)
                 dz = block_of(buffer, part.tokens, head.shape[0])
                 _logits(part, hidden, head, dz)
                 _to_gradient(part, cols, dz, here, here.lse)
-                _add_gradients(part, dz, hidden, head, grad_hidden[rows], sink)
-            sink.close()
+                _add_gradients(part, dz, hidden, head, grad_hidden[rows], into)
 
     def chunk_tokens(self, projection: Projection) -> int:
         """Tokens of one chunk with whole rows, at most LARGEST_CHUNK elements on a CPU."""
@@ -168,11 +162,9 @@ class TorchBackend:
         _to_gradient(p, slice(0, p.count), logits, given, given.lse - stats[0])
         columns = _head_columns(p)
         hidden, heads = _operand(p, p.hidden), _Operands(p, p.weight, columns)
-        sum_of_block = None if grad_weight is None else _narrow_sum(p, grad_weight, columns)
         for cols in slices(p.count, columns):
-            sink = _Sink(None if grad_weight is None else grad_weight[cols], sum_of_block)
-            _add_gradients(p, logits[:, cols], hidden, heads.block(cols), grad_hidden, sink)
-            sink.close()
+            into = None if grad_weight is None else grad_weight[cols]
+            _add_gradients(p, logits[:, cols], hidden, heads.block(cols), grad_hidden, into)
 
 
 class _Operands:
@@ -193,38 +185,6 @@ class _Operands:
             operand.copy_(values)
             self._cast = rows
         return operand
-
-
-def _narrow_sum(p: Projection, grad: Tensor, columns: int) -> Tensor | None:
-    """A buffer for the fp32 sum of a block of the head's gradient; None if the gradient is not narrower."""
-    return None if grad.dtype == p.accumulator else grad.new_empty((columns, grad.shape[1]), dtype=p.accumulator)
-
-
-class _Sink:
-    """Accumulates one block of the head's gradient: in place, or in an fp32 buffer if the gradient is narrower."""
-
-    def __init__(self, grad: Tensor | None, buffer: Tensor | None):
-        self._grad = grad
-        self._sum = None if grad is None or buffer is None else buffer[: grad.shape[0]]
-        self._empty = True
-
-    @property
-    def wanted(self) -> bool:
-        """The head has a gradient."""
-        return self._grad is not None
-
-    def add(self, dz: Tensor, hidden: Tensor) -> None:
-        """Adds dz.T @ hidden."""
-        if self._sum is not None and self._empty:
-            set_product(self._sum, dz.t(), hidden)
-        elif self._grad is not None:
-            add_product(self._grad if self._sum is None else self._sum, dz.t(), hidden)
-        self._empty = False
-
-    def close(self) -> None:
-        """Adds the sum of the buffer, rounded once."""
-        if self._grad is not None and self._sum is not None:
-            self._grad += self._sum
 
 
 def _casts(p: Projection) -> bool:
@@ -307,20 +267,17 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, l
 
 
 def _add_gradients(
-    p: Projection, dz: Tensor, hidden: Tensor, head: Tensor, grad_hidden: Tensor, grad_weight: _Sink
+    p: Projection, dz: Tensor, hidden: Tensor, head: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None
 ) -> None:
     """The two GEMMs of a block, with dz in the precision of `Projection.grad_logits`; overwrites dz."""
-    if p.hidden.dtype == p.accumulator or p.grad_logits == "fp32":
-        with _products(p, of_bf16=False):
-            add_product(grad_hidden, dz, head)
-            grad_weight.add(dz, hidden)
-        return
-    first = dz.to(p.hidden.dtype) if p.grad_logits == "bf16x2" or not _casts(p) else None
-    with _products(p):
-        if p.grad_logits == "bf16x2" and grad_weight.wanted and first is not None:
-            dz -= first
-            grad_weight.add(dz if _casts(p) else dz.to(first.dtype), hidden)
-        if first is not None:
+    exact = p.hidden.dtype == p.accumulator or p.grad_logits == "fp32"
+    with _products(p, of_bf16=not exact):
+        if not exact and (p.grad_logits == "bf16x2" or not _casts(p)):
+            first = dz.to(p.hidden.dtype)
+            if p.grad_logits == "bf16x2" and grad_weight is not None:
+                dz -= first
+                add_product(grad_weight, dz.t() if _casts(p) else dz.to(first.dtype).t(), hidden)
             dz = dz.copy_(first) if _casts(p) else first
         add_product(grad_hidden, dz, head)
-        grad_weight.add(dz, hidden)
+        if grad_weight is not None:
+            add_product(grad_weight, dz.t(), hidden)

@@ -19,6 +19,12 @@ from megatron_scalerl.recipe.sections import (
 )
 
 
+def _not_a_left_backend(name: Any) -> Any:
+    if name in ("triton", "in_place"):
+        raise ValueError(f"the backend {name} of the logit projection has left; take auto, which is cuda on a GPU")
+    return name
+
+
 class TrainerSection(Section):
     """The trainer's processes."""
 
@@ -34,10 +40,9 @@ class TrainerSection(Section):
     """Memory for blocks of logits, in addition to hidden states, head and gradients (MiB). null: 2048 on a GPU of at
     least 64 GiB without engine.colocate, else 512. Smaller is slower: logits of a micro-batch that do not fit it are
     computed again in the backward pass without `loss_in_chunk`."""
-    logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch|triton|in_place)$")] = "auto"
-    """Backend of the logit projection: auto (the first available), torch (any device), or on GPUs cuda, triton and
-    in_place. in_place is cuda with a chunk's bfloat16 gradient written over its logits: larger chunks and products,
-    but no GPU has run it."""
+    logit_backend: Annotated[Literal["auto", "cuda", "torch"], BeforeValidator(_not_a_left_backend)] = "auto"
+    """Backend of the logit projection: cuda (NVIDIA GPUs), torch (any device, slow on GPUs), or auto: cuda where
+    it can run."""
     logit_gradient: Literal["bf16", "bf16x2", "fp32"] = "bf16"
     """Precision of the logit gradient in matrix products with a bfloat16 head: bf16, the sum of two bf16 numbers for
     the head's gradient (error 1e-5 instead of 3e-3, one more product), or fp32 (slow)."""

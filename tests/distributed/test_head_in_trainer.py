@@ -1,7 +1,7 @@
 """The head in the trainer: gradients added directly to main_grad, the loss in the chunk, weights that arrive late.
 
 Why this matters: the projection bypasses autograd's accumulation and Megatron's hooks, so a gradient could be lost,
-added twice, or computed from weights of the previous step. Not exercised: the `cuda` and `triton` backends.
+added twice, or computed from weights of the previous step. Not exercised: the `cuda` backend.
 """
 
 from __future__ import annotations

@@ -172,6 +172,7 @@ def in_transformers(case: Case, dtype: torch.dtype) -> tuple[Step, float]:
     model: Any = AutoModelForCausalLM.from_pretrained(
         case.path, dtype=dtype, trust_remote_code=False, attn_implementation="eager", **plain
     ).eval()
+    assert not plain or model.config._experts_implementation == "eager"
     gaps: list[float] = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("router", "gate"):

@@ -1,5 +1,8 @@
-"""The weight transport on each device: digests, packing, sending. NCCL does not support two ranks on one GPU, so that
-it takes two of them to receive something: the last check here, and the run in test_gpu_loop.py."""
+"""The weight transport on each device: digests, packing, sending.
+
+NCCL refuses two ranks on one GPU, unless each has a host id of its own (NCCL_HOSTID), so that it takes two GPUs to
+receive something: the last check here, and the run in test_gpu_loop.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The GPU backends on CPU tensors: their Triton kernels interpreted, their GEMMs in fp32 on cast blocks.
+"""The GPU backend on CPU tensors: its Triton kernels interpreted, its GEMMs in fp32 on cast blocks.
 
-Everything of them runs here but `torch.mm(out_dtype=)`, `torch.addmm(out_dtype=)` and the device itself.
+Everything of it runs here but `torch.mm(out_dtype=)`, `torch.addmm(out_dtype=)` and the device itself.
 """
 
 from __future__ import annotations
@@ -15,32 +15,23 @@ from hypothesis import strategies as st
 from logit_problems import LiveBytes
 from triton_interpreter import bf16_as_on_a_gpu, interpret
 
-from megatron_scalerl.logits import cuda_backend, fused_kernel, in_place, row_kernels, token_logprobs
+from megatron_scalerl.logits import cuda_backend, row_kernels, token_logprobs
 from megatron_scalerl.logits.api import token_loss
-from megatron_scalerl.logits.choice import choose_backend
 from megatron_scalerl.logits.cuda_backend import CudaBackend, gradient_block, statistics_block
-from megatron_scalerl.logits.fused_kernel import Tiles
 from megatron_scalerl.logits.projection import Projection, TokenGradients, merged, results
 
 TOKENS, WIDTH, VOCAB = 21, 24, 150
-BOTH = pytest.mark.parametrize("backend", ["cuda", "triton"])
-IN_CHUNKS = pytest.mark.parametrize("backend", ["cuda", "triton", "in_place"])
 TIGHT, ROOMY = 12_000, 2**20
 """Bytes of workspace: blocks of 8 to 24 tokens by 16 to 80 columns; one block."""
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, row_kernels, fused_kernel, in_place)
+    interpret(monkeypatch, row_kernels)
     bf16_as_on_a_gpu(monkeypatch)
     small = {"TOKEN_STEP": 8, "COLUMN_STEP": 16, "FEWEST_TOKENS": 16, "FEWEST_COLUMNS": 32, "CHUNK_COLUMNS": 64}
     for name, value in {**small, "FEWEST_CHUNK_TOKENS": 8}.items():
         monkeypatch.setattr(cuda_backend, name, value)
-    monkeypatch.setattr(in_place, "BLOCK", 32)
-    tiles = Tiles(tokens=16, columns=32, width=16, warps=4, stages=1, runs=2)
-    for name in ("BF16_TILES", "FP32_TILES"):
-        monkeypatch.setattr(fused_kernel, name, tiles)
-    monkeypatch.setattr(fused_kernel, "FEWEST_PROGRAMS", 1)
 
 
 def problem(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -75,16 +66,15 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.usefixtures("interpreted")
-@BOTH
 @pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
 @pytest.mark.parametrize(("mode", "bound"), [("bf16", 3e-3), ("bf16x2", 1e-5), ("fp32", 1e-6)])
-def test_bf16_head_against_fp64(backend: str, workspace: int, mode: Any, bound: float) -> None:
+def test_bf16_head_against_fp64(workspace: int, mode: Any, bound: float) -> None:
     """Values within 1e-5 nats; the head's gradient, in an fp32 main_grad, within the bound of its kind."""
     hidden, weight, targets = problem(torch.bfloat16)
     temperature = torch.linspace(0.5, 2.0, TOKENS)
     hidden.requires_grad_(), weight.requires_grad_()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(VOCAB, WIDTH), False
-    options: dict[str, Any] = dict(grad_logits=mode, workspace_mb=workspace / 2**20, backend=backend, main_grad=True)
+    options: dict[str, Any] = dict(grad_logits=mode, workspace_mb=workspace / 2**20, backend="cuda", main_grad=True)
     logprob, entropy = token_logprobs(hidden, weight, targets, temperature=temperature, entropy="grad", **options)
     weighted(logprob, entropy).backward()
     exact = truth(hidden, weight, targets, temperature)
@@ -95,13 +85,12 @@ def test_bf16_head_against_fp64(backend: str, workspace: int, mode: Any, bound: 
 
 
 @pytest.mark.usefixtures("interpreted")
-@BOTH
 @pytest.mark.parametrize("logits", ["fp32", "model"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_torch_backend(backend: str, logits: Any, dtype: torch.dtype) -> None:
+def test_equals_the_torch_backend(logits: Any, dtype: torch.dtype) -> None:
     """Also with a padded vocabulary, tokens without loss and a tight workspace."""
     results_of = {}
-    for name in (backend, "torch"):
+    for name in ("cuda", "torch"):
         hidden, weight, targets = problem(dtype)
         hidden.requires_grad_(), weight.requires_grad_()
         mask = torch.arange(TOKENS) % 3 > 0
@@ -112,16 +101,15 @@ def test_equals_the_torch_backend(backend: str, logits: Any, dtype: torch.dtype)
         weighted(logprob, entropy).backward()
         results_of[name] = logprob.detach(), entropy.detach(), hidden.grad, weight.grad
         assert weight.grad[VOCAB - 20 :].abs().max() == 0 and logprob[~mask].abs().max() == 0
-    found, expected = results_of[backend], results_of["torch"]
+    found, expected = results_of["cuda"], results_of["torch"]
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(found[:2], expected[:2]))
     bound = 1e-6 if dtype == torch.float32 else 6e-3
     assert all(relative(a, b.double()) < bound for a, b in zip(found[2:], expected[2:]))
 
 
 @pytest.mark.usefixtures("interpreted")
-@IN_CHUNKS
 @pytest.mark.parametrize("mode", ["bf16", "bf16x2", "fp32"])
-def test_kept_logits_give_the_gradients_of_recomputed_ones(backend: str, mode: Any) -> None:
+def test_kept_logits_give_the_gradients_of_recomputed_ones(mode: Any) -> None:
     """Into bf16 gradients, of a padded vocabulary with tokens without loss; recomputing them is not called."""
     found = []
     for keep in (True, False):
@@ -132,7 +120,7 @@ def test_kept_logits_give_the_gradients_of_recomputed_ones(backend: str, mode: A
             if keep:
                 patch.delattr(CudaBackend, "gradients")
             logprob, entropy = token_logprobs(
-                hidden, weight, targets % 130, backend=backend, grad_logits=mode, keep_logits=keep, **options
+                hidden, weight, targets % 130, backend="cuda", grad_logits=mode, keep_logits=keep, **options
             )
             weighted(logprob, entropy).backward()
         found.append((logprob.detach(), entropy.detach(), hidden.grad, weight.grad))
@@ -158,45 +146,44 @@ def test_accumulating_twice_is_accumulating_both(workspace: int) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
-def test_a_narrow_gradient_is_rounded_once(workspace: int) -> None:
-    """Parts and blocks are summed in fp32 beside a bf16 gradient and added to what it holds: 1/2 + sum, to bf16."""
-    hidden, weight, targets = problem(torch.bfloat16)
-    p = projection_of(hidden, weight, targets, grad_logits="bf16x2", workspace_bytes=workspace)
-    lse, logprob, entropy = results(CudaBackend().statistics(p))
-    g = torch.linspace(-1.0, 2.0, TOKENS)
-    given = TokenGradients(lse=lse, logprob=logprob, entropy=entropy, grad_logprob=g, grad_entropy=None)
-    wide, narrow = torch.full((VOCAB, WIDTH), 0.5), torch.full((VOCAB, WIDTH), 0.5, dtype=torch.bfloat16)
-    for grad_weight in (wide, narrow):
-        CudaBackend().gradients(p, given, torch.zeros(TOKENS, WIDTH), grad_weight)
-    assert (narrow == wide.bfloat16()).float().mean() > 0.999 and (wide - 0.5).abs().max() > 0.1
+@pytest.mark.parametrize("main_grad", [True, False])
+def test_a_narrow_gradient_is_rounded_once(main_grad: bool) -> None:
+    """Blocks are summed in fp32 beside a bf16 gradient and added to what it holds: 1/2 + sum, to bf16."""
+    held, found = (0.5 if main_grad else 0.0), []
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden, weight, targets = problem(torch.bfloat16)
+        weight.requires_grad_()
+        weight.main_grad, weight.grad_added_to_main_grad = torch.full((VOCAB, WIDTH), held, dtype=dtype), False
+        options: dict[str, Any] = dict(grad_logits="bf16x2", workspace_mb=TIGHT / 2**20, backend="cuda")
+        wide = main_grad or dtype == torch.float32
+        logprob, entropy = token_logprobs(hidden, weight, targets, entropy="grad", main_grad=wide, **options)
+        weighted(logprob, entropy).backward()
+        found.append(weight.main_grad if wide else weight.grad)
+    exact, narrow = found
+    assert torch.equal(narrow, exact.bfloat16()) and (exact - held).abs().max() > 0.1
 
 
 @pytest.mark.usefixtures("interpreted")
-@IN_CHUNKS
 @pytest.mark.parametrize("workspace", [10_000, ROOMY])
 @pytest.mark.parametrize("logits", ["fp32", "model"])
 def test_a_bf16_head_inside_the_chunk_against_fp64(
-    backend: str, workspace: int, logits: Any, monkeypatch: pytest.MonkeyPatch
+    workspace: int, logits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard's padding, a token without loss and a temperature per token, in three chunks and in one.
-
-    `in_place` multiplies once for each gradient of a chunk, the others once per block of 64 columns.
-    """
+    """A shard's padding, a token without loss and a temperature per token, in three chunks and in one."""
     hidden, weight, targets = problem(torch.bfloat16)
     hidden.requires_grad_(), weight.requires_grad_()
     temperature, mask = torch.linspace(0.5, 2.0, TOKENS), torch.arange(TOKENS) != 5
     chunks: list[int] = []
     products: list[int] = []
-    multiply = cuda_backend._add_matmul
-    monkeypatch.setattr(cuda_backend, "_add_matmul", lambda a, *rest: (products.append(len(a)), multiply(a, *rest)))
+    multiply = cuda_backend.add_product
+    monkeypatch.setattr(cuda_backend, "add_product", lambda *given: (products.append(1), multiply(*given)))
 
     def of_chunk(logprob: torch.Tensor, entropy: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         chunks.append(len(places))
         return weighted_chunk(logprob, entropy, places)
 
     options: dict[str, Any] = dict(entropy="grad", vocab_size=VOCAB - 20, temperature=temperature, loss_mask=mask)
-    options |= dict(workspace_mb=workspace / 2**20, logits=logits, backend=backend)
+    options |= dict(workspace_mb=workspace / 2**20, logits=logits, backend="cuda")
     loss, *pair = token_loss(hidden, weight, targets % 130, of_chunk, **options)
     loss.backward()
     exact = truth(hidden, weight[:130], targets % 130, temperature)
@@ -207,7 +194,7 @@ def test_a_bf16_head_inside_the_chunk_against_fp64(
     assert relative(weight.grad[:130], exact[3].grad) < (6e-3 if logits == "fp32" else 0.02)
     assert relative(hidden.grad, exact[2].grad) < (6e-3 if logits == "fp32" else 0.02)
     assert chunks == [TOKENS - 1] if workspace == ROOMY else len(chunks) > 1
-    assert len(products) == 2 * len(chunks) * (1 if backend == "in_place" else 3)
+    assert len(products) == 2 * len(chunks) * 3
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -228,15 +215,14 @@ def test_a_thin_chunk_computes_the_logits_twice(fewest: int, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("workspace_mb", [512, 2048])
-@pytest.mark.parametrize("backend", [CudaBackend(), in_place.InPlaceBackend()])
 @pytest.mark.parametrize("mode", ["bf16", "bf16x2", "fp32"])
-def test_a_chunk_fits_the_workspace(backend: CudaBackend, mode: Any, workspace_mb: int) -> None:
+def test_a_chunk_fits_the_workspace(mode: Any, workspace_mb: int) -> None:
     """Logits and what is made of them; a chunk is not thinner than 1,024 tokens."""
     hidden = torch.empty(1, 4096, dtype=torch.bfloat16).expand(16_384, -1)
     weight = torch.empty(1, 4096, dtype=torch.bfloat16).expand(128_256, -1)
     p = projection_of(hidden, weight, torch.empty(0), grad_logits=mode, workspace_bytes=workspace_mb * 2**20)
-    tokens, apart = backend.chunk_tokens(p), {"bf16": 2, "bf16x2": 4, "fp32": 0}[mode]
-    columns = 0 if (backend.name, mode) == ("in_place", "bf16") else 8192
+    tokens, apart = CudaBackend().chunk_tokens(p), {"bf16": 2, "bf16x2": 4, "fp32": 0}[mode]
+    columns = 8192
     assert tokens >= 1024 or (tokens == 0 and workspace_mb == 512)
     cast = 4 * 4096 * (tokens + columns) * (mode == "fp32")
     assert tokens * (4 * 128_256 + columns * apart) + cast <= p.workspace_bytes
@@ -244,14 +230,13 @@ def test_a_chunk_fits_the_workspace(backend: CudaBackend, mode: Any, workspace_m
 
 
 @pytest.mark.usefixtures("interpreted")
-@IN_CHUNKS
-def test_a_loss_inside_the_chunk(backend: str) -> None:
+def test_a_loss_inside_the_chunk() -> None:
     """token_loss gives what token_logprobs and the same loss give."""
     grads = []
     for inside in (False, True):
         hidden, weight, targets = problem(torch.float32)
         hidden.requires_grad_(), weight.requires_grad_()
-        options: dict[str, Any] = dict(entropy="grad", workspace_mb=TIGHT / 2**20, backend=backend)
+        options: dict[str, Any] = dict(entropy="grad", workspace_mb=TIGHT / 2**20, backend="cuda")
         if inside:
             loss = token_loss(hidden, weight, targets, weighted_chunk, **options)[0]
         else:
@@ -294,13 +279,12 @@ def projection_of(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Ten
 
 
 @pytest.mark.usefixtures("interpreted")
-@BOTH
-def test_the_workspace_is_honoured(backend: str) -> None:
+def test_the_workspace_is_honoured() -> None:
     """fp32 operands (no casts): beside results and numbers per token nothing exceeds it, a quarter of all logits."""
     hidden, weight, targets = problem(torch.float32)
     budget, per_token = 3_000, 4 * len(targets)
     p = projection_of(hidden, weight, targets, workspace_bytes=budget)
-    chosen = choose_backend(backend, torch.device("cpu"), torch.float32)
+    chosen = CudaBackend()
     assert chosen.workspace(p) <= budget < 4 * hidden.shape[0] * weight.shape[0] / 4
     with LiveBytes() as live:
         lse, logprob, entropy = results(chosen.statistics(p))
@@ -319,24 +303,23 @@ def test_the_workspace_is_honoured(backend: str) -> None:
     width=st.sampled_from([64, 1024, 8192]),
     mode=st.sampled_from(["bf16", "bf16x2", "fp32"]),
     rounded=st.booleans(),
-    narrow=st.booleans(),
     room=st.floats(0.0, 12.0),
 )
 def test_blocks_fit_into_every_workspace(
-    tokens: int, columns: int, width: int, mode: Any, rounded: bool, narrow: bool, room: float
+    tokens: int, columns: int, width: int, mode: Any, rounded: bool, room: float
 ) -> None:
     """From the smallest workspace that is allowed to 2^12 times it; whole rows or whole columns where they fit."""
     hidden = torch.empty(1, width, dtype=torch.bfloat16).expand(tokens, -1)
     weight = torch.empty(1, width, dtype=torch.bfloat16).expand(columns, -1)
     p = projection_of(hidden, weight, torch.empty(0), grad_logits=mode, round_logits=rounded)
     p = replace(p, workspace_bytes=int(CudaBackend().workspace(p) * 2**room))
-    element = 2 if rounded else 4
+    element = 6 if rounded else 4
     rows, cols = statistics_block(p)
     assert 1 <= rows <= tokens and 1 <= cols <= columns and rows * cols * element <= p.workspace_bytes
     assert cols == columns or rows <= cuda_backend.FEWEST_TOKENS
-    rows, cols = gradient_block(p, summed_apart=narrow)
-    apart = {"bf16": 2, "bf16x2": 4, "fp32": 4 if rounded else 0}[mode]
-    beside = 4 * width * ((rows + cols) * (mode == "fp32") + cols * narrow)
+    rows, cols = gradient_block(p)
+    apart = {"bf16": 2, "bf16x2": 4, "fp32": 0}[mode]
+    beside = 4 * width * (rows + cols) * (mode == "fp32")
     assert 1 <= rows <= tokens and 1 <= cols <= columns and (rows == tokens or cols <= cuda_backend.FEWEST_COLUMNS)
     assert rows * cols * (element + apart) + beside <= p.workspace_bytes
     for size, whole, step in ((rows, tokens, 128), (cols, columns, 256)):
@@ -345,10 +328,9 @@ def test_blocks_fit_into_every_workspace(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
-@BOTH
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_shape_against_fp64(backend: str, data: st.DataObject) -> None:
+def test_any_shape_against_fp64(data: st.DataObject) -> None:
     """Tokens, columns and hidden sizes that no block divides, shards that start anywhere, a workspace of any size."""
     tokens, columns, width = (data.draw(st.integers(1, most)) for most in (20, 90, 20))
     first, room = data.draw(st.integers(0, 100)), data.draw(st.floats(0.0, 6.0))
@@ -356,7 +338,7 @@ def test_any_shape_against_fp64(backend: str, data: st.DataObject) -> None:
     hidden, weight = (torch.randn(rows, width, generator=generator) for rows in (tokens, columns))
     targets = torch.randint(0, columns, (tokens,), generator=generator)
     p = projection_of(hidden, weight, targets + first, first=first)
-    chosen = choose_backend(backend, torch.device("cpu"), torch.float32)
+    chosen = CudaBackend()
     p = replace(p, workspace_bytes=int(chosen.workspace(p) * 2**room))
     lse, logprob, entropy = results(chosen.statistics(p))
     one = torch.ones(tokens)
@@ -373,5 +355,5 @@ def test_any_shape_against_fp64(backend: str, data: st.DataObject) -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_fp64_is_left_to_the_torch_backend() -> None:
     hidden, weight, targets = problem(torch.float64)
-    with pytest.raises(ValueError, match="backend triton: expected operands in bfloat16 or float32"):
-        token_logprobs(hidden, weight, targets, backend="triton")
+    with pytest.raises(ValueError, match=r"bfloat16 or float32 on a CUDA GPU, not torch\.float64 on cpu"):
+        token_logprobs(hidden, weight, targets, backend="cuda")

@@ -8,9 +8,8 @@ import pytest
 import torch
 from triton_interpreter import bf16_as_on_a_gpu, interpret, truth
 
-from megatron_scalerl.logits import in_place, row_kernels
-from megatron_scalerl.logits.in_place import gradient_in_place
-from megatron_scalerl.logits.projection import no_columns, results
+from megatron_scalerl.logits import row_kernels
+from megatron_scalerl.logits.projection import TokenGradients, no_columns, results
 from megatron_scalerl.logits.row_kernels import logit_gradient, row_statistics
 
 ONE = torch.tensor(1.0)
@@ -18,11 +17,10 @@ ONE = torch.tensor(1.0)
 
 @pytest.fixture(autouse=True)
 def small_blocks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, row_kernels, in_place)
+    interpret(monkeypatch, row_kernels)
     bf16_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(row_kernels, "STATISTICS_BLOCK", 32)
     monkeypatch.setattr(row_kernels, "GRADIENT_BLOCK", 32)
-    monkeypatch.setattr(in_place, "BLOCK", 32)
 
 
 def statistics(z: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor = ONE, first: int = 0) -> torch.Tensor:
@@ -80,11 +78,14 @@ def gradients(z: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype, *, spl
         scale,
         targets,
         0,
-        lse=lse.float(),
-        grad_logprob=g,
-        at_target=-torch.expm1(logprob.float()) * g,
-        entropy=h.float(),
-        grad_entropy=g_entropy if entropy else None,
+        TokenGradients(
+            lse=lse.float(),
+            logprob=logprob.float(),
+            entropy=h.float(),
+            grad_logprob=g,
+            grad_entropy=g_entropy if entropy else None,
+        ),
+        -torch.expm1(logprob.float()) * g,
         high=high,
         low=low,
     )
@@ -103,21 +104,3 @@ def test_a_certain_target_keeps_its_gradient() -> None:
     z[0, 40] = 30.0
     high, _, exact = gradients(z, target, torch.float32, split=False, entropy=False)
     assert high[0, 40].item() == pytest.approx(exact[0, 40].item(), rel=1e-5) and exact[0, 40] != 0
-
-
-@pytest.mark.parametrize("columns", [20, 32, 70, 130])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_in_place_it_is_the_same_gradient(columns: int, entropy: bool) -> None:
-    """Bit for bit that of the other kernel, in the first half of each row; nothing beyond it is written."""
-    torch.manual_seed(4)
-    z, targets = torch.randn(3, columns), torch.tensor([105, 100 + columns - 1, 99])
-    per_token = {name: torch.randn(3) for name in ("lse", "grad_logprob", "at_target", "entropy")}
-    given = per_token | {"grad_entropy": torch.randn(3) if entropy else None}
-    high = torch.empty(3, columns, dtype=torch.bfloat16)
-    logit_gradient(z, torch.linspace(0.5, 2.0, 3), targets, 100, **given, high=high, low=None)
-    memory = torch.full((3, columns + 4), -7.0)  # rows lie further apart than they are long
-    memory[:, :columns] = z
-    found = gradient_in_place(memory[:, :columns], torch.linspace(0.5, 2.0, 3), targets, 100, **given)
-    assert torch.equal(found, high) and found.stride() == (2 * (columns + 4), 1)
-    assert torch.equal(memory[:, columns // 2 + 1 : columns], z[:, columns // 2 + 1 :])
-    assert (memory[:, columns:] == -7.0).all()

@@ -24,18 +24,17 @@ def peaks(dtype: torch.dtype, workspace_mb: float, grad_logits: str, entropy: st
     total = pair[0].sum() + (pair[1].sum() if entropy == "grad" else 0.0)
     with LiveBytes() as backward:
         total.backward()
-    grads = 4 * h.numel() + w.element_size() * w.numel()
+    grads = 4 * (h.numel() + w.numel()) + (2 * w.numel() if dtype == torch.bfloat16 else 0)
     return forward.peak, backward.peak - grads
 
 
-@pytest.mark.parametrize("entropy", ["none", "grad"])
 @pytest.mark.parametrize(
     ("dtype", "grad_logits"),
     [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.bfloat16, "bf16x2"), (torch.bfloat16, "fp32")],
 )
 @pytest.mark.parametrize("workspace", [2**18, 2**20])
-def test_nothing_exceeds_it(dtype: torch.dtype, grad_logits: str, entropy: str, workspace: int) -> None:
-    forward, backward = peaks(dtype, workspace / 2**20, grad_logits, entropy)
+def test_nothing_exceeds_it(dtype: torch.dtype, grad_logits: str, workspace: int) -> None:
+    forward, backward = peaks(dtype, workspace / 2**20, grad_logits, "grad")
     assert forward < workspace + PER_TOKEN and backward < workspace + PER_TOKEN
 
 

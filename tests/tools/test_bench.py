@@ -1,4 +1,4 @@
-"""The benchmarks that users run: each ends at a small size, with figures."""
+"""The benchmarks that users run: each ends at a toy size, with figures that fit each other."""
 
 from __future__ import annotations
 
@@ -6,48 +6,145 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sampling import sampled
 
 TOOLS = Path(__file__).parents[2] / "tools"
-SMALL = {
-    "bench_controller": (
-        "--engines 2 --in-flight 64 --tokens 2400 --delay 0.5 --warm-up 2 --seconds 4 --groups-per-batch 2 "
-        "--decoders 1 --json {out}",
-        ("tokens_per_s", "steps", "sockets"),
-    ),
-    "bench_convert": (
-        "--kind moe --gib 0.5 --rounds 1 --folder {folder} --json {out}",
-        ("largest_tensor", "nbytes", "promised_anonymous"),
-    ),
-    "bench_logits": ("--tokens=256 --hidden=32 --vocab=2048 --threads=1 --rounds=1", ("targets",)),
-    "bench_step": ("--rounds 1 --samples 8 --micro-batch-tokens 256", ("ratio", "ratio_packed", "tokens")),
-    "bench_store": (
-        "--batches 2 --groups 2 --group-size 4 --tokens 1000 --ready 1 --folder {folder}",
-        ("bytes_per_token", "tokens_per_second", "replay_ready_seconds"),
-    ),
-    "bench_weights": (
-        "--rounds 1 --layers 1 --hidden 256 --vocab 512 --bucket-mib 1",
-        ("mib", "seconds", "bytes_of_a_change"),
-    ),
-}
+pytestmark = pytest.mark.slow
+Figures = list[dict[str, Any]]
+Bench = Callable[[str], Figures]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tool", sampled("bench", SMALL, 3))
-def test_figures_of_a_small_run(tool, tmp_path):
-    words, figures = SMALL[tool]
-    out = tmp_path / "out.json"
-    (folder := tmp_path / "folder").mkdir()
-    argv = [sys.executable, str(TOOLS / f"{tool}.py"), *words.format(out=out, folder=folder).split()]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOOLS.parent)}
-    done = subprocess.run(argv, cwd=TOOLS.parent, env=env, capture_output=True, text=True, timeout=500, check=False)
-    # 1: slower than a target, which other work on the machine may do
-    assert done.returncode in (0, 1), done.stderr[-2000:]
-    found = json.loads(out.read_text() if out.exists() else done.stdout.strip().splitlines()[-1])
-    assert all(found[name] for name in figures)
-    assert list(folder.iterdir()) == []
-    for peak in found.get("peak_anonymous", {}).values():  # of a conversion: no process holds a tensor
-        assert peak < found["promised_anonymous"] / 2
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """Words of a command line, with {folder} for an empty folder that stays empty -> the lines of figures."""
+    folder, out = tmp_path / "folder", tmp_path / "out.jsonl"
+    folder.mkdir()
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOOLS.parent), "PYTHONWARNINGS": "ignore"}
+
+    def run(words: str) -> Figures:
+        name, *options = words.format(folder=folder).split()
+        argv = [sys.executable, str(TOOLS / f"bench_{name}.py"), *options, "--json", str(out)]
+        env = os.environ | variables
+        done = subprocess.run(argv, cwd=TOOLS.parent, env=env, capture_output=True, text=True, timeout=500)
+        # 1: slower than a target, which other work on the machine may do
+        assert done.returncode in (0, 1) and out.exists(), done.stderr[-2000:]
+        assert list(folder.iterdir()) == []
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    return run
+
+
+@pytest.fixture
+def warm(tiny: Path, tmp_path: Path) -> Path:
+    """The tiny task with a policy where a warm one would be."""
+    (tmp_path / "warm").mkdir()
+    (tmp_path / "warm" / "policy").symlink_to(tiny / "base_policy")
+    for name in ("prompts.jsonl", "held_out.jsonl"):
+        (tmp_path / "warm" / name).symlink_to(tiny / name)
+    return tmp_path / "warm"
+
+
+def ratio(over: float, under: float) -> Any:
+    """Of two rounded figures."""
+    return pytest.approx(over / under, rel=0.02, abs=1e-3)
+
+
+def test_async(bench: Bench, warm: Path) -> None:
+    """One run of each kind; a second call repeats none."""
+    out = warm / "runs.jsonl"
+    words = f"async --tiny {warm} --rounds 1 --steps 3 --skip 1 --arms 2 --out {out}"
+    [found] = bench(words)
+    asynchronous, synchronous = found["steps_per_hour"].values()
+    assert [json.loads(line)["arm"][:2] for line in out.read_text().splitlines()] == ["k8", "k0"]
+    assert found["ratio"]["median"] == ratio(asynchronous["median"], synchronous["median"])
+    assert bench(words)[-1] == found
+
+
+def test_checkpoint(bench: Bench) -> None:
+    [found] = bench("checkpoint --toy --rounds 1 --folder {folder}")
+    assert found["stopped_over_at_once"] == ratio(found["stopped"], found["at_once"])
+    assert 0 < found["copied"] <= found["stopped"] and found["steps"] >= 1
+    # bf16 weights, fp32 main weights and two moments of the embedding and the head alone
+    assert found["bytes"] > 2 * 32_000 * 96 * 14
+
+
+def test_controller(bench: Bench) -> None:
+    words = "--engines 2 --in-flight 64 --tokens 2400 --delay 0.2 --warm-up 1 --seconds 1 --groups-per-batch 2"
+    [found] = bench(f"controller {words} --decoders 1")
+    tokens = found["steps"] * 2 * 16 * 2400
+    assert tokens > 0 and found["tokens_per_s"] == pytest.approx(tokens / found["seconds"], rel=0.1)
+    assert 0 < found["requests"] <= 64 and found["sockets"] >= found["requests"]
+    assert 0 <= found["lag_ms"]["p50"] <= found["lag_ms"]["p99"] <= found["lag_ms"]["max"]
+    assert found["processors"].keys() == {"controller", "engines", "trainer", "decoders"}
+
+
+def test_convert(bench: Bench) -> None:
+    """No process holds a tensor."""
+    [found] = bench("convert --kind moe --gib 0.5 --rounds 1 --folder {folder}")
+    assert 0 < found["largest_tensor"] < found["nbytes"]
+    assert len(found["peak_anonymous"]) == 2
+    assert all(0 < peak < found["promised_anonymous"] / 2 for peak in found["peak_anonymous"].values())
+
+
+def test_decode(bench: Bench) -> None:
+    [found] = bench("decode --toy")
+    assert found["step_ms"].keys() == {"tiny", "1b"}
+    for steps in found["step_ms"].values():
+        assert steps.keys() == {"1", "64"} and steps["64"] > 0
+    assert found["engine_step_ms"] == found["step_ms"]["tiny"]["1"] > 0
+
+
+def test_logits(bench: Bench) -> None:
+    head, *lines, last = bench("logits --tokens=256 --hidden=32 --vocab=2048 --threads=1 --rounds=1 --peers none")
+    ours = ["torch, 512 MiB", "torch, 96 MiB", "torch, loss in the chunk, 512 MiB"]
+    assert [line["contender"] for line in lines] == [*ours, "naive, fp32 logits"]
+    for line in lines:
+        assert line["status"] == "measured" and 0 < line["error"] < 5e-5 and head["gemm_tflops"] > 0
+        assert line["total_seconds"] > 0 and 0 < line["necessary_share"] <= line["gemm_share"]
+    assert len(last["targets"]) == 7 and all(target["met"] is not None for target in last["targets"])
+
+
+def test_plan(bench: Bench) -> None:
+    [found] = bench("plan memory --only dense-fp32")
+    assert found["ratio"] == ratio(found["predicted_mib"], found["measured_mib"]) and 0.8 < found["ratio"] < 1.25
+
+
+def test_rollouts(bench: Bench) -> None:
+    [found] = bench("rollouts --rounds 1 --requests 4 --in-flight 4")
+    assert found["ratio"] == ratio(found["ours_tokens_per_s"], found["offline_tokens_per_s"])
+    assert found["ours_tokens_per_s"] > 0 and found["ratio_of_each_round"] == [found["ratio"]]
+
+
+def test_shapes(bench: Bench) -> None:
+    [found] = bench("shapes --toy --shapes 1b")
+    assert len(found["losses"]) == len(found["seconds"]) == 7 and found["tokens"] == 2 * 256
+    assert found["losses"][-1] < found["losses"][0] and found["tokens_per_second"] > 0
+    total = sum(found["terms"].values())
+    assert total == pytest.approx(found["predicted"])
+    assert found["predicted_over_measured"] == ratio(total, found["peak"]["total"])
+
+
+def test_step(bench: Bench) -> None:
+    """The three sides train on the same tokens."""
+    [found] = bench("step --rounds 1 --samples 8 --micro-batch-tokens 256")
+    assert found["ratio"] == ratio(found["ours_seconds"], found["bare_seconds"])
+    assert found["ratio_packed"] == ratio(found["ours_seconds"], found["packed_seconds"])
+    assert 0 < found["loss_tokens"] < found["tokens"] < found["padded_tokens"] and found["micro_batches"] == 3
+
+
+def test_store(bench: Bench) -> None:
+    words = "store --batches 2 --groups 2 --group-size 4 --tokens 1000 --ready 1 --folder {folder}"
+    [found] = bench(words)
+    assert 8 < found["bytes_per_token"] < 9 and found["ready_groups"] == 2
+    assert found["batch_bytes"] >= 2 * 4 * 1000 * 8 and found["tokens_per_second"] > 0 < found["replay_ready_seconds"]
+
+
+def test_weights(bench: Bench) -> None:
+    [found] = bench("weights --rounds 1 --layers 1 --hidden 256 --vocab 512 --bucket-mib 1")
+    assert {"gloo", "update", "changes", "staged"} <= found["seconds"].keys()
+    assert all(over > 0 for over in found["over_gloo"].values()) and found["over_gloo"]["gloo"] == 1
+    assert found["mib"] > 0 and 0 < found["bytes_of_a_change"] < 100  # of one changed element

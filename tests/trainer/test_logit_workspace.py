@@ -1,8 +1,9 @@
-"""Memory for blocks of logits where the recipe states none: the same for the trainer and the planner."""
+"""The logit projection's memory where the recipe states none, and its backends that have left."""
 
 import pytest
 
 from megatron_scalerl.logits.choice import workspace_mb
+from megatron_scalerl.recipe.process_sections import TrainerSection
 
 
 @pytest.mark.parametrize(
@@ -11,3 +12,9 @@ from megatron_scalerl.logits.choice import workspace_mb
 )
 def test_it_is_stated_or_that_of_the_device(stated: float | None, large: bool, shared: bool, mib: float) -> None:
     assert workspace_mb(stated, large_gpu=large, shared=shared) == mib
+
+
+@pytest.mark.parametrize("name", ["triton", "in_place"])
+def test_a_backend_that_has_left_says_what_to_take(name: str) -> None:
+    with pytest.raises(ValueError, match=f"the backend {name} of the logit projection has left; take auto"):
+        TrainerSection(logit_backend=name)
