@@ -89,7 +89,7 @@ class Worker:
             return ""
         groups = getattr(self, group_of(arm))
         if arm.startswith("pack and wire"):
-            for _ in frames.receive(groups, self.plan, version, reuse=True):
+            for _ in frames.receive(groups, self.plan, version, [], reuse=True):
                 pass
             return ""
         if arm == "packed copies":

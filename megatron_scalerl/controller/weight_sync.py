@@ -290,7 +290,7 @@ class WeightSync:
         await phases.all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
         self._connected = list(engines)
 
-    async def _deltas(self, engines: list[EngineClient], phases: Phases) -> Literal["off", "absolute", "ulp"]:
+    async def _deltas(self, engines: list[EngineClient], phases: Phases) -> Literal["off", "absolute"]:
         """How changes are sent: off if an engine's loader takes whole tensors only, which have no digest."""
         section = self._recipe.weights
         if section.deltas == "off":

@@ -73,8 +73,7 @@ class WeightChanges:
         for number, (old, new) in enumerate(zip(held.split(self._chunk), main.split(self._chunk))):
             self._counts[1] += old.numel()
             if records:  # and write it: the optimizer will write the same
-                found = find(bits_of(old), new.to(old.dtype), any_number=True)
-                assert found is not None
+                found = find(bits_of(old), new.to(old.dtype))
                 self._counts[0] += found.positions.numel()
                 self.written.add(held, number * self._chunk, found)
             else:

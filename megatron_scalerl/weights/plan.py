@@ -406,8 +406,8 @@ class Connection:
     """For every single broadcast (seconds)."""
     connect_timeout_s: float
     """Until all members of a group have come (seconds)."""
-    deltas: Literal["off", "absolute", "ulp"] = "off"
-    """How changes are coded (`weights.changes`); off: all updates are whole."""
+    deltas: Literal["off", "absolute"] = "off"
+    """absolute: the new values of changed elements (`weights.changes`); off: all updates are whole."""
     anchor_every: int = 20
     """Every update after this many updates of changes is whole."""
 
@@ -416,18 +416,18 @@ class Connection:
 class SendReport:
     """One finished broadcast of all weights, as the sending ranks measured it."""
 
-    seconds: float
-    bytes: int
+    seconds: float = 0.0
+    bytes: int = 0
     """Bytes sent by all ranks, padding included."""
-    whole_bytes: int
+    whole_bytes: int = 0
     """What they would have sent without deltas."""
-    most_sent: int
+    most_sent: int = 0
     """Bytes of the rank that sent most."""
-    most_received: int
+    most_received: int = 0
     """Bytes of the worker that got most."""
-    digests: tuple[str, ...]
+    digests: tuple[str, ...] = ()
     """[shards] digest of the buckets that were sent to each (hex)."""
-    values: tuple[str, ...]
+    values: tuple[str, ...] = ()
     """[shards] digest of the values that each got (hex), whatever buckets they were sent in."""
     failure: str = ""
     """Why the group failed, as when an engine ends during the broadcast; then nothing above counts."""

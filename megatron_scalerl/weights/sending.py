@@ -36,10 +36,8 @@ class WeightSending:
         """Why a group could not be formed, empty if all were. Collective."""
         failure, number = "", self._source.sender
         self.close()
-        wrong = self._shared("", torch.tensor([self._written.is_wrong]))[1].any()  # on any rank
-        self._written.is_wrong = bool(wrong)
-        told = number is not None or self._written.is_gathered  # to engines, or to other ranks
-        self._written.want(connection.deltas != "off" and told and not wrong, self._source.own())
+        asked = number is not None or self._written.is_gathered  # by engines, or by other ranks
+        self._written.want(connection.deltas != "off" and asked, self._source.own())
         if number is not None:
             shards = [shard for sender, shard in self._source.plan.pairs if sender == number]
             try:
@@ -75,16 +73,7 @@ class WeightSending:
         self._written.forget()
         failure, digests = self._shared(failure, digests)
         if failure:
-            return SendReport(
-                seconds=0.0,
-                bytes=0,
-                whole_bytes=0,
-                most_sent=0,
-                most_received=0,
-                digests=(),
-                values=(),
-                failure=failure,
-            )
+            return SendReport(failure=failure)
         found = [value & ((1 << 64) - 1) for value in digests.tolist()]
         of_shards = tuple(
             combine(value for value, bucket in zip(found, order) if bucket.shard == shard)
