@@ -64,7 +64,7 @@ class WeightChanges:
         parameters = [each.data for buffer in getattr(part, "buffers", ()) for each in buffer.params]
         # none for the experts of a pipeline stage that has none
         if group is not None and group.size() > 1 and parameters:
-            self.written.gather_with(ChangesGather(self.written, parameters, own, group))
+            self.written.gathers.append(ChangesGather(self.written, parameters, own, group))
         part._copy_main_params_to_model_params = counted
 
     @torch.no_grad()

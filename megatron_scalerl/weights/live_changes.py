@@ -55,7 +55,7 @@ def _write(pairs: Sequence[tuple[LivePart, Changes]]) -> None:
         inside = outside.logical_not().nonzero().flatten()
         where, values = where[inside], values[inside]
     memory = live.as_strided((live.untyped_storage().nbytes() // live.element_size(),), (1,), 0)
-    memory[where] = values.to(live.dtype)
+    memory[where] = values.to(live)
 
 
 def _orders(part: LivePart) -> dict[int, torch.Tensor]:

@@ -56,7 +56,8 @@ class Written:
         self._needed: set[int] = set()  # numbers of shards that this rank's updates read
         self._step = 0
         self._lost = False
-        self._gathers: list[Callable[[], None]] = []
+        self.gathers: list[Callable[[], None]] = []
+        """What all ranks call at once before an update: each adds what others wrote into parameters of this one."""
 
     def want(self, wanted: bool, views: Iterable[Tensor] = ()) -> None:
         """Begin to record, or end it. views: what this rank's updates will ask for; what other ranks change
@@ -78,20 +79,11 @@ class Written:
         self._addresses.insert(at, shard.data_ptr())
         self._shards.insert(at, _Shard(shard.numel(), shard.dtype, shard.device, of_another))
 
-    def gather_with(self, gather: Callable[[], None]) -> None:
-        """`gather`, which all ranks call at once, adds what others wrote into parameters that this one has, too."""
-        self._gathers.append(gather)
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether other ranks need what this one records."""
-        return bool(self._gathers)
-
     def gather(self) -> None:
         """Add what other ranks wrote; before an update. Collective."""
         if self.wanted and self._step and not self._lost:
-            for each in self._gathers:
-                each()
+            for gather in self.gathers:
+                gather()
 
     def begin_step(self) -> None:
         """An optimizer is about to write."""

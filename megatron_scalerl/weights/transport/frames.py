@@ -85,7 +85,7 @@ def receive(
     places = places_of(bucket.sender for bucket in order)
     turns = any_group.turns(max(bucket.nbytes for bucket in order) + 8) if reuse else None
 
-    def arrive(number: int) -> Callable[[], tuple[torch.Tensor | None, bool]]:
+    def arrive(number: int) -> Callable[[], torch.Tensor | None]:
         bucket, into = order[number], None if turns is None else turns[number % 2]
         return _arrive(groups[bucket.sender], bucket, whole, into)
 
@@ -94,7 +94,7 @@ def receive(
         after = range(number + 1, min(number + 2, len(order)))
         if whole:
             arriving += [arrive(each) for each in after]
-        packed, is_whole = arriving.pop(0)()
+        packed = arriving.pop(0)()
         if not whole:  # its size follows on the bytes of this one
             arriving += [arrive(each) for each in after]
         if packed is None:
@@ -106,22 +106,21 @@ def receive(
                 f"weight update: bucket {number} of {len(order)}: expected digest {expected:016x}, found {found:016x}"
             )
         digests.append(found)
-        yield from _parts_of(plan, bucket, packed[:-8], whole=is_whole)
+        yield from _parts_of(plan, bucket, packed[:-8])
 
 
-def _parts_of(
-    plan: WeightPlan, bucket: Bucket, packed: torch.Tensor, *, whole: bool
-) -> Iterator[Values | list[Changes]]:
+def _parts_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iterator[Values | list[Changes]]:
+    """Changes always take fewer bytes than the bucket."""
     tensors = [plan.parts[slot.part].tensor for slot in bucket.slots]
     pieces = [
         (tensor, slot.ranges, getattr(torch, plan.parameters[tensor].dtype))
         for tensor, slot in zip(tensors, bucket.slots)
     ]
-    if whole:
-        for slot, (tensor, ranges, dtype) in zip(bucket.slots, pieces):
-            yield Values(tensor=tensor, ranges=ranges, values=place_of(packed, slot, dtype).view(shape_of(ranges)))
+    if packed.numel() < bucket.nbytes:
+        yield decode(packed, pieces)
         return
-    yield decode(packed, pieces)
+    for slot, (tensor, ranges, dtype) in zip(bucket.slots, pieces):
+        yield Values(tensor=tensor, ranges=ranges, values=place_of(packed, slot, dtype).view(shape_of(ranges)))
 
 
 def assembled(parts: Iterable[Values | list[Changes]], plan: WeightPlan) -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,36 +150,32 @@ def assembled(parts: Iterable[Values | list[Changes]], plan: WeightPlan) -> Iter
 
 def _arrive(
     group: Group, bucket: Bucket, whole: bool, into: torch.Tensor | None
-) -> Callable[[], tuple[torch.Tensor | None, bool]]:
-    """Begin to receive a bucket; what it returns waits for it: (bytes, None if nothing was sent; whether it is all).
+) -> Callable[[], torch.Tensor | None]:
+    """Begin to receive a bucket; what it returns waits for its bytes, None if nothing was sent.
 
     whole: the update is, and no size comes first. into: memory for it, None for its own.
     """
 
     def begin(nbytes: int) -> tuple[torch.Tensor, Finish]:
-        packed = (
-            torch.empty(nbytes + 8, dtype=torch.uint8, device=group.device) if into is None else into[: nbytes + 8]
-        )
-        return packed, group.start(packed)
+        memory = torch.empty(nbytes + 8, dtype=torch.uint8, device=group.device) if into is None else into
+        return memory[: nbytes + 8], group.start(memory[: nbytes + 8])
 
     if whole:
-        arriving, finish = begin(bucket.nbytes)
+        packed, finish = begin(bucket.nbytes)
     else:
         size = torch.zeros(1, dtype=torch.int64, device=group.device)
         finish = group.start(size)
 
-    def end() -> tuple[torch.Tensor | None, bool]:
+    def end() -> torch.Tensor | None:
         finish()
         if whole:
-            return arriving, True
+            return packed
         nbytes = int(size)
-        if nbytes != WHOLE and not 0 <= nbytes < bucket.nbytes:
-            raise RuntimeError(f"weight update: expected at most {bucket.nbytes} bytes of changes, found {nbytes}")
-        if not nbytes:
-            return None, False
-        packed, last = begin(bucket.nbytes if nbytes == WHOLE else nbytes)
+        if nbytes == 0:
+            return None
+        changes, last = begin(bucket.nbytes if nbytes == WHOLE else nbytes)
         last()
-        return packed, nbytes == WHOLE
+        return changes
 
     return end
 

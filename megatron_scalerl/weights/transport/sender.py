@@ -68,7 +68,7 @@ class Sender:
                     size = torch.tensor([WHOLE if frame is None else self.sizes[-1]])
                     in_flight.append(self.groups[bucket.shard].start(size.to(packed.device)))
                 if packed.numel():
-                    packed[-8:].view(torch.int64).fill_(_as_int64(digests[-1]))
+                    packed[-8:] = torch.tensor([digests[-1]], dtype=torch.uint64).view(torch.uint8)
                     in_flight.append(self._ship(bucket.shard, packed))
             for finish in in_flight:
                 finish()
@@ -165,7 +165,3 @@ def _compared(copy: torch.Tensor, bucket: Bucket, values: Sequence[torch.Tensor]
         piece = find(bits_of(place_of(copy, slot, part.dtype)), part)
         found.append(piece if len(piece.positions) <= most_coded(part.numel()) else None)
     return found
-
-
-def _as_int64(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
