@@ -6,7 +6,8 @@ import random
 
 import pytest
 import torch
-from live_model import MANIFEST, in_blocks, live, loader, weights
+from live_model import MANIFEST, experts, in_blocks, live, loader, weights
+from sampling import sampled
 
 from megatron_scalerl.weights.changes import Changes, bits_of, decode, encode, find
 from megatron_scalerl.weights.live_changes import write_changes
@@ -43,7 +44,7 @@ def cut_in_two(ranges, rng):
     return [half for half in halves if half[axis][0] < half[axis][1]]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", sampled("live changes", range(8), 3))
 @pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
 def test_changes_are_what_the_loader_writes(rank, tp, seed):
     rng, old = random.Random(seed), weights(seed)
@@ -66,36 +67,19 @@ def test_changes_are_what_the_loader_writes(rank, tp, seed):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_changes_of_experts_in_blocks_of_rows(fused):
-    """Gate and up of 3 experts, 40 rows each, in one parameter: the first block of `up` begins in the middle."""
-    rng = random.Random(0)
-    shapes = (
-        {"gate_up": (3, 6, 80)} if fused else {f"{e}.{kind}": (40, 6) for e in range(3) for kind in ("gate", "up")}
-    )
-    manifest = manifest_of((name, "bfloat16", shape) for name, shape in shapes.items())
-    old = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    rng, (manifest, load) = random.Random(0), experts(fused, "bfloat16")
+    parameter, expected = torch.zeros(3, 80, 6).bfloat16(), torch.zeros(3, 80, 6).bfloat16()
+    scatters = record(lambda given: load(given, parameter), manifest, {"w13": parameter})
+    parts = live_parts(scatters, manifest, {"w13": parameter}, {"w13"})
+    old = {meta.name: torch.randn(meta.shape).bfloat16() for meta in manifest}
     new = {name: some_changed(values, rng) for name, values in old.items()}
-
-    def load(given, into):
-        for name, weight in given:
-            if fused:
-                into["w13"].data.copy_(weight.transpose(1, 2))
-            else:
-                expert, _, kind = name.partition(".")
-                into["w13"].data[int(expert)].narrow(0, 40 * (kind == "up"), 40).copy_(weight)
-
-    parameters = {"w13": torch.zeros(3, 80, 6).bfloat16()}
-    parts = live_parts(
-        record(lambda given: load(given, parameters), manifest, parameters), manifest, parameters, {"w13"}
-    )
-    for name, shape in shapes.items():
+    for number, (name, value) in enumerate(old.items()):
+        ranges = tuple((0, size) for size in value.shape)
         for part in parts[name]:
-            part.write(tuple((0, size) for size in shape), old[name])
-    for number, (name, shape) in enumerate(shapes.items()):
-        piece = changes_of(number, tuple((0, size) for size in shape), old[name], new[name])
-        write_changes([(parts[name], piece)])
-    expected = {"w13": torch.zeros(3, 80, 6).bfloat16()}
+            part.write(ranges, value)
+        write_changes([(parts[name], changes_of(number, ranges, value, new[name]))])
     load(new.items(), expected)
-    assert torch.equal(parameters["w13"], in_blocks(expected["w13"]))
+    assert torch.equal(parameter, in_blocks(expected))
 
 
 def test_a_wider_parameter_and_a_scalar():
