@@ -18,8 +18,6 @@ called directly, without the HTTP of an engine. The arms take turns in one run:
     staged                an update with digests that arrives in a thread, and is then written; recipe key
                           weights.transaction
     ..., shm              the same in shared memory; recipe key weights.transport
-    update, stored        an update with digests that is also written to files; recipe key weights.store
-    from the store        ... and then read from them, as by an engine that joins while the trainer steps
     update by the loader  ... whole tensors through vLLM's layerwise reload, with the digest of buckets
     vLLM's reload alone   tensor by tensor over bare gloo, through vLLM's layerwise reload; the trainer's are put
                           together before
@@ -60,8 +58,6 @@ ARMS = (
     "staged",
     "pack and wire, shm",
     "update, shm",
-    "update, stored",
-    "from the store",
 )
 DENSITY = 0.01
 PAUSED = "staged, paused"
@@ -161,10 +157,9 @@ class Trainer:
                 self.bare.broadcast(tensor)
         elif arm != "packed copies":
             sender = self.senders[group_of(arm)]
-            if arm != "from the store":
-                sender.send(self.source.plan, self.source.read, version, self.written if arm == "changes" else None)
-                if arm == "changes":
-                    self.written.forget()
+            sender.send(self.source.plan, self.source.read, version, self.written if arm == "changes" else None)
+            if arm == "changes":
+                self.written.forget()
             return f"{sender.values.get(0, 0):016x}"
         return ""
 
@@ -211,9 +206,9 @@ class Child:
 
 
 def measure(
-    options: argparse.Namespace, folder: Path, rendezvous: Any, files: str
+    options: argparse.Namespace, folder: Path, rendezvous: Any
 ) -> tuple[int, float, dict[str, list[float]]]:
-    """(bytes of an update, bytes of a changed element, arm -> seconds of each round). files: folder of the store."""
+    """(bytes of an update, bytes of a changed element, arm -> seconds of each round)."""
     child = Child(folder)
     trainer = Trainer(folder, options)
     child.answer()
@@ -227,8 +222,7 @@ def measure(
         connect_timeout_s=300,
     )
     changes = replace(connection, group="changes", deltas="absolute", anchor_every=1 << 30)
-    stored = replace(connection, group="stored", store=files, store_bytes=1 << 40)
-    for each in (connection, changes, replace(connection, group="shm", backend="shm"), stored):
+    for each in (connection, changes, replace(connection, group="shm", backend="shm")):
         child.ask("connect", msgspec.to_builtins(each), plans.to_json(trainer.source.plan))
         trainer.connect(each)
         child.answer()
@@ -237,8 +231,6 @@ def measure(
         for arm in ARMS:  # in this order: some need what one before them left
             if arm == "changes":
                 changed = trainer.step(version)
-            elif arm == "from the store":
-                trainer.senders["stored"]._store._settle()
             begin = time.perf_counter()
             child.ask("update", arm, version, trainer.size)
             sent, held = trainer.update(arm, version), child.answer()
@@ -259,13 +251,9 @@ def main(options: argparse.Namespace) -> None:
     hidden = options.hidden
     shape = dict(vocab=options.vocab, hidden=hidden, inner=4 * hidden, layers=options.layers)
     shape |= dict(heads=hidden // 64, groups=max(hidden // 256, 1), head_dim=64, max_position_embeddings=256)
-    with (
-        tempfile.TemporaryDirectory() as root,
-        private_folder() as rendezvous,
-        tempfile.TemporaryDirectory(dir="/dev/shm") as files,
-    ):
+    with tempfile.TemporaryDirectory() as root, private_folder() as rendezvous:
         random_llama(root, **shape)
-        size, of_change, seconds = measure(options, Path(root), rendezvous, files)
+        size, of_change, seconds = measure(options, Path(root), rendezvous)
     median = harness.medians(seconds)
     packed = median["packed copies"]
     line = {

@@ -6,26 +6,24 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import torch
 
-from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.weights import plan as plans
 from megatron_scalerl.weights.plan import VLLM_BACKEND, Connection
-from megatron_scalerl.weights.transport import frames, gloo, sender, store
+from megatron_scalerl.weights.transport import frames, gloo, sender
 
-VERIFIED = ("update", "changes", "staged", "update, shm", "update, stored", "from the store")
+VERIFIED = ("update", "changes", "staged", "update, shm")
 WITHOUT_DIGESTS = ("pack and wire", "update, no digests", "pack and wire, shm")
 
 
 def group_of(arm: str) -> str:
     """Name of the connection of an arm."""
-    if arm in ("changes", "from the store"):
-        return "changes" if arm == "changes" else "stored"
-    return next((kind for kind in ("shm", "stored") if arm.endswith(kind)), "whole")
+    if arm == "changes":
+        return "changes"
+    return "shm" if arm.endswith("shm") else "whole"
 
 
 def no_digests(arm: str) -> None:
@@ -68,8 +66,6 @@ class Worker:
         self.receiver.init_transfer_engine(self.receiver.parse_init_info(info))
         groups, self.receiver._groups = self.receiver._groups, {}
         setattr(self, found.group, groups)
-        if found.store:
-            self.late = replace(found, rendezvous=FolderRendezvous(folder=found.store))
         if found.group != "whole":
             return 0
         self.bare = gloo.Group(found, 1, sender=9)
@@ -92,10 +88,8 @@ class Worker:
             self.bare.broadcast(self.buffer(size))
             return ""
         groups = getattr(self, group_of(arm))
-        if arm == "from the store":
-            groups = {0: store.StoredGroup(replace(self.late, group=f"{version}-stored"), 1)}
         if arm.startswith("pack and wire"):
-            for _ in frames.receive(groups, self.plan, version, reuse=True):
+            for _ in frames.receive(groups, self.plan, version, [], reuse=True):
                 pass
             return ""
         if arm == "packed copies":

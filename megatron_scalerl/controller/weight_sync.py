@@ -26,22 +26,22 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
-from megatron_scalerl.controller.weight_phases import COLLECTIVE, PhaseFailed, Phases, Refused, stage, verify
 from megatron_scalerl.engine.answers import REFUSED, EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.trainer.client import TrainerClient
+from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.plan import (
     Connection,
     Manifest,
+    SendReport,
     manifest_to_json,
     needs_from_json,
     not_covered,
@@ -53,6 +53,10 @@ logger = logging.getLogger(__name__)
 
 _TRIES = 3
 """Attempts at an update whose broadcast fails although no engine is known to be gone."""
+_COLLECTIVE = ("connect", "stage", "update")
+"""Phases in which the failure of one member makes all others fail too."""
+_POLL_S = 0.02
+"""Between two questions whether a staged update has arrived."""
 
 NO_UPDATE = {"publish_seconds": 0.0, "engine_paused_seconds": 0.0, "pinned_seconds": 0.0}
 """What the record of a batch without a weight update says of it."""
@@ -68,6 +72,71 @@ class WeightsRefused(RuntimeError):
 
 class WeightsUnchanged(RuntimeError):
     """Optimizer steps changed no value; the message names the version and the last of the steps."""
+
+
+class _Refused(EngineError):
+    """The trainer's tensors are not those of this engine's model."""
+
+
+class _PhaseFailed(Exception):
+    """Some members failed in a phase."""
+
+    def __init__(self, phase: str, engines: dict[EngineClient, str], lines: Sequence[str], *, refused: bool) -> None:
+        """engines: those that failed. refused: by all members."""
+        self.phase, self.engines, self.refused = phase, engines, refused
+        super().__init__("; ".join(lines))
+
+
+class _Phases:
+    """The phases of one attempt at an update."""
+
+    def __init__(self, limit_s: float) -> None:
+        """limit_s: weights.timeout_s."""
+        self._limit_s = limit_s
+        self.seconds: dict[str, float] = {}
+        """Phase -> seconds until all members had answered."""
+
+    async def all(
+        self,
+        phase: str,
+        engines: Sequence[EngineClient],
+        call: Callable[[EngineClient], Awaitable[Any]],
+        trainer: Awaitable[Any] | None = None,
+    ) -> list[Any]:
+        """Concurrent calls to the engines; with `trainer`, its answer comes first.
+
+        Raises _PhaseFailed once all have answered, and at once what ends the trainer or is a bug.
+        """
+        calls = [call(engine) for engine in engines]
+        if trainer is not None:
+            calls.insert(0, trainer)
+        begin = time.perf_counter()
+        with span(phase, "weight update", engines=len(engines)):
+            results = await asyncio.gather(*map(self._limited, calls), return_exceptions=True)
+        self.seconds[phase] = time.perf_counter() - begin
+        for result in results:
+            of_member = isinstance(result, RuntimeError | ValueError | OSError)
+            if isinstance(result, TrainerError) or (isinstance(result, BaseException) and not of_member):
+                raise result
+        of_engines = {
+            engine: f"{engine.name}: {phase}: {_line(result)}"
+            for engine, result in zip(engines, results[-len(engines) :])
+            if isinstance(result, Exception)
+        }
+        lines = list(of_engines.values())
+        if trainer is not None and isinstance(results[0], Exception):
+            lines.insert(0, f"trainer: {phase}: {_line(results[0])}")
+        if lines:
+            refused = all(isinstance(result, _Refused) for result in results)
+            raise _PhaseFailed(phase, of_engines, lines, refused=refused)
+        return results
+
+    async def _limited(self, call: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await call
+        except TimeoutError as err:
+            raise RuntimeError(f"no answer within {self._limit_s:g} s (weights.timeout_s)") from err
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +241,7 @@ class WeightSync:
             while engines := members():
                 try:
                     return await self._send(version, engines, begin)
-                except PhaseFailed as failed:
+                except _PhaseFailed as failed:
                     self._connected = []
                     if failed.refused and not self._proven:
                         raise WeightsRefused(str(failed)) from failed
@@ -187,29 +256,29 @@ class WeightSync:
                     logger.warning("weights of version %d are sent again: %s", version, failed)
         return None
 
-    def _evict_failed(self, failed: PhaseFailed, engines: Sequence[EngineClient]) -> bool:
+    def _evict_failed(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> bool:
         """Evict the engines that caused a failure; False if one of them was, or had been meanwhile."""
         gone = [engine for engine in engines if engine not in self._engines.alive]
-        if failed.phase in COLLECTIVE and (gone or len(failed.engines) == len(engines)):
+        if failed.phase in _COLLECTIVE and (gone or len(failed.engines) == len(engines)):
             return not gone
         for engine, reason in failed.engines.items():
             self._engines.evict(engine, reason)
         return not (gone or failed.engines)
 
     async def _send(self, version: int, engines: list[EngineClient], begin: float) -> WeightUpdate:
-        phases = Phases(self._recipe.weights.timeout_s)
+        phases = _Phases(self._recipe.weights.timeout_s)
         if engines != self._connected:
             await self._connect(engines, phases)
         clear, staged = self._recipe.rollouts.kv_cache == "recompute", self._recipe.weights.transaction == "staged"
         body = {"update_info": {"version": version, "staged": staged}}
         label = {"weight_version": str(version)}
 
-        async def write(engine: EngineClient) -> None:
-            await engine.post("/update_weights", body)
+        def write(engine: EngineClient) -> Awaitable[Any]:
+            return engine.post("/update_weights", body)
 
         if staged:
             sending = self._trainer.send_weights(version)
-            report, *_ = await phases.all("stage", engines, lambda engine: stage(engine, version), trainer=sending)
+            report, *_ = await phases.all("stage", engines, lambda engine: _stage(engine, version), trainer=sending)
         await phases.all("pause", engines, lambda engine: engine.pause(clear_cache=clear))
         paused = time.perf_counter()
         await phases.all("start", engines, lambda engine: engine.post("/start_weight_update", None))
@@ -218,11 +287,9 @@ class WeightSync:
         else:
             report, *_ = await phases.all("update", engines, write, trainer=self._trainer.send_weights(version))
         await phases.all("finish", engines, lambda engine: engine.post("/finish_weight_update", label))
-
-        async def check(engine: EngineClient) -> None:
-            await verify(engine, version, report, self._shards[engine.name])
-
-        await phases.all("verify", engines, check)
+        await phases.all(
+            "verify", engines, lambda engine: _verify(engine, version, report, self._shards[engine.name])
+        )
         resumed = time.perf_counter()
         await phases.all("resume", engines, lambda engine: engine.resume())
         for engine in engines:
@@ -241,7 +308,7 @@ class WeightSync:
             digest="-".join(report.values),
         )
 
-    async def _connect(self, engines: list[EngineClient], phases: Phases) -> None:
+    async def _connect(self, engines: list[EngineClient], phases: _Phases) -> None:
         """Join the trainer's senders and the engines in process groups, leaving earlier ones."""
         section = self._recipe.weights
         manifest = await self._trainer.manifest()
@@ -287,7 +354,7 @@ class WeightSync:
         await phases.all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
         self._connected = list(engines)
 
-    async def _deltas(self, engines: list[EngineClient], phases: Phases) -> Literal["off", "absolute", "ulp"]:
+    async def _deltas(self, engines: list[EngineClient], phases: _Phases) -> Literal["off", "absolute"]:
         """How changes are sent: off if an engine's loader takes whole tensors only, which have no digest."""
         section = self._recipe.weights
         if section.deltas == "off":
@@ -305,14 +372,14 @@ class WeightSync:
         """What each worker of an engine needs of the tensors of a manifest.
 
         It has no unfinished update then: vLLM refuses to start another one beside it. checked: answers -> what is
-        wrong with them. Raises Refused if they are not those of its model.
+        wrong with them. Raises _Refused if they are not those of its model.
         """
         await engine.rpc("msrl_abandon_update")
         answers = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
         if not answers or not all(isinstance(answer, str) for answer in answers):
             raise EngineError(f"msrl_weight_needs: expected the needs of its workers, found {answers!r}")
         if refused := next((a for a in answers if a.startswith(REFUSED)), ""):
-            raise Refused(refused.removeprefix(REFUSED))
+            raise _Refused(refused.removeprefix(REFUSED))
         world_size = (await engine.info()).world_size
         copies, rest = divmod(world_size, len(answers))  # vLLM asks the workers of its first data-parallel rank
         if rest or not copies:
@@ -321,8 +388,42 @@ class WeightSync:
         if key not in checked:
             checked[key] = await asyncio.to_thread(_wrong, manifest, set(answers))
         if checked[key]:
-            raise Refused(checked[key])
+            raise _Refused(checked[key])
         return list(answers) * copies
+
+
+async def _stage(engine: EngineClient, version: int) -> None:
+    """Let an engine receive an update while it generates; returns once all of its workers have all of it.
+
+    vLLM asks the workers of its first data-parallel rank; those of the others wait for theirs in `update`.
+    """
+    await engine.rpc("msrl_stage_weights", str(version))
+    while True:
+        states = await engine.rpc("msrl_staged_weights")
+        if wrong := next((str(state) for state in states if state), ""):
+            raise EngineError(wrong)
+        if states and None not in states:
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+async def _verify(engine: EngineClient, version: int, report: SendReport, shards: Sequence[int]) -> None:
+    """Compare what an engine got and holds with what was sent. shards: of its workers.
+
+    Raises EngineError, with what was expected and found.
+    """
+    info = await engine.info()
+    of_workers = shards[: len(info.weight_digests)]  # as in `_needs`
+    digests = tuple(report.digests[shard] for shard in of_workers)
+    expected, found = (str(version), digests), (info.weight_version, tuple(info.weight_digests))
+    if expected != found:
+        raise EngineError(f"expected version, digests {expected}, found {found}")
+    held = await engine.rpc("msrl_live_digest")
+    if not isinstance(held, list) or len(held) != len(info.weight_digests):
+        raise EngineError(f"expected a digest of each worker, found {held!r}")
+    for worker, (shard, live) in enumerate(zip(shards, held)):
+        if live not in (report.values[shard], ""):
+            raise EngineError(f"worker {worker}: expected values of digest {report.values[shard]}, holds {live}")
 
 
 def _wrong(manifest: Manifest, answers: set[str]) -> str:
@@ -331,3 +432,7 @@ def _wrong(manifest: Manifest, answers: set[str]) -> str:
         return not_covered(manifest, [needs_from_json(answer, manifest) for answer in sorted(answers)])
     except ValueError as error:
         return str(error)
+
+
+def _line(error: Exception) -> str:
+    return str(error) or type(error).__name__

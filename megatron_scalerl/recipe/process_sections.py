@@ -146,13 +146,11 @@ class WeightsSection(Section):
     transaction: Literal["streamed", "staged"] = "streamed"
     """streamed: engines are paused while an update is sent, and write each bucket as it comes. staged: they go on
     generating while it arrives in host memory, one copy for each engine, and are paused to write it."""
-    deltas: Annotated[Literal["off", "absolute", "ulp"], BeforeValidator(_off)] = "off"
-    """Send only the elements that changed since the last version, where it is one in 8 or less: each in 3.1 bytes
-    (absolute) or 2.1 (ulp, the distance in units in the last place). Optimizers with fp32 main weights record
-    them; else senders keep a copy of what they sent, and compare."""
+    deltas: Annotated[Literal["off", "absolute"], BeforeValidator(_off)] = "off"
+    """absolute: send only the elements that changed since the last version, where it is one in 8 or less, each in 3.1
+    bytes. Optimizers with fp32 main weights record them; else senders keep a copy of what they sent, and compare."""
     anchor_every: PositiveInt = 20
-    """With deltas, an update is whole after this many that were not: it repairs values that something else changed
-    in an engine, and is verified against all values."""
+    """With deltas, an update is whole after this many that were not."""
     probe_every: NonNegativeInt = 10
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
     one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""

@@ -1,7 +1,7 @@
 """What the ranks of a distributed optimizer changed, in all of them.
 
 Each data-parallel rank writes a shard of the parameters and gets those of the others whole. Here it learns what
-changed in them, from 8 bytes for each element that did, so that it can send changes of any part that it holds.
+changed in them, from 6 bytes for each element that did, so that it can send changes of any part that it holds.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class ChangesGather:
         if not longest:
             return
         mine = joined([each for each in found if each is not None] or [_nothing(self._device)])
-        columns = mine.positions.to(torch.int32), mine.old, mine.new
+        columns = mine.positions.to(torch.int32), mine.bits
         window = max(WINDOW // self._group.size(), 1)
         for begin in range(0, longest, window):
             end = min(begin + window, longest)
             every = zip(*(self._window(column[begin:end], end - begin) for column in columns))
-            for shards, numbers, (positions, old, new) in zip(self._others, every_count, every):
-                self._take(shards, numbers, begin, Found(positions=positions, old=old, new=new))
+            for shards, numbers, (positions, bits) in zip(self._others, every_count, every):
+                self._take(shards, numbers, begin, Found(positions=positions, bits=bits))
 
     def _take(self, shards: Sequence[Tensor], numbers: Sequence[int], begin: int, window: Found) -> None:
         """Add what a window has of a rank's changes, which begins with its change number `begin`."""
@@ -68,10 +68,8 @@ class ChangesGather:
             first, last = max(at, begin) - begin, min(at + number, end) - begin
             at += max(number, 0)
             if first < last and self._written.needs(shard):
-                positions, old, new = (each[first:last] for each in (window.positions, window.old, window.new))
-                self._written.add(
-                    shard, 0, Found(positions=positions.to(torch.int64), old=old.clone(), new=new.clone())
-                )
+                positions = window.positions[first:last].to(torch.int64)
+                self._written.add(shard, 0, Found(positions=positions, bits=window.bits[first:last].clone()))
 
     def _window(self, values: Tensor, size: int) -> list[Tensor]:
         """[ranks][size] of [at most size] values."""
@@ -92,8 +90,8 @@ class ChangesGather:
 
 
 def _nothing(device: torch.device) -> Found:
-    bits = torch.empty(0, dtype=torch.int16, device=device)
-    return Found(positions=torch.empty(0, dtype=torch.int64, device=device), old=bits, new=bits)
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    return Found(positions=none, bits=none.to(torch.int16))
 
 
 def _places(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:

@@ -64,7 +64,7 @@ class WeightChanges:
         parameters = [each.data for buffer in getattr(part, "buffers", ()) for each in buffer.params]
         # none for the experts of a pipeline stage that has none
         if group is not None and group.size() > 1 and parameters:
-            self.written.gather_with(ChangesGather(self.written, parameters, own, group))
+            self.written.gathers.append(ChangesGather(self.written, parameters, own, group))
         part._copy_main_params_to_model_params = counted
 
     @torch.no_grad()
@@ -73,8 +73,7 @@ class WeightChanges:
         for number, (old, new) in enumerate(zip(held.split(self._chunk), main.split(self._chunk))):
             self._counts[1] += old.numel()
             if records:  # and write it: the optimizer will write the same
-                found = find(bits_of(old), new.to(old.dtype), any_number=True)
-                assert found is not None
+                found = find(bits_of(old), new.to(old.dtype))
                 self._counts[0] += found.positions.numel()
                 self.written.add(held, number * self._chunk, found)
             else:

@@ -125,28 +125,7 @@ def value_digest(values: torch.Tensor, tensor: int, axes: Sequence[int], along: 
     tensor's dimension `axes[d]`. Other dimensions count as index 0: see `at`.
     """
     factors = [_of_indices(axis, index) for axis, index in zip(axes, along)]
-    return weighed(tensor, _weighted(values, factors))
-
-
-def change_at(coordinates: Sequence[torch.Tensor], shape: Sequence[int], values: torch.Tensor) -> torch.Tensor:
-    """[n] int64: single elements of tensors of at most this shape, weighed by their indices.
-
-    coordinates: [dimensions][n] int64. values: [n] int64, bits or differences of bits.
-    """
-    for axis, (index, size) in enumerate(zip(coordinates, shape)):
-        values = values * _table_on(axis, max(size - 1, 1).bit_length(), values.device)[index]
-    return values
-
-
-def weighed_by(tensor: int) -> int:
-    """A tensor's factor, as a signed number of 64 bits."""
-    factor = mixed(tensor) | 1
-    return factor - (1 << 64) if factor >> 63 else factor
-
-
-def weighed(tensor: int, found: int) -> int:
-    """Digest of elements of a tensor from their sum without its factor."""
-    return found * (mixed(tensor) | 1) & _MASK
+    return _weighted(values, factors) * (mixed(tensor) | 1) & _MASK
 
 
 def at(axis: int, index: int) -> int:
@@ -169,11 +148,6 @@ def _of_indices(axis: int, along: Along) -> np.ndarray:
 def factors_of(axis: int, size: int) -> np.ndarray:
     """[at least `size`] uint64 factors of the indices of a dimension of a tensor."""
     return _table(axis, max(size - 1, 1).bit_length())
-
-
-@cache
-def _table_on(axis: int, bits: int, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(_table(axis, bits).view(np.int64)).to(device)
 
 
 @cache

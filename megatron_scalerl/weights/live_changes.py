@@ -1,149 +1,97 @@
 """Writes changed elements of Hugging Face tensors into an engine's live parameters, in time that grows with their
-number, not with the tensors' size."""
+number, not with the tensors' size.
+
+Each pair of a rectangle and a part that it meets becomes a row of numbers; the place of an element in the
+parameter's memory is then a sum over its indices. Rectangles of one parameter, as those of a layer's experts, are
+written together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 
-from megatron_scalerl.weights.changes import Changes, Together, bits_of
-from megatron_scalerl.weights.digest import total
+from megatron_scalerl.weights.changes import Changes, counted
+from megatron_scalerl.weights.live_map import LivePart
 from megatron_scalerl.weights.plan import Ranges
 
-if TYPE_CHECKING:
-    from megatron_scalerl.weights.live_map import LivePart
 
-Chosen = slice | torch.Tensor
-"""Some of n elements: a slice, or [m] int64."""
-
-
-def write_changes(of: Sequence[tuple[Sequence[LivePart], Changes, torch.dtype]]) -> int:
-    """Write changes into the parts of their tensors; returns what the digest of values changes by.
-
-    of: (parts of the tensor, changes, the tensor's type) of each rectangle. Values that the elements have now are
-    read where they lie. Rectangles of one parameter, as those of a layer's experts, are written together.
-    """
-    later: list[torch.Tensor] = []
-    together: dict[tuple[int, int, torch.dtype], list[tuple[LivePart, Changes]]] = {}
-    for every, changes, dtype in of:
-        parts = [part for part in every if _meets(part, changes)]
-        if len(parts) == 1 and _holds(parts[0], changes):
-            key = parts[0].live.untyped_storage().data_ptr(), len(changes.ranges), dtype
-            together.setdefault(key, []).append((parts[0], changes))
-        else:
-            later.append(_write_apart(parts, changes, dtype))
-    later += [_write_together(pairs, dtype) for (_, _, dtype), pairs in together.items()]
-    return total([int(torch.stack(later).sum())] if later else [0])
+def write_changes(arrived: Iterable[tuple[Sequence[LivePart], Changes]]) -> None:
+    """Write changes into the parts of their tensors."""
+    groups: dict[tuple[int, ...], list[tuple[LivePart, Changes]]] = {}
+    for parts, changes in arrived:
+        for part in parts:
+            if not _meets(part, changes.ranges):
+                continue
+            alone = id(part) if _orders(part) else 0  # its indices have to be looked up
+            key = (part.live.untyped_storage().data_ptr(), len(changes.ranges), alone)
+            groups.setdefault(key, []).append((part, changes))
+    for pairs in groups.values():
+        _write(pairs)
 
 
-def _write_apart(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtype) -> torch.Tensor:
-    """One rectangle, into any parts."""
-    every, count = Together([changes]), changes.positions.numel()
-    places = [(part, *_places(part, changes.ranges, every.coordinates, count)) for part in parts]
-    old = torch.zeros(count, dtype=changes.values.dtype, device=changes.positions.device)
-    for part, chosen, where in places:
-        old[chosen] = bits_of(_flat(part)[where].to(dtype))
-    new = changes.bits(old)
-    for part, chosen, where in places:
-        _flat(part)[where] = new[chosen].view(dtype).to(part.live.dtype)
-    return every.digest(old, new)
-
-
-def _write_together(pairs: Sequence[tuple[LivePart, Changes]], dtype: torch.dtype) -> torch.Tensor:
-    """Rectangles whose places in one parameter are sums over their indices."""
-    strides = [_strides(part) for part, _ in pairs]
-    firsts = [sum(step * first for step, first in each.values()) for each in strides]
-    base = [int(part.live.storage_offset()) - first for (part, _), first in zip(pairs, firsts)]
-    axes = range(len(pairs[0][1].ranges))
-    every = Together(
-        [changes for _, changes in pairs], [base, *([each[axis][0] for each in strides] for axis in axes)]
-    )
-    where = every.column(0)
-    for axis in axes:
-        where = where + every.coordinates[axis] * every.column(1 + axis)
-    live = pairs[0][0].live
+def _write(pairs: Sequence[tuple[LivePart, Changes]]) -> None:
+    """Write into one parameter; rectangles of one number of dimensions."""
+    live, orders = pairs[0][0].live, _orders(pairs[0][0])
+    positions = torch.cat([changes.positions for _, changes in pairs])
+    values = torch.cat([changes.values for _, changes in pairs])
+    rows = torch.tensor([_row(part, changes.ranges) for part, changes in pairs]).to(positions.device).t()
+    which = counted([len(changes.positions) for _, changes in pairs], positions.device)
+    where, rest = rows[0][which], positions
+    outside = torch.zeros_like(rest, dtype=torch.bool)
+    for axis in reversed(range(len(pairs[0][1].ranges))):
+        size, first, low, high, stride = (row[which] for row in rows[1 + 5 * axis : 6 + 5 * axis])
+        outer = rest.div(size, rounding_mode="floor")
+        index = rest - outer * size + first
+        if axis in orders:
+            end = max(changes.ranges[axis][1] for _, changes in pairs)
+            index = _places(orders[axis], end).to(index.device)[index]
+        where = where + index * stride
+        outside |= (index < low) | (index >= high)
+        rest = outer
+    if not all(_holds(part, changes.ranges) for part, changes in pairs):  # else the host need not wait for the mask
+        inside = outside.logical_not().nonzero().flatten()
+        where, values = where[inside], values[inside]
     memory = live.as_strided((live.untyped_storage().nbytes() // live.element_size(),), (1,), 0)
-    old = bits_of(memory[where].to(dtype))
-    values = [changes for _, changes in pairs]
-    stepped = values[0].steps is not None
-    joined = Changes(
-        tensor=0,
-        ranges=(),
-        positions=every.positions,
-        steps=torch.cat([each.steps for each in values if each.steps is not None]) if stepped else None,
-        values=torch.cat([each.values for each in values]),
-    )
-    new = joined.bits(old)
-    memory[where] = new.view(dtype).to(live.dtype)
-    return every.digest(old, new)
+    memory[where] = values.to(live)
 
 
-def _strides(part: LivePart) -> dict[int, tuple[int, int]]:
-    """Axis of the tensor -> (stride in memory, first index)."""
-    found = {axis: (0, index) for axis, index in part.fixed.items()}
-    for axis, along, stride in zip(part.axes, part.indices, part.live.stride()):
-        assert isinstance(along, range)
-        found[axis] = stride, along.start
-    return found
+def _orders(part: LivePart) -> dict[int, torch.Tensor]:
+    """Axis of the tensor -> its indices, where they are in no plain order."""
+    return {axis: along for axis, along in zip(part.axes, part.indices) if isinstance(along, torch.Tensor)}
 
 
-def _holds(part: LivePart, changes: Changes) -> bool:
-    """Whether the part has the whole rectangle, without tables of indices."""
-    along = {axis: range(index, index + 1) for axis, index in part.fixed.items()}
-    for axis, index in zip(part.axes, part.indices):
-        if not isinstance(index, range):
-            return False
-        along[axis] = index
-    return all(along[axis].start <= a and b <= along[axis].stop for axis, (a, b) in enumerate(changes.ranges))
-
-
-def _meets(part: LivePart, changes: Changes) -> bool:
-    """Whether some of the rectangle may be the part's."""
-    fixed = [(axis, range(index, index + 1)) for axis, index in part.fixed.items()]
-    along = [(axis, along) for axis, along in zip(part.axes, part.indices) if isinstance(along, range)]
-    return all(
-        changes.ranges[axis][0] < index.stop and index.start < changes.ranges[axis][1]
-        for axis, index in (*fixed, *along)
-    )
-
-
-def _places(
-    part: LivePart, ranges: Ranges, coordinates: Sequence[torch.Tensor], count: int
-) -> tuple[Chosen, torch.Tensor]:
-    """(which elements are the part's, their places in its memory). coordinates: in row-major order."""
-    along = {axis: (index, stride) for axis, index, stride in zip(part.axes, part.indices, part.live.stride())}
-    along |= {axis: (range(index, index + 1), 0) for axis, index in part.fixed.items()}
-    chosen: Chosen = slice(0, count)
-    where = torch.zeros(count, dtype=torch.int64, device=part.live.device)
-    for axis, (index, stride) in sorted(along.items()):
-        here = coordinates[axis][chosen]
-        if isinstance(index, range):
-            step, inside = here - index.start, index.start <= ranges[axis][0] and ranges[axis][1] <= index.stop
-        else:
-            step, inside = _inverse(index, ranges[axis][1]).to(here.device)[here], False
-        where = where + step * stride
-        if inside:
-            continue
-        if axis == 0 and isinstance(index, range):  # rising
-            ends = torch.searchsorted(here, torch.tensor([index.start, index.stop], device=here.device)).tolist()
-            chosen, where = slice(*ends), where[slice(*ends)]
-        else:
-            kept = ((step >= 0) & (step < len(index))).nonzero().flatten()
-            where = where[kept]
-            chosen = kept + chosen.start if isinstance(chosen, slice) else chosen[kept]
-    return chosen, where
-
-
-def _inverse(index: torch.Tensor, size: int) -> torch.Tensor:
+def _places(index: torch.Tensor, size: int) -> torch.Tensor:
     """[size] int64: the place of each of the tensor's indices, -1 for those that are not there."""
-    found = torch.full((max(size, int(index.max()) + 1),), -1, dtype=torch.int64)
-    found[index] = torch.arange(len(index))
-    return found
+    places = torch.full((max(size, int(index.max()) + 1),), -1, dtype=torch.int64)
+    places[index] = torch.arange(len(index))
+    return places
 
 
-def _flat(part: LivePart) -> torch.Tensor:
-    """The memory that the part is a view of, from its first element to its last."""
-    last = sum((size - 1) * stride for size, stride in zip(part.live.shape, part.live.stride()))
-    return part.live.as_strided((last + 1,), (1,))
+def _bounds(part: LivePart) -> list[tuple[int, int, int]]:
+    """(first index, end, stride in memory) along each axis of the tensor; of places where it has an order."""
+    bounds = {axis: (index, index + 1, 0) for axis, index in part.fixed.items()}
+    for axis, along, stride in zip(part.axes, part.indices, part.live.stride()):
+        low = along.start if isinstance(along, range) else 0
+        bounds[axis] = (low, low + len(along), stride)
+    return [bounds[axis] for axis in sorted(bounds)]
+
+
+def _row(part: LivePart, ranges: Ranges) -> list[int]:
+    """The memory's element of index 0, then for each axis: the rectangle's size and first index, the bounds."""
+    bounds = _bounds(part)
+    base = int(part.live.storage_offset()) - sum(low * stride for low, _, stride in bounds)
+    return [base, *chain(*((b - a, a, *bound) for (a, b), bound in zip(ranges, bounds)))]
+
+
+def _meets(part: LivePart, ranges: Ranges) -> bool:
+    """Whether a rectangle may have elements of the part."""
+    orders, bounds = _orders(part), enumerate(zip(ranges, _bounds(part)))
+    return all(axis in orders or (low < b and a < high) for axis, ((a, b), (low, high, _)) in bounds)
+
+
+def _holds(part: LivePart, ranges: Ranges) -> bool:
+    """Whether all elements of a rectangle are the part's."""
+    return not _orders(part) and all(low <= a and b <= high for (a, b), (low, high, _) in zip(ranges, _bounds(part)))

@@ -4,6 +4,15 @@ The loader is called once with recording tensors, which have names, shapes and t
 one of them (cut, chunk, transpose, permute) is followed until it copies it into a parameter: that copy is recorded as
 a `Scatter`, and nothing is copied. Afterwards weights are written without the loader, and what an engine needs of
 each tensor is known exactly, whatever its parallel layout.
+
+    record      once per model: load_weights with _Recording tensors -> Scatters, one for each copy
+    needs       the rectangles that the scatters read, which the engine names when it connects
+    LivePart    made of a scatter by `weights.live_weights`: a view of the parameter, and the tensor's indices in it
+    write       in each update: what an arriving rectangle has for the part, in place
+    digest      after each update: of what the parameter holds
+
+A _Recording is a view of a meta tensor as long as its storage tells where its elements lie; a function that has to
+copy (a reshape after a transposition, cat) makes it an index of all elements, which takes memory for them.
 """
 
 from __future__ import annotations
@@ -20,25 +29,20 @@ from megatron_scalerl.weights.plan import Manifest, ParamMeta, Ranges, merged
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's load_weights."""
-_SAME = {
-    torch.Tensor.contiguous,
-    torch.Tensor.to,
-    torch.Tensor.cpu,
-    torch.Tensor.clone,
-    torch.Tensor.detach,
-    torch.Tensor.requires_grad_,
-}
+Copied = Callable[["_Recording", torch.Tensor], None]
+"""Takes the source and the destination of a copy."""
+_SAME = {"contiguous", "to", "cpu", "clone", "detach", "requires_grad_"}
 """Functions that do not change which element lies where."""
-_MOVING = {
-    torch.Tensor.reshape,
-    torch.reshape,
-    torch.Tensor.flatten,
-    torch.Tensor.index_select,
-    torch.cat,
-    torch.stack,
-    torch.Tensor.repeat_interleave,
+_FOLLOWED = {
+    *_SAME,
+    *("view", "reshape", "flatten", "unflatten", "ravel", "transpose", "swapaxes", "swapdims", "permute", "t", "T"),
+    *("movedim", "moveaxis", "narrow", "chunk", "split", "tensor_split", "unbind", "select", "__getitem__"),
+    *("unsqueeze", "squeeze", "expand", "expand_as", "view_as", "as_strided"),
+    *("index_select", "cat", "stack", "repeat_interleave"),
+    *("__get__", "__len__", "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size"),
+    *("is_contiguous", "is_floating_point"),
 }
-"""Functions that only move elements, and may have to copy for that; views are recognized by themselves."""
+"""Functions that only move elements, or tell a tensor's layout: all that a loader may call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,9 +244,6 @@ def _coordinates(flat: int, shape: tuple[int, ...]) -> list[int]:
     return found[::-1]
 
 
-Copied = Callable[["_Recording", torch.Tensor], None]
-
-
 class _Recording(torch.Tensor):
     """A tensor without values that knows which elements of a named one it holds.
 
@@ -296,27 +297,17 @@ class _Recording(torch.Tensor):
             source.on_copy(source, destination)
             return destination
         source = next(each for each in _flat((args, kwargs.values())) if isinstance(each, cls))
-        if _writes(func.__name__) or "out" in kwargs:
-            raise NotImplementedError(f"weights: {source.hf_name}: expected a view of it, found {func.__name__}")
-        if func in _SAME:
+        name = func.__name__
+        if name not in _FOLLOWED or "out" in kwargs:
+            raise NotImplementedError(f"weights: {source.hf_name}: expected a view of it, found {name}")
+        if name in _SAME:
             return source
         with torch._C.DisableTorchFunctionSubclass():
-            if source.flat_index is None and func not in (torch.cat, torch.stack):
+            if source.flat_index is None and name not in ("cat", "stack"):
                 out = func(*args, **kwargs)
                 if not isinstance(out, torch.Tensor | tuple | list) or _shares(source, out):
                     return _wrapped(source, out)
-        if func not in _MOVING and not (source.flat_index is not None and _views(func)):
-            raise NotImplementedError(f"weights: {source.hf_name}: expected a view of it, found {func.__name__}")
         return _moved(source, func, args, kwargs)
-
-
-def _writes(name: str) -> bool:
-    """Whether a function changes its first argument: add_, __iadd__, __setitem__."""
-    return (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or name in _IN_PLACE
-
-
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 
 
 def _recording(meta: ParamMeta, copied: Copied) -> _Recording:
@@ -353,18 +344,6 @@ def _wrapped(source: _Recording, out: Any, index: Any = None) -> Any:
         parts = [None] * len(out) if index is None else index
         return type(out)(_wrapped(source, each, part) for each, part in zip(out, parts))
     return out
-
-
-def _views(func: Any) -> bool:
-    """Whether a function applied to indices moves them and does nothing else: views, cuts and orders."""
-    return func.__name__ in _VIEWS
-
-
-_VIEWS = {
-    *("view", "reshape", "flatten", "transpose", "permute", "t", "T", "narrow", "chunk", "split", "unbind", "select"),
-    *("__getitem__", "unsqueeze", "squeeze", "movedim", "swapaxes", "view_as", "expand"),
-    *("__get__", "size", "dim", "numel", "stride"),
-}
 
 
 def _moved(source: _Recording, func: Any, args: Any, kwargs: Any) -> Any:

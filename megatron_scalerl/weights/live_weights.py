@@ -143,34 +143,14 @@ class LiveWeights:
         self._packed = [(names.get(layer.weight.data_ptr()), layer) for layer in linear]
         self._parts = [parts[meta.name] for meta in manifest]
         self._written: set[int] = set()
-        self._digest = 0
-        self._exact = False  # whether it is that of all values as the updates left them
-        self._running = False  # whether the last update was of changes
-
-    def begin(self) -> None:
-        """Before the parts of an update."""
-        self._running = True
-
-    def check(self) -> None:
-        """Before a whole update after updates of changes: RuntimeError if something else changed a value."""
-        if not self._exact:
-            return
-        expected, found = self._digest, self._read()
-        if found != expected:
-            raise RuntimeError(
-                f"weight update: expected the values of the updates before (digest {expected:016x}), "
-                f"found others ({found:016x}): something else changed them"
-            )
 
     def write(self, part: Values | list[Changes]) -> None:
         """Write a rectangle of a tensor, or some elements of several."""
         if isinstance(part, list):
-            self._written |= {each.tensor for each in part}
-            change = write_changes([(self._parts[c.tensor], c, self._dtypes[c.tensor]) for c in part])
-            self._digest = total((self._digest, change))
+            self._written |= {changes.tensor for changes in part}
+            write_changes([(self._parts[changes.tensor], changes) for changes in part])
             return
         self._written.add(part.tensor)
-        self._running = self._exact = False
         for each in self._parts[part.tensor]:
             each.write(part.ranges, part.values)
 
@@ -185,15 +165,7 @@ class LiveWeights:
         self._written = set()
 
     def digest(self) -> int:
-        """Digest of all values (`weights.digest.value_digest`), read where the model reads them.
-
-        After an update of changes: what it was before, and what they changed, whose old values were read.
-        """
-        if not (self._running and self._exact):
-            self._digest, self._exact = self._read(), True
-        return self._digest
-
-    def _read(self) -> int:
+        """Digest of all values (`weights.digest.value_digest`), read where the model reads them."""
         each = zip(self._parts, self._dtypes)
         return total([part.digest(number, dtype) for number, (of, dtype) in enumerate(each) for part in of])
 

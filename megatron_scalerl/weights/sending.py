@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,17 +37,15 @@ class WeightSending:
         """Why a group could not be formed, empty if all were. Collective."""
         failure, number = "", self._source.sender
         self.close()
-        wrong = self._shared("", torch.tensor([self._written.is_wrong]))[1].any()  # on any rank
-        self._written.is_wrong = bool(wrong)
-        told = number is not None or self._written.is_gathered  # to engines, or to other ranks
-        self._written.want(connection.deltas != "off" and told and not wrong, self._source.own())
+        asked = number is not None or bool(self._written.gathers)  # by engines, or by other ranks
+        self._written.want(connection.deltas != "off" and asked, self._source.own())
         if number is not None:
             shards = [shard for sender, shard in self._source.plan.pairs if sender == number]
             try:
                 self._sender = make_sender(connection, number, shards)
             except RuntimeError as error:
                 failure = _logged("a weight group was not formed", error)
-        return self._shared(failure)[0]
+        return self._shared(failure, torch.zeros(0, dtype=torch.int64))[0]
 
     def close(self) -> None:
         """Leave the groups of the last `connect`."""
@@ -56,41 +55,28 @@ class WeightSending:
 
     def send(self, version: int) -> SendReport:
         """Send all parts; the report is the same on all ranks but for the seconds. Collective."""
-        begin, failure, plan = time.perf_counter(), "", self._source.plan
+        begin = time.perf_counter()
+        failure, plan = "", self._source.plan
         order = buckets(plan, self._bucket_mib)
         self._source.begin()
         self._written.gather()
-        digests = torch.zeros(2 * len(order) + len(plan.needs), dtype=torch.int64)  # and sizes, and values
+        of_buckets = torch.zeros((2, len(order)), dtype=torch.int64)  # digest and bytes of each
+        of_shards = torch.zeros(len(plan.needs), dtype=torch.int64)
         if self._source.sender is not None:
             assert self._sender is not None, "connect first"
             own = [number for number, bucket in enumerate(order) if bucket.sender == self._source.sender]
             try:
                 sent = self._sender.send(plan, self._source.read, version, self._written)
-                digests[own] = torch.tensor(sent, dtype=torch.uint64).view(torch.int64)
-                digests[[len(order) + number for number in own]] = torch.tensor(self._sender.sizes)
-                for shard, value in self._sender.values.items():
-                    digests[2 * len(order) + shard] = torch.tensor(value, dtype=torch.uint64).view(torch.int64)
+                of_buckets[:, own] = _signed([sent, self._sender.sizes])
+                of_shards[list(self._sender.values)] = _signed(list(self._sender.values.values()))
             except RuntimeError as error:
                 failure = _logged(f"weights of version {version} were not sent", error)
         self._written.forget()
-        failure, digests = self._shared(failure, digests)
+        failure, shared = self._shared(failure, torch.cat((of_buckets.flatten(), of_shards)))
         if failure:
-            return SendReport(
-                seconds=0.0,
-                bytes=0,
-                whole_bytes=0,
-                most_sent=0,
-                most_received=0,
-                digests=(),
-                values=(),
-                failure=failure,
-            )
-        found = [value & ((1 << 64) - 1) for value in digests.tolist()]
-        of_shards = tuple(
-            combine(value for value, bucket in zip(found, order) if bucket.shard == shard)
-            for shard in range(len(plan.needs))
-        )
-        sizes, values = found[len(order) : 2 * len(order)], found[2 * len(order) :]
+            return SendReport(failure=failure)
+        numbers = shared.view(torch.uint64).tolist()
+        sizes = numbers[len(order) : 2 * len(order)]
         by_sender, by_shard = Counter[int](), Counter[int]()
         for size, bucket in zip(sizes, order):
             by_sender[bucket.sender] += size
@@ -101,21 +87,27 @@ class WeightSending:
             whole_bytes=sum(bucket.nbytes for bucket in order),
             most_sent=max(by_sender.values()),
             most_received=max(by_shard.values()),
-            digests=of_shards,
-            values=tuple(f"{value:016x}" for value in values),
+            digests=tuple(
+                combine(value for value, bucket in zip(numbers, order) if bucket.shard == shard)
+                for shard in range(len(plan.needs))
+            ),
+            values=tuple(f"{value:016x}" for value in numbers[2 * len(order) :]),
         )
 
-    def _shared(self, failure: str, numbers: torch.Tensor | None = None) -> tuple[str, torch.Tensor]:
+    def _shared(self, failure: str, numbers: torch.Tensor) -> tuple[str, torch.Tensor]:
         """(this rank's failure, else which rank failed, else "", the sum of all ranks' `numbers`)."""
-        own = torch.zeros(0, dtype=torch.int64) if numbers is None else numbers
         failed = torch.zeros(self._parallel.world_size, dtype=torch.int64)
         failed[self._parallel.rank] = bool(failure)
-        table = torch.cat((failed, own)).to(self._parallel.device)
+        table = torch.cat((failed, numbers)).to(self._parallel.device)
         dist.all_reduce(table)
         ranks = table[: len(failed)].nonzero().flatten().tolist()
         if ranks and not failure:
             failure = f"the weight group of trainer rank {ranks[0]} failed, see its log"
         return failure, table[len(failed) :].cpu()
+
+
+def _signed(numbers: list[Any]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.uint64).view(torch.int64)
 
 
 def _logged(what: str, error: RuntimeError) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.plan import WeightPlan
-from megatron_scalerl.weights.transport.frames import Told, Values, receive
+from megatron_scalerl.weights.transport.frames import Values, receive
 from megatron_scalerl.weights.transport.gloo import Group
 
 
@@ -21,8 +21,8 @@ class StagedUpdate:
     def __init__(self, groups: Mapping[int, Group], plan: WeightPlan, version: int, *, holds: int | None) -> None:
         """Begin to receive. The arguments are those of `frames.receive`."""
         self.version = version
-        self.told = Told()
-        """Complete once `take` gives the first part out."""
+        self.digests: list[int] = []
+        """Of the buckets; complete once `take` gives the first part out."""
         self._parts: list[Values | list[Changes]] = []
         self._error = "a bug ended its thread, see the engine's log"  # until it has all
         self._discarded = False
@@ -65,7 +65,7 @@ class StagedUpdate:
         device = next(iter(self._groups.values())).device
         try:
             with _apart(device):
-                for part in receive(self._groups, self._plan, self.version, self.told, holds=self._holds):
+                for part in receive(self._groups, self._plan, self.version, self.digests, holds=self._holds):
                     if self._discarded:
                         raise RuntimeError("discarded")
                     self._parts.append(_on_host(part))

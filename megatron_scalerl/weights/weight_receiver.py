@@ -47,7 +47,7 @@ from megatron_scalerl.weights.plan import (
 )
 from megatron_scalerl.weights.staging import StagedUpdate
 from megatron_scalerl.weights.transport import join_sender
-from megatron_scalerl.weights.transport.frames import Told, Values, assembled, receive
+from megatron_scalerl.weights.transport.frames import Values, assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,6 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._groups: dict[int, Group] = {}
         self._plan: WeightPlan | None = None  # of this worker's shard
         self._holds: int | None = None  # the version, if the live parameters have it from these groups
-        self._takes_changes = False
         self._copies: dict[str, list[str]] = {}
         self._staged: StagedUpdate | None = None
 
@@ -100,7 +99,6 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         worker = parallel.data_parallel_index * parallel.world_size + get_world_group().rank
         shard, rank = init_info.places[worker]
         self._plan = from_json(init_info.plans[shard])
-        self._takes_changes = connection.deltas != "off"
         for sender, _ in sorted(self._plan.pairs):
             self._groups[sender] = join_sender(connection, rank, sender, shard)
 
@@ -145,28 +143,25 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             if staged is None or staged.version != version:
                 found = "none" if staged is None else f"version {staged.version}"
                 raise RuntimeError(f"weight update: expected version {version} to be staged, found {found}")
-            told, parts = staged.told, staged.take()
+            digests, parts = staged.digests, staged.take()
         else:
-            told = Told()
+            digests = []
             written = live is not None  # at once, so that two buckets of memory are enough
             holds = self._holds if written else None
-            parts = receive(self._groups, plan, version, told, holds=holds, reuse=written)
-        known, self._holds = self._takes_changes and self._holds is not None, None
+            parts = receive(self._groups, plan, version, digests, holds=holds, reuse=written)
+        self._holds = None
         try:
             if live is None:
                 self._load(plan, parts)
             else:
-                live.begin()
-                for number, part in enumerate(parts):
-                    if not number and known and told.whole:
-                        live.check()
+                for part in parts:
                     live.write(part)
                 live.finish()
         except BaseException:
             self.shutdown()
             raise
         self._holds = version
-        self.digest = combine(told.digests)
+        self.digest = combine(digests)
 
     def _connected(self) -> WeightPlan:
         """The plan. Raises RuntimeError without a connection."""

@@ -35,14 +35,14 @@ class _Shard:
         if self.changed > most_coded(self.elements):
             return None
         if not self.found:
-            none = bits_of(torch.empty(0, dtype=self.dtype, device=self.device))
-            return Found(positions=torch.empty(0, dtype=torch.int64, device=self.device), old=none, new=none)
-        steps = sorted({step for step, _ in self.found})
-        merged = joined([found for step, found in self.found if step == steps[0]])
-        for step in steps[1:]:
-            merged = _merged(merged, joined([found for each, found in self.found if each == step]))
-        self.found = [(steps[-1], merged)]
-        return merged
+            none = torch.empty(0, dtype=torch.int64, device=self.device)
+            return Found(positions=none, bits=bits_of(none.to(self.dtype)))
+        last, _ = self.found[-1]
+        changes = joined([found for _, found in self.found])
+        if any(step != last for step, _ in self.found):
+            changes = _newest(changes)
+        self.found = [(last, changes)]
+        return changes
 
 
 class Written:
@@ -51,14 +51,13 @@ class Written:
     def __init__(self) -> None:
         self.wanted = False
         """Whether changes are recorded, because an update will ask for them; see `want`."""
-        self.is_wrong = False
-        """Whether something that is not recorded was seen to change the weights; nothing is covered then."""
         self._addresses: list[int] = []  # of shards, rising
         self._shards: list[_Shard] = []
         self._needed: set[int] = set()  # numbers of shards that this rank's updates read
         self._step = 0
         self._lost = False
-        self._gathers: list[Callable[[], None]] = []
+        self.gathers: list[Callable[[], None]] = []
+        """What all ranks call at once before an update: each adds what others wrote into parameters of this one."""
 
     def want(self, wanted: bool, views: Iterable[Tensor] = ()) -> None:
         """Begin to record, or end it. views: what this rank's updates will ask for; what other ranks change
@@ -80,20 +79,11 @@ class Written:
         self._addresses.insert(at, shard.data_ptr())
         self._shards.insert(at, _Shard(shard.numel(), shard.dtype, shard.device, of_another))
 
-    def gather_with(self, gather: Callable[[], None]) -> None:
-        """`gather`, which all ranks call at once, adds what others wrote into parameters that this one has, too."""
-        self._gathers.append(gather)
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether other ranks need what this one records."""
-        return bool(self._gathers)
-
     def gather(self) -> None:
         """Add what other ranks wrote; before an update. Collective."""
         if self.wanted and self._step and not self._lost:
-            for each in self._gathers:
-                each()
+            for gather in self.gathers:
+                gather()
 
     def begin_step(self) -> None:
         """An optimizer is about to write."""
@@ -110,7 +100,7 @@ class Written:
             held.found = []
         elif found.positions.numel():
             positions = found.positions + first if first else found.positions
-            held.found.append((self._step, Found(positions=positions, old=found.old, new=found.new)))
+            held.found.append((self._step, Found(positions=positions, bits=found.bits)))
 
     def lose(self) -> None:
         """Something else wrote the weights, such as a checkpoint: nothing is known until `forget`."""
@@ -128,7 +118,7 @@ class Written:
 
     def covers(self, view: Tensor) -> bool:
         """Whether changes of all elements of a view are recorded."""
-        return not self.is_wrong and bool(self._shards_of(view)) and _nested(view)
+        return bool(self._shards_of(view)) and _nested(view)
 
     def of(self, views: Sequence[Tensor]) -> list[Found | None]:
         """The changes of views that are covered, by position in row-major order of each, since the last update.
@@ -192,24 +182,20 @@ def joined(pieces: Sequence[Found]) -> Found:
     """One after the other; at least one."""
     if len(pieces) == 1:
         return pieces[0]
-    positions, old = torch.cat([each.positions for each in pieces]), torch.cat([each.old for each in pieces])
-    return Found(positions=positions, old=old, new=torch.cat([each.new for each in pieces]))
+    positions = torch.cat([piece.positions for piece in pieces])
+    return Found(positions=positions, bits=torch.cat([piece.bits for piece in pieces]))
 
 
 def _cut(found: Found, bounds: Sequence[int], offset: int) -> Found:
     first, end = bounds
-    positions = found.positions[first:end] - offset
-    return Found(positions=positions, old=found.old[first:end], new=found.new[first:end])
+    return Found(positions=found.positions[first:end] - offset, bits=found.bits[first:end])
 
 
-def _merged(before: Found, after: Found) -> Found:
-    """The changes of two steps: the old bits of the first, the new ones of the last."""
-    both = joined([before, after])
-    positions, order = both.positions.sort(stable=True)
-    differs = positions[1:] != positions[:-1]
-    end = differs.new_ones(1)
-    first, last = torch.cat((end, differs)), torch.cat((differs, end))
-    return Found(positions=positions[first], old=both.old[order][first], new=both.new[order][last])
+def _newest(found: Found) -> Found:
+    """The changes of several steps, one after the other, in order: the last bits of each element."""
+    positions, order = found.positions.sort(stable=True)
+    last = torch.cat((positions[1:] != positions[:-1], order.new_ones(1, dtype=torch.bool)))
+    return Found(positions=positions[last], bits=found.bits[order][last])
 
 
 def _axes(view: Tensor) -> list[tuple[int, int, int]]:
@@ -248,8 +234,8 @@ def _in_view(found: Found, view: Tensor) -> Found:
         places += index * inner
         rising, before = rising and inner < before, inner
     inside &= rest == 0
-    places, old, new = places[inside], found.old[inside], found.new[inside]
+    places, bits = places[inside], found.bits[inside]
     if not rising:  # transposed
         places, order = places.sort()
-        old, new = old[order], new[order]
-    return Found(positions=places, old=old, new=new)
+        bits = bits[order]
+    return Found(positions=places, bits=bits)

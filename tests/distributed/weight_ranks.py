@@ -37,12 +37,12 @@ class Worker:
 
     def take(self, version: int) -> Received:
         """A copy of all tensors after an update."""
-        received = receive(self.groups, self.plan, version, holds=self.version)
+        received = receive(self.groups, self.plan, version, [], holds=self.version)
         for part in (each for of in received for each in (of if isinstance(of, list) else [of])):
             here = self.held[self.plan.parameters[part.tensor].name][tuple(slice(a, b) for a, b in part.ranges)]
             if isinstance(part, Changes):
                 flat = here.reshape(-1).clone()
-                flat[part.positions] = part.bits(bits_of(flat)[part.positions]).view(flat.dtype)
+                flat[part.positions] = part.values
                 here.copy_(flat.view(here.shape))
                 self.changed += part.positions.numel()
             else:
@@ -71,7 +71,7 @@ def updates(
                 assert not report.failure and report.bytes <= report.whole_bytes
                 versions.append(taken)
             sender, changed = sides.sending._sender, sum(end.changed for end in sides.ends)
-            kept = 0 if sender is None else sum(held.nbytes for held in sender._held)
+            kept = 0 if sender is None else sum(copy.nbytes for copy in sender._copies.values())
             found.append((versions, sides.source.plan.senders, changed, kept))
     return found
 

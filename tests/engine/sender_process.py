@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +53,6 @@ class SenderProcess:
 
         report = await self._ask("send", folder=str(self.folder), version=version, fault=self.fault)
         return msgspec.convert(report, SendReport)
-
-    @contextlib.asynccontextmanager
-    async def stopped(self) -> AsyncIterator[None]:
-        """The process does nothing."""
-        pid = self._process.pid
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(pid, signal.SIGCONT)
 
     async def _ask(self, command: str, **values: Any) -> Any:
         answer = await self._process.ask({"command": command, **values})

@@ -28,7 +28,7 @@ from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import Connection, all_of, from_json, manifest_from_json, needs_to_json
 from megatron_scalerl.weights.transport import join_sender
-from megatron_scalerl.weights.transport.frames import Told, receive
+from megatron_scalerl.weights.transport.frames import receive
 from megatron_scalerl.weights.transport.gloo import Group
 
 TOKEN_S = 0.015
@@ -154,11 +154,12 @@ class StandInEngineServer:
         return web.json_response({})
 
     async def update(self, request):
-        version, told = (await request.json())["update_info"]["version"], Told()
+        version = (await request.json())["update_info"]["version"]
+        digests: list[int] = []
         self.digest = ""
 
         def take():
-            for _ in receive(self.groups, self.plan, version, told):
+            for _ in receive(self.groups, self.plan, version, digests):
                 pass
 
         try:
@@ -168,7 +169,7 @@ class StandInEngineServer:
             for group in self.groups.values():
                 group.close()
             raise
-        self.digest = combine(told.digests)
+        self.digest = combine(digests)
         print(f"version {version} digest {self.digest}", flush=True)
         return web.json_response({})
 

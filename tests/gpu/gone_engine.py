@@ -61,7 +61,7 @@ def take(group: str, folder: str) -> None:
     if group == "gone":
         joined.broadcast(torch.zeros(5, dtype=torch.int64, device=joined.device))  # the header
         os.kill(os.getpid(), signal.SIGKILL)
-    [(_, weights)] = assembled(receive({0: joined}, plan(), 1), plan())
+    [(_, weights)] = assembled(receive({0: joined}, plan(), 1, []), plan())
     assert torch.equal(weights.cpu(), torch.arange(ELEMENTS, dtype=torch.float32))
 
 

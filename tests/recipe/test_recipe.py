@@ -193,7 +193,10 @@ def test_mistakes_in_tasks_are_one_line(path, override, said):
     [
         ("trainer.world_size=2", "engine.colocate: engines take 1 x 1 devices .*, the trainer 2"),
         ("weights.transport=nccl", r"weights.transport: nccl .*\(NCCL refuses two processes on one device"),
-        ("weights.deltas=ulp", "weights.transport: auto with weights.deltas ulp does not work with engine.colocate"),
+        (
+            "weights.deltas=absolute",
+            "weights.transport: auto with weights.deltas absolute does not work with engine.colocate",
+        ),
         ("engine.vllm={gpu_memory_utilization: 0.2}", "engine.vllm.kv_cache_memory_bytes: is required with"),
         ("engine.vllm={kv_cache_memory_bytes: 1}", "engine.vllm.gpu_memory_utilization: is required with"),
     ],

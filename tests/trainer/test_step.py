@@ -255,7 +255,7 @@ def test_a_pipeline_stage_without_experts_has_nothing_to_tell_of_them():
     )
     changes = WeightChanges(part, torch.device("cpu"))
     part._copy_main_params_to_model_params()
-    assert not changes.written.is_gathered and changes.counts().tolist() == [0, 0]
+    assert not changes.written.gathers and changes.counts().tolist() == [0, 0]
 
 
 def test_changes_of_fp32_weights_which_are_written_in_place_are_not_counted(new_trainer):

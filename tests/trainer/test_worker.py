@@ -27,7 +27,7 @@ from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import Connection, all_of
-from megatron_scalerl.weights.transport.frames import Told, assembled, receive
+from megatron_scalerl.weights.transport.frames import assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -99,7 +99,7 @@ async def receive_weights(client, version):
         connect_timeout_s=240,
         timeout_s=240,
     )
-    plan, told = await client.plan_weights((all_of(await client.manifest()),)), Told()
+    plan, digests = await client.plan_weights((all_of(await client.manifest()),)), []
 
     def join():
         return {sender: Group(connection, 1, sender) for sender in range(plan.senders)}
@@ -107,10 +107,10 @@ async def receive_weights(client, version):
     _, groups = await asyncio.gather(client.connect_weights(connection), asyncio.to_thread(join))
 
     def collect():
-        return {name: tensor.clone() for name, tensor in assembled(receive(groups, plan, version, told), plan)}
+        return {name: tensor.clone() for name, tensor in assembled(receive(groups, plan, version, digests), plan)}
 
     report, tensors = await asyncio.gather(client.send_weights(version), asyncio.to_thread(collect))
-    assert report.digests == (combine(told.digests),) and report.bytes > 0
+    assert report.digests == (combine(digests),) and report.bytes > 0
     return tensors, groups
 
 

@@ -90,3 +90,21 @@ def in_blocks(plain):
     experts, rows, width = plain.shape
     blocks = plain.view(experts, rows // BLOCK_ROWS, BLOCK_ROWS, width).transpose(2, 3)
     return blocks.contiguous().view(experts, rows, width)
+
+
+def experts(fused, dtype):
+    """(manifest, load(tensors, parameter)) of gate and up of 3 experts, 40 rows each, in one parameter [3, 80, 6]: in
+    blocks of rows, the first block of `up` begins in the middle."""
+    shapes = {f"{e}.{kind}": (40, 6) for e in range(3) for kind in ("gate", "up")}
+    if fused:
+        shapes = {"gate_up": (3, 6, 80)}
+
+    def load(given, into):
+        for name, weight in given:
+            if fused:
+                into.data.copy_(weight.transpose(1, 2))
+            else:
+                expert, _, kind = name.partition(".")
+                into.data[int(expert)].narrow(0, 40 * (kind == "up"), 40).copy_(weight)
+
+    return manifest_of((name, dtype, shape) for name, shape in shapes.items()), load

@@ -9,7 +9,7 @@ def write(written, shard, new, chunk=500):
     """What a step does: every chunk compared and written."""
     for first in range(0, shard.numel(), chunk):
         old = shard.view(-1)[first : first + chunk]
-        found = find(bits_of(old), new.view(-1)[first : first + chunk], any_number=True)
+        found = find(bits_of(old), new.view(-1)[first : first + chunk])
         written.add(shard.view(-1), first, found)
 
 

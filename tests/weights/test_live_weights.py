@@ -6,7 +6,8 @@ import random
 
 import pytest
 import torch
-from live_model import MANIFEST, SHAPES, in_blocks, live, loader, weights
+from live_model import MANIFEST, SHAPES, experts, in_blocks, live, loader, weights
+from sampling import sampled
 
 from megatron_scalerl.weights.digest import total, value_digest
 from megatron_scalerl.weights.live_map import needs, record
@@ -24,7 +25,7 @@ def pieces(shape, rng):
     return found
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", sampled("live weights", range(5), 2))
 @pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
 def test_pieces_in_any_order_are_what_the_loader_writes(rank, tp, seed):
     rng, values = random.Random(seed), weights(seed)
@@ -38,7 +39,7 @@ def test_pieces_in_any_order_are_what_the_loader_writes(rank, tp, seed):
     assert all(torch.equal(parameters[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", sampled("live weights", range(5), 2))
 @pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
 def test_the_digest_of_what_is_held(rank, tp, seed):
     rng, values, parameters = random.Random(seed), weights(seed), live(tp)
@@ -114,34 +115,20 @@ def test_models_whose_loader_changes_values_are_left_to_it(kind, line):
         LiveWeights(Quantized(kind), manifest)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", sampled("live weights", range(5), 2))
 @pytest.mark.parametrize("fused", [True, False])
 def test_experts_in_blocks_of_rows(fused, seed):
-    """Gate and up of 3 experts, 40 rows each, in one parameter: the first block of `up` begins in the middle."""
-    rng = random.Random(seed)
-    parameters = {"w13": torch.zeros(3, 80, 6)}
-    shapes = (
-        {"gate_up": (3, 6, 80)} if fused else {f"{e}.{kind}": (40, 6) for e in range(3) for kind in ("gate", "up")}
-    )
-    manifest = manifest_of((name, "float32", shape) for name, shape in shapes.items())
-    values = {name: torch.randn(shape) for name, shape in shapes.items()}
-
-    def load(given, into=parameters):
-        for name, weight in given:
-            if fused:
-                into["w13"].data.copy_(weight.transpose(1, 2))
-            else:
-                expert, _, kind = name.partition(".")
-                into["w13"].data[int(expert)].narrow(0, 40 * (kind == "up"), 40).copy_(weight)
-
-    expected = {"w13": torch.zeros(3, 80, 6)}
+    rng, (manifest, load) = random.Random(seed), experts(fused, "float32")
+    parameter, expected = torch.zeros(3, 80, 6), torch.zeros(3, 80, 6)
+    values = {meta.name: torch.randn(meta.shape) for meta in manifest}
     load(values.items(), expected)
-    parts = live_parts(record(load, manifest, parameters), manifest, parameters, {"w13"})
-    for name, shape in shapes.items():
-        for ranges in pieces(shape, rng):
+    scatters = record(lambda given: load(given, parameter), manifest, {"w13": parameter})
+    parts = live_parts(scatters, manifest, {"w13": parameter}, {"w13"})
+    for name, value in values.items():
+        for ranges in pieces(value.shape, rng):
             for part in parts[name]:
-                part.write(ranges, values[name][tuple(slice(a, b) for a, b in ranges)])
-    assert torch.equal(parameters["w13"], in_blocks(expected["w13"]))
+                part.write(ranges, value[tuple(slice(a, b) for a, b in ranges)])
+    assert torch.equal(parameter, in_blocks(expected))
     for number, (name, value) in enumerate(values.items()):
         along = [range(size) for size in value.shape]
         whole = value_digest(value, number, range(value.dim()), along)

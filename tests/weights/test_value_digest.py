@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from sampling import sampled
 from triton_interpreter import interpret
 
 from megatron_scalerl.weights import digest as module
@@ -54,7 +55,7 @@ def test_the_formula(way, shape, dtype):
     assert of(values) == by_formula(values, 3) != of(values, tensor=4)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", sampled("cuts", range(10), 2))
 def test_parts_add_up_in_any_order_and_layout(way, seed):
     rng, values = random.Random(seed), random_values((6, 7, 8), torch.bfloat16, seed)
     cuts = [sorted({0, size, rng.randrange(size), rng.randrange(size)}) for size in values.shape]

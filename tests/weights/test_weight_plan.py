@@ -102,20 +102,6 @@ def test_a_plan_sends_every_element_once(parts, line):
         plans.from_json(text)
 
 
-@pytest.mark.parametrize(
-    ("n", "axes", "line"),
-    [
-        (3000, 2, "m: expected at most 4096 rectangles, found 6000"),
-        (200, 3, "m: expected at most 4194304 cells of parts, found 8000000"),
-    ],
-)
-def test_a_plan_with_countless_boundaries_is_refused(n, axes, line):
-    whole = ((0, n),) * axes
-    parts = [(0, 0, (*whole[:axis], (i, i + 1), *whole[axis + 1 :])) for axis in range(axes) for i in range(n)]
-    with pytest.raises(ValueError, match=line):
-        plans.check(of(("m", "float32", (n,) * axes), parts=parts))
-
-
 def test_what_an_engine_takes_is_counted_and_not_compared_pair_by_pair():
     manifest = plans.manifest_of([("m", "float32", (4096, 2))])
     rows = tuple(((i, i + 1), (0, 2)) for i in range(4096))

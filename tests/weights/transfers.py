@@ -4,11 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from megatron_scalerl.weights.changes import Changes, bits_of
+from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.digest import total, value_digest
 from megatron_scalerl.weights.plan import manifest_of, whole
 from megatron_scalerl.weights.transport import make_sender
-from megatron_scalerl.weights.transport.frames import Told, receive
+from megatron_scalerl.weights.transport.frames import receive
 from megatron_scalerl.weights.transport.gloo import Group
 from megatron_scalerl.weights.transport.shm import ShmGroup
 
@@ -77,10 +77,10 @@ class Held:
         self.version, self.kinds = None, []
 
     def take(self, groups, plan, version):
-        told, self.kinds = Told(), []
-        or_leaves(groups, lambda: self._write(plan, receive(groups, plan, version, told, holds=self.version)))
+        digests, self.kinds = [], []
+        or_leaves(groups, lambda: self._write(plan, receive(groups, plan, version, digests, holds=self.version)))
         self.version = version
-        return told.digests
+        return digests
 
     def _write(self, plan, parts):
         for part in (each for of in parts for each in (of if isinstance(of, list) else [of])):
@@ -89,7 +89,7 @@ class Held:
             cut = tensor[tuple(slice(a, b) for a, b in part.ranges)]
             if isinstance(part, Changes):
                 flat = cut.contiguous().view(-1)
-                flat[part.positions] = part.bits(bits_of(flat)[part.positions]).view(flat.dtype)
+                flat[part.positions] = part.values
                 cut.copy_(flat.view(cut.shape))
             else:
                 cut.copy_(part.values)

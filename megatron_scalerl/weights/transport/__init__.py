@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from megatron_scalerl.weights.transport.gloo import Group
     from megatron_scalerl.weights.transport.sender import Sender
 
-BACKENDS = ("gloo", "nccl", "shm")
-"""`Connection.backend` of senders."""
-
 
 def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] = (0,)) -> Sender:
     """Create the groups of sender `number` and these shards as their rank 0, and wait for all engines to join.
@@ -33,7 +30,7 @@ def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] =
     """
     from megatron_scalerl.weights.transport.sender import Sender
 
-    kind = _group_class(connection, BACKENDS)
+    kind = _group_class(connection)
     sender = Sender({}, number, connection)
     try:
         for shard in sorted(shards):
@@ -49,15 +46,15 @@ def join_sender(connection: Connection, rank: int, sender: int, shard: int) -> G
 
     Raises ValueError for an unknown backend, RuntimeError where the group is not formed in time.
     """
-    return _group_class(connection, BACKENDS)(connection, rank, sender, shard)
+    return _group_class(connection)(connection, rank, sender, shard)
 
 
-def _group_class(connection: Connection, backends: Iterable[str]) -> type[Group]:
+def _group_class(connection: Connection) -> type[Group]:
     from megatron_scalerl.weights.transport import gloo, shm
 
-    if connection.backend not in backends:
-        raise ValueError(f"weights.transport: expected one of {sorted(backends)}, found {connection.backend!r}")
     classes = {"gloo": gloo.Group, "nccl": gloo.NcclGroup, "shm": shm.ShmGroup}
+    if connection.backend not in classes:
+        raise ValueError(f"weights.transport: expected one of {sorted(classes)}, found {connection.backend!r}")
     return classes[connection.backend]
 
 

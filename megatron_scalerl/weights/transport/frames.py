@@ -13,35 +13,25 @@ One update, each line one broadcast in one group, the buckets of all groups taki
 A sender (`transport.sender`) packs a bucket, or codes its changes, while the one before is on the wire, and a
 receiver loads one while the next one arrives. Changes are those that the optimizer recorded (`weights.written`);
 where it records none, a sender keeps a bucket as the receivers have it and compares.
-
-The slots of a sender's bucket: their values, their memory in it, and what changed in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from megatron_scalerl.weights.changes import Changes, Found, bits_of, can_code, decode, digest_of, find
+from megatron_scalerl.weights.changes import Changes, decode
 from megatron_scalerl.weights.digest import digest, mixed
-from megatron_scalerl.weights.plan import Bucket, Ranges, Slot, WeightPlan, buckets, volume, within
-from megatron_scalerl.weights.transport.gloo import Finish, Group, Read
-from megatron_scalerl.weights.written import Written
+from megatron_scalerl.weights.plan import Bucket, Ranges, Slot, WeightPlan, buckets, volume
+from megatron_scalerl.weights.transport.gloo import Finish, Group
 
-
-def read_slot(plan: WeightPlan, slot: Slot, read: Read) -> torch.Tensor:
-    """The values of a slot. Raises ValueError if they are not those of the plan."""
-    part = plan.parts[slot.part]
-    meta, values = plan.parameters[part.tensor], read(slot.part)
-    found, expected = (
-        (str(values.dtype).removeprefix("torch."), tuple(values.shape)),
-        (meta.dtype, shape_of(part.ranges)),
-    )
-    if found != expected:
-        raise ValueError(f"weights: {meta.name}: expected a part of {expected}, found {found}")
-    return values.detach()[within(part.ranges, slot.ranges)]
+MAGIC = 0x4D53524C
+"""First word of every header: anything else means that the two sides are out of sync."""
+WHOLE = -1
+"""Instead of the version that changes are from, and of a bucket's size."""
 
 
 def place_of(packed: torch.Tensor, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
@@ -52,58 +42,6 @@ def place_of(packed: torch.Tensor, slot: Slot, dtype: torch.dtype) -> torch.Tens
 def shape_of(ranges: Ranges) -> tuple[int, ...]:
     """Of a rectangle."""
     return tuple(b - a for a, b in ranges)
-
-
-def is_recorded(plan: WeightPlan, bucket: Bucket, read: Read, written: Written) -> bool:
-    """Whether the optimizer records all changes of a bucket, so that no copy of it has to be kept."""
-    values = (read_slot(plan, slot, read) for slot in bucket.slots)
-    return all(can_code(each.dtype) and written.covers(each) for each in values)
-
-
-def recorded(plan: WeightPlan, bucket: Bucket, read: Read, written: Written) -> list[tuple[int, Found]] | None:
-    """(place of the slot, its changes) where there are any, as the optimizer recorded them; None where it did not."""
-    every = written.of([read_slot(plan, slot, read) for slot in bucket.slots])
-    if None in every:
-        return None
-    return [(place, found) for place, found in enumerate(every) if found is not None and found.positions.numel()]
-
-
-def compared(plan: WeightPlan, bucket: Bucket, read: Read, held: torch.Tensor) -> list[tuple[int, Found]] | None:
-    """The same, by comparing with the bucket as all receivers have it, which becomes the new one.
-
-    None where the bucket is to be sent whole.
-    """
-    every = []
-    for place, slot in enumerate(bucket.slots):
-        values = read_slot(plan, slot, read)
-        found = find(bits_of(place_of(held, slot, values.dtype)), values) if can_code(values.dtype) else None
-        if found is None:
-            return None
-        if found.positions.numel():
-            every.append((place, found))
-    return every
-
-
-def digest_change(plan: WeightPlan, bucket: Bucket, found: Sequence[tuple[int, Found]]) -> int:
-    """What changes add to the digest of a bucket's values."""
-    each = [
-        Changes(
-            tensor=plan.parts[bucket.slots[place].part].tensor,
-            ranges=bucket.slots[place].ranges,
-            positions=differ.positions,
-            steps=None,
-            values=differ.new,
-        )
-        for place, differ in found
-    ]
-    return digest_of(each, [differ.old for _, differ in found], [differ.new for _, differ in found])
-
-
-MAGIC = 0x4D53524C
-"""First word of every header: anything else means that the two sides are out of sync."""
-HEADER_BYTES = 5 * 8
-WHOLE = -1
-"""Instead of the version that changes are from, and of a bucket's size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,84 +55,72 @@ class Values:
     """Of the rectangle's shape."""
 
 
-class Told:
-    """What a receiver learns of an update."""
-
-    def __init__(self) -> None:
-        self.whole = False
-        """Whether it has all values; known before its first part."""
-        self.digests: list[int] = []
-        """Of each bucket so far, 0 for one without changes."""
-
-
 def receive(
     groups: Mapping[int, Group],
     plan: WeightPlan,
     version: int,
-    told: Told | None = None,
+    digests: list[int],
     *,
     holds: int | None = None,
     reuse: bool = False,
 ) -> Iterator[Values | list[Changes]]:
     """The parts of one update, each after its bucket was checked: rectangles, or all changes of a bucket.
 
-    groups: sender -> group. plan: of the receiver's shard alone. told: what is filled in. holds: the version
-    that the receiver has, None if it takes whole updates only. The values stay valid, as each bucket has memory of
-    its own; with `reuse` only until the next part is asked for, and two buckets are all the memory that is used.
-    Raises RuntimeError if a sender is out of sync or the bytes are not those that it packed.
+    groups: sender -> group. plan: of the receiver's shard alone. digests: that of each bucket is appended, 0 for one
+    without changes. holds: the version that the receiver has, None if it takes whole updates only. The values stay
+    valid, as each bucket has memory of its own; with `reuse` only until the next part is asked for, and two buckets
+    are all the memory that is used. Raises RuntimeError if a sender is out of sync or the bytes are not those that it
+    packed.
     """
     any_group = next(iter(groups.values()))
     order = buckets(plan, any_group.bucket_mib)
-    whole: dict[int, bool] = {}
-    for sender, group in sorted(groups.items()):
-        count = sum(bucket.sender == sender for bucket in order)
-        whole[sender] = _check_header(group, header(plan, 0, version, count, WHOLE), holds)
+    counts = Counter(bucket.sender for bucket in order)
+    bases = {_base(groups[sender], header(plan, 0, version, counts[sender], WHOLE)) for sender in sorted(groups)}
+    if len(bases) > 1 or not bases <= {WHOLE, holds}:
+        bases_found = ", ".join(map(str, sorted(bases)))
+        raise RuntimeError(
+            f"weight update: expected changes of version {holds} or all values, found those of {bases_found}"
+        )
+    whole = WHOLE in bases
     places = places_of(bucket.sender for bucket in order)
-    told = Told() if told is None else told
-    told.whole = ahead = all(whole.values())
-
     turns = any_group.turns(max(bucket.nbytes for bucket in order) + 8) if reuse else None
 
-    def arrive(number: int) -> Callable[[], tuple[torch.Tensor | None, bool]]:
+    def arrive(number: int) -> Callable[[], torch.Tensor | None]:
         bucket, into = order[number], None if turns is None else turns[number % 2]
-        return _arrive(groups[bucket.sender], bucket, whole[bucket.sender], into)
+        return _arrive(groups[bucket.sender], bucket, whole, into)
 
     arriving = [arrive(0)]
     for number, bucket in enumerate(order):
         after = range(number + 1, min(number + 2, len(order)))
-        if ahead:
+        if whole:
             arriving += [arrive(each) for each in after]
-        packed, is_whole = arriving.pop(0)()
-        if not ahead:  # its size follows on the bytes of this one
+        packed = arriving.pop(0)()
+        if not whole:  # its size follows on the bytes of this one
             arriving += [arrive(each) for each in after]
         if packed is None:
-            told.digests.append(0)
+            digests.append(0)
             continue
         expected, found = read_digest(packed), bucket_digest(packed, version, places[number])
         if expected != found:
             raise RuntimeError(
                 f"weight update: bucket {number} of {len(order)}: expected digest {expected:016x}, found {found:016x}"
             )
-        told.digests.append(found)
-        yield from _parts_of(plan, bucket, packed[:-8], whole=is_whole)
+        digests.append(found)
+        yield from _parts_of(plan, bucket, packed[:-8])
 
 
-def _parts_of(
-    plan: WeightPlan, bucket: Bucket, packed: torch.Tensor, *, whole: bool
-) -> Iterator[Values | list[Changes]]:
+def _parts_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iterator[Values | list[Changes]]:
+    """Changes always take fewer bytes than the bucket."""
     tensors = [plan.parts[slot.part].tensor for slot in bucket.slots]
     pieces = [
         (tensor, slot.ranges, getattr(torch, plan.parameters[tensor].dtype))
         for tensor, slot in zip(tensors, bucket.slots)
     ]
-    if whole:
-        for slot, (tensor, ranges, dtype) in zip(bucket.slots, pieces):
-            yield Values(tensor=tensor, ranges=ranges, values=place_of(packed, slot, dtype).view(shape_of(ranges)))
-        return
-    try:
+    if packed.numel() < bucket.nbytes:
         yield decode(packed, pieces)
-    except ValueError as error:
-        raise RuntimeError(f"weight update: {error}") from None
+        return
+    for slot, (tensor, ranges, dtype) in zip(bucket.slots, pieces):
+        yield Values(tensor=tensor, ranges=ranges, values=place_of(packed, slot, dtype).view(shape_of(ranges)))
 
 
 def assembled(parts: Iterable[Values | list[Changes]], plan: WeightPlan) -> Iterator[tuple[str, torch.Tensor]]:
@@ -224,51 +150,45 @@ def assembled(parts: Iterable[Values | list[Changes]], plan: WeightPlan) -> Iter
 
 def _arrive(
     group: Group, bucket: Bucket, whole: bool, into: torch.Tensor | None
-) -> Callable[[], tuple[torch.Tensor | None, bool]]:
-    """Begin to receive a bucket; what it returns waits for it: (bytes, None if nothing was sent; whether it is all).
+) -> Callable[[], torch.Tensor | None]:
+    """Begin to receive a bucket; what it returns waits for its bytes, None if nothing was sent.
 
     whole: the update is, and no size comes first. into: memory for it, None for its own.
     """
 
     def begin(nbytes: int) -> tuple[torch.Tensor, Finish]:
-        packed = (
-            torch.empty(nbytes + 8, dtype=torch.uint8, device=group.device) if into is None else into[: nbytes + 8]
-        )
-        return packed, group.start(packed)
+        memory = torch.empty(nbytes + 8, dtype=torch.uint8, device=group.device) if into is None else into
+        return memory[: nbytes + 8], group.start(memory[: nbytes + 8])
 
     if whole:
-        arriving, finish = begin(bucket.nbytes)
+        packed, finish = begin(bucket.nbytes)
     else:
         size = torch.zeros(1, dtype=torch.int64, device=group.device)
         finish = group.start(size)
 
-    def end() -> tuple[torch.Tensor | None, bool]:
+    def end() -> torch.Tensor | None:
         finish()
         if whole:
-            return arriving, True
+            return packed
         nbytes = int(size)
-        if nbytes != WHOLE and not 0 <= nbytes < bucket.nbytes:
-            raise RuntimeError(f"weight update: expected at most {bucket.nbytes} bytes of changes, found {nbytes}")
-        if not nbytes:
-            return None, False
-        packed, last = begin(bucket.nbytes if nbytes == WHOLE else nbytes)
+        if nbytes == 0:
+            return None
+        changes, last = begin(bucket.nbytes if nbytes == WHOLE else nbytes)
         last()
-        return packed, nbytes == WHOLE
+        return changes
 
     return end
 
 
-def _check_header(group: Group, expected: torch.Tensor, holds: int | None) -> bool:
-    """Whether the group's update is whole. Raises RuntimeError for another header, or changes of another version."""
+def _base(group: Group, expected: torch.Tensor) -> int:
+    """The version that the group's changes are from, or WHOLE. Raises RuntimeError for another header."""
     head = torch.zeros(len(expected), dtype=torch.int64, device=group.device)
     group.broadcast(head)
     *found, base = head.tolist()
     *wanted, _ = expected.tolist()
     if found != wanted:
         raise RuntimeError(f"weight update: expected the header {wanted}, found {found}")
-    if base not in (WHOLE, holds):
-        raise RuntimeError(f"weight update: expected changes of version {holds} or all values, found those of {base}")
-    return base == WHOLE
+    return base
 
 
 def header(plan: WeightPlan, shard: int, version: int, count: int, base: int) -> torch.Tensor:
@@ -279,12 +199,12 @@ def header(plan: WeightPlan, shard: int, version: int, count: int, base: int) ->
 
 def places_of(groups: Iterable[int]) -> list[int]:
     """How many of the same group come before each bucket."""
-    before: dict[int, int] = {}
-    found = []
+    before = Counter[int]()
+    places = []
     for group in groups:
-        found.append(before.get(group, 0))
-        before[group] = found[-1] + 1
-    return found
+        places.append(before[group])
+        before[group] += 1
+    return places
 
 
 def bucket_digest(packed: torch.Tensor, version: int, place: int) -> int:

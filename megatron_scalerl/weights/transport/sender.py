@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_scalerl.weights.changes import encode
+from megatron_scalerl.weights.changes import Found, bits_of, encode, find, most_coded
 from megatron_scalerl.weights.digest import total, value_digest
-from megatron_scalerl.weights.plan import Bucket, Connection, WeightPlan, buckets
+from megatron_scalerl.weights.plan import Bucket, Connection, WeightPlan, buckets, within
 from megatron_scalerl.weights.transport.frames import (
-    HEADER_BYTES,
     WHOLE,
     bucket_digest,
-    compared,
-    digest_change,
     header,
-    is_recorded,
     place_of,
     places_of,
-    read_slot,
-    recorded,
     shape_of,
 )
 from megatron_scalerl.weights.transport.gloo import Finish, Group, Read
@@ -38,40 +32,43 @@ class Sender:
         self.sizes: list[int] = []
         """[own buckets] bytes of each as the last update sent it, padding included, without headers and digests."""
         self._own: list[Bucket] = []
-        self._held: list[torch.Tensor] = []  # [own buckets] as all receivers have them, if changes may be sent;
-        # empty where the optimizer records them
-        self._values: list[int] = []  # [own buckets] digests of their values
+        self._copies: dict[int, torch.Tensor] = {}
+        # own bucket -> it as all receivers have it, where changes may be sent and the optimizer records none
         self._version, self._since_whole = WHOLE, 0
 
     def send(self, plan: WeightPlan, read: Read, version: int, written: Written | None = None) -> list[int]:
         """Send this rank's parts of one update; returns the digests of its buckets, in the order of `plan.buckets`.
 
-        written: what optimizer steps changed since the last update. Raises ValueError if a part has another shape or
-        type than the plan says, RuntimeError if a group fails, and if a whole update finds values that the updates of
-        changes before did not tell; either way all groups are closed.
+        written: what optimizer steps changed since the last update. Raises RuntimeError if a group fails; then all
+        groups are closed.
         """
-        self._written = written or Written()
         every = buckets(plan, self._connection.bucket_mib)
         self._own = [bucket for bucket in every if bucket.sender == self.number]
         places = places_of(bucket.shard for bucket in self._own)
         digests: list[int] = []
         in_flight: list[Finish] = []
         self.sizes = []
+        self.values = dict.fromkeys(self.groups, 0)
         try:
-            self._begin(plan, version)
+            base = self._begin(plan, version)
             for number, bucket in enumerate(self._own):
-                frame = None if self._version == WHOLE else self._changes_of(plan, number, read)
-                packed = self._packed(plan, number, read) if frame is None else frame
+                values = _values(plan, bucket, read)
+                frame = None if base == WHOLE else self._changes(number, values, written)
+                packed = self._packed(number, values, written) if frame is None else frame
                 digests.append(bucket_digest(packed, version, places[number]) if packed.numel() else 0)
                 self.sizes.append(max(packed.numel() - 8, 0))
+                for slot, part in zip(bucket.slots, values):
+                    along = [range(a, b) for a, b in slot.ranges]
+                    of_slot = value_digest(part, plan.parts[slot.part].tensor, range(len(along)), along)
+                    self.values[bucket.shard] = total((self.values[bucket.shard], of_slot))
                 for finish in in_flight:
                     finish()
                 in_flight = []
-                if self._version != WHOLE:
+                if base != WHOLE:
                     size = torch.tensor([WHOLE if frame is None else self.sizes[-1]])
-                    in_flight.append(self._start(bucket.shard, size.to(self.groups[bucket.shard].device)))
+                    in_flight.append(self.groups[bucket.shard].start(size.to(packed.device)))
                 if packed.numel():
-                    packed[-8:].view(torch.int64).fill_(_as_int64(digests[-1]))
+                    packed[-8:] = torch.tensor([digests[-1]], dtype=torch.uint64).view(torch.uint8)
                     in_flight.append(self._ship(bucket.shard, packed))
             for finish in in_flight:
                 finish()
@@ -79,9 +76,6 @@ class Sender:
             self.close()
             raise
         self._version = version
-        self.values = {
-            shard: total([v for b, v in zip(self._own, self._values) if b.shard == shard]) for shard in self.groups
-        }
         return digests
 
     @property
@@ -94,46 +88,43 @@ class Sender:
         for group in self.groups.values():
             group.close()
 
-    def _begin(self, plan: WeightPlan, version: int) -> None:
-        """Decide whether the update is whole, and send the headers."""
-        self._since_whole += 1
-        if self._connection.deltas == "off" or not self._held or self._since_whole > self._connection.anchor_every:
-            self._held = self._held or [torch.empty(0)] * len(self._own) * (self._connection.deltas != "off")
-            self._since_whole, self._version = 0, WHOLE
-            self._values = self._values or [0] * len(self._own)
+    def _begin(self, plan: WeightPlan, version: int) -> int:
+        """Send the headers; the version that the update's changes are from, or WHOLE."""
+        whole = self._connection.deltas == "off" or self._since_whole >= self._connection.anchor_every
+        base = WHOLE if whole else self._version
+        self._since_whole = 0 if base == WHOLE else self._since_whole + 1
         for shard, group in sorted(self.groups.items()):
             count = sum(bucket.shard == shard for bucket in self._own)
-            self._start(shard, header(plan, shard, version, count, self._version).to(group.device))()
+            group.broadcast(header(plan, shard, version, count, base).to(group.device))
+        return base
 
-    def _changes_of(self, plan: WeightPlan, number: int, read: Read) -> torch.Tensor | None:
+    def _changes(self, number: int, values: Sequence[torch.Tensor], written: Written | None) -> torch.Tensor | None:
         """A bucket's changes with room for their digest, empty if there are none, None if it is to be sent whole."""
-        bucket, held = self._own[number], self._held[number]
-        found = compared(plan, bucket, read, held) if held.numel() else recorded(plan, bucket, read, self._written)
-        if found is None:
+        bucket = self._own[number]
+        if number in self._copies:
+            found = _compared(self._copies[number], bucket, values)
+        else:
+            assert written is not None, "no copy is kept where changes are recorded"
+            found = written.of(values)
+        if None in found:
             return None
-        if not found:
-            return torch.empty(0, dtype=torch.uint8)
-        frame = encode(found, "ulp" if self._connection.deltas == "ulp" else "absolute")
-        if frame.numel() >= bucket.nbytes:
-            return None
-        self._values[number] = total((self._values[number], digest_change(plan, bucket, found)))
-        return torch.cat([frame, frame.new_zeros(8)])
+        pieces = [(place, piece) for place, piece in enumerate(found) if piece is not None and len(piece.positions)]
+        if not pieces:
+            return torch.empty(0, dtype=torch.uint8, device=self.groups[bucket.shard].device)
+        frame = encode(pieces)
+        return torch.cat([frame, frame.new_zeros(8)]) if frame.numel() < bucket.nbytes else None
 
-    def _packed(self, plan: WeightPlan, number: int, read: Read) -> torch.Tensor:
+    def _packed(self, number: int, values: Sequence[torch.Tensor], written: Written | None) -> torch.Tensor:
         """A whole bucket, with room for its digest."""
-        bucket, of_slots = self._own[number], []
-        keep = bool(self._held) and not is_recorded(plan, bucket, read, self._written)
-        packed = self._held[number] if keep and self._held[number].numel() else self._memory(number, lasting=keep)
-        for slot in bucket.slots:
-            values = read_slot(plan, slot, read)
-            place_of(packed, slot, values.dtype).view(shape_of(slot.ranges)).copy_(values)
-            along = [range(a, b) for a, b in slot.ranges]
-            of_slots.append(value_digest(values, plan.parts[slot.part].tensor, range(len(along)), along))
-        before, self._values[number] = self._values[number], total(of_slots)
-        if keep:
-            self._held[number] = packed
-        elif self._held and self.values:
-            self._check_recorded(plan, number, read, before)
+        packed = self._copies.get(number)
+        if packed is None:
+            recorded = written is not None and all(map(written.covers, values))
+            keeps = self._connection.deltas != "off" and not recorded
+            packed = self._memory(number, lasting=keeps)
+            if keeps:
+                self._copies[number] = packed
+        for slot, part in zip(self._own[number].slots, values):
+            place_of(packed, slot, part.dtype).view(part.shape).copy_(part)
         return packed
 
     def _memory(self, number: int, *, lasting: bool) -> torch.Tensor:
@@ -151,23 +142,26 @@ class Sender:
         packed[end:] = 0
         return packed
 
-    def _check_recorded(self, plan: WeightPlan, number: int, read: Read, before: int) -> None:
-        """Raise RuntimeError if the changes since the values with digest `before` do not make up those of now."""
-        bucket = self._own[number]
-        found = recorded(plan, bucket, read, self._written)
-        if found is not None and total((before, digest_change(plan, bucket, found))) != self._values[number]:
-            self._written.is_wrong = True
-            raise RuntimeError(
-                "weights: expected the changes that the optimizer recorded, found other values: something else "
-                "writes the parameters; changes are found by comparing from now on"
-            )
-
-    def _ship(self, shard: int, packed: torch.Tensor) -> Finish:
-        return self._start(shard, packed)
-
-    def _start(self, shard: int, tensor: torch.Tensor) -> Finish:
+    def _ship(self, shard: int, tensor: torch.Tensor) -> Finish:
         return self.groups[shard].start(tensor)
 
 
-def _as_int64(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[torch.Tensor]:
+    """[slots] views of the parameters."""
+    values = []
+    for slot in bucket.slots:
+        part = plan.parts[slot.part]
+        whole = read(slot.part)
+        meta = plan.parameters[part.tensor]
+        assert (str(whole.dtype), tuple(whole.shape)) == (f"torch.{meta.dtype}", shape_of(part.ranges)), meta.name
+        values.append(whole.detach()[within(part.ranges, slot.ranges)])
+    return values
+
+
+def _compared(copy: torch.Tensor, bucket: Bucket, values: Sequence[torch.Tensor]) -> list[Found | None]:
+    """[slots] what changed since a copy was made, which becomes equal to the values; None where much did."""
+    found: list[Found | None] = []
+    for slot, part in zip(bucket.slots, values):
+        piece = find(bits_of(place_of(copy, slot, part.dtype)), part)
+        found.append(piece if len(piece.positions) <= most_coded(part.numel()) else None)
+    return found
