@@ -111,8 +111,7 @@ class _Phases:
         if trainer is not None:
             calls.insert(0, trainer)
         begin = time.perf_counter()
-        with span(phase, "weight update", engines=len(engines)):
-            results = await asyncio.gather(*map(self._limited, calls), return_exceptions=True)
+        results = await asyncio.gather(*map(self._limited, calls), return_exceptions=True)
         self.seconds[phase] = time.perf_counter() - begin
         for result in results:
             of_member = isinstance(result, RuntimeError | ValueError | OSError)
