@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import random_policies
 import torch
+from chosen import chosen
 from parity_layouts import EP2, PLAIN, PP2, RECOMPUTED, SP, TP2, same_step, same_weights
 from runner import run_ranks
+from sampling import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -56,8 +58,9 @@ def alone(policies: dict[str, tuple[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def by_two(policies: dict[str, tuple[str, Any]]) -> list[dict[str, Any]]:
-    jobs = [(name, policies[kind][0], layout) for name, (kind, layout) in TWO_RANKS.items()]
+def by_two(request: pytest.FixtureRequest, policies: dict[str, tuple[str, Any]]) -> list[dict[str, Any]]:
+    names = chosen(request, "name") | {f"{kind} cp2" for kind in chosen(request, "kind")}
+    jobs = [(name, policies[TWO_RANKS[name][0]][0], TWO_RANKS[name][1]) for name in sorted(names)]
     jobs.append(("llama4 bf16 cp2", policies["llama4"][0], {**BF16, **CP2}))
     return run_ranks(2, "parity_ranks:many", jobs)
 
@@ -82,7 +85,7 @@ def same_answer(found: dict[str, Any], expected: dict[str, Any], path: str) -> N
         assert moved.any() and apart.float().mean() < 1e-3, name
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", sampled("context parallel steps", TWO_RANKS, 3))
 def test_two_ranks_take_the_step_of_one(name: str, by_two: list, alone: dict, policies: dict) -> None:
     kind = TWO_RANKS[name][0]
     same_answer(by_two[0][name], alone[kind], policies[kind][0])
@@ -101,7 +104,7 @@ def test_bf16_steps_agree_within_bf16(by_two: list, alone: dict) -> None:
     assert float(found["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=0.2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sampled("context parallel kinds", KINDS, 2))
 def test_log_probabilities_are_hugging_faces_on_both_ranks(kind: str, by_two: list, policies: dict) -> None:
     model, expected = policies[kind][1], []
     for row in random_policies.rows():
@@ -129,13 +132,16 @@ TRAINED = {
 
 
 @pytest.fixture(scope="module")
-def trained(policies: dict[str, tuple[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    one = [(name, policies[kind][0], {}, 6, sections) for name, (kind, sections, _) in TRAINED.items()]
-    two = [(name, policies[kind][0], CP2, 6, sections) for name, (kind, _, sections) in TRAINED.items()]
+def trained(
+    request: pytest.FixtureRequest, policies: dict[str, tuple[str, Any]]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    cases = [(name, *TRAINED[name]) for name in sorted(chosen(request, "name"))]
+    one = [(name, policies[kind][0], {}, 6, sections) for name, kind, sections, _ in cases]
+    two = [(name, policies[kind][0], CP2, 6, sections) for name, kind, _, sections in cases]
     return run_ranks(1, "trainer_ranks:many", one)[0], run_ranks(2, "trainer_ranks:many", two)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", sampled("context parallel training", TRAINED, 2))
 def test_the_trainer_reports_and_scores_as_one_rank(name: str, trained: tuple) -> None:
     """Loss, gradient norm, tokens and every metric of two steps, and the log-probabilities afterwards."""
     expected, (first, second) = trained[0][name], (rank[name] for rank in trained[1])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import random_policies
 import torch
+from chosen import chosen
 from runner import run_ranks
 from sampling import sampled
 
@@ -43,24 +44,26 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {kind: str(root / kind) for kind in ("llama", "llama4")}
 
 
-def jobs(paths: dict[str, str], *, alone: bool) -> list[tuple[str, str, dict[str, int], int, dict[str, Any]]]:
+def jobs(
+    request: pytest.FixtureRequest, paths: dict[str, str], *, alone: bool
+) -> list[tuple[str, str, dict[str, int], int, dict[str, Any]]]:
+    cases = [(name, *TWO_RANKS[name]) for name in sorted(chosen(request, "name"))]
     return [
-        (name, paths[kind], {} if alone else layout, count, sections)
-        for name, (kind, layout, count, sections) in TWO_RANKS.items()
+        (name, paths[kind], {} if alone else layout, count, sections) for name, kind, layout, count, sections in cases
     ]
 
 
 @pytest.fixture(scope="module")
-def alone(paths: dict[str, str]) -> dict[str, Any]:
-    return run_ranks(1, "trainer_ranks:many", jobs(paths, alone=True))[0]
+def alone(request: pytest.FixtureRequest, paths: dict[str, str]) -> dict[str, Any]:
+    return run_ranks(1, "trainer_ranks:many", jobs(request, paths, alone=True))[0]
 
 
 @pytest.fixture(scope="module")
-def together(paths: dict[str, str]) -> list[dict[str, Any]]:
-    return run_ranks(2, "trainer_ranks:many", jobs(paths, alone=False))
+def together(request: pytest.FixtureRequest, paths: dict[str, str]) -> list[dict[str, Any]]:
+    return run_ranks(2, "trainer_ranks:many", jobs(request, paths, alone=False))
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", sampled("steps of two ranks", TWO_RANKS, 3))
 def test_two_ranks_take_the_step_of_one(alone, together, name):
     assert together[0][name] == together[1][name]
     expected, reports = alone[name]["reports"], together[0][name]["reports"]
@@ -76,7 +79,7 @@ def test_two_ranks_take_the_step_of_one(alone, together, name):
         torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("layout", [{}, TP2, PP2], ids=["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("layout", sampled("changed elements", [{}, TP2, PP2], 1))
 def test_the_elements_that_a_step_changes_are_counted_over_all_ranks(paths, layout):
     ranks = run_ranks(2, "trainer_ranks:changes", paths["llama"], layout)
     share = sum(changed for changed, _, _ in ranks) / sum(size for _, size, _ in ranks)
@@ -89,7 +92,7 @@ def test_the_elements_that_a_step_changes_are_counted_over_all_ranks(paths, layo
     sampled(
         "resume",
         [(kind, layout, how) for kind, layout in (("llama", {}), ("llama4", EP2)) for how in ((), ("asynchronous",))],
-        2,
+        1,
     ),
 )
 def test_two_ranks_resume_bit_for_bit(paths, tmp_path, kind, layout, how):
@@ -161,7 +164,7 @@ def layout_changes(request, paths, tmp_path_factory) -> dict[tuple[str, ...], tu
 
 
 @pytest.mark.parametrize("way", ["to 1", "to 2"])
-@pytest.mark.parametrize(CASE, sampled("layout change", CHANGES, 3))
+@pytest.mark.parametrize(CASE, sampled("layout change", CHANGES, 2))
 def test_a_checkpoint_goes_on_under_another_layout(layout_changes, kind, name, optimizer, way):
     same_rest(*layout_changes[kind, name, optimizer, way])
 
