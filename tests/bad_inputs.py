@@ -1,14 +1,9 @@
-"""Bad inputs of every wire and file, and the one-line error of each: `PYTHONPATH=. python tests/bad_inputs.py`.
-
-docs/bad_inputs.md is this table; tests/test_bad_inputs.py compares the two, and changes valid inputs at random.
-"""
+"""Bad inputs of every wire and file; tests/test_bad_inputs.py reads each, and changes valid inputs at random."""
 
 from __future__ import annotations
 
 import json
-import re
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -401,31 +396,3 @@ def error_of(case: Case) -> BaseException:
     except Exception as error:  # the test says which types are right
         return error
     raise AssertionError(f"{source}, {what}: expected an error, found that it was read")
-
-
-def line_of(error: BaseException, folder: Path) -> str:
-    """The error's text as in the table: without the folder of the test, and not longer than 160 characters."""
-    text = re.sub(r"0x[0-9a-f]+", "0x...", str(error).replace(f"{folder}/", ""))
-    return text if len(text) <= 160 else text[:157] + "..."
-
-
-def table() -> str:
-    """docs/bad_inputs.md."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        rows = []
-        for case in cases(folder):
-            source, what, _ = case
-            line = line_of(error_of(case), folder).replace("|", "\\|").replace("`", "'")
-            rows.append(f"| {source} | {what} | `{line}` |")
-    head = (
-        "# Bad inputs\n\nWhat a reader of a file or a wire says about input that is not what it must be: one line\n"
-        "with place, expectation and finding. `tests/bad_inputs.py` makes this page, and a test\n"
-        "compares it. Errors longer than 160 characters are cut here.\n\n| where | what is wrong | error |\n"
-        "|---|---|---|\n"
-    )
-    return head + "\n".join(rows) + "\n"
-
-
-if __name__ == "__main__":
-    print(table(), end="")

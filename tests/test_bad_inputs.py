@@ -1,8 +1,7 @@
-"""Bad inputs: each has one line of error, shown in docs/bad_inputs.md; random changes of valid ones crash nothing."""
+"""Bad inputs: each has one line of error; random changes of valid ones crash nothing."""
 
 import json
 import math
-from pathlib import Path
 
 import bad_inputs
 import pytest
@@ -20,7 +19,8 @@ from megatron_scalerl.trainer.batch_frames import HeldBatch, Limits, checked
 from megatron_scalerl.types import CompletionLost
 from megatron_scalerl.weights import plan as weight_plans
 
-PAGE = Path(__file__).parent.parent / "docs" / "bad_inputs.md"
+FILES = {"prompts", "checkpoint", "journal", "rollout store", "ledger", "evaluation's result", "points to fit"}
+"""Sources whose errors name the file."""
 
 
 @pytest.mark.slow
@@ -31,11 +31,7 @@ def test_every_bad_input_is_refused_in_one_line(tmp_path):
         error = bad_inputs.error_of(case)
         assert isinstance(error, ValueError | RuntimeError | OSError), (case[:2], type(error))
         assert str(error).strip() and "\n" not in str(error) and len(str(error)) < 2000, case[:2]
-
-
-@pytest.mark.slow
-def test_the_page_shows_the_errors():
-    assert PAGE.read_text() == bad_inputs.table(), "PYTHONPATH=. python tests/bad_inputs.py > docs/bad_inputs.md"
+        assert case[0] not in FILES or str(tmp_path) in str(error), case[:2]
 
 
 @st.composite

@@ -47,8 +47,14 @@ def marker(tmp_path):
     return tmp_path / "made_by_a_pickle"
 
 
+@pytest.fixture(scope="module")
+def resuming(new_trainer):
+    """A trainer that loads what the tests give it."""
+    return new_trainer()
+
+
 @pytest.fixture
-def refused(new_trainer, policy, folder, marker):
+def refused(new_trainer, resuming, policy, folder, marker):
     """Resumes from the folder and starts from it, and returns the two lines that say why not. None: it went well."""
 
     def line(open_it):
@@ -62,7 +68,7 @@ def refused(new_trainer, policy, folder, marker):
         return None
 
     def run():
-        resumed = line(lambda: load(folder, new_trainer()))
+        resumed = line(lambda: load(folder, resuming))
         start = {"path": str(policy), "dtype": "float32", "megatron_path": str(folder)}
         return resumed, line(lambda: new_trainer(policy=start))
 
