@@ -23,7 +23,7 @@ from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.commands.study.folder import StudyFolder, planned
 from megatron_scalerl.controller import train as training
-from megatron_scalerl.controller.run_folder import RunFolder
+from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
 from megatron_scalerl.page.demo import recorded_run
 from megatron_scalerl.processes import signals
 from megatron_scalerl.recipe import Recipe
@@ -117,6 +117,18 @@ def test_train_goes_on(place: Path, no_processes: None, way: str, capsys: pytest
     attempts = read_jsonl(place / "runs" / "r" / "attempts.jsonl")
     assert len(attempts) == 2 and len({attempt["run_id"] for attempt in attempts}) == 1
     assert [item.name for item in (place / "runs").iterdir()] == ["r"]
+
+
+def test_a_finished_run_starts_nothing(
+    place: Path, no_processes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *as_it_is(place)]) == 0
+    (place / "runs" / "r" / "validation.jsonl").write_text('{"step": 3}\n')
+    monkeypatch.setattr(training, "resume_point", lambda _: ResumePoint(checkpoint=place, step=3))
+    before = contents(place / "runs")
+    assert main(["train", *as_it_is(place)]) == 0
+    assert "all 3 steps are made; nothing is left to do" in capsys.readouterr().out
+    assert contents(place / "runs") == before
 
 
 def another_file(place: Path, name: str) -> Path:

@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-import random_policies
 import torch
 from chosen import chosen
 from runner import run_ranks
@@ -51,23 +50,17 @@ TRAINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("policies")
-    for kind in ("llama", "llama_tied"):
-        random_policies.make(kind, root / kind)
-    return {kind: str(root / kind) for kind in ("llama", "llama_tied")}
-
-
-@pytest.fixture(scope="module")
-def by_two(request: pytest.FixtureRequest, paths: dict[str, str]) -> list[dict[str, Any]]:
+def by_two(request: pytest.FixtureRequest, policies: dict[str, str]) -> list[dict[str, Any]]:
     cases = [(name, *LAYOUTS[name]) for name in sorted(chosen(request, "name"))]
-    jobs = [(f"{name} {way}", paths[kind], layout, *how) for name, kind, layout in cases for way, how in WAYS.items()]
+    jobs = [
+        (f"{name} {way}", policies[kind], layout, *how) for name, kind, layout in cases for way, how in WAYS.items()
+    ]
     return run_ranks(2, "head_ranks:gradients", jobs)
 
 
 @pytest.fixture(scope="module")
-def trained(paths: dict[str, str]) -> list[dict[str, Any]]:
-    jobs = [(name, paths["llama"], megatron, keys) for name, (megatron, keys) in TRAINED.items()]
+def trained(policies: dict[str, str]) -> list[dict[str, Any]]:
+    jobs = [(name, policies["llama"], megatron, keys) for name, (megatron, keys) in TRAINED.items()]
     return run_ranks(2, "head_ranks:steps", jobs)
 
 
