@@ -24,8 +24,8 @@ from megatron_scalerl.trainer.client import TrainerError
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "vllm", "megatron", "matplotlib", "scipy", "pyarrow", "aiohttp")
 RECIPE = "recipes/tiny_cpu.yaml"
-TRAIN = ["-m", "megatron_scalerl", "train", RECIPE]
-SFT = ["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"]
+TRAIN = ["megatron_scalerl", "train", RECIPE]
+SFT = ["megatron_scalerl", "sft", RECIPE, "--out", "x"]
 NO_COMMANDS = {
     "checkout.py",
     "harness.py",
@@ -56,44 +56,53 @@ def settings(tiny, out):
     ]
 
 
-def bare(*argv, cwd=ROOT, **variables):
-    """A Python without any installed package, in a shell that has entered no environment."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHON")}
-    return subprocess.run(
-        [sys.executable, "-S", *map(str, argv)],
-        cwd=cwd,
-        env=clean | variables,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+ONE_AFTER_ANOTHER = """
+import contextlib, io, json, os, runpy, sys
+os._exit = sys.exit  # with which some programs leave
+version, commands = json.loads(sys.argv[1])
+sys.version_info = tuple(version) if version else sys.version_info
+sys.path.insert(0, "tools")
+ended = []
+for name, *sys.argv[1:] in commands:
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            if name.endswith(".py"):
+                runpy.run_path(name, run_name="__main__")
+            else:
+                from megatron_scalerl.__main__ import main
+                code = main()
+        except SystemExit as end:
+            code = end.code or 0
+    ended.append([code, out.getvalue(), err.getvalue(), sorted({name.partition(".")[0] for name in sys.modules})])
+print(json.dumps(ended))
+"""
 
 
-def watched(argv):
-    """(what the command ended with, packages that it imported)"""
-    command = [sys.executable, "-X", "importtime", *argv]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    imported = {line.split("|")[-1].strip().split(".")[0] for line in found.stderr.splitlines() if "|" in line}
-    assert "argparse" in imported
-    return found, imported
+def run_in_one_process(commands, *flags, version=(), **variables):
+    """(exit code, standard output, standard error, packages imported so far) of each of the commands."""
+    program = [sys.executable, *flags, "-c", ONE_AFTER_ANOTHER, json.dumps([version, commands])]
+    clean = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHON")} | variables
+    done = subprocess.run(program, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return [(code, out, err, set(imported)) for code, out, err, imported in json.loads(done.stdout)]
 
 
-PLAN = ["-m", "megatron_scalerl", "plan"]
-DOCTOR = ["-m", "megatron_scalerl", "doctor"]
-CONVERT = ["-m", "megatron_scalerl", "convert"]
+PLAN = ["megatron_scalerl", "plan"]
+DOCTOR = ["megatron_scalerl", "doctor"]
+CONVERT = ["megatron_scalerl", "convert"]
 MISTAKES = {
     "unknown key": ([*TRAIN, "optimzer.lr=1"], "optimzer is not a recipe key"),
     "bad value": ([*TRAIN, "steps=many"], "steps: input should be"),
     "broken override": ([*TRAIN, "optimizer.lr=[1"], "override 'optimizer.lr=[1'"),
-    "no recipe": (["-m", "megatron_scalerl", "train", "none.yaml"], "none.yaml: there is no such file"),
+    "no recipe": (["megatron_scalerl", "train", "none.yaml"], "none.yaml: there is no such file"),
     "no policy": ([*TRAIN, "policy.path=/none"], "policy.path: /none is not a Hugging Face folder"),
     "no prompts": ([*TRAIN, "policy.path={tiny}/base_policy"], "prompts.jsonl: there is no such file"),
     "sft key": ([*SFT, "optimzer.lr=1"], "optimzer is not a recipe key"),
     "sft policy": ([*SFT, "policy.path=/none"], "policy.path: /none is not a Hugging Face folder"),
-    "report": (["-m", "megatron_scalerl", "report", "runs/none"], "runs/none"),
-    "engine": (["-m", "megatron_scalerl", "engine", "--join", "runs/none"], "--join: expected the folder of a run"),
-    "export": (["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"], "runs/none/checkpoints: expected"),
+    "report": (["megatron_scalerl", "report", "runs/none"], "runs/none"),
+    "engine": (["megatron_scalerl", "engine", "--join", "runs/none"], "--join: expected the folder of a run"),
+    "export": (["megatron_scalerl", "export", "runs/none", "--out", "x"], "runs/none/checkpoints: expected"),
     "plan key": ([*PLAN, RECIPE, "--gpus", "2", "optimzer.lr=1"], "optimzer is not a recipe key"),
     "plan file": ([*PLAN, "none.yaml", "--gpus", "2"], "none.yaml: there is no such file"),
     "plan policy": ([*PLAN, RECIPE, "--gpus", "2"], "policy.path: expected config.json in"),
@@ -102,58 +111,55 @@ MISTAKES = {
         "optimzer is not a recipe key",
     ),
     "doctor file": ([*DOCTOR, "none.yaml"], "none.yaml: there is no such file"),
-    "fit": (["-m", "megatron_scalerl", "fit", "runs/none"], "runs/none: expected a run folder or"),
-    "show": (["-m", "megatron_scalerl", "show", "runs/none"], "runs/none: expected a run folder"),
+    "fit": (["megatron_scalerl", "fit", "runs/none"], "runs/none: expected a run folder or"),
+    "show": (["megatron_scalerl", "show", "runs/none"], "runs/none: expected a run folder"),
     "convert": ([*CONVERT, "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),
     "convert back": ([*CONVERT, "to-hf", "none", "out"], "none: expected a folder with a checkpoint"),
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_before_anything_heavy_is_imported(name, tiny):
+def test_a_mistake_is_one_line_before_anything_heavy_is_imported(tiny):
     """Importing torch and transformers takes seconds; which modules were imported says so on any machine."""
-    argv, said = MISTAKES[name]
-    found, imported = watched([word.format(tiny=tiny) for word in argv])
-    lines = [line for line in found.stderr.splitlines() if not line.startswith("import time:")]
-    assert found.returncode == 2 and len(lines) == 1 and said in lines[0], found.stderr[-500:]
-    assert not imported & set(HEAVY)
+    commands = [[word.format(tiny=tiny) for word in argv] for argv, _ in MISTAKES.values()]
+    ended = run_in_one_process(commands)
+    for (name, (_, expected)), (code, _, err, imported) in zip(MISTAKES.items(), ended, strict=True):
+        assert code == 2 and err.count("\n") == 1 and expected in err, (name, err[-500:])
+        assert "argparse" in imported and not imported & set(HEAVY), name
 
 
-HELPED = [["-m", "megatron_scalerl", *name] for name in ([], *([name] for name in COMMANDS))]
+def test_help_imports_nothing_heavy():
+    commands = [["megatron_scalerl"], *(["megatron_scalerl", name] for name in COMMANDS)]
+    commands += [[f"tools/{name}"] for name in TOOLS]
+    ended = run_in_one_process([[*argv, "--help"] for argv in commands])
+    for argv, (code, out, err, imported) in zip(commands, ended, strict=True):
+        assert code == 0 and "usage:" in out and "%%" not in out, (argv, err)
+        assert not imported & set(HEAVY), argv
 
 
-@pytest.mark.parametrize("argv", [*HELPED, *([f"tools/{name}"] for name in TOOLS)], ids=" ".join)
-def test_help_imports_nothing_heavy(argv):
-    found, imported = watched([*argv, "--help"])
-    assert found.returncode == 0 and "usage:" in found.stdout and "%%" not in found.stdout, found.stderr
-    assert not imported & set(HEAVY)
+BARE = [
+    TRAIN,
+    ["megatron_scalerl", "report", "runs/none"],
+    [*PLAN, RECIPE, "--gpus", "2"],
+    [*CONVERT, "verify", ".", "."],
+    *([f"tools/bench_{name}.py"] for name in ("step", "shapes", "decode")),
+]
 
 
-BARE = {
-    "train": TRAIN,
-    "report": ["-m", "megatron_scalerl", "report", "runs/none"],
-    "plan": [*PLAN, RECIPE, "--gpus", "2"],
-    "convert": [*CONVERT, "verify", ".", "."],
-    "bench_step": ["tools/bench_step.py"],
-    "bench_shapes": ["tools/bench_shapes.py"],
-    "bench_decode": ["tools/bench_decode.py"],
-}
+def test_a_missing_package_is_one_line_that_says_how_to_get_it():
+    """In a Python without any installed package, in a shell that has entered no environment."""
+    for argv, (code, out, err, _) in zip(BARE, run_in_one_process(BARE, "-S", PYTHONPATH=str(ROOT)), strict=True):
+        assert (code, out) == (2, ""), (argv, err)
+        assert re.fullmatch(r".*package '\w+' is not installed .*tools/install\.sh cpu.*\n", err), (argv, err)
 
 
-@pytest.mark.parametrize("name", BARE)
-def test_a_missing_package_is_one_line_that_says_how_to_get_it(name):
-    found = bare(*BARE[name])
-    assert found.returncode == 2 and found.stdout == "", found.stderr
-    assert re.fullmatch(r".*package '\w+' is not installed .*tools/install\.sh cpu.*\n", found.stderr), found.stderr
-
-
-@pytest.mark.parametrize("script", ["megatron_scalerl/__main__.py", *(f"tools/{name}" for name in TOOLS)])
-def test_an_old_python_is_one_line(script):
+def test_an_old_python_is_one_line():
     """Old Pythons parse what they meet before the check, and end there."""
-    code = "import runpy, sys; sys.version_info = (3, 9, 1); sys.argv[1:] = []; sys.path.insert(0, 'tools')\n"
-    found = bare("-c", code + f"runpy.run_path({script!r}, run_name='__main__')", PYTHONPATH=str(ROOT))
-    assert found.returncode == 2
-    assert re.fullmatch(r".*expected Python 3\.11 or newer, found 3\.9 .*tools/install\.sh cpu.*\n", found.stderr)
+    scripts = [["megatron_scalerl/__main__.py"]]
+    scripts += [[f"tools/{name}"] for name in TOOLS if name != "house_size.py"]  # for any Python
+    ended = run_in_one_process(scripts, "-S", version=(3, 9, 1), PYTHONPATH=str(ROOT))
+    for script, (code, _, err, _) in zip(scripts, ended, strict=True):
+        message = r".*expected Python 3\.11 or newer, found 3\.9 .*tools/install\.sh cpu.*\n"
+        assert code == 2 and re.fullmatch(message, err), (script, err)
 
 
 def test_the_script_picks_the_environment_that_is_there(tmp_path):
@@ -183,22 +189,16 @@ def test_the_script_picks_the_environment_that_is_there(tmp_path):
     assert ran(PYTHON=other) == other
 
 
-def test_a_plot_without_matplotlib_is_refused_before_the_fit(tmp_path):
+def test_a_plot_without_matplotlib_is_refused_before_the_fit(tmp_path, monkeypatch, capsys):
     """The table would come first, and the traceback after it."""
-    absent = "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')"
-    (tmp_path / "matplotlib.py").write_text(absent)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     points = ROOT / "examples/curves/points.csv"
     argv = [points, "--series", "figure=fig1a_scalerl_100k", "--series", "series=ScaleRL-bs2048-8B", "--r0", "0.4018"]
     for flag in ("--plot", "--html"):
-        found = subprocess.run(
-            [sys.executable, "-m", "megatron_scalerl", "fit", *map(str, argv), flag, str(tmp_path / "x.png")],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (found.returncode, found.stdout) == (2, "") and "package 'matplotlib'" in found.stderr
+        with pytest.raises(SystemExit) as end:
+            main(["fit", *map(str, argv), flag, str(tmp_path / "x.png")])
+        out, err = capsys.readouterr()
+        assert (end.value.code, out) == (2, "") and "package 'matplotlib'" in err
 
 
 class StandInLauncher:

@@ -48,7 +48,7 @@ def uncrashed(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("k", "at_s"), sampled("save and exit", itertools.product([0, 2], [START_S + 1.5 * n for n in range(17)]), 8)
+    ("k", "at_s"), sampled("save and exit", itertools.product([0, 2], [START_S + 1.5 * n for n in range(17)]), 4)
 )
 def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, uncrashed, k, at_s):
     """The step in progress is finished, with the validation that its weight update waits for, and saved.
@@ -78,7 +78,7 @@ def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, uncrashe
     sampled(
         "crash in a step",
         [(step, *crash) for step in range(1, 7) for crash in ((0.1, False), (1.9, False), (2.1, False), (1.9, True))],
-        6,
+        3,
     ),
 )
 def test_a_crash_in_any_step_does_not_change_the_curve(tmp_path, uncrashed, step, inside_s, power_loss):
@@ -103,7 +103,7 @@ def test_a_crash_in_any_step_does_not_change_the_curve(tmp_path, uncrashed, step
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("async_save", "at_s"), sampled("crash", itertools.product([False, True], [0.5 + 1.3 * i for i in range(25)]), 10)
+    ("async_save", "at_s"), sampled("crash", itertools.product([False, True], [0.5 + 1.3 * i for i in range(25)]), 4)
 )
 def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrashed, at_s, async_save):
     """k = 2: completions in flight are discarded and generated again; the axis grows by no more than their time."""
@@ -159,7 +159,7 @@ def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed, async_save):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("async_save", "at_s"),
-    sampled("power loss", itertools.product([False, True], [3 + 1.7 * i for i in range(20)]), 8),
+    sampled("power loss", itertools.product([False, True], [3 + 1.7 * i for i in range(20)]), 4),
 )
 def test_a_power_loss_costs_only_unsynced_data(tmp_path, uncrashed, at_s, async_save):
     """Every file is truncated to its last synced length."""

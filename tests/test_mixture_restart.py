@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from fakes import run as run_module
 from fakes.run import attempt, recipe
+from sampling import sampled
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
@@ -50,7 +51,7 @@ def test_a_run_draws_by_weight_and_records_by_task(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", range(3, 60, 8))
+@pytest.mark.parametrize("write", sampled("killed at a write", range(3, 60, 8), 3))
 def test_a_killed_run_goes_on_with_the_same_draws(tmp_path, write):
     whole, killed = mixture(tmp_path / "whole"), mixture(tmp_path / "killed")
     attempt(whole)

@@ -1,4 +1,4 @@
-"""The generated pages of the site have every setting and every command; the README is read in a minute."""
+"""The generated pages of the site have every setting and every command."""
 
 import importlib.util
 import re
@@ -37,11 +37,6 @@ def test_every_command_has_its_help(reference):
     text = "\n".join(reference.commands())
     assert re.findall(r"^## (\S+)$", text, re.MULTILINE) == list(COMMANDS)
     assert all(f"usage: megatron-scalerl {name} " in text for name in COMMANDS)
-
-
-def test_the_readme_is_short_and_begins_with_a_picture():
-    lines = (ROOT / "README.md").read_text(encoding="utf8").splitlines()
-    assert len(lines) <= 110 and any(line.startswith("![") for line in lines[:6])
 
 
 def test_every_command_s_help_has_an_example(reference):

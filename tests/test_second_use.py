@@ -22,7 +22,7 @@ import yaml
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller import train as training
-from megatron_scalerl.controller.run_folder import RunFolder
+from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
 from megatron_scalerl.page.demo import recorded_run
 from megatron_scalerl.processes import signals
 from megatron_scalerl.recipe import Recipe
@@ -90,14 +90,11 @@ def all_defaults_stated(place: Path) -> list[str]:
 SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 WAYS: dict[str, Callable[[Path], list[str]]] = {
     "as it is": as_it_is,
-    "./recipe": lambda place: ["./r.yaml", *FIRST],
     "absolute recipe": lambda place: [str(place / "r.yaml"), *FIRST],
     "overrides in another order": lambda place: ["r.yaml", *reversed(FIRST)],
     "number written otherwise": lambda place: ["r.yaml", "optimizer.lr=0.0001", "engine.count=1"],
-    "./output_dir": lambda place: [*as_it_is(place), "output_dir=./runs"],
     "output_dir/": lambda place: [*as_it_is(place), "output_dir=runs/"],
     "absolute output_dir": lambda place: [*as_it_is(place), f"output_dir={place / 'runs'}"],
-    "./policy": lambda place: [*as_it_is(place), "policy.path=./base_policy"],
     "policy/": lambda place: [*as_it_is(place), "policy.path=base_policy/"],
     "absolute policy": lambda place: [*as_it_is(place), f"policy.path={place / 'base_policy'}"],
     "absolute prompts": lambda place: [*as_it_is(place), f"prompts.path={place / 'prompts.jsonl'}"],
@@ -116,6 +113,18 @@ def test_train_goes_on(place: Path, no_processes: None, way: str, capsys: pytest
     attempts = read_jsonl(place / "runs" / "r" / "attempts.jsonl")
     assert len(attempts) == 2 and len({attempt["run_id"] for attempt in attempts}) == 1
     assert [item.name for item in (place / "runs").iterdir()] == ["r"]
+
+
+def test_a_finished_run_starts_nothing(
+    place: Path, no_processes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *as_it_is(place)]) == 0
+    (place / "runs" / "r" / "validation.jsonl").write_text('{"step": 3}\n')
+    monkeypatch.setattr(training, "resume_point", lambda _: ResumePoint(checkpoint=place, step=3))
+    before = contents(place / "runs")
+    assert main(["train", *as_it_is(place)]) == 0
+    assert "all 3 steps are made; nothing is left to do" in capsys.readouterr().out
+    assert contents(place / "runs") == before
 
 
 def another_file(place: Path, name: str) -> Path:
@@ -152,7 +161,7 @@ def test_train_refuses_another_recipe(
     assert contents(place / "runs") == before
 
 
-@pytest.mark.parametrize("spelled", ["base_policy", "./base_policy", "base_policy/", "absolute"])
+@pytest.mark.parametrize("spelled", ["base_policy/", "absolute"])
 def test_evaluate_goes_on_and_refuses_another_evaluation(
     place: Path, spelled: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,7 +223,7 @@ def finished(place: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_what_writes_a_policy_refuses_its_own_result(place: Path) -> None:
+def test_what_writes_a_policy_refuses_its_own_result(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands = {
         "warm": ["sft", "r.yaml", "sft.path=sft.jsonl", "sft.steps=1", "sft.threads=1", "--out", "{}"],
         "megatron": ["convert", "to-megatron", "warm", "{}"],
@@ -225,8 +234,9 @@ def test_what_writes_a_policy_refuses_its_own_result(place: Path) -> None:
         assert done.returncode == 0, done.stderr
         before = contents(place / out)
         for spelled in (out, f"./{out}", f"{out}/", str(place / out)):
-            again = finished(place, [word.format(spelled) for word in words])
-            lines = [line for line in again.stderr.splitlines() if line.startswith("megatron-scalerl: ")]
-            assert again.returncode == 2 and len(lines) == 1 and "Traceback" not in again.stderr
+            assert main([word.format(spelled) for word in words]) == 2
+            said = capsys.readouterr().err
+            lines = [line for line in said.splitlines() if line.startswith("megatron-scalerl: ")]
+            assert len(lines) == 1 and "Traceback" not in said
             assert "expected a new or empty folder" in lines[0] or "nothing is overwritten" in lines[0]
             assert contents(place / out) == before

@@ -16,6 +16,7 @@ from hostile import Evil, first_key, place, saved
 from random_policies import make
 from runner import run_ranks
 from safetensors.torch import load_file
+from sampling import sampled
 
 from megatron_scalerl.checkpoints.conversion import Options
 from megatron_scalerl.checkpoints.safe_index import COMMON_OBJECT
@@ -46,6 +47,7 @@ BY_TWO = [
     *((kind, {**TP2, **SP, **EP2, **ETP1}) for kind in MOE),
     ("llama4", {**EP2, **BF16}),
 ]
+SOME = [case.values for case in sampled("converted layouts", BY_TWO, 5) if not case.marks]
 BY_FOUR = [("llama", {**TP2, **PP2}), ("llama4", {**TP2, **SP, **PP2, **EP2, **ETP1}), ("qwen3_moe", {**PP2, **EP2})]
 
 
@@ -61,7 +63,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("world, cases", [(1, ALONE), (2, BY_TWO), (4, BY_FOUR)], ids=["1", "2", "4"])
+@pytest.mark.parametrize(
+    "world, cases",
+    [
+        pytest.param(1, ALONE, id="1"),
+        pytest.param(2, SOME, id="some of 2"),
+        pytest.param(2, BY_TWO, id="all of 2", marks=pytest.mark.full),
+        pytest.param(4, BY_FOUR, id="all of 4", marks=pytest.mark.full),
+    ],
+)
 def test_the_stock_load_opens_it_under_every_layout(world: int, cases: list[Any], root: Path) -> None:
     jobs = [(str(root / f"{kind}.hf"), str(root / f"{kind}.megatron"), layout) for kind, layout in cases]
     for rank, answers in enumerate(run_ranks(world, "convert_ranks:differing_parameters", jobs)):
@@ -82,7 +92,8 @@ def test_every_rank_says_why_one_of_them_refuses(root: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "kind, layout", [("llama", TP2), ("llama4", {**TP2, **SP, **EP2, **ETP1}), ("qwen3_moe", PP2)]
+    "kind, layout",
+    sampled("stock layouts", [("llama", TP2), ("llama4", {**TP2, **SP, **EP2, **ETP1}), ("qwen3_moe", PP2)], 1),
 )
 def test_a_stock_checkpoint_of_any_layout_comes_back(kind: str, layout: Any, root: Path, tmp_path: Path) -> None:
     source = root / f"{kind}.hf"

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import random_policies
 import torch
+from chosen import chosen
 from runner import run_ranks
+from sampling import sampled
 
 from megatron_scalerl.checkpoints.to_hf import to_hf
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KINDS = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_moe", "llama4")
+SOME_KINDS = sampled("heads of families", KINDS, 3)
 BF16 = dict(dtype="bfloat16")
 
 
@@ -28,11 +31,12 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, A
 
 
 @pytest.fixture(scope="module")
-def alone(policies: dict[str, tuple[str, Any]]) -> dict[str, Any]:
-    jobs = [(kind, path, {}) for kind, (path, _) in policies.items()]
+def alone(request: pytest.FixtureRequest, policies: dict[str, tuple[str, Any]]) -> dict[str, Any]:
+    kinds = sorted(chosen(request, "kind") | {"llama"})
+    jobs = [(kind, policies[kind][0], {}) for kind in kinds]
     jobs += [
         (f"{kind} bf16 {logits}", policies[kind][0], {**BF16, "logits": logits})
-        for kind in KINDS
+        for kind in kinds
         for logits in ("fp32", "model")
     ]
     return run_ranks(1, "logit_precision_ranks:full_logits", jobs)[0]
@@ -53,7 +57,7 @@ def hf_logits(model: Any) -> torch.Tensor:
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_log_probabilities_and_entropies_follow_from_the_logits(kind: str, policies: dict, alone: dict) -> None:
     log_p = hf_logits(policies[kind][1]).double().log_softmax(-1)
     targets = random_policies.rows()[0]["targets"]
@@ -63,7 +67,7 @@ def test_log_probabilities_and_entropies_follow_from_the_logits(kind: str, polic
     assert (found[1] + (log_p.exp() * log_p).sum(-1)).abs().max() < 5e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_fp32_logits_carry_bits_below_bf16_and_model_logits_do_not(kind: str, alone: dict) -> None:
     def share_off_grid(logits: torch.Tensor) -> float:
         return (logits != logits.bfloat16().float()).float().mean().item()
@@ -89,16 +93,17 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def saved(policies: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def saved(request: pytest.FixtureRequest, policies: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("saved")
-    jobs = [(str(root / name), policies[name.split()[0]][0], layout) for name, layout in LAYOUTS.items()]
+    names = sorted(chosen(request, "name"))
+    jobs = [(str(root / name), policies[name.split()[0]][0], LAYOUTS[name]) for name in names]
     run_ranks(2, "logit_precision_ranks:save", jobs)
     for out, policy, _ in jobs:
         to_hf(f"{out}.megatron", out, like=policy)
-    return {name: str(root / name) for name in LAYOUTS}
+    return {name: str(root / name) for name in names}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sampled("layouts that save", LAYOUTS, 3))
 def test_a_saved_policy_loads_in_transformers_with_the_trained_weights(
     name: str, saved: dict, policies: dict
 ) -> None:

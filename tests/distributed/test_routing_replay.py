@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import random_policies
 import torch
+from parity_layouts import CP2, PLAIN
 from runner import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -126,3 +127,20 @@ def test_unknown_tokens_are_routed_by_the_trainer_itself(run: dict[str, Any]) ->
     half, alone, replayed = (run["one"][name]["logprobs"] for name in ("half", "alone", "plain"))
     assert (half - replayed).abs().max() > 0.1
     assert (half - alone).abs().max() > 0.1
+
+
+def test_replayed_experts_follow_their_tokens(tmp_path: Path) -> None:
+    """With context parallelism."""
+    path = str(tmp_path / "llama4")
+    random_policies.make("llama4", path)
+    plain = random_policies.rows(((37, 51), (30, 58)))
+    generator = torch.Generator().manual_seed(3)
+    rows = [{**row, "expert_choices": torch.randint(-1, 4, (88, 4, 1), generator=generator)} for row in plain]
+    jobs = [("own", path, PLAIN, plain), ("replayed", path, PLAIN, rows)]
+    [one] = run_ranks(1, "routing_ranks:many", jobs)
+    two = run_ranks(2, "routing_ranks:many", [("cp2", path, {**PLAIN, **CP2}, rows)])
+    assert (one["own"]["logprobs"] - one["replayed"]["logprobs"]).abs().max() > 0.1
+    for rank in two:
+        assert (rank["cp2"]["logprobs"] - one["replayed"]["logprobs"]).abs().max() < 2e-5
+    for name, grad in one["replayed"]["grads"].items():
+        assert (two[0]["cp2"]["grads"][name] - grad).norm() <= 2e-5 * grad.norm(), name

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import random_policies
 from runner import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -31,14 +30,6 @@ FOUR_RANKS: Layouts = {
     "tp2 dp2": ("llama", TP2, {0, 2}),
     "cp2 ep2": ("llama4", {**CP2, **EP2}, {0, 2}),
 }
-
-
-@pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("policies")
-    for kind in ("llama", "llama4"):
-        random_policies.make(kind, root / kind)
-    return {kind: str(root / kind) for kind in ("llama", "llama4")}
 
 
 def ran(world_size: int, layouts: Layouts, policies: dict[str, str]) -> list[dict[str, Any]]:

@@ -124,6 +124,7 @@ def test_a_stopped_run_goes_on_and_a_hung_engine_ends_it(tiny_dense, tmp_path):
     assert gone(again.groups)
 
 
+@pytest.mark.full
 def test_a_run_outlives_an_engine_and_its_trainer(tiny_dense, tmp_path):
     """One of two engines is killed, then the trainer: both start again, and nothing is trained twice or lost."""
     more = ("engine.count=2", "checkpoint.every_steps=2", "optimizer.lr=1e-5", "filters.zero_variance=false")

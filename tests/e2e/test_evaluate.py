@@ -30,9 +30,9 @@ def evaluate(tiny, problems, out, *more, check=True):
 
 
 @pytest.mark.slow
-def test_budgets_of_a_folder_resumed_and_compared(tiny_dense, problems, tmp_path):
-    out, training = tmp_path / "out", tiny_dense / "prompts.jsonl"
-    options = ("--budgets", "4,48", "--examples", 1, "--training", training)
+def test_budgets_of_a_folder(tiny_dense, problems, tmp_path):
+    out = tmp_path / "out"
+    options = ("--budgets", "4,48", "--examples", 1, "--training", tiny_dense / "prompts.jsonl")
     printed = evaluate(tiny_dense, problems, out, *options).stdout
     header, rows = read_result(out)
     assert len(rows) == 10 * 4 * 2 and header.version == 0 and len(header.digest) == 64
@@ -47,7 +47,15 @@ def test_budgets_of_a_folder_resumed_and_compared(tiny_dense, problems, tmp_path
     assert "thinking" in printed and (out / "budgets.png").stat().st_size > 10_000
     assert "\x1b" not in printed and "\u202e" not in printed
     assert "\\x1b]0;owned\\x07[red]2-1=\\u202e[/nothing]" in printed, "shown as text"
+    other = evaluate(tiny_dense, problems, out, "--budgets", "4,40", check=False)
+    assert other.returncode == 2 and "found another one: settings.budgets" in other.stderr
 
+
+@pytest.mark.full
+def test_an_evaluation_that_was_interrupted_goes_on(tiny_dense, problems, tmp_path):
+    out, options = tmp_path / "out", ("--budgets", "4,48")
+    evaluate(tiny_dense, problems, out, *options)
+    rows = read_result(out)[1]
     lines = (out / "completions.jsonl").read_bytes().splitlines(keepends=True)
     (out / "completions.jsonl").write_bytes(b"".join(lines[:60]) + lines[60][:9])
     (out / "summary.json").unlink()
@@ -57,12 +65,8 @@ def test_budgets_of_a_folder_resumed_and_compared(tiny_dense, problems, tmp_path
     same = [row.text == repeated[row.key].text for row in rows]
     assert len(repeated) == 80 and sum(same) >= 76, "the same seeds; batches may round differently"
 
-    other = evaluate(tiny_dense, problems, out, "--budgets", "4,40", check=False)
-    assert other.returncode == 2 and "found another one: settings.budgets" in other.stderr
-
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_an_evaluation_beside_a_training_is_of_its_steps_weights(tiny_dense, problems, tmp_path):
     shutil.copy(problems / "tiny.jsonl", tmp_path / "tiny.jsonl")
     more = (

@@ -11,7 +11,6 @@ import pytest
 from distributed.runner import run_ranks
 from live_fleet import SECRET, TOKENS, differences, generate, one_step
 from rich.console import Console
-from sampling import sampled
 from whole_runs import ROOT, overrides
 
 from megatron_scalerl.commands.export import export
@@ -67,7 +66,7 @@ async def scenario(recipe, inputs, out):
     return prompts, fresh, before, after, updated
 
 
-@pytest.mark.parametrize("kind", sampled("live update", ["dense", "moe"], 1))
+@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.full)])
 def test_engine_equals_trainer_before_and_after_an_update(kind, request, tmp_path):
     tiny = request.getfixturevalue(f"tiny_{kind}")
     settings = overrides(tiny, tmp_path, "live", "optimizer.lr=0.02", "optimizer.warmup_steps=0")

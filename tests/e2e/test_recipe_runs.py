@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import random_policies
 from recipe_files import ROOT
-from sampling import sampled
 from transformers import AutoConfig
 from whole_runs import run
 
@@ -18,7 +17,7 @@ from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.tiny.tokenizer import MODEL_VOCABULARY, build_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 RECIPES = {
     "qwen2_5_math_1_5b": ("problem", ()),
@@ -70,7 +69,7 @@ def make_prompts(layout, file):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("name", sampled("recipes that run", RECIPES, 1))
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_its_kind_of_policy(name, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     layout, more = RECIPES[name]

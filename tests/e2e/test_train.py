@@ -136,6 +136,7 @@ sys.exit(main(sys.argv[1:]))
 """A controller that gets SIGKILL soon after its fifth step, however busy the machine is."""
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_and_a_finished_one_starts_nothing(tiny_dense, tmp_path):
     """SIGKILL in the middle of training, in real time: one record a step, and an axis without jumps."""
     settings = overrides(
@@ -177,6 +178,7 @@ def test_a_killed_run_goes_on_and_a_finished_one_starts_nothing(tiny_dense, tmp_
     assert len(read_jsonl(folder / "attempts.jsonl")) == 2
 
 
+@pytest.mark.full
 def test_a_run_that_lost_ranks_goes_on_with_fewer(tiny_dense, tmp_path):
     """Two data-parallel ranks for two steps, then one: the ledger has what each attempt held."""
     settings = overrides(tiny_dense, tmp_path, "fewer", "rollouts.max_staleness_steps=0", "checkpoint.every_steps=2")

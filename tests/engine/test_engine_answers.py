@@ -103,6 +103,10 @@ def test_the_log_probability_of_a_forced_token_is_ignored():
             {"weight_versions": [{"version": v, "start": i, "end": i + 1} for i, v in enumerate("43")]},
             "expected none below 4 from token 1, found 3",
         ),
+        ({"weight_versions": [{"version": "3", "start": 1, "end": 2}]}, "expected a span from token 0 within 2"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 10**12}]}, "expected a span from token 0 within 2"),
+        ({"finish_reason": "abort"}, "completion ended with 'abort' after 2 tokens"),
+        ({"logprobs": (-0.5,)}, "expected a log-prob for each of 2 tokens, found 1"),
         ({"plan": PLAN}, "expected the forced phrase, found"),
     ],
 )

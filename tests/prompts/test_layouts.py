@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from layout_rows import ADD, ASK, CODE, MATH, SYSTEM, USER, write
+from sampling import sampled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -41,7 +42,7 @@ def load(tokenizer, path, verifier="math", **settings):
     return load_prompts(tokenizer, [task], check_answers)
 
 
-@pytest.mark.parametrize("name", [*MATH, *CODE])
+@pytest.mark.parametrize("name", sampled("published layouts", [*MATH, *CODE], 12))
 def test_a_published_layout_loads_and_scores(name, tokenizer, tmp_path):
     file, layout, good, bad, *program = (MATH | CODE)[name]
     verifier = "code" if program else "math"

@@ -208,11 +208,6 @@ def test_engines_on_the_trainers_devices_need_their_share_of_them(path, override
         load_recipe(path, [*given, override])
 
 
-def test_world_size_must_divide(path):
-    with pytest.raises(RecipeError, match=r"trainer.world_size: expected a multiple of .* size 2, found 3"):
-        load_recipe(path, ["trainer.world_size=3", "megatron.parallel.tensor_model_parallel_size=2"])
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

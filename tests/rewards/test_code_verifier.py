@@ -329,9 +329,8 @@ IDIOMS = {
 
 @pytest.mark.parametrize("idiom", IDIOMS)
 def test_programs_run_as_on_competition_sites(idiom):
-    cases = json.dumps([{"input": "2 3\n", "output": "5\n"}])
-    assert verdict(IDIOMS[idiom], cases) is True
-    assert verdict(IDIOMS[idiom], cases.replace("2 3", "2 2")) is False
+    cases = [{"input": "2 3\n", "output": "5\n"}, {"input": "2 2\n", "output": "4\n"}]
+    assert verdict(IDIOMS[idiom], json.dumps(cases)) is True
 
 
 @pytest.mark.parametrize(
@@ -478,6 +477,9 @@ CHEATS = {
 def test_builtins_of_the_tests_are_pythons_and_the_tested_one_the_programs(cheat):
     program, tests, entry_point = CHEATS[cheat]
     assert verify_code(answer(program), tests, {"entry_point": entry_point}, limits=LIMITS) is False
+
+
+def test_a_program_with_the_name_of_a_builtin_is_the_one_that_is_tested():
     own = "def sum(xs):\n    total = 0\n    for x in xs: total += x\n    return total"
     assert verdict(own, CHEATS["no sum of its own"][1]) is True
     assert verify_code(answer("def f(x): return x % 1"), ABS, {"entry_point": "f"}, limits=LIMITS) is True

@@ -33,6 +33,14 @@ def refused(call, imports="os"):
     return f"import errno, {imports}\ntry:\n    {call}\nexcept OSError as e:\n    print(errno.errorcode[e.errno])"
 
 
+def errors_of(calls, imports="os"):
+    """The errno of each of the calls, all of which have to fail, made by one program."""
+    calls = list(calls)
+    names = prints("\n".join(refused(call, imports) for call in calls)).splitlines()
+    assert len(names) == len(calls)
+    return names
+
+
 def start_with(monkeypatch, change):
     """Sandboxes whose first process executes this text before it begins."""
     start = subprocess.Popen
@@ -40,10 +48,11 @@ def start_with(monkeypatch, change):
     monkeypatch.setattr(subprocess, "Popen", lambda argv, **o: start([*argv[:2], "-c", script, argv[-1]], **o))
 
 
-def raw_call(number, first):
-    """A program that prints the result and errno of a system call."""
-    call = f"libc.syscall({number}, {first}, 0, 0, 0, 0)"
-    return f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint({call}, ctypes.get_errno())"
+def raw_calls(*calls):
+    """Result and errno of each system call (number, first argument), made by one program."""
+    program = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    program += f"for number, first in {calls}: print(libc.syscall(number, first, 0, 0, 0, 0), ctypes.get_errno())"
+    return prints(program).splitlines()
 
 
 @pytest.mark.parametrize("call", ["os.fork()", "os.posix_spawn('/x', ['x'], {})"])
@@ -61,8 +70,7 @@ def test_threads_are_bounded():
 
 
 def test_a_raw_clone_makes_no_process_either():
-    for number, flags in ((56, 17), (57, 0), (58, 0), (435, 0)):
-        assert prints(raw_call(number, flags)) in {"-1 1", "-1 38"}, number
+    assert set(raw_calls((56, 17), (57, 0), (58, 0), (435, 0))) <= {"-1 1", "-1 38"}
 
 
 def test_calls_of_32_bits_end_the_program():
@@ -93,16 +101,16 @@ def test_the_file_system_has_an_interpreter_and_nothing_else(tmp_path):
     libraries = (f"{sys.base_prefix}/lib", "/lib", "/usr/lib", "/dev/", "/etc/ld.so.cache")
     assert {name for name in seen if not name.startswith(libraries)} == {os.path.realpath(sys.executable)}
     assert f"{Path(json.__file__)}" in seen
-    for path in (secret, ROOT / "README.md", "/etc/passwd", "/etc/shadow", "/proc/1/environ", "/sys/kernel"):
-        assert prints(refused(f"open({str(path)!r})")) == "ENOENT"
-    for folder in ("/root", "/home", "/proc", "/sys", "/run", "/var", str(tmp_path)):
-        own = sys.base_prefix.startswith(folder)
-        assert own or prints(refused(f"os.listdir({folder!r})")) == "ENOENT", folder
+    paths = (secret, ROOT / "README.md", "/etc/passwd", "/etc/shadow", "/proc/1/environ", "/sys/kernel")
+    folders = ("/root", "/home", "/proc", "/sys", "/run", "/var", str(tmp_path))
+    calls = [f"open({str(path)!r})" for path in paths]
+    calls += [f"os.listdir({folder!r})" for folder in folders if not sys.base_prefix.startswith(folder)]
+    assert set(errors_of(calls)) == {"ENOENT"}
 
 
-@pytest.mark.parametrize("path", ["/x", "/usr/lib/x", "/dev/x", f"{sys.base_prefix}/lib/x"])
-def test_nothing_can_be_written_but_in_tmp(path):
-    assert prints(refused(f"open({path!r}, 'w')")) in {"EROFS", "EACCES"}
+def test_nothing_can_be_written_but_in_tmp():
+    paths = ("/x", "/usr/lib/x", "/dev/x", f"{sys.base_prefix}/lib/x")
+    assert set(errors_of(f"open({path!r}, 'w')" for path in paths)) <= {"EROFS", "EACCES"}
     assert prints("open('/tmp/x', 'w').write('x')\nprint(len(open('/tmp/x').read()))") == "1"
 
 
@@ -121,9 +129,10 @@ def test_no_descriptor_of_the_host_is_open():
     assert prints(program) == "[0, 1, 2]"
 
 
-@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET"])
-def test_there_is_no_socket(family):
-    assert prints(refused(f"socket.socket(socket.{family})", "socket")) in {"ENOSYS", "EPERM"}
+def test_there_is_no_socket():
+    families = ("AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET")
+    calls = (f"socket.socket(socket.{family})" for family in families)
+    assert set(errors_of(calls, "socket")) <= {"ENOSYS", "EPERM"}
 
 
 def test_the_network_namespace_alone_reaches_nothing(monkeypatch):
@@ -192,10 +201,10 @@ def test_signals_reach_nothing_outside(program):
         assert witness.poll() is None
 
 
-@pytest.mark.parametrize("call", [101, 310, 311, 438, 434, 165, 272, 308, 321, 323, 425, 29, 9 + 240])
-def test_tracing_mounting_and_the_like_are_refused(call):
+def test_tracing_mounting_and_the_like_are_refused():
     """ptrace, process_vm_readv, process_vm_writev, pidfd_getfd, pidfd_open, mount, unshare, setns, bpf ..."""
-    assert prints(raw_call(call, 16)) == "-1 38"
+    calls = (101, 310, 311, 438, 434, 165, 272, 308, 321, 323, 425, 29, 249)
+    assert raw_calls(*((call, 16) for call in calls)) == ["-1 38"] * len(calls)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +231,6 @@ def test_tracing_mounting_and_the_like_are_refused(call):
 def test_no_program_forges_the_verdict(ending):
     assert verdict(ending, ASSERTS) is False
     assert verdict(ending, CASE) is False
-    assert verdict(ADD, ASSERTS) is True
 
 
 def test_the_programs_names_do_not_replace_builtins_of_the_tests():

@@ -8,6 +8,7 @@ import signal
 import sys
 
 import pytest
+from sampling import sampled
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
 from waiting import until
 from worker_pools import shorten
@@ -70,7 +71,7 @@ def test_a_process_killed_from_outside_uses_one_of_two_tries(kills, tmp_path):
     assert (counters["crash"], counters["restarts"]) == (kills - 1, kills)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", sampled("deaths", range(3), 1))
 def test_under_any_schedule_of_deaths_each_check_counts_its_own(seed, tmp_path):
     """Every run of a check creates a folder: a check that kills no process runs exactly once."""
     draw = random.Random(seed)

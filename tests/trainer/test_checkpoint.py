@@ -29,6 +29,14 @@ def steps(trainer, numbers):
         trainer.step(batch)
 
 
+@pytest.fixture(scope="module")
+def stepped(new_trainer):
+    """A trainer that has made one step."""
+    trainer = new_trainer()
+    steps(trainer, [1])
+    return trainer
+
+
 def state(trainer):
     """Weights and everything the optimizer remembers, by name."""
     found = {f"weight {n}": p.detach().clone() for n, p in unwrap(trainer.chunks[0]).named_parameters()}
@@ -128,30 +136,24 @@ def test_several_buckets_with_padding_between_them(new_trainer, tmp_path, monkey
     assert (saved.keys() == restored.keys() and all(torch.equal(saved[n], restored[n]) for n in saved)) == ours
 
 
-def test_generators_are_restored(new_trainer, tmp_path):
-    trainer = new_trainer()
-    steps(trainer, [1])
-    save(tmp_path / "step_000001", trainer, {})
+def test_generators_are_restored(stepped, tmp_path):
+    save(tmp_path / "step_000001", stepped, {})
     expected = (random.random(), float(np.random.rand()), torch.rand(1).item())
-    load(tmp_path / "step_000001", trainer)
+    load(tmp_path / "step_000001", stepped)
     assert (random.random(), float(np.random.rand()), torch.rand(1).item()) == expected
 
 
 @pytest.mark.slow
-def test_saving_again_replaces(new_trainer, tmp_path):
-    trainer = new_trainer()
-    steps(trainer, [1])
-    save(tmp_path / "step_000001", trainer, {"attempt": 1})
-    save(tmp_path / "step_000001", trainer, {"attempt": 2})
+def test_saving_again_replaces(stepped, tmp_path):
+    save(tmp_path / "step_000001", stepped, {"attempt": 1})
+    save(tmp_path / "step_000001", stepped, {"attempt": 2})
     assert latest(tmp_path) == tmp_path / "step_000001"
-    assert load(tmp_path / "step_000001", trainer) == {"attempt": 2}
+    assert load(tmp_path / "step_000001", stepped) == {"attempt": 2}
 
 
-def test_a_missing_shard_is_named_and_nothing_is_loaded(new_trainer, tmp_path):
-    trainer = new_trainer()
-    steps(trainer, [1])
+def test_a_missing_shard_is_named_and_nothing_is_loaded(new_trainer, stepped, tmp_path):
     path = tmp_path / "step_000001"
-    save(path, trainer, {})
+    save(path, stepped, {})
     shard = next(path.glob("*.distcp"))
     shard.unlink()
     fresh = new_trainer()
@@ -161,25 +163,21 @@ def test_a_missing_shard_is_named_and_nothing_is_loaded(new_trainer, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in state(fresh).items())
 
 
-def test_saving_starts_no_process(new_trainer, tmp_path):
-    trainer = new_trainer()
-    steps(trainer, [1])
+def test_saving_starts_no_process(stepped, tmp_path):
     before = set(psutil.Process().children(recursive=True))
-    save(tmp_path / "step_000001", trainer, {})
+    save(tmp_path / "step_000001", stepped, {})
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_a_disk_that_refuses_ends_the_save_without_a_commit(new_trainer, tmp_path, monkeypatch):
+def test_a_disk_that_refuses_ends_the_save_without_a_commit(stepped, tmp_path, monkeypatch):
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    trainer = new_trainer()
-    steps(trainer, [1])
     monkeypatch.setattr("megatron.core.dist_checkpointing.strategies.filesystem_async.os.fsync", full_disk)
     with pytest.raises(OSError, match=r"No space left on device: .*step_000001"):
-        save(tmp_path / "step_000001", trainer, {})
+        save(tmp_path / "step_000001", stepped, {})
     assert latest(tmp_path) is None
-    saving = AsyncSave(tmp_path / "step_000002", trainer, {})
+    saving = AsyncSave(tmp_path / "step_000002", stepped, {})
     with pytest.raises(OSError, match=r"No space left on device: .*step_000002"):
         saving.finish(wait=True)
     assert latest(tmp_path) is None

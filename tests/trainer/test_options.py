@@ -74,28 +74,6 @@ def test_pipelines_exchange_rows_of_any_length() -> None:
     assert not model_options(llama(), recipe(), alone()).config.variable_seq_lengths
 
 
-@pytest.mark.parametrize(
-    "section, key, nearest",
-    [
-        ("model", "layernorm_epsilom", "layernorm_epsilon"),
-        ("model", "max_sequence_lenght", "max_sequence_length"),
-        ("ddp", "overlap_grad_reduced", "overlap_grad_reduce"),
-        ("optimizer", "use_precision_aware_optimiser", "use_precision_aware_optimizer"),
-        ("parallel", "tensor_model_paralel_size", "tensor_model_parallel_size"),
-    ],
-)
-def test_an_unknown_key_names_the_nearest(section: str, key: str, nearest: str) -> None:
-    settings = recipe({section: {key: 1}})
-    makers = dict(
-        model=lambda: model_options(llama(), settings, alone()),
-        ddp=lambda: ddp_config(settings),
-        optimizer=lambda: optimizer_config(settings),
-        parallel=lambda: init_parallel(settings),
-    )
-    with pytest.raises(ValueError, match=rf"megatron\.{section}: {key} is not .*; the nearest is {nearest}$"):
-        makers[section]()
-
-
 def test_the_precision_aware_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"aware_optimizer: is not supported: .* checkpoints read them"):
         optimizer_config(recipe(dict(optimizer=dict(use_precision_aware_optimizer=True))))
@@ -166,11 +144,6 @@ def test_an_interleaved_pipeline_is_refused_on_cpus(monkeypatch: pytest.MonkeyPa
         ValueError, match=r"virtual_pipeline_model_parallel_size: expected none without a GPU.*found 2"
     ):
         init_parallel(recipe(dict(parallel=parallel), world_size=2))
-
-
-def test_the_recipe_refuses_an_indivisible_world() -> None:
-    with pytest.raises(ValueError, match=r"multiple of tensor x pipeline x context parallel size 2, found 3"):
-        recipe(dict(parallel=dict(tensor_model_parallel_size=2)), world_size=3)
 
 
 def test_a_pipeline_with_context_parallelism_requires_variable_lengths() -> None:
