@@ -205,9 +205,7 @@ class Child:
         self.process.wait()
 
 
-def measure(
-    options: argparse.Namespace, folder: Path, rendezvous: Any
-) -> tuple[int, float, dict[str, list[float]]]:
+def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple[int, float, dict[str, list[float]]]:
     """(bytes of an update, bytes of a changed element, arm -> seconds of each round)."""
     child = Child(folder)
     trainer = Trainer(folder, options)
