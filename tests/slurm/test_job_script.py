@@ -18,9 +18,8 @@ from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster.allocation import Allocation, Request
 from megatron_scalerl.cluster.job import JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
-from megatron_scalerl.cluster.slurm_checks import SAVE_S, STARTUP_S, check_script, times_of
 from megatron_scalerl.cluster.slurm_status import last_error
-from megatron_scalerl.cluster.submission import array_name
+from megatron_scalerl.cluster.submission import SAVE_S, STARTUP_S, array_name, check_script, times_of
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.recipe.other_names import unknown_key
 
