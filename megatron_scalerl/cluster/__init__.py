@@ -1,14 +1,12 @@
 """Runs on Slurm, on one node or several (`megatron-scalerl submit`); checks of a node (`megatron-scalerl doctor`).
 
 slurm_command   `submit`: --status, --array, --dry-run
-slurm_checks    what is refused before anything is submitted
 allocation      nodes, GPUs and CPUs that the fleet needs
 site            the site file: options of sbatch, modules, container, local disks
 cluster         what sinfo, squeue, scontrol and sbatch are asked
 job             the job script, rendered from templates/job.sbatch
-submission      writes the script, has it checked, submits it
-budget          GPU-hours spent and left
-slurm_status    a run's job and the nodes of it that are unfit or down, its progress and its last error
+submission      what is refused before anything is submitted; writes the script, has it checked, submits it
+slurm_status    a run's job and the nodes of it that are unfit or down, its progress, cost and last error
 
 doctor_command -> node: one list of `check.Check`, and the facts by which nodes are compared
                   gpus (NVML, in a process of its own); probe (packages, likewise)

@@ -144,9 +144,8 @@ def _job(line: str) -> Job:
 
 def last_state(job_id: str) -> str | None:
     """State of a job that ended, as long as Slurm remembers it (its MinJobAge), else None."""
-    done = _run("scontrol", "show", "job", "--oneliner", job_id)
-    match = re.search(r"\bJobState=(\w+)", done.stdout)
-    return match[1] if done.returncode == 0 and match else None
+    state = re.search(r"\bJobState=(\w+)", _shown(job_id))
+    return state[1] if state else None
 
 
 def hostnames(nodes: str) -> list[str]:
@@ -156,9 +155,14 @@ def hostnames(nodes: str) -> list[str]:
 
 def nodes_of(job_id: str) -> list[str] | None:
     """The nodes that a job holds now; with --no-kill one that failed is no longer one of them. None without a job."""
+    nodes = re.search(r" NodeList=(\S*)", _shown(job_id))
+    return hostnames(nodes[1]) if nodes else None
+
+
+def _shown(job_id: str) -> str:
+    """What scontrol shows of a job; empty for one that it does not know."""
     done = _run("scontrol", "show", "job", "--oneliner", job_id)
-    nodes = re.search(r" NodeList=(\S*)", done.stdout)
-    return hostnames(nodes[1]) if done.returncode == 0 and nodes else None
+    return done.stdout if done.returncode == 0 else ""
 
 
 def node_states(names: Sequence[str]) -> dict[str, str]:

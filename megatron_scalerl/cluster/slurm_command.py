@@ -118,7 +118,7 @@ def _lines(arguments: argparse.Namespace) -> Iterator[str]:
 
         yield from status(arguments.status)
     elif arguments.seconds_left is not None:
-        from megatron_scalerl.cluster.budget import seconds_left
+        from megatron_scalerl.cluster.slurm_status import seconds_left
 
         if arguments.gpu_hours is None:
             raise ValueError("--seconds-left requires --gpu-hours")

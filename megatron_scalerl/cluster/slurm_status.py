@@ -1,21 +1,21 @@
-"""`submit --status RUN`: the job of a run, its progress, what it costs, its last error."""
+"""`submit --status RUN`: the job of a run, its progress, what it costs, its last error; what is left of a budget."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.cluster import cluster
-from megatron_scalerl.cluster.budget import spent
 from megatron_scalerl.cluster.doctor_nodes import BAD, own_line
-from megatron_scalerl.cluster.slurm_checks import JOBS, jobs_of
+from megatron_scalerl.cluster.submission import JOBS, jobs_of
 from megatron_scalerl.controller.run_folder import END, SLURM
-from megatron_scalerl.fit.formatting import money
-from megatron_scalerl.recipe.file import read_run_recipe
+from megatron_scalerl.fit.formatting import money, unit_name
+from megatron_scalerl.recipe.file import load_recipe, read_run_recipe
 
 ROLES = ("setup", "preflight", "controller")
 """What an attempt starts, in this order; each leaves ROLE.exit and ROLE.log."""
@@ -25,6 +25,31 @@ FIRST_NODE = "first-node.log"
 """There, too: what the other nodes noted when the first one was lost."""
 _LONGEST = 500
 """Characters of a reason that are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """The total of a ledger. Produced by `spent`."""
+
+    hours: float
+    """Device-hours of all roles, up to the last heartbeat."""
+    unit: str
+    """GPU-hours or device-hours, as it is printed."""
+
+
+def spent(run: Path) -> Spent:
+    """What a run has been charged so far; 0 before its first start."""
+    header, *rows = read_jsonl(run / "ledger.jsonl") or [{}]
+    hours = sum(row["hours"] for row in rows if "role" in row)
+    if rows and "heartbeat" in rows[-1]:
+        hours += rows[-1]["heartbeat"] * rows[-1]["devices"] / 3600
+    return Spent(hours=hours, unit=unit_name(str(header.get("unit", "device_hours"))))
+
+
+def seconds_left(recipe_file: str | Path, budget: float) -> int:
+    """How long the fleet of a recipe's run may still be held (s). budget: device-hours. Raises ValueError."""
+    recipe = load_recipe(recipe_file)
+    return max(0, int((budget - spent(Path(recipe.run_dir)).hours) * 3600 / recipe.devices))
 
 
 def status(run_dir: str | Path) -> Iterator[str]:

@@ -8,7 +8,7 @@ from slurm_runs import JOB, WITH_STAND_INS, steps, wait_for, wait_for_end, write
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.cluster import cluster as slurm
-from megatron_scalerl.cluster.budget import spent
+from megatron_scalerl.cluster.slurm_status import spent
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 GPUS = 3

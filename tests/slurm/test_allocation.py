@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_scalerl.cluster import slurm_checks
+from megatron_scalerl.cluster import submission
 from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan
-from megatron_scalerl.cluster.budget import seconds_left, spent
 from megatron_scalerl.cluster.cluster import Partition
-from megatron_scalerl.cluster.slurm_status import attempts, lost, unfit
+from megatron_scalerl.cluster.slurm_status import attempts, lost, seconds_left, spent, unfit
 from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
@@ -135,9 +134,9 @@ def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
     ],
 )
 def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kind, nodes, anywhere, result):
-    monkeypatch.setattr(slurm_checks, "mount_of", lambda place: (kind, "/"))
-    monkeypatch.setattr(slurm_checks, "_LOCAL_FOLDERS", ())
-    check = lambda: slurm_checks.check_shared(tmp_path / "runs" / "r", several=nodes > 1, anywhere=anywhere)  # noqa: E731
+    monkeypatch.setattr(submission, "mount_of", lambda place: (kind, "/"))
+    monkeypatch.setattr(submission, "_LOCAL_FOLDERS", ())
+    check = lambda: submission.check_shared(tmp_path / "runs" / "r", several=nodes > 1, anywhere=anywhere)  # noqa: E731
     if result == "refused":
         with pytest.raises(
             ValueError, match=f"output_dir: .* not to see {tmp_path}, {kind} at /; .* --any-file-system"
@@ -148,9 +147,9 @@ def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kin
 
 
 def test_a_folder_for_temporary_files_is_refused_whatever_it_is_on(monkeypatch):
-    monkeypatch.setattr(slurm_checks, "mount_of", lambda place: ("nfs4", "/"))
+    monkeypatch.setattr(submission, "mount_of", lambda place: ("nfs4", "/"))
     with pytest.raises(ValueError, match="output_dir"):
-        slurm_checks.check_shared(Path("/tmp/r"), several=True, anywhere=False)
+        submission.check_shared(Path("/tmp/r"), several=True, anywhere=False)
 
 
 def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):

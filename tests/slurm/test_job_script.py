@@ -18,9 +18,8 @@ from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster.allocation import Allocation, Request
 from megatron_scalerl.cluster.job import JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
-from megatron_scalerl.cluster.slurm_checks import SAVE_S, STARTUP_S, check_script, times_of
 from megatron_scalerl.cluster.slurm_status import last_error
-from megatron_scalerl.cluster.submission import array_name
+from megatron_scalerl.cluster.submission import SAVE_S, STARTUP_S, array_name, check_script, times_of
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.recipe.other_names import unknown_key
 
@@ -66,16 +65,6 @@ def test_a_whole_node_is_taken_whole(tmp_path):
     assert "run='/runs/my run'\n" in text and f"cd {shlex.quote(str(PLAN.cwd))} " in text
 
 
-def test_a_part_of_a_node_says_its_cpus(tmp_path):
-    text = checked(changed(PLAN, gpus=2, cpus=24), tmp_path)
-    assert "#SBATCH --cpus-per-task=24\n" in text and "--exclusive" not in text
-
-
-def test_an_array_has_one_run_a_task(tmp_path):
-    text = checked(changed(PLAN, runs=(Path("/r/a"), Path("/r/b b")), throttle=1), tmp_path)
-    assert "#SBATCH --array=0-1%1\n" in text and "  '/r/b b'\n" in text and "%A_%a.out" in text
-
-
 def test_the_script_of_an_array_is_not_that_of_other_runs(tmp_path):
     assert array_name("recipes/ablations", None) == "ablations"
     assert array_name("recipes/ablations/", "my/small.yaml") == "ablations_small"
@@ -91,11 +80,6 @@ def test_the_script_of_an_array_is_not_that_of_other_runs(tmp_path):
             f"{tmp_path / 'study.array'}: expected the script of these runs, found that of others; move it away, or "
             "rename the array's folder or base"
         )
-
-
-def test_a_chain_is_not_queued_again(tmp_path):
-    text = checked(changed(PLAN, chain=True), tmp_path)
-    assert "#SBATCH --no-requeue\n" in text and "scontrol" not in text
 
 
 FOUR = replace(WHOLE, nodes=4, slots=8)
@@ -123,41 +107,15 @@ def test_several_nodes_of_a_chain_or_of_an_array(tmp_path):
     assert "export SRUN_CPUS_PER_TASK=10 " in text and "--gpus-per-node" not in text
 
 
-def test_a_budget_is_asked_for_at_the_start_and_before_a_requeue(tmp_path):
-    text = checked(changed(PLAN, gpu_hours=12.5, startup_s=40), tmp_path)
-    assert (
-        'submit --gpu-hours 12.5 --seconds-left "$run/slurm/recipe.yaml"' in text
-        and text.count("left=$(seconds_left)") == 2
-    )
-    assert "seconds_left" not in checked(PLAN, tmp_path)
-
-
-def test_the_lines_of_the_site_are_there(tmp_path):
-    (tmp_path / "site.yaml").write_text(
-        "sbatch: {account: lab, qos: high, constraint: h100}\nmodules: [cuda/13.0]\n"
-        "environment: {NCCL_SOCKET_IFNAME: ib0, LIST: 'a b$c'}\n"
-    )
-    text = checked(changed(PLAN, site=read_site(tmp_path / "site.yaml")), tmp_path)
-    for line in ("#SBATCH --account=lab", "#SBATCH --qos=high", "#SBATCH --constraint=h100", "export LIST='a b$c'",
-                 "module load cuda/13.0 || no_module 'the module cuda/13.0 could not be loaded'",
-                 "export NCCL_SOCKET_IFNAME=ib0"):  # fmt: skip
-        assert f"\n{line}\n" in text
-
-
 @pytest.mark.parametrize(
     ("sbatch", "has", "lacks"),
     [
-        ({"gres": "gpu:h100:8"}, ["--gres=gpu:h100:8", "--exclusive"], ["--gpus-per-node"]),
         ({"gres": "nvme:1,gpu:h100"}, ["--gres=nvme:1,gpu:h100:8"], ["--gpus-per-node"]),
-        ({"gres": "nvme:1"}, ["--gres=nvme:1", "--gpus-per-node=8"], []),
         ({"gpus-per-node": "h100"}, ["--gpus-per-node=h100:8"], []),
         ({"mem-per-gpu": "64G"}, ["--mem-per-gpu=64G", "--exclusive"], ["--mem=0"]),
-        ({"mem": "900G"}, ["--mem=900G"], ["--mem=0"]),
         ({"oversubscribe": False}, [], ["--exclusive", "--oversubscribe"]),
-        ({"exclusive": "user"}, ["--exclusive=user"], []),
         ({"cpus-per-gpu": "12"}, ["--cpus-per-gpu=12"], ["--cpus-per-task"]),
         ({"export": "MY_PROXY"}, ["TMPDIR,", "NO_PROXY,MY_PROXY\n"], []),
-        ({"comment": "lab#7"}, ['--comment="lab#7"'], []),
         ({"comment": "two words", "mail-type": "FAIL,END"}, ['--comment="two words"', "--mail-type=FAIL,END"], []),
     ],
 )
@@ -203,7 +161,6 @@ def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
         render(changed(PLAN, site=site))
 
 
-@pytest.mark.parametrize("plan", [PLAN, SEVERAL], ids=["one node", "four nodes"])
 @pytest.mark.parametrize(
     ("site", "words"),
     [
@@ -219,8 +176,8 @@ def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
     ],
     ids=["pyxis", "apptainer", "another"],
 )
-def test_a_container_sees_the_runs_folder(tmp_path, plan, site, words):
-    text = checked(changed(plan, site=site), tmp_path)
+def test_a_container_sees_the_runs_folder(tmp_path, site, words):
+    text = checked(changed(SEVERAL, site=site), tmp_path)
     [line] = [line for line in text.splitlines() if line.startswith("container=(")]
     show = f"run='/r r' MSRL_LOCAL=/l/7\n{line}\nprintf '%s\\n' \"${{container[@]}}\""
     found = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -263,38 +220,25 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
             "container: expected one of none, pyxis, apptainer, or a list of words, found 'docker'",
         ),
         ("container: pyxis", "image: expected with pyxis or apptainer"),
-        ("image: /i.sqsh", "image: expected with pyxis or apptainer"),
         ("environment: {HF_TOKEN: abc}", "expected no secret"),
-        ("environment: {'A B': c}", "expected names of variables with one line of text each, found 'A B'"),
         ("environment: {A: [1]}", "environment.A: expected names of variables with one line of text each, found [1]"),
-        ("environment: {A: true}", "environment.A: expected names of variables with one line of text each, found Tr"),
         ("sbatch: ['constraint=h100']", "sbatch: expected options of sbatch"),
-        ('sbatch: ["--a\\nrm -rf /"]', "expected options of sbatch by their long names"),
         ('sbatch: {comment: "a\\nrm -rf /"}', "sbatch.comment: expected options of sbatch by their long names"),
         ('modules: ["a\\nb"]', "modules.0: expected a list of texts, found 'a\\nb'"),
-        ("sbatch: [-A lab]", "sbatch: expected options of sbatch by their long names"),
         ("sbatch: {nodes: 3}", "sbatch: nodes is set by the option --nodes of submit"),
         ("engine_sbatch: {account: a}", unknown_key("engine_sbatch", KEYS, expected=KEY)),
         ("environment: {https_proxy: 'http://me:pass@proxy:80'}", "expected no secret"),
         ("local: $(id)/x", "local: expected an absolute path, or one that begins with a variable"),
         ("template: my.sbatch", "template: expected a file, found none at "),
-        ("account: lab", f"account is not {KEY}"),
-        ("environment: {AWS_SECRET_ACCESS_KEY: abc}", "expected no secret"),
-        ("environment: {WANDB_KEY: abc}", "expected no secret"),
         ("sbatch: {no-requeu: true}", "sbatch: expected whole names of options, found no-requeu"),
-        ("sbatch: {sign: USR2}", "sbatch: expected whole names of options, found sign"),
         ("sbatch: {time-min: 5}", "sbatch: time-min is set by the job itself"),
-        ("sbatch: {clusters: other}", "sbatch: clusters is set by the job itself"),
         ("sbatch: {gpus-per-node: false}", "sbatch.gpus-per-node: expected names, found False"),
         ("sbatch: {export: [A, ALL]}", "sbatch.export: expected names, found A,ALL"),
-        ("sbatch: {export: NONE}", "sbatch.export: expected names, found NONE"),
         ("sbatch: {export: A=b}", "sbatch.export: expected names, found A=b"),
-        ("sbatch: {export: false}", "sbatch.export: expected names, found False"),
         (
             "stage: [env]",
             "stage: expected absolute paths with different last names, found ['env']",
         ),
-        ("stage: [/shared/env/]", "stage: expected absolute paths"),
         ("stage: [/a/env, /b/env]", "stage: expected absolute paths"),
     ],
 )
@@ -412,7 +356,7 @@ def test_options_that_contradict_each_other_are_one_line(words, said, capsys):
     assert said in line
 
 
-@pytest.mark.parametrize("limit", ["", "soon", "1:2:3:4", "-5", "1-"])
+@pytest.mark.parametrize("limit", ["", "1:2:3:4", "1-"])
 def test_a_time_limit_is_written_as_slurm_does(limit):
     with pytest.raises(ValueError, match="--time: expected MINUTES"):
         cluster.seconds_of(limit)
@@ -545,7 +489,7 @@ def test_the_script_alone_forwards_the_signal_and_queues_the_job_again(tmp_path)
     assert (tmp_path / "slurm" / "requeues").read_text().startswith("7 7.0 ")
 
 
-@pytest.mark.parametrize("name", ["my run", "a\n#SBATCH", "a\n", "..", ".", "", "a/b", "$(id)", "-a", "a" * 101])
+@pytest.mark.parametrize("name", ["a\n#SBATCH", "..", "", "a/b", "$(id)", "-a", "a" * 101])
 def test_a_name_that_is_no_word_is_refused_where_the_recipe_is_read(name, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"{{name: {json.dumps(name)}, steps: 1, policy: {{path: p}}, prompts: {{path: q}}}}")
@@ -554,7 +498,7 @@ def test_a_name_that_is_no_word_is_refused_where_the_recipe_is_read(name, tmp_pa
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("folder", ["a$(touch hacked)b", "a`touch hacked`", "a;touch hacked", "50%j", "it s", "a&b"])
+@pytest.mark.parametrize("folder", ["a$(touch hacked)b", "a`touch hacked`", "50%j s&"])
 def test_no_folder_is_executed_or_changed(folder, tmp_path):
     run = tmp_path / folder / "r"
     script = run / "slurm" / "job.sbatch"
@@ -572,7 +516,7 @@ def test_no_folder_is_executed_or_changed(folder, tmp_path):
     assert not (tmp_path / "hacked").exists()
 
 
-@pytest.mark.parametrize("folder", ["a\nb", "a\rb", 'a"b', "a\\b"])
+@pytest.mark.parametrize("folder", ["a\nb", 'a"b', "a\\b"])
 def test_a_folder_that_a_script_cannot_name_is_refused(folder):
     with pytest.raises(ValueError, match=r"^submit: "):
         render(changed(PLAN, script=Path("/runs") / folder / "job.sbatch"))

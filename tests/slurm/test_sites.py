@@ -77,6 +77,7 @@ def test_a_preempted_run_saves_within_the_grace_time_and_goes_on(at_a_site, tmp_
     assert len(starts(run)) == 2 and "saved; queued again" in output_of(run, job)
 
 
+@pytest.mark.full
 def test_a_run_in_an_allocation_of_ones_own(tmp_path, tiny, on_login_node):
     """Real trainer ranks on two nodes, stand-in engines; the controller is on the node that asks."""
     run = write_recipe(tmp_path / "r.yaml", tiny, output_dir=tmp_path, steps=2, validation={"every_steps": 0})
