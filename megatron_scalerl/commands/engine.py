@@ -118,16 +118,18 @@ async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, con
 
     Otherwise, after `wait_s` outside of the run, how the last agent ended.
     """
+    from megatron_scalerl.launch.control_folder import read_controller
     from megatron_scalerl.processes.child_process import ChildProcess
 
-    argv = [*AGENT, str(folder), "--name", name, "--devices", str(devices)]
+    own = os.environ | {"MSRL_START": "", "MSRL_DEVICES": str(devices)}
     failures, in_run, how = 0, time.monotonic(), ""
     while time.monotonic() - in_run < wait_s:
         started = time.monotonic()
         try:
             if has_ended(folder):
                 return ""
-            agent = await ChildProcess.start(name, argv, os.environ, folder / "logs" / f"{name}.log")
+            env = own | read_controller(folder)
+            agent = await ChildProcess.start(name, [*AGENT, name], env, folder / "logs" / f"{name}.log")
         except (ValueError, OSError) as error:  # a shared file system may fail for a while, or show half a line
             how = str(error)
         else:

@@ -259,7 +259,7 @@ class ControllerSocket:
 
 
 class ControllerLink:
-    """A peer's end of its connection to the controller: send Hello, `greet`, send and receive, `leave`, `exit`."""
+    """A peer's end of its connection to the controller: `greet`, send and receive, `leave`, `exit`."""
 
     def __init__(
         self, endpoint: str, secret: str, purpose: Purpose, decoded: Callable[[Sequence[Buffer]], Any]
@@ -275,14 +275,18 @@ class ControllerLink:
         self.socket.connect(endpoint)
         self._leaving = threading.Event()
 
-    def greet(self, within_s: float) -> Any:
-        """The controller's answer to Hello, None where none arrives in time. Raises RefusedError, with its reason.
+    def greet(self, hello: Any, within_s: float) -> Any:
+        """Send Hello; the controller's answer. Raises RefusedError, with its reason, and where none arrives in time.
 
         From its Welcome on this process exits with EXIT_ORPHAN when the controller disconnects, or no heartbeat
         arrives any more, whatever it does meanwhile.
         """
+        self.send(hello)
         if not self.socket.poll(int(within_s * 1000)):
-            return None
+            raise RefusedError(
+                f"controller at {self.endpoint}: expected an answer within {within_s:g} s, found none "
+                "(it has exited, or MSRL_SECRET is another run's)"
+            )
         answer, _ = self.receive()
         threading.Thread(target=self._exit_on_disconnect, name="controller-watch", daemon=True).start()
         return answer

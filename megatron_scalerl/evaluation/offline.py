@@ -112,7 +112,7 @@ async def _engines(evaluated: Evaluated, folder: Path) -> AsyncIterator[Engines]
     recipe = evaluated.engine_recipe
     engines = Engines(
         recipe,
-        placement=Placement.without_trainer(recipe),
+        placement=Placement.of(recipe, ONE_HOST, trainer=False),
         hosts=ONE_HOST,
         attempt=attempt,
         secret=secrets.token_hex(32),

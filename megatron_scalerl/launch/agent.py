@@ -1,229 +1,305 @@
-"""One start of one engine on a host other than the controller's: `python -m megatron_scalerl.launch.agent`.
+"""What a run starts on another host: `python -m megatron_scalerl.launch.agent NAME`.
 
-    RUN --name engine-3 --start ID --incarnation I    started by the controller
-    RUN --name extra-77-0                             joins the run (`megatron-scalerl engine --join RUN`)
+    trainer-HOST   the trainer's ranks on this host (with MSRL_RANKS)
+    engine-3       one start of an engine that the controller starts
+    extra-77-0     the same of one that joins (`megatron-scalerl engine --join RUN`)
 
-The agent connects to the controller, starts vLLM's server with TLS at this host's address on the route to it, reports
-that it is up, and waits. Its exit code says how it ended:
+Environment: `control_folder.public_environment`, then of ranks what `start_ranks` reads, of an engine
+MSRL_START, by which the controller that requested this start recognizes it, and MSRL_DEVICES. MSRL_BIND_HOST:
+address of this host at which the server listens, in place of the one on the route to the controller.
+
+The ranks are child processes. When one fails the others are ended, and the exit code is 1. SIGTERM ends all. They
+exit by themselves when the controller disconnects.
+
+An engine's agent connects to the controller, starts vLLM's server with TLS, reports that it is up, and waits. Its
+exit code says how it ended:
 
     0   the controller let it stop
     1   the server exited, or did not start
     3   the controller disconnected: it ended, or the network is gone (heartbeats)
-    4   the controller refused it, or did not answer
+    4   the controller refused it, or did not answer, or its secret did not appear
 
-The server dies with the agent (`processes.parent_death`), however that ends. It writes RUN/logs/NAME.log itself.
-MSRL_BIND_HOST: address of this host at which the server listens, in place of the one on the route.
+Messages, each one frame of at most LONGEST bytes (`distributed.sockets` has the connection):
+
+    agent                          controller
+    Hello           ------------>
+                    <------------  Welcome, or Refused: exit
+    Up              ------------>
+    Exited          ------------>  (the server ended)
+                    <------------  Stop (end the server)
+
+Ranks and server die with this process (`processes.parent_death`), however that ends.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
+import asyncio
 import logging
 import os
 import socket
 import sys
-import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import zmq.asyncio
 
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, interface_of, own_address
-from megatron_scalerl.engine.certificate import Certificate, certificate_files
-from megatron_scalerl.launch import agent_messages as messages
-from megatron_scalerl.launch.control_folder import ControllerFile, read_controller, secret_file
-from megatron_scalerl.launch.local_server import STOP_S, LocalServer, ServerEnded, ServerPlace, gpus_at
-from megatron_scalerl.launch.own_share import SHARE
-from megatron_scalerl.launch.race import race
-from megatron_scalerl.processes.logs import NAME_VARIABLE, log_to_stderr
-from megatron_scalerl.processes.secret_file import read_secret
+from megatron_scalerl.distributed.sockets import Buffer, Ping, Refused, decode
+from megatron_scalerl.engine.certificate import Certificate
+from megatron_scalerl.launch.control_folder import controller_address, find_secret
+from megatron_scalerl.launch.local_server import LocalServer, ServerEnded, ServerPlace
+from megatron_scalerl.launch.own_share import own_variables, share_of
+from megatron_scalerl.processes.child_process import ChildProcess, log_end, race
+from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.processes.signals import Stopped, run_until_signal
 from megatron_scalerl.recipe.file import load_recipe
+from megatron_scalerl.trainer.client import BLAME_S
 
 logger = logging.getLogger("megatron_scalerl.launch.agent")  # also where this module is __main__
 
-_READ_AGAIN_S = 2.0
-"""Interval at which RUN/control is read again while no controller answers (seconds)."""
-EXIT_SERVER = 1
+_OTHERS_S = BLAME_S + 20.0
+"""Seconds for the host's other ranks to exit by themselves after the failure of one: most when they lose its
+connection, the rest with the controller's, which may be held up. After that they are ended."""
+EXIT_FAILED = 1
+LONGEST = 1 << 17
+"""Bytes of the longest message. ZeroMQ closes the connection of a peer that sends a longer one."""
+HOW_CHARACTERS = 1_000
+"""Of what an agent says about the end of its server."""
+_NAME = r"^(engine-[0-9]{1,6}|extra-[A-Za-z0-9._-]{1,64})$"
+_URL = r"^https://(\[[0-9A-Fa-f:.%a-z]{2,64}\]|[0-9.]{7,15}):[0-9]{1,5}$"
+JOINING = "extra-"
+"""Names of engines that the controller did not start begin so; those of the others are engine-N."""
+
+
+class Hello(sockets.Hello, tag=True, frozen=True, kw_only=True):
+    """Agent to controller: first message."""
+
+    name: Annotated[str, msgspec.Meta(pattern=_NAME)]
+    """engine-N of an engine that the controller starts, extra-... of one that joins."""
+    start: str
+    """Identifies this start of the engine, as the controller chose it; empty for an engine that joins."""
+    host: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,255}$")]
+    """Name of the agent's host."""
+    devices: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    """Devices of the engine."""
+
+
+class Welcome(sockets.Welcome, tag=True, frozen=True, kw_only=True):
+    """Controller to agent: accepted, start the server."""
+
+    certificate: str
+    """PEM, for TLS."""
+    key: str
+    """PEM; secret."""
+    port: int = 0
+    """0: a free one."""
+    positions: Sequence[int] | None = None
+    """The engine's devices, as indices into its host's visible GPUs; None without GPUs."""
+    share: str = ""
+    """Its share of its host (`own_share`)."""
+
+
+class Up(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Agent to controller: the server is up."""
+
+    url: Annotated[str, msgspec.Meta(pattern=_URL)]
+    """https://ADDRESS:PORT"""
+
+
+class Exited(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Agent to controller: there is no server, and the agent exits next."""
+
+    how: Annotated[str, msgspec.Meta(max_length=HOW_CHARACTERS)]
+    """How the server ended, as in "engine-3 (host b) exited with code 1"."""
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Controller to agent: end the server and exit with 0."""
+
+    grace_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+    """Seconds between SIGTERM and SIGKILL; 0: SIGKILL at once."""
+
+
+ToAgent = Welcome | Refused | Ping | Stop
+ToController = Hello | Up | Exited
+
+_to_agent = msgspec.msgpack.Decoder(ToAgent)
+_to_controller = msgspec.msgpack.Decoder(ToController)
+
+
+def decode_for_agent(frames: Sequence[Buffer]) -> ToAgent:
+    """A message of the controller. Raises InvalidMessage for anything else."""
+    return decode(_to_agent, frames)
+
+
+def decode_for_controller(frames: Sequence[Buffer]) -> ToController:
+    """A message of an agent. Raises InvalidMessage for anything else."""
+    return decode(_to_controller, frames)
 
 
 class Agent:
     """One start of one engine: `join` its controller, then `serve`."""
 
     link: sockets.ControllerLink
-    _controller: ControllerFile
-    _secret: str
-    _welcome: messages.Welcome
-    _connection: zmq.asyncio.Socket
-    """The link's socket on the event loop."""
+    welcome: Welcome | None = None
+    """From `join` on."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments = arguments
-        self._run = Path(arguments.run).absolute()
+    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
+        self._name, self._environment = name, environment
 
     def join(self) -> None:
-        """Find the controller, and wait for its answer to Hello. Raises RefusedError without one.
-
-        RUN/control is read again and again meanwhile: a shared file system may show the files of an earlier start for
-        a while.
-        """
-        used: tuple[ControllerFile, str] | None = None
-        end = time.monotonic() + sockets.GREETING_S
-        missing = ""
-        while time.monotonic() < end:
-            try:
-                found = self._files()
-            except (ValueError, OSError) as error:
-                missing, found = f": {error}", None
-            if found is not None and found != used:
-                if used is not None:
-                    self.link.abandon()
-                used = self._controller, self._secret = found
-                self._greet()
-            if used is None:
-                time.sleep(_READ_AGAIN_S)
-            elif (welcome := self.link.greet(_READ_AGAIN_S)) is not None:
-                self._welcome = welcome
-                return
-        if used is not None:
-            self.link.abandon()
-            missing = f" at {self.link.endpoint} (it has exited, or its secret is another one)"
-        raise sockets.RefusedError(
-            f"controller of {self._run}: expected an answer within {sockets.GREETING_S:g} s, found none{missing}"
-        )
-
-    def _files(self) -> tuple[ControllerFile, str]:
-        """What RUN/control says. Raises ValueError, also for another start of the controller, and OSError."""
-        controller, wanted = read_controller(self._run), self._arguments.incarnation
-        if wanted not in ("", controller.incarnation):
-            raise ValueError(f"{self._run}: expected the controller {wanted}, found {controller.incarnation}")
-        return controller, read_secret(secret_file(self._run))
-
-    def _greet(self) -> None:
-        """Connect to the controller of these files, and send Hello."""
+        """Wait for the controller's answer to Hello. Raises RefusedError without one."""
+        environment = self._environment
+        self._secret = find_secret(environment, sockets.Purpose.ENGINES)
         self.link = sockets.ControllerLink(
-            self._controller.engines, self._secret, sockets.Purpose.ENGINES, messages.decode_for_agent
+            environment["MSRL_CONTROLLER"], self._secret, sockets.Purpose.ENGINES, decode_for_agent
         )
-        hello = messages.Hello(
-            name=self._arguments.name,
-            run_id=self._controller.run_id,
-            incarnation=self._controller.incarnation,
-            start=self._arguments.start,
+        hello = Hello(
+            name=self._name,
+            run_id=environment["MSRL_RUN_ID"],
+            incarnation=environment["MSRL_INCARNATION"],
+            start=environment["MSRL_START"],
             host=socket.gethostname(),
-            devices=self._arguments.devices,
+            devices=int(environment["MSRL_DEVICES"]),
         )
-        self.link.send(hello)
+        self.welcome = self.link.greet(hello, sockets.GREETING_S)
+        logger.info("%s: accepted by the controller at %s", self._name, self.link.endpoint)
 
     async def serve(self) -> int:
         """Run the server until it or the controller ends it; the exit code. Raises RefusedError."""
         self._connection = zmq.asyncio.Socket(self.link.socket)
-        with contextlib.ExitStack() as files:
-            try:
-                server = self._server(files)
-            except (ValueError, OSError) as error:
-                return await self._leave(None, messages.not_started(error))
-            grace_s, reason = 0.0, None
-            try:
-                async with race(self._until_ended(server, files), self._until_stop()) as (serving, stop):
-                    if serving.done():
-                        reason = serving.result()
-                    else:
-                        grace_s = stop.result()
-            finally:
-                if not grace_s:
-                    server.kill()
-                await server.stop(grace_s or STOP_S)
-        return await self._leave(await server.exit_code() if server.started else None, reason)
-
-    def _server(self, files: contextlib.ExitStack) -> LocalServer:
-        """The server, not started. files: gets those that it reads while it starts. Raises ValueError and OSError."""
-        address = self._controller.engines.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        positions = self._arguments.gpus
-        if positions is None and self._welcome.transport == "nccl":
-            positions = list(range(self._arguments.devices))
-        certificate = Certificate(certificate=self._welcome.certificate, key=self._welcome.key)
-        place = ServerPlace(
-            host=os.environ.get("MSRL_BIND_HOST") or own_address(address),
-            port=self._arguments.port,
-            devices=gpus_at(positions),
-            share=os.environ.get(SHARE, ""),
-            interface=interface_of(HostRendezvous(host=address, port=0)),
-            tls=files.enter_context(certificate_files(certificate)),
-        )
-        recipe, name = load_recipe(self._controller.recipe_file), self._arguments.name
-        log = self._run / "logs" / f"{name}.log"
-        return LocalServer(recipe, place, name=name, secret=self._secret, log_path=log)
-
-    async def _until_ended(self, server: LocalServer, files: contextlib.ExitStack) -> str:
-        """Start the server and wait for its end; why it was not started, or empty."""
         try:
-            url = await server.start()
-            files.close()
-            await self._send(messages.Up(url=url))
-            await server.exit_code()
-        except ServerEnded:
-            return ""
+            server = self._server()
+        except (ValueError, OSError) as error:
+            return await self._leave(_not_started(error), EXIT_FAILED)
+        grace_s = 0.0
+        how = "was stopped"
+        code = 0
+        try:
+            async with race(self._until_ended(server), self._until_stop()) as (ended, stop):
+                if ended.done():
+                    how = ended.result()
+                    code = EXIT_FAILED
+                else:
+                    grace_s = stop.result()
+        finally:
+            await server.stop(grace_s)
+        return await self._leave(how, code)
+
+    def _server(self) -> LocalServer:
+        """The server, not started. Raises ValueError and OSError."""
+        assert self.welcome is not None, "joined"
+        address = controller_address(self._environment)
+        place = ServerPlace(
+            host=self._environment.get("MSRL_BIND_HOST") or own_address(address),
+            port=self.welcome.port,
+            positions=self.welcome.positions,
+            share=self.welcome.share,
+            interface=interface_of(HostRendezvous(host=address, port=0)),
+            tls=Certificate(certificate=self.welcome.certificate, key=self.welcome.key),
+        )
+        recipe = load_recipe(self._environment["MSRL_RECIPE"])
+        log = Path(self._environment["MSRL_LOGS"]) / f"{self._name}.log"
+        return LocalServer(recipe, place, name=self._name, secret=self._secret, log_path=log)
+
+    async def _until_ended(self, server: LocalServer) -> str:
+        """Start the server and wait for its end; how, or why it was not started."""
+        try:
+            await self._send(Up(url=await server.start()))
+            return await server.wait()
+        except ServerEnded as error:
+            return str(error)
         except (ValueError, RuntimeError, OSError) as error:
-            return messages.not_started(error)
-        return ""
+            return _not_started(error)
 
     async def _until_stop(self) -> float:
         """Wait for Stop; seconds between SIGTERM and SIGKILL. Raises RefusedError."""
         while True:
             message = self.link.understood(await self._connection.recv_multipart())
-            if isinstance(message, messages.Stop):
+            if isinstance(message, Stop):
                 return message.grace_s
 
-    async def _send(self, message: messages.ToController) -> None:
+    async def _send(self, message: ToController) -> None:
         await self._connection.send(sockets.encode(message))
 
-    async def _leave(self, code: int | None, reason: str | None) -> int:
-        """Tell the controller how the server ended; this process's exit code.
-
-        code: the server's. reason: why it was not started, empty where it exited, None where the controller let it
-        stop.
-        """
-        if reason is not None:
-            logger.error("the server %s", reason or f"exited with code {code}")
+    async def _leave(self, how: str, code: int) -> int:
+        """Tell the controller how the server ended; this process's exit code."""
+        if code:
+            logger.error("the server %s", how)
         self.link.leave()
-        await self._send(messages.Exited(code=code, reason=reason or ""))
-        return 0 if reason is None else EXIT_SERVER
+        await self._send(Exited(how=how))
+        return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Start one engine of a run on this host.")
-    parser.add_argument("run", metavar="RUN", help="folder of the run")
-    parser.add_argument("--name", required=True, help="engine-N, or extra-... for an engine that joins")
-    parser.add_argument("--start", default="", help="identifies this start, by the controller that requested it")
-    parser.add_argument("--incarnation", default="", help="of that controller; the run's current one without")
-    parser.add_argument("--devices", type=int, default=1, metavar="N", help="devices of the engine")
-    parser.add_argument("--port", type=int, default=0, help="0: a free one")
-    parser.add_argument(
-        "--gpus", type=lambda text: [int(part) for part in text.split(",")], metavar="0,1", help="indices of its GPUs"
-    )
-    return parser
+def _not_started(error: Exception) -> str:
+    return f"did not start: {' '.join(str(error).split())}"[:HOW_CHARACTERS]
+
+
+async def start_ranks(environment: Mapping[str, str], logs: Path, threads: int) -> AsyncIterator[ChildProcess]:
+    """Start the ranks of this host, which join the trainer that `environment` names.
+
+    environment: what `trainer.worker` reads, and MSRL_RANKS (FIRST:COUNT:DEVICES, the last of the host) in place of
+    RANK; it takes precedence over this process's environment. threads: trainer.threads.
+    """
+    first, count, devices = map(int, environment["MSRL_RANKS"].split(":"))
+    for number in range(count):
+        name = f"trainer-{first + number}"
+        numbers = {
+            "RANK": str(first + number),
+            "LOCAL_RANK": str(number),
+            "OMP_NUM_THREADS": str(threads),
+            # Megatron-Core warns at every import that Transformer Engine and apex are not installed
+            "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
+        }
+        share = own_variables(name, share_of([number], devices))
+        argv = [sys.executable, "-m", "megatron_scalerl.trainer.worker"]
+        yield await ChildProcess.start(
+            name, argv, {**os.environ, **environment, **numbers, **share}, logs / f"{name}.log"
+        )
+
+
+async def serve_ranks(environment: Mapping[str, str], secret: str) -> int:
+    """Start the host's ranks and wait until all have exited; the exit code. Raises OSError."""
+    given = {"MSRL_SECRET": secret, "MSRL_BIND_HOST": own_address(controller_address(environment))}
+    threads = load_recipe(environment["MSRL_RECIPE"]).trainer.threads
+    ranks: list[ChildProcess] = []
+    try:
+        async for rank in start_ranks({**environment, **given}, Path(environment["MSRL_LOGS"]), threads):
+            ranks.append(rank)
+        exits = {asyncio.create_task(rank.wait()): rank for rank in ranks}
+        for first in asyncio.as_completed(exits):
+            if await first:
+                failed, code = next((exits[task], task.result()) for task in exits if task.done() and task.result())
+                logger.error("%s exited with code %d%s", failed.name, code, log_end(failed.log))
+                # the controller names a rank that exits unheard, which one that is ended here would do
+                await asyncio.wait(exits, timeout=_OTHERS_S)
+                return EXIT_FAILED
+        return 0
+    finally:
+        await asyncio.gather(*(rank.stop() for rank in ranks))
 
 
 def main() -> int:
-    """Run the agent. Returns the exit code of one that the controller does not accept; others end here."""
-    agent = Agent(arguments := _parser().parse_args())
-    os.environ.setdefault(NAME_VARIABLE, arguments.name)
+    """Run the host's ranks, or an engine. Returns the exit code, but of an engine that was accepted ends here."""
     log_to_stderr()
+    agent = Agent(sys.argv[1], os.environ)
     try:
+        if "MSRL_RANKS" in os.environ:
+            secret = find_secret(os.environ, sockets.Purpose.TRAINER)
+            return run_until_signal(serve_ranks(os.environ, secret))
         agent.join()
-    except sockets.RefusedError as error:
-        logger.error("%s", error)
-        return sockets.EXIT_REFUSED
-    logger.info("%s: accepted by the controller at %s", arguments.name, agent.link.endpoint)
-    try:
         code = run_until_signal(agent.serve())
     except Stopped as stopped:
         code = stopped.exit_code
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         logger.error("%s", error)
-        code = sockets.EXIT_REFUSED if isinstance(error, sockets.RefusedError) else EXIT_SERVER
-    agent.link.exit(code)
+        code = sockets.EXIT_REFUSED if isinstance(error, sockets.RefusedError) else EXIT_FAILED
+    if agent.welcome is not None:
+        agent.link.exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,31 +1,34 @@
-"""Engines on other hosts: the socket to their agents, their certificate, and the command that starts one.
+"""Engines on other hosts, as the controller has them: the socket to their agents, and each one's server.
 
 One task, `Agents.serve`, reads the socket. It resolves what the holders of a `RemoteServer` wait for, refuses with a
 reason whoever does not belong to this start of the controller, and puts engines that join into a queue. No frame ends
 it: an agent that sends an invalid one has ended, for the controller, and is refused.
+
+The controller starts an agent (`launch.agent`) by a command, such as ssh or srun, which is its child process, or the
+agent has joined by itself. Either way the agent's connection says what becomes of the server: the command may end
+while the agent goes on, and the other way round.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
+import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import msgspec
 
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, interface_of
 from megatron_scalerl.engine.certificate import make_certificate
-from megatron_scalerl.launch import agent_messages as messages
-from megatron_scalerl.launch.control_folder import ControllerFile, write_controller
+from megatron_scalerl.launch import agent as messages
+from megatron_scalerl.launch.control_folder import public_environment, start_agent, write_controller
 from megatron_scalerl.launch.hosts import Hosts
-from megatron_scalerl.launch.own_share import SHARE
+from megatron_scalerl.launch.local_server import STOP_S, ServerEnded
 from megatron_scalerl.launch.placement import Attempt, EnginePlace
-from megatron_scalerl.launch.remote_server import DISCONNECTED, Launch, RemoteServer
-from megatron_scalerl.processes.child_process import ChildProcess
-from megatron_scalerl.processes.logs import NAME_VARIABLE
+from megatron_scalerl.processes.child_process import ChildProcess, log_end, race
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.weights.transport import resolve_transport
 
@@ -36,6 +39,135 @@ MAX_JOINING = 64
 _DRAINED = 1024
 """Messages that are read, at most, before an agent that has disconnected is taken for lost: its last one may be
 among them."""
+HELLO_S = 120.0
+"""Seconds from the start of an agent's command to its first message: for the step to be scheduled, and imports."""
+ANSWER_S = 15.0
+"""Seconds for an agent to report the end of its server, once that is due."""
+EXIT_S = 5.0
+"""Seconds for an agent that has reported the end of its server to exit."""
+DISCONNECTED = "lost its agent, which disconnected"
+
+Launch = Callable[[], Awaitable[ChildProcess]]
+
+
+class RemoteServer:
+    """A server whose agent was requested, or has joined. Same use as `LocalServer`.
+
+    `Agents.serve` resolves the futures, in this order, but `ended` at any time; each once, none with an exception.
+    """
+
+    def __init__(self, agents: Agents, *, name: str, host: str, start_id: str, launch: Launch | None) -> None:
+        """start_id: by which the agent is recognized, and launch: starts the command that starts it; both are missing
+        of an agent that has joined."""
+        future = asyncio.get_running_loop().create_future
+        self.name = name
+        self.host = host
+        self.where = f"host {host}"
+        """Part of an error message."""
+        self.start_id = start_id
+        self.log_path = agents.logs / f"{name}.log"
+        """Of the server, in a folder that both hosts see."""
+        self.tls = agents.tls
+        self.welcome = agents.welcome
+        """What the agent gets."""
+        self.identity = b""
+        """ZeroMQ's of its agent, from Hello on."""
+        self.hello: asyncio.Future[messages.Hello] = future()
+        self.up: asyncio.Future[str] = future()
+        """URL of the server."""
+        self.ended: asyncio.Future[str] = future()
+        """How, as in "engine-3 (host b) REASON"."""
+        self.command: ChildProcess | None = None
+        self._socket = agents.socket
+        self._launch = launch
+
+    @property
+    def reached(self) -> bool:
+        """Whether the agent has connected: its host was there."""
+        return self.hello.done()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the agent has connected and not ended."""
+        return self.reached and not self.ended.done()
+
+    async def start(self) -> str:
+        """Start the agent and wait until its server is up; its URL. Raises ServerEnded, and OSError."""
+        assert self.command is None, "a server starts once"
+        if self._launch is not None:
+            self.command = await self._launch()
+        try:
+            async with asyncio.timeout(HELLO_S):
+                await self._unless_ended(self.hello)
+        except TimeoutError:
+            raise ServerEnded(
+                f"no message from the agent within {HELLO_S:g} s: the command that starts it hangs, or it does not "
+                "reach the controller"
+            ) from None
+        await self._unless_ended(self.up)
+        return self.up.result()
+
+    async def wait(self) -> str:
+        """Wait until the server or its agent has ended; how."""
+        if self.command is None:
+            return await asyncio.shield(self.ended)
+        async with race(self.command.wait(), asyncio.shield(self.ended)) as (command, _):
+            if self.reached:  # the agent may outlive its command; a lost connection ends it (`Agents`)
+                await asyncio.wait({self.ended})
+            if self.ended.done():
+                return self.ended.result()
+            return f"lost the command that started its agent, which exited with code {command.result()}"
+
+    def log_end(self) -> str:
+        """The last lines of the server's log or, where the agent never connected, of the command's."""
+        command = None if self.reached else self.command
+        return log_end(self.log_path if command is None else command.log)
+
+    async def stop(self, grace_s: float = STOP_S) -> None:
+        """Let the agent end its server, after `grace_s` by SIGKILL, then end the command. May be called twice.
+
+        Raises RuntimeError if the agent is connected and does not report the end: the server may hold its devices.
+        """
+        # where the agent cannot be reached, its connection is given up after the heartbeats' time limit, as the agent
+        # does, which ends the server then
+        limit_s = max(grace_s, sockets.HEARTBEAT_TIMEOUT_MS / 1000) + ANSWER_S
+        answered = True
+        try:
+            if self.connected:
+                await self.tell(messages.Stop(grace_s=grace_s))
+                _, unfinished = await asyncio.wait({self.ended}, timeout=limit_s)
+                answered = not unfinished
+        finally:
+            await self.forget()
+            if self.command is not None:
+                with contextlib.suppress(TimeoutError):  # the agent exits; a signal would look like a failure
+                    await asyncio.wait_for(self.command.wait(), EXIT_S if answered and self.reached else 0.0)
+                await self.command.stop(STOP_S)
+        if not answered:
+            raise RuntimeError(
+                f"{self.name} ({self.where}): its agent is connected and did not end the server within {limit_s:g} s"
+            )
+
+    async def tell(self, message: messages.ToAgent) -> None:
+        """Send the agent a message, if it is connected and reads its messages."""
+        if self.connected and not await self._socket.send(self.identity, sockets.encode(message), wait=False):
+            self.end(DISCONNECTED)
+
+    async def forget(self) -> None:
+        """Refuse the agent from now on, connected or not; it ends its server then."""
+        await self.tell(sockets.Refused(reason="the controller has given this start up"))
+        self.end("was given up by the controller")
+
+    def end(self, reason: str) -> None:
+        """The agent has ended, for this reason. No effect if it has already."""
+        if not self.ended.done():
+            self.ended.set_result(reason)
+
+    async def _unless_ended(self, sign: asyncio.Future[Any]) -> None:
+        """Wait for a sign of the agent. Raises ServerEnded if the agent or its command ends first."""
+        async with race(self.wait(), asyncio.shield(sign)) as (ending, _):
+            if not sign.done():
+                raise ServerEnded(ending.result())
 
 
 class Agents:
@@ -65,49 +197,38 @@ class Agents:
         self._recipe, self._hosts, self._attempt, self._objection_to_joining = recipe, hosts, attempt, objection
         certificate = make_certificate()
         self.tls = certificate.trusting()
-        self.welcome = messages.Welcome(
-            certificate=certificate.certificate,
-            key=certificate.key,
-            transport=resolve_transport(recipe.weights.transport),
-        )
+        self.welcome = messages.Welcome(certificate=certificate.certificate, key=certificate.key)
         self.interface = interface_of(HostRendezvous(host=hosts.address, port=0))
         """Name of this host's interface to the others."""
         self.joining: asyncio.Queue[RemoteServer] = asyncio.Queue(MAX_JOINING)
         self._servers: list[RemoteServer] = []
-        self._socket = sockets.ControllerSocket(
+        self.socket = sockets.ControllerSocket(
             secret, sockets.Purpose.ENGINES, address=hosts.address, longest=messages.LONGEST
         )
-        self.endpoint = self._socket.endpoint
+        self.endpoint = self.socket.endpoint
+        self.logs = attempt.folder / "logs"
+        self._environment = public_environment(attempt, self.endpoint, secret, sockets.Purpose.ENGINES)
 
     def announce(self) -> None:
-        """Write RUN/control/controller.json, which agents read. Raises OSError."""
-        content = ControllerFile(
-            engines=self.endpoint,
-            run_id=self._attempt.run_id,
-            incarnation=self._attempt.incarnation,
-            recipe_file=str(self._attempt.recipe_file.absolute()),
-        )
-        write_controller(self._attempt.folder, content)
+        """Write RUN/control/controller.json, which `engine --join` reads. Raises OSError."""
+        write_controller(self._attempt.folder, self._environment)
 
     def engine(self, index: int, place: EnginePlace) -> RemoteServer:
         """One start of engine `index` on another host."""
-        start, port = uuid.uuid4().hex, self._recipe.engine.port
-        name, agent = f"engine-{index}", f"agent-{index}"  # two logs: the other host writes the server's
-        argv = [
-            *(sys.executable, "-m", "megatron_scalerl.launch.agent", str(self._attempt.folder.absolute())),
-            *("--name", name, "--start", start, "--incarnation", self._attempt.incarnation),
-            *("--devices", str(self._recipe.engine.devices_per_engine)),
-            *("--port", str(port + index if port else 0)),
-            *(("--gpus", ",".join(map(str, place.positions))) if place.positions is not None else ()),
-        ]
-        command = self._hosts.command(place.host, argv, {NAME_VARIABLE: name, SHARE: place.share})
-        log = self._attempt.folder / "logs" / f"{agent}.log"
-        return self.expect(name, place.host.name, start, partial(ChildProcess.start, agent, command, os.environ, log))
+        name, start, port = f"engine-{index}", uuid.uuid4().hex, self._recipe.engine.port
+        devices = str(self._recipe.engine.devices_per_engine)
+        environment = self._environment | {"MSRL_START": start, "MSRL_DEVICES": devices}
+        log = self.logs / f"agent-{index}.log"  # the other host writes the server's
+        launch = partial(start_agent, self._hosts, place.host, name, environment, log)
+        server = self.expect(name, place.host.name, start, launch)
+        server.welcome = msgspec.structs.replace(
+            self.welcome, port=port + index if port else 0, positions=place.positions, share=place.share
+        )
+        return server
 
     def expect(self, name: str, host: str, start_id: str = "", launch: Launch | None = None) -> RemoteServer:
         """The server of an agent that `launch` is about to start or, without `start_id`, of one that has joined."""
-        log = self._attempt.folder / "logs" / f"{name}.log"
-        server = RemoteServer(self._socket, name=name, host=host, log_path=log, start_id=start_id, launch=launch)
+        server = RemoteServer(self, name=name, host=host, start_id=start_id, launch=launch)
         self._servers.append(server)
         return server
 
@@ -117,7 +238,7 @@ class Agents:
         probe_at = loop.time() + PROBE_INTERVAL_S
         while True:
             left_s = max(0.0, probe_at - loop.time())
-            if await self._socket.poll(int(left_s * 1000) + 1):
+            if await self.socket.poll(int(left_s * 1000) + 1):
                 await self._read()
             if loop.time() >= probe_at:
                 await self._probe()
@@ -125,12 +246,12 @@ class Agents:
 
     def close(self) -> None:
         """Close the socket; agents that are still connected exit, and their servers with them."""
-        self._socket.close()
+        self.socket.close()
 
     async def _read(self) -> None:
         """Take one message."""
-        sender, frames = await self._socket.read()
-        server = next((each for each in self._connected() if each.identity == sender), None)
+        sender, frames = await self.socket.read()
+        server = next((server for server in self._connected() if server.identity == sender), None)
         try:
             message = messages.decode_for_controller(frames)
         except sockets.InvalidMessage as error:
@@ -141,57 +262,56 @@ class Agents:
         elif isinstance(message, messages.Up) and server is not None and not server.up.done():
             server.up.set_result(message.url)
         elif isinstance(message, messages.Exited) and server is not None:
-            how = f"exited with code {message.code}" + ("" if server.up.done() else " before it was up")
-            server.end(message.reason or how)
+            server.end(message.how)
         else:
             await self._refuse(sender, server, f"expected another message now, found {type(message).__name__}")
 
     async def _greet(self, sender: bytes, hello: messages.Hello) -> None:
         joins = hello.name.startswith(messages.JOINING)
-        if (reason := self._objection(hello, joins=joins)) is not None:
+        waiting = [server for server in self._servers if not server.reached and not server.ended.done()]
+        server = next((one for one in waiting if (one.name, one.start_id) == (hello.name, hello.start)), None)
+        reason = hello.objection(self._attempt.run_id, self._attempt.incarnation)
+        if reason is None and any(server.name == hello.name for server in self._connected()):
+            reason = f"{hello.name}: expected one agent, found a second"
+        if reason is None and joins:
+            reason = self._objection(hello)
+        elif reason is None and server is None:
+            reason = f"{hello.name}: not expected (any more)"
+        if reason is not None:
             await self._refuse(sender, None, reason)
             return
-        server = self.expect(hello.name, hello.host) if joins else self._requested(hello)
-        assert server is not None
+        if server is None:
+            server = self.expect(hello.name, hello.host)
+            if resolve_transport(self._recipe.weights.transport) == "nccl":
+                server.welcome = msgspec.structs.replace(self.welcome, positions=list(range(hello.devices)))
         server.identity = sender
         server.hello.set_result(hello)
         if joins:
             self.joining.put_nowait(server)
-        await server.tell(self.welcome)
+        await server.tell(server.welcome)
 
-    def _objection(self, hello: messages.Hello, *, joins: bool) -> str | None:
-        """The reason why this agent is refused, or None."""
-        if reason := hello.objection(self._attempt.run_id, self._attempt.incarnation):
-            return reason
-        if any(server.name == hello.name for server in self._connected()):
-            return f"{hello.name}: expected one agent, found a second"
-        if not joins:
-            return None if self._requested(hello) is not None else f"{hello.name}: not expected (any more)"
+    def _objection(self, hello: messages.Hello) -> str | None:
+        """Why this agent may not join, or None."""
         if hello.start:
             return f"{hello.name}: expected no start of an engine that joins, found {hello.start}"
         if self.joining.full():
             return f"{MAX_JOINING} engines are joining already"
         return self._objection_to_joining(hello)
 
-    def _requested(self, hello: messages.Hello) -> RemoteServer | None:
-        """The server whose agent this is."""
-        waiting = [server for server in self._servers if server.identity is None and not server.ended.done()]
-        return next((each for each in waiting if (each.name, each.start_id) == (hello.name, hello.start)), None)
-
     def _connected(self) -> list[RemoteServer]:
-        return [server for server in self._servers if server.identity is not None and not server.ended.done()]
+        return [server for server in self._servers if server.connected]
 
     async def _refuse(self, sender: bytes, server: RemoteServer | None, reason: str) -> None:
         """Answer with Refused; if the sender was an agent of this run, it has ended."""
-        await self._socket.send(sender, sockets.encode(sockets.Refused(reason=reason)), wait=False)
+        await self.socket.send(sender, sockets.encode(sockets.Refused(reason=reason)), wait=False)
         if server is not None:
             server.end(f"was refused: {reason}")
 
     async def _probe(self) -> None:
         """End the servers of agents that are not connected any more, and forget all that have ended."""
-        lost = [each for each in self._connected() if not await self._socket.connected(each.identity or b"")]
+        lost = [server for server in self._connected() if not await self.socket.connected(server.identity)]
         for _ in range(_DRAINED if lost else 0):
-            if not await self._socket.poll(0):
+            if not await self.socket.poll(0):
                 break
             await self._read()
         for server in lost:

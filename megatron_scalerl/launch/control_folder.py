@@ -1,62 +1,113 @@
-"""RUN/control/: by these files, which only their owner can read, processes on other hosts find the controller.
+"""How a program on another host finds the controller: by its environment, and by RUN/control/, its owner's alone.
 
 secret            the secret of this start of the controller (`processes.secret_file`)
-controller.json   where the controller listens, and which start of it that is
+controller.json   the environment of an engine's agent, for `megatron-scalerl engine --join`
+
+A shared file system may show the secret of an earlier start for a while: the file is read until its secret gives the
+controller's public key.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.distributed.sockets import Purpose, RefusedError, controller_key
+from megatron_scalerl.launch.hosts import Host, Hosts
+from megatron_scalerl.launch.placement import Attempt
+from megatron_scalerl.processes.child_process import ChildProcess
+from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.processes.secret_file import read_secret
 
-FOLDER = "control"
+SECRET_S = 60.0
+"""Seconds in which the secret of this start of the controller must appear."""
+_READ_AGAIN_S = 2.0
+"""Between two looks for it (seconds)."""
 
 
-class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
-    """RUN/control/controller.json. Written by the controller of a run on several hosts."""
+def public_environment(attempt: Attempt, endpoint: str, secret: str, purpose: Purpose) -> dict[str, str]:
+    """What a program on another host has to know. It holds no secret: every user of both hosts may see it."""
+    return {
+        "MSRL_CONTROLLER": endpoint,
+        "MSRL_CONTROLLER_KEY": controller_key(secret, purpose),
+        "MSRL_SECRET_FILE": str(secret_file(attempt.folder)),
+        "MSRL_RUN_ID": attempt.run_id,
+        "MSRL_INCARNATION": attempt.incarnation,
+        "MSRL_RECIPE": str(attempt.recipe_file.absolute()),
+        "MSRL_LOGS": str((attempt.folder / "logs").absolute()),
+    }
 
-    engines: str
-    """Endpoint of the socket to the engines' agents, tcp://ADDRESS:PORT."""
-    run_id: str
-    incarnation: str
-    """Of this start of the controller."""
-    recipe_file: str
-    """Path of the resolved recipe, the same on every host."""
+
+async def start_agent(hosts: Hosts, host: Host, name: str, environment: Mapping[str, str], log: Path) -> ChildProcess:
+    """Start the command that starts `launch.agent` on another host; its output goes to `log`. Raises OSError."""
+    argv = [sys.executable, "-m", "megatron_scalerl.launch.agent", name]
+    command = hosts.command(host, argv, {**environment, NAME_VARIABLE: name})
+    return await ChildProcess.start(log.stem, command, os.environ, log)
+
+
+def controller_address(environment: Mapping[str, str]) -> str:
+    """The controller's address, without its port."""
+    return environment["MSRL_CONTROLLER"].removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def find_secret(environment: Mapping[str, str], purpose: Purpose) -> str:
+    """The secret of the controller that the environment names. Blocks; raises RefusedError if it does not appear."""
+    path = Path(environment["MSRL_SECRET_FILE"])
+    end = time.monotonic() + SECRET_S
+    while True:
+        problem = f"{path}: expected the secret of the controller that started this, found another one"
+        try:
+            secret = read_secret(path)
+            if controller_key(secret, purpose) == environment["MSRL_CONTROLLER_KEY"]:
+                return secret
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        if time.monotonic() > end:
+            raise RefusedError(problem)
+        time.sleep(_READ_AGAIN_S)
 
 
 def secret_file(run: Path) -> Path:
     """The file with the run's secret. run: RUN/."""
-    return (run / FOLDER / "secret").absolute()
+    return (run / "control" / "secret").absolute()
+
+
+def controller_file(run: Path) -> Path:
+    """The file for engines that join."""
+    return secret_file(run).with_name("controller.json")
 
 
 def withdraw(run: Path, secret: str) -> None:
     """Delete both files at the end of a controller, unless they are of a later start. secret: its own one."""
-    file = secret_file(run)
     with contextlib.suppress(OSError, ValueError):  # there are none, or they are not readable: nothing of ours
-        if read_secret(file) == secret:
-            file.unlink()
-            (run / FOLDER / "controller.json").unlink()
+        if read_secret(secret_file(run)) == secret:
+            secret_file(run).unlink()
+            controller_file(run).unlink()
 
 
-def write_controller(run: Path, content: ControllerFile) -> None:
-    """Write controller.json, into a folder with mode 0700. Raises OSError."""
-    folder = run / FOLDER
-    folder.mkdir(mode=0o700, exist_ok=True)
-    folder.chmod(0o700)
-    write_durably(folder / "controller.json", msgspec.json.encode(content), private=True)
+def write_controller(run: Path, environment: Mapping[str, str]) -> None:
+    """Write controller.json beside the secret. Raises OSError."""
+    write_durably(controller_file(run), msgspec.json.encode(environment), private=True)
 
 
-def read_controller(run: Path) -> ControllerFile:
-    """The content of controller.json. Raises OSError if there is none, and ValueError for another content."""
-    path = run / FOLDER / "controller.json"
+def read_controller(run: Path) -> dict[str, str]:
+    """The content of controller.json. Raises OSError, and ValueError if there is none and for another content."""
+    path = controller_file(run)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=ControllerFile)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        if "MSRL_CONTROLLER_KEY" not in found:
+            raise KeyError("MSRL_CONTROLLER_KEY")
+        return found
+    except FileNotFoundError:
+        raise ValueError(f"{run}: expected a controller that runs, found no {path}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError) as error:
         raise ValueError(
             f"{path}: expected the address of a run's controller, found another content ({error})"
         ) from None

@@ -20,16 +20,14 @@ from typing import Any, NoReturn
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK
 from megatron_scalerl.engine.membership import Member, Membership
-from megatron_scalerl.engine.watchdog import EngineDied, LagClock
-from megatron_scalerl.launch.agent_messages import Hello
+from megatron_scalerl.engine.watchdog import LagClock
+from megatron_scalerl.launch.agent import Hello
 from megatron_scalerl.launch.agents import Agents
 from megatron_scalerl.launch.hosts import Hosts, files_needed
-from megatron_scalerl.launch.local_server import gpus_at
+from megatron_scalerl.launch.local_server import STOP_S
 from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.launch.process import EngineProcess
-from megatron_scalerl.launch.race import race
-from megatron_scalerl.launch.remote_server import RemoteServer
-from megatron_scalerl.processes.child_process import LOG_END, fatal_error
+from megatron_scalerl.processes.child_process import LOG_END, fatal_error, race
 from megatron_scalerl.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -129,19 +127,16 @@ class Engines:
         place = self._placement.engines[index]
         if not place.host.here:
             assert self._agents is not None, place
-            return self._remote(self._agents, self._agents.engine(index, place))
+            return EngineProcess(self._recipe, self._agents.engine(index, place), secret=self._secret)
         return EngineProcess.local(
             self._recipe,
             index=index,
             secret=self._secret,
             log_path=self._logs / f"engine-{index}.log",
-            devices=gpus_at(place.positions),
+            positions=place.positions,
             share=place.share,
             interface=LOOPBACK if self._agents is None else self._agents.interface,
         )
-
-    def _remote(self, agents: Agents, server: RemoteServer) -> EngineProcess:
-        return EngineProcess(self._recipe, server, secret=self._secret, tls=agents.tls)
 
     async def _start(self, index: int) -> None:
         process = self._processes[index]
@@ -164,7 +159,7 @@ class Engines:
             while not await self._restart(index, failures, reason, delay=min(delay, LONGEST_DELAY_S)):
                 if self.members.members[index].given_up:
                     return
-                if self._processes[index].reached or time.monotonic() - lost > UNREACHED_S:
+                if self._processes[index].server.reached or time.monotonic() - lost > UNREACHED_S:
                     failures += 1
                 delay, reason = 2 * delay, self.members.members[index].reason
             started = time.monotonic()
@@ -208,13 +203,12 @@ class Engines:
         logger.warning("engine-%d is evicted: %s", index, reason)
         process = self._processes[index]
         given_up = failures > self._recipe.engine.max_restarts
-        host_gone = not process.reached
+        host_gone = not process.server.reached
         host = self._placement.engines[index].host.name
         if host_gone and host in await asyncio.to_thread(self._hosts.have_left):
             given_up, reason = True, f"its host has left the job ({reason})"
         try:
-            process.kill()  # it may be stopped or hang, and nothing of it is worth saving
-            await process.stop()
+            await process.stop(0.0)  # it may be stopped or hang, and nothing of it is worth saving
         except (RuntimeError, OSError) as error:
             given_up, host_gone, reason = True, False, str(error)
         self._lag.forget(process.name)
@@ -225,7 +219,7 @@ class Engines:
         try:
             self._processes[index] = self._make(index)
             await self._start(index)
-        except (EngineDied, RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             self.members.lose(index, str(error))
             return False
         return True
@@ -239,24 +233,26 @@ class Engines:
                     await server.forget()
                     continue
                 index = self.members.add(server.name, server.hello.result().devices)
-                tasks.create_task(self._serve_joined(index, self._remote(agents, server)), name=server.name)
+                process = EngineProcess(self._recipe, server, secret=self._secret)
+                tasks.create_task(self._serve_joined(index, process), name=server.name)
         raise AssertionError("it ends by being cancelled")
 
     async def _serve_joined(self, index: int, process: EngineProcess) -> None:
         """Use an engine that has joined, until it is evicted or leaves."""
         reason = "the run ends"
+        grace_s = STOP_S
         devices = self.members.members[index].devices
         logger.info("%s joins from %s with %d devices", process.name, process.server.where, devices)
         try:
             await process.start()
             self.members.join(index, process.client)
             reason = await self._until_evicted(process)
-            process.kill()
-        except (EngineDied, RuntimeError, ValueError, OSError) as error:
+            grace_s = 0.0
+        except (RuntimeError, ValueError, OSError) as error:
             reason = str(error)
         finally:
             try:
-                await process.stop()
+                await process.stop(grace_s)
             except (RuntimeError, OSError) as error:
                 _log_failed_stop(process, error)
             self._lag.forget(process.name)
@@ -274,8 +270,7 @@ class Engines:
         if self._held(hello.name):
             return f"{hello.name}: the engine of this name has not left yet"
         here = 1 + sum(member.joined and member.devices > 0 for member in self.members.members)
-        engine = self._recipe.engine.model_copy(update={"count": self._recipe.engine.count + here})
-        needed = files_needed(self._recipe.model_copy(update={"engine": engine}))
+        needed = files_needed(self._recipe, joined=here)
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if allowed != resource.RLIM_INFINITY and allowed < needed:
             return f"open files: expected a limit of at least {needed} in the controller, found {allowed} (ulimit -n)"

@@ -77,9 +77,7 @@ class Hosts:
     address: str | None
     """The controller's address as the other hosts reach it; None if there is no other one."""
     words: tuple[str, ...] = ()
-    """The command that starts a program; `{host}` stands for the host's name. Empty in an allocation: a step."""
-    shell: bool = True
-    """Whether that command hands one argument to a shell, as ssh does, or executes its arguments."""
+    """The command that hands one argument to a shell on {host}, as ssh does. Empty in an allocation: a step."""
 
     @property
     def of_trainer(self) -> tuple[Host, ...]:
@@ -97,7 +95,7 @@ class Hosts:
         env: variables to set there. They are visible to every user of both hosts, and must hold no secret.
         """
         assert not host.here, host
-        if not self.shell:
+        if not self.words:
             return [*step_words(host.name, host.component), "env", *_assignments(env), *argv]
         words = [word.replace("{host}", host.name) for word in self.words]
         carried = {name: value for name, value in os.environ.items() if _CARRIED.match(name)}
@@ -108,7 +106,7 @@ class Hosts:
     def have_left(self) -> set[str]:
         """Names of the hosts that Slurm has taken out of the job: they do not come back. Blocks; none if unknown."""
         job = _this_job()
-        if self.shell or job is None:
+        if self.words or self.address is None or job is None:
             return set()
         try:
             # a line for each component
@@ -145,18 +143,17 @@ def hosts_of(
             raise ValueError(f"{option} requires --hosts")
     if names is None:
         return ONE_HOST
-    if ray := re.fullmatch(r"ray(?::([1-9]\d*))?", names):
-        if run_on is not None:
-            raise ValueError(f"--run-on: expected none with --hosts {names}, found {run_on!r}")
+    in_slurm = names == SLURM
+    ray = re.fullmatch(r"ray(?::([1-9]\d*))?", names)
+    if run_on is not None and (ray or in_slurm):
+        raise ValueError(f"--run-on: expected none with --hosts {names}, found {run_on!r}")
+    if ray:
         if transport not in ("nccl", "gloo"):
             raise ValueError(
                 f"weights.transport: expected nccl (GPUs) or gloo (CPUs) with --hosts {names}, since this host may "
                 f"lack what the nodes have, found {transport}"
             )
         return _of_ray("GPU" if transport == "nccl" else "CPU", int(ray[1]) if ray[1] else None, slots, address)
-    in_slurm = names == SLURM
-    if in_slurm and run_on is not None:
-        raise ValueError(f"--run-on: expected none with --hosts {SLURM}, which uses srun, found {run_on!r}")
     components = hosts_of_allocation() if in_slurm else dict.fromkeys(_listed(names))
     own = _names_of_this_host()
     hosts = tuple(
@@ -177,19 +174,14 @@ def hosts_of(
         engine_slots=_engine_slots(engine_slots, heterogeneous=ENGINES in components.values()),
         address=(address or _address_towards(others[0])) if others else None,
         words=words,
-        shell=not in_slurm,
     )
 
 
 def _of_ray(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None, address: str | None) -> Hosts:
     """The controller's own node runs its programs through Ray, too, which then knows what uses its devices."""
-    reserved = ray_hosts.reserve(kind, count, slots)
-    return Hosts(
-        hosts=tuple(Host(name=name) for name in reserved.hosts),
-        slots=reserved.slots,
-        address=address or _address_towards(reserved.hosts[0]),
-        words=reserved.words,
-    )
+    names, slots, words = ray_hosts.reserve(kind, count, slots)
+    hosts = tuple(Host(name=name) for name in names)
+    return Hosts(hosts=hosts, slots=slots, address=address or _address_towards(names[0]), words=words)
 
 
 def _listed(names: str) -> list[str]:
@@ -312,11 +304,12 @@ MARGIN = 1024
 """Files of the journal and of checkpoints, libraries, and the event loop."""
 
 
-def files_needed(recipe: Recipe) -> int:
-    """Open files that the controller of a run may need at once. Each engine needs fewer."""
-    completions = PER_COMPLETION * recipe.engine.count * recipe.rollouts.max_in_flight
+def files_needed(recipe: Recipe, joined: int = 0) -> int:
+    """Open files that the controller of a run may need at once. Each engine needs fewer. joined: further engines."""
+    engines = recipe.engine.count + joined
+    completions = PER_COMPLETION * engines * recipe.rollouts.max_in_flight
     workers = (recipe.rewards.workers or default_workers()) + (recipe.rollouts.decoders or default_workers())
-    processes = recipe.engine.count + recipe.trainer.world_size + workers
+    processes = engines + recipe.trainer.world_size + workers
     return completions + PER_PROCESS * processes + MARGIN
 
 

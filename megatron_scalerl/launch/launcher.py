@@ -19,8 +19,8 @@ from megatron_scalerl.launch.control_folder import secret_file, withdraw
 from megatron_scalerl.launch.engines import Engines
 from megatron_scalerl.launch.hosts import ONE_HOST, Hosts
 from megatron_scalerl.launch.placement import Attempt, Devices, Fleet, Placement
-from megatron_scalerl.launch.race import race
 from megatron_scalerl.launch.trainer import TrainerRanks, trainer_ranks
+from megatron_scalerl.processes.child_process import race
 from megatron_scalerl.processes.secret_file import write_secret
 from megatron_scalerl.recipe import Recipe
 
@@ -31,10 +31,16 @@ Watch = Callable[[], Coroutine[Any, Any, NoReturn]]
 class Launcher:
     """The processes of one run: its engines, and the trainer of the current attempt."""
 
-    def __init__(self, recipe: Recipe, secret: str, engines: Engines, hosts: Hosts, placement: Placement) -> None:
-        self.engines = engines
-        self._recipe, self._secret = recipe, secret
-        self._hosts, self._placement = hosts, placement
+    def __init__(
+        self, recipe: Recipe, attempt: Attempt, secret: str, hosts: Hosts, record: Callable[[Member], None]
+    ) -> None:
+        self._recipe, self._secret, self._hosts = recipe, secret, hosts
+        self._placement = Placement.of(recipe, hosts)
+        if hosts.address is not None:
+            write_secret(secret_file(attempt.folder), secret)
+        self.engines = Engines(
+            recipe, placement=self._placement, hosts=hosts, attempt=attempt, secret=secret, record=record
+        )
         self._starting: asyncio.Task[None] | None = None
 
     def trainer(self, attempt: Attempt) -> AbstractAsyncContextManager[TrainerRanks]:
@@ -90,11 +96,7 @@ async def launching(
     change of an engine. Raises ValueError for a port in use, for options unknown to vLLM, and for a fleet that does
     not fit on the hosts.
     """
-    placement = Placement.of(recipe, hosts)
-    if hosts.address is not None:
-        write_secret(secret_file(attempt.folder), secret)
-    engines = Engines(recipe, placement=placement, hosts=hosts, attempt=attempt, secret=secret, record=record)
-    launcher = Launcher(recipe, secret, engines, hosts, placement)
+    launcher = Launcher(recipe, attempt, secret, hosts, record)
     try:
         yield launcher
     finally:

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK, private_folder
-from megatron_scalerl.engine.certificate import CertificateFiles
+from megatron_scalerl.engine.certificate import Certificate, certificate_files
 from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
 from megatron_scalerl.launch.own_share import own_variables
-from megatron_scalerl.launch.race import race
-from megatron_scalerl.processes.child_process import ChildProcess, log_end
+from megatron_scalerl.processes.child_process import ChildProcess, log_end, race
 from megatron_scalerl.recipe import Recipe
 
 STOP_S = 20.0
@@ -41,58 +40,37 @@ class ServerPlace:
     """Address of this host."""
     port: int = 0
     """0: a free one is chosen."""
-    devices: str | None = None
-    """Its CUDA_VISIBLE_DEVICES; None: unchanged."""
+    positions: Sequence[int] | None = None
+    """Its devices, as indices into this host's visible GPUs; None without GPUs."""
     interface: str = LOOPBACK
     """Name of the interface to the other members of a weight group over NCCL."""
     share: str = ""
     """Its share of the host (`own_share`)."""
-    tls: CertificateFiles | None = None
+    tls: Certificate | None = None
     """None: HTTP without TLS, for loopback."""
 
 
 class LocalServer:
-    """A server that is a child of this process. `start` once; `kill` and `stop` at any time."""
+    """A server that is a child of this process. `start` once; `stop` at any time."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        place: ServerPlace,
-        *,
-        name: str,
-        secret: str,
-        log_path: str | Path,
-    ) -> None:
+    reached = True
+    """Whether its host was there when it was started."""
+    tls = None
+
+    def __init__(self, recipe: Recipe, place: ServerPlace, *, name: str, secret: str, log_path: str | Path) -> None:
         """Binds the address. Raises ValueError for an option that vLLM does not know and for a port in use."""
-        self.name = name
-        self.log_path = Path(log_path)
+        self.name, self.log_path = name, Path(log_path)
         self._recipe, self._place, self._secret = recipe, place, secret
+        self._devices = gpus_at(place.positions)
         self._socket = bind_server(place.host, place.port)
         self.port: int = self._socket.getsockname()[1]
-        self._arguments = engine_arguments(recipe, host=place.host, port=self.port, tls=place.tls)
+        self.where = f"port {self.port}"
+        """Part of an error message."""
+        self._certificate = contextlib.ExitStack()  # its files, until the server has read them
+        tls = None if place.tls is None else self._certificate.enter_context(certificate_files(place.tls))
+        self._arguments = engine_arguments(recipe, host=place.host, port=self.port, tls=tls)
         self._process: ChildProcess | None = None
         self._folder = contextlib.ExitStack()  # of vLLM's own sockets, which it leaves behind
-
-    @property
-    def where(self) -> str:
-        """Part of an error message."""
-        return f"port {self.port}"
-
-    @property
-    def reached(self) -> bool:
-        """True: its host is this one."""
-        return True
-
-    @property
-    def url(self) -> str:
-        """What its clients connect to."""
-        host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
-        return f"{'https' if self._place.tls else 'http'}://{host}:{self.port}"
-
-    @property
-    def started(self) -> bool:
-        """Whether its process was started."""
-        return self._process is not None
 
     @property
     def pid(self) -> int:
@@ -103,33 +81,26 @@ class LocalServer:
     async def start(self) -> str:
         """Start the process and wait until it is up; its URL. Raises ServerEnded and OSError."""
         assert self._process is None, "a server starts once"
-        read = await self._launch()
-        await self._ready(read)
-        return self.url
-
-    async def exit_code(self) -> int:
-        """Wait until the process has exited; its exit code, negative for a signal."""
-        assert self._process is not None, "started"
-        return await self._process.wait()
+        await self._ready(await self._launch())
+        self._certificate.close()
+        host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
+        return f"{'https' if self._place.tls else 'http'}://{host}:{self.port}"
 
     async def wait(self) -> str:
         """Wait until the process has exited; how."""
-        return f"exited with code {await self.exit_code()}"
+        assert self._process is not None, "started"
+        return f"exited with code {await self._process.wait()}"
 
     def log_end(self) -> str:
         """The last lines of its log as the end of an error message."""
         return log_end(self.log_path)
-
-    def kill(self) -> None:
-        """Send SIGKILL to the server's process group; does not wait. A no-op before the start."""
-        if self._process is not None:
-            self._process.kill()
 
     async def stop(self, grace_s: float = STOP_S) -> None:
         """Terminate the server with all its processes, after `grace_s` seconds by SIGKILL. May be called twice."""
         self._socket.close()
         if self._process is not None:
             await self._process.stop(grace_s)
+        self._certificate.close()
         self._folder.close()
 
     async def _launch(self) -> int:
@@ -141,7 +112,7 @@ class LocalServer:
             secret=self._secret,
             ready_fd=write,
             listen_fd=listening,
-            devices=self._place.devices,
+            devices=self._devices,
             interface=self._place.interface,
         )
         env |= own_variables(self.name, self._place.share)
@@ -161,21 +132,16 @@ class LocalServer:
 
     async def _ready(self, read: int) -> None:
         """Wait for the plugin's byte or the exit of the process."""
-        loop = asyncio.get_running_loop()
-        up: asyncio.Future[bytes] = loop.create_future()
-
-        def readable() -> None:
-            loop.remove_reader(read)
-            up.set_result(os.read(read, 1))
-
-        loop.add_reader(read, readable)
+        reader = asyncio.StreamReader()
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb")
+        )
         try:
-            async with race(self.exit_code(), asyncio.shield(up)) as (exit_code, _):
+            async with race(self.wait(), reader.read(1)) as (ended, up):
                 if not up.done() or not up.result():  # the write end was closed: the process is about to exit
-                    raise ServerEnded(f"exited with code {await exit_code} before it was up")
+                    raise ServerEnded(f"{await ended} before it was up")
         finally:
-            loop.remove_reader(read)
-            os.close(read)
+            pipe.close()
 
 
 def gpus_at(positions: Sequence[int] | None) -> str | None:

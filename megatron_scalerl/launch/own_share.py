@@ -20,8 +20,6 @@ from megatron_scalerl.processes.parent_death import CPUS, cpus_in
 _warn = functools.cache(logging.getLogger(__name__).warning)
 """Says each text once."""
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-SHARE = "MSRL_SHARE"
-"""Variable of a program on another host: its share, or for all ranks of the host the number behind the `/`."""
 LEAST_CPUS = 4
 """Of a device's process, which has threads of its own beside those that compute: two cores of two threads."""
 Core = tuple[int, ...]

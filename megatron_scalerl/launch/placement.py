@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts, HostsLeft
+from megatron_scalerl.launch.hosts import Host, Hosts, HostsLeft
 from megatron_scalerl.launch.own_share import share_of
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import ComputeUnit
@@ -58,9 +58,12 @@ class Placement:
     engines: tuple[EnginePlace, ...]
 
     @classmethod
-    def of(cls, recipe: Recipe, hosts: Hosts) -> Placement:
-        """The places on these hosts. Raises ValueError if they have too few devices, or an engine needs more than
-        one of them has."""
+    def of(cls, recipe: Recipe, hosts: Hosts, *, trainer: bool = True) -> Placement:
+        """The places on these hosts. trainer: whether there is one, beside the engines.
+
+        Raises ValueError if they have too few devices, or an engine needs more than one of them has.
+        """
+        world_size = recipe.trainer.world_size if trainer else 0
         transport = resolve_transport(recipe.weights.transport)
         if transport == "shm" and len(hosts.hosts) > 1:
             raise ValueError(f"weights.transport: shm: expected one host, found {len(hosts.hosts)}")
@@ -70,12 +73,14 @@ class Placement:
         slots = hosts.slots or (len(visible_gpus()) if gpus else recipe.devices)
         if gpus and any(host.here for host in hosts.hosts) and slots > (visible := len(visible_gpus())):
             raise ValueError(f"--slots: expected at most {visible}, the GPUs visible on this host, found {slots}")
-        trainer = _ranks(recipe.trainer.world_size, hosts, slots)
-        engines = _engines(recipe, hosts, () if recipe.engine.colocate else trainer, slots, gpus=gpus)
-        placed = sum(ranks.count for ranks in trainer)
-        if placed < recipe.trainer.world_size or len(engines) < recipe.engine.count:
-            raise ValueError(_too_few(recipe, hosts, slots, gpus=gpus))
-        return cls(trainer=tuple(trainer), engines=tuple(engines))
+        ranks = tuple(
+            HostRanks(host=host, first=first, count=min(slots, world_size - first), of=slots)
+            for host, first in zip(hosts.of_trainer, range(0, world_size, max(1, slots)))
+        )
+        engines = _engines(recipe, hosts, () if recipe.engine.colocate else ranks, slots, gpus=gpus)
+        if sum(here.count for here in ranks) < world_size or len(engines) < recipe.engine.count:
+            raise ValueError(_too_few(recipe, hosts, slots, gpus=gpus, trainer=trainer))
+        return cls(trainer=ranks, engines=tuple(engines))
 
     def check_present(self, hosts: Hosts, *, engines: int = 0) -> None:
         """Raises HostsLeft if a host with trainer ranks has left the job, or those of all but fewer than `engines`.
@@ -92,15 +97,6 @@ class Placement:
                 nodes = ", ".join(sorted(gone))
                 raise HostsLeft(f"{nodes}: Slurm removed this node, which had {what}, from the job")
 
-    @classmethod
-    def without_trainer(cls, recipe: Recipe) -> Placement:
-        """The places of the engines alone, on this host. Raises ValueError if it has too few GPUs."""
-        each, gpus = recipe.engine.devices_per_engine, resolve_transport(recipe.weights.transport) == "nccl"
-        slots, needed = len(visible_gpus()) if gpus else 0, recipe.engine.count * each
-        if gpus and needed > slots:
-            raise ValueError(f"engine.count: expected at least {needed} visible GPUs for the engines, found {slots}")
-        return cls(trainer=(), engines=tuple(_engines(recipe, ONE_HOST, [], slots or needed, gpus=gpus)))
-
 
 def visible_gpus() -> list[str]:
     """Names of the GPUs that a process on this host sees, as CUDA_VISIBLE_DEVICES has them."""
@@ -110,14 +106,6 @@ def visible_gpus() -> list[str]:
     from megatron_scalerl.distributed.device import gpu_count  # imports torch
 
     return [str(number) for number in range(gpu_count())]
-
-
-def _ranks(count: int, hosts: Hosts, slots: int) -> list[HostRanks]:
-    placed: list[HostRanks] = []
-    for number, host in enumerate(hosts.of_trainer):
-        if (here := min(slots, count - number * slots)) > 0:
-            placed.append(HostRanks(host=host, first=number * slots, count=here, of=slots))
-    return placed
 
 
 def _engines(
@@ -139,13 +127,15 @@ def _engines(
     return placed
 
 
-def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool) -> str:
+def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: bool) -> str:
     fleet = (
         f"{recipe.trainer.world_size} trainer ranks and {recipe.engine.count} engines of "
         f"{recipe.engine.devices_per_engine}"
     )
     if hosts.slots is None:
-        return f"engine.count: expected at least {recipe.devices} visible GPUs for trainer and engines, found {slots}"
+        needed = recipe.devices if trainer else recipe.engine.count * recipe.engine.devices_per_engine
+        users = "trainer and engines" if trainer else "the engines"
+        return f"engine.count: expected at least {needed} visible GPUs for {users}, found {slots}"
     what = "GPUs" if gpus else "devices"
     if recipe.engine.colocate:
         return f"--slots: expected at least {recipe.devices} {what} on the host (engine.colocate), found {slots}"
@@ -154,13 +144,13 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool) -> str:
             f"--hosts: expected room for {fleet}, found {len(hosts.of_trainer)} hosts with {slots} {what} each and, "
             f"for engines, {len(hosts.of_engines)} with {hosts.engine_slots} each"
         )
-    needed = hosts_needed(recipe, slots)
-    if needed is None:
+    wanted = hosts_needed(recipe, slots)
+    if wanted is None:
         return (
             f"--slots: expected at least {recipe.engine.devices_per_engine} {what} on a host, which one engine needs "
             f"(engine.devices_per_engine), found {slots}"
         )
-    return f"--hosts: expected at least {needed} hosts with {slots} {what} each for {fleet}, found {len(hosts.hosts)}"
+    return f"--hosts: expected at least {wanted} hosts with {slots} {what} each for {fleet}, found {len(hosts.hosts)}"
 
 
 @dataclass(frozen=True, kw_only=True)

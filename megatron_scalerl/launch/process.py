@@ -1,6 +1,6 @@
 """Starts, watches and stops one engine: its server, wherever it runs, and the client to it. Runs in the controller.
 
-The server is a child process (`launch.local_server`), or on another host, behind an agent (`launch.remote_server`).
+The server is a child process (`launch.local_server`), or on another host, behind an agent (`launch.agents`).
 Its end is awaited, its progress watched (`engine.watchdog`), and the last lines of its log are part of the error when
 it dies. An engine that ended is not started again: another `EngineProcess` is (`launch.engines`).
 """
@@ -9,60 +9,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from megatron_scalerl.distributed.rendezvous import LOOPBACK
 from megatron_scalerl.engine.answers import EngineError, EngineInfo
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.numerics import check_engine
 from megatron_scalerl.engine.watchdog import EngineDied, LagClock, watch_progress
-from megatron_scalerl.launch.local_server import LocalServer, ServerEnded, ServerPlace
-from megatron_scalerl.launch.race import race
-from megatron_scalerl.launch.remote_server import RemoteServer
+from megatron_scalerl.launch.agents import RemoteServer
+from megatron_scalerl.launch.local_server import STOP_S, LocalServer, ServerEnded, ServerPlace
+from megatron_scalerl.processes.child_process import race
 from megatron_scalerl.recipe import Recipe
 
 
 class EngineProcess:
     """One engine. `start` it, then use `client`; `watch` never returns; `stop` may be called at any time."""
 
-    def __init__(
-        self, recipe: Recipe, server: LocalServer | RemoteServer, *, secret: str, tls: ssl.SSLContext | None = None
-    ) -> None:
-        """tls: for a server with TLS, the context that trusts its certificate."""
+    def __init__(self, recipe: Recipe, server: LocalServer | RemoteServer, *, secret: str) -> None:
         self._recipe, self.server = recipe, server
         self.name = server.name
-        self.client = EngineClient(url="", secret=secret, name=self.name, settings=recipe.engine, tls=tls)
-        self._started = False
+        self.client = EngineClient(url="", secret=secret, name=self.name, settings=recipe.engine, tls=server.tls)
 
     @classmethod
     def local(
-        cls,
-        recipe: Recipe,
-        *,
-        index: int = 0,
-        secret: str,
-        log_path: str | Path,
-        devices: str | None = None,
-        interface: str = LOOPBACK,
-        share: str = "",
+        cls, recipe: Recipe, *, index: int = 0, secret: str, log_path: str | Path, **place: Any
     ) -> EngineProcess:
         """An engine whose server is a child of this process, as the recipe has it.
 
-        index: number of the engine from 0. devices: its CUDA_VISIBLE_DEVICES. interface, share: see
-        `ServerPlace`. Raises ValueError for an option that vLLM does not know and for a port in use.
+        index: number of the engine from 0. place: fields of `ServerPlace` beside its address. Raises ValueError for
+        an option that vLLM does not know and for a port in use.
         """
         engine = recipe.engine
-        port = engine.port + index if engine.port else 0
-        place = ServerPlace(host=engine.host, port=port, devices=devices, interface=interface, share=share)
-        server = LocalServer(recipe, place, name=f"engine-{index}", secret=secret, log_path=log_path)
+        at = ServerPlace(host=engine.host, port=engine.port + index if engine.port else 0, **place)
+        server = LocalServer(recipe, at, name=f"engine-{index}", secret=secret, log_path=log_path)
         return cls(recipe, server, secret=secret)
-
-    @property
-    def reached(self) -> bool:
-        """Whether its host was there when it was started."""
-        return self.server.reached
 
     async def start(self, *, version: int = 0) -> EngineInfo:
         """Start the server, wait until it answers, label its weights with `version`, and check it.
@@ -70,8 +50,6 @@ class EngineProcess:
         Raises EngineDied if it exits or takes longer than engine.start_timeout_s, EngineError and ValueError if it
         does not compute what the recipe says (see `check_engine`). It is stopped first.
         """
-        assert not self._started, "an engine starts once"
-        self._started = True
         limit = self._recipe.engine.start_timeout_s
         try:
             async with asyncio.timeout(limit):
@@ -105,14 +83,10 @@ class EngineProcess:
                 raise EngineDied(f"{died}{self.server.log_end()}") from None
         raise AssertionError("watch_progress raises")
 
-    def kill(self) -> None:
-        """Let `stop` end the server at once, by SIGKILL; does not wait. A no-op before the start."""
-        self.server.kill()
-
-    async def stop(self) -> None:
-        """Terminate the server with all its processes, after some seconds by SIGKILL. May be called twice."""
+    async def stop(self, grace_s: float = STOP_S) -> None:
+        """Terminate the server with all its processes, after `grace_s` by SIGKILL. May be called twice."""
         await self.client.close()
-        await self.server.stop()
+        await self.server.stop(grace_s)
 
     async def _first_answer(self) -> None:
         """Wait for the first response: the plugin reports shortly before the server accepts connections."""

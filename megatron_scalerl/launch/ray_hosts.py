@@ -28,7 +28,6 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,20 +43,13 @@ _PROGRAMS = 512
 _MODULE = "megatron_scalerl.launch.ray_hosts"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reserved:
-    """Devices of a Ray cluster, held until this process ends."""
+def reserve(
+    kind: Literal["GPU", "CPU"], count: int | None, slots: int | None
+) -> tuple[list[str], int, tuple[str, ...]]:
+    """Start the keeper and wait until it holds the devices, until this process ends. Raises ValueError.
 
-    hosts: tuple[str, ...]
-    """Addresses of the nodes."""
-    slots: int
-    """Devices of each."""
-    words: tuple[str, ...]
-    """The command that runs its last argument in a shell on {host}."""
-
-
-def reserve(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None) -> Reserved:
-    """Start the keeper and wait until it holds the devices. Raises ValueError.
+    Returns the addresses of the nodes, the devices of each, and the command that runs its last argument in a shell on
+    {host}.
 
     kind: of devices. count: nodes; None: all that have the devices. slots: devices of each node, None: all.
     """
@@ -73,7 +65,7 @@ def reserve(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None) -
         raise ValueError(f"--hosts ray: {said.strip() or f'its driver ended with exit code {keeper.wait()}'}")
     found = json.loads(said)
     words = (sys.executable, "-m", _MODULE, str(Path(folder) / "socket"), "{host}")
-    return Reserved(hosts=tuple(found["hosts"]), slots=found["slots"], words=words)
+    return found["hosts"], found["slots"], words
 
 
 class Node:

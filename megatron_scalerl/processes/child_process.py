@@ -3,8 +3,8 @@
 A child dies with the controller, however that exits (`processes.parent_death`). The child's own children are in its
 process group, which `stop` and `kill` signal as a whole.
 
-Also here: time limits that do not count the time in which this process itself was stopped (`within`), and the end of
-a process that formed torch's process groups (`end_with`).
+Also here: waits for whichever of several things comes first (`race`), time limits that do not count the time in which
+this process itself was stopped (`within`), and the end of a process that formed torch's process groups (`end_with`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import signal
 import stat
 import sys
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
@@ -192,6 +192,20 @@ def fatal_error(path: Path) -> str:
         found = _FATAL.findall(text) or _ERROR.findall(text)
         return found[-1] if found else ""
     return ""
+
+
+@contextlib.asynccontextmanager
+async def race(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]]]:
+    """The works as tasks, in this order, once the first of them is done; on exit from the block the others are
+    cancelled and awaited. A future that others wait for is passed with `asyncio.shield`."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 T = TypeVar("T")

@@ -175,13 +175,7 @@ def greet(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
         incarnation=s.incarnation,
         bound=None if listening is None else address_of(listening),
     )
-    link.send(hello)
-    answer = link.greet(s.greeting_timeout_s)
-    if answer is None:
-        raise sockets.RefusedError(
-            f"controller at {s.endpoint}: expected an answer within {s.greeting_timeout_s:g} s, found none "
-            "(it has exited, or MSRL_SECRET is another run's)"
-        )
+    answer = link.greet(hello, s.greeting_timeout_s)
     assert isinstance(answer, messages.Welcome), answer
 
 

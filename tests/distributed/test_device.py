@@ -20,7 +20,9 @@ from random_policy import make_recipe
 
 import megatron_scalerl
 from megatron_scalerl.distributed import device
-from megatron_scalerl.launch import host_ranks, trainer
+from megatron_scalerl.launch import trainer
+from megatron_scalerl.launch.hosts import ONE_HOST
+from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.trainer.ranks import environment
 
 
@@ -137,16 +139,24 @@ def test_a_rank_is_started_with_the_environment_and_the_users_wins(
     """The process is a stand-in that keeps what it would have been given."""
     seen: dict[str, str] = {}
 
-    async def start(name: str, argv: list[str], env: dict[str, str], log: Path) -> None:
+    async def start(name: str, argv: list[str], env: dict[str, str], log: Path) -> Any:
         seen.update(env)
+        return SimpleNamespace(name=name, watch=asyncio.Event().wait)
 
-    monkeypatch.setattr(host_ranks.ChildProcess, "start", start)
-    monkeypatch.setattr(trainer, "environment", lambda _: {"MSRL_TEST_A": "ours", "MSRL_TEST_B": "ours"})
+    async def ready(timeout_s: float) -> None:
+        pass
+
+    monkeypatch.setattr(trainer.ChildProcess, "start", start)
+    monkeypatch.setattr(trainer, "environment_of_ranks", lambda _: {"MSRL_TEST_A": "ours", "MSRL_TEST_B": "ours"})
     monkeypatch.setenv("MSRL_TEST_B", "the user's")
-    client: Any = SimpleNamespace(worker_env=lambda rank: {"RANK": str(rank)})
-    started = trainer.start_rank(recipe(), client, rank=3, recipe_file=tmp_path / "r", log=tmp_path / "log")
-    asyncio.run(started)
-    assert (seen["MSRL_TEST_A"], seen["MSRL_TEST_B"], seen["LOCAL_RANK"]) == ("ours", "the user's", "3")
+    joining = {"RANK": "0", "WORLD_SIZE": "2", "MSRL_SECRET": "secret"}
+    client: Any = SimpleNamespace(worker_env=lambda rank: joining, endpoint="tcp://127.0.0.1:1", wait_ready=ready)
+    attempt = Attempt(run_id="r", incarnation="local.0", folder=tmp_path, recipe_file=tmp_path / "recipe.yaml")
+    of_two = recipe(**two("tensor_model"))
+    ranks = trainer.TrainerRanks(of_two, attempt, client, ONE_HOST, Placement.of(of_two, ONE_HOST))
+    asyncio.run(ranks.start())
+    assert (seen["MSRL_TEST_A"], seen["MSRL_TEST_B"], seen["MSRL_SECRET"]) == ("ours", "the user's", "secret")
+    assert (seen["RANK"], seen["LOCAL_RANK"], seen["WORLD_SIZE"]) == ("1", "1", "2")
 
 
 def test_patches_for_gpus_without_transformer_engine_are_those_of_no_device() -> None:

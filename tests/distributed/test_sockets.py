@@ -16,8 +16,7 @@ PEER = """
     from megatron_scalerl.distributed.sockets import ControllerLink
 
     link = ControllerLink(sys.argv[1], sys.argv[2], "trainer", lambda frames: bytes(frames[0]).decode())
-    link.send("hello")
-    assert link.greet(120.0) == "welcome"
+    assert link.greet("hello", 120.0) == "welcome"
     while True:
         link.send(link.receive()[0] + " again")
 """

@@ -44,11 +44,11 @@ async def engines_of(recipe, folder, record=lambda member: None, *, incarnation=
 def agents(folder):
     """The agents of this run, by name of their engine."""
     found = {}
-    for process in own_processes(lambda process: str(folder) in process.cmdline()):
+    for process in own_processes(lambda process: process.environ().get("MSRL_LOGS") == f"{folder}/logs"):
         with contextlib.suppress(psutil.NoSuchProcess):
-            line = process.cmdline()
-            if "--name" in line and "agent" in " ".join(line[:3]):
-                found[line[line.index("--name") + 1]] = process
+            *program, name = process.cmdline()
+            if "agent" in " ".join(program[:3]):
+                found[name] = process
     return found
 
 

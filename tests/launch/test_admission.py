@@ -17,16 +17,21 @@ import zmq.asyncio
 from recipe_files import small_recipe
 
 from megatron_scalerl.distributed import sockets
-from megatron_scalerl.launch import agent_messages as messages
+from megatron_scalerl.launch import agent as messages
 from megatron_scalerl.launch import agents as agents_module
 from megatron_scalerl.launch.agents import Agents
-from megatron_scalerl.launch.hosts import Hosts
+from megatron_scalerl.launch.hosts import Host, Hosts
 from megatron_scalerl.launch.local_server import ServerEnded
-from megatron_scalerl.launch.placement import Attempt
+from megatron_scalerl.launch.placement import Attempt, EnginePlace
 from megatron_scalerl.processes.child_process import ChildProcess
 
 SECRET = "the secret of this run"
 URL = "https://127.0.0.2:1234"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(agents_module, "PROBE_INTERVAL_S", 0.05)
 
 
 class StandInAgent:
@@ -65,11 +70,11 @@ class StandInAgent:
 
 
 @contextlib.asynccontextmanager
-async def registry_of(*, address="127.0.0.1", folder=Path(os.devnull), **options):
+async def registry_of(*, address="127.0.0.1", folder=Path(os.devnull), recipe=None, **options):
     """A registry that is being served, and a function that makes agents of it."""
     hosts = Hosts(hosts=(), slots=None, address=address)
     attempt = Attempt(run_id="run", incarnation="1.0", folder=folder, recipe_file=folder / "recipe.yaml")
-    registry = Agents(small_recipe(), hosts=hosts, attempt=attempt, secret=SECRET, **options)
+    registry = Agents(recipe or small_recipe(), hosts=hosts, attempt=attempt, secret=SECRET, **options)
     serving = asyncio.create_task(registry.serve())
     agents = []
 
@@ -88,19 +93,26 @@ async def registry_of(*, address="127.0.0.1", folder=Path(os.devnull), **options
         registry.close()
 
 
+async def engine_0(registry, agent):
+    """The server of an engine whose agent was accepted, and the agent."""
+    link = registry.expect("engine-0", "b", "s")
+    one = agent()
+    await one.hello()
+    assert await one.answer() == registry.welcome
+    return link, one
+
+
 async def ended(link):
     return await asyncio.wait_for(asyncio.shield(link.ended), 240)
 
 
 async def test_an_agent_says_hello_and_up_and_how_its_server_ended():
     async with registry_of() as (registry, agent):
-        link = registry.expect("engine-0", "b", "s")
-        one = agent()
-        await one.hello()
-        assert await one.answer() == registry.welcome and link.hello.result().devices == 2
+        link, one = await engine_0(registry, agent)
+        assert link.hello.result().devices == 2
         await one.say(messages.Up(url=URL))
         assert await link.up == URL
-        await one.say(messages.Exited(code=-9))
+        await one.say(messages.Exited(how="exited with code -9"))
         assert await ended(link) == "exited with code -9"
 
 
@@ -143,10 +155,8 @@ async def test_a_foreign_agent_is_refused_with_a_reason(changes, reason):
 
 async def test_two_agents_with_one_name():
     async with registry_of() as (registry, agent):
-        link = registry.expect("engine-0", "b", "s")
-        first, second, third, fourth = (agent() for _ in range(4))
-        await first.hello()
-        await first.answer()
+        link, _ = await engine_0(registry, agent)
+        second, third, fourth = (agent() for _ in range(3))
         await second.hello()
         assert await second.refusal() == "engine-0: expected one agent, found a second"
         await third.join()
@@ -166,7 +176,7 @@ def frames(draws):
     whole = [
         messages.Hello(name="engine-0", run_id="run", incarnation="1.0", start="s", host="b", devices=1),
         messages.Up(url=URL),
-        messages.Exited(code=1, reason="x" * 100),
+        messages.Exited(how="x" * 100),
         messages.Stop(grace_s=1.0),
     ]
     for number in range(60):
@@ -178,7 +188,7 @@ def frames(draws):
     yield [b"\x91" * 50_000]
     yield [msgspec.msgpack.encode({"type": "Up", "url": "https://127.0.0.2:1/steal"})]
     yield [msgspec.msgpack.encode({"type": "Up", "url": "http://127.0.0.2:1"})]
-    yield [msgspec.msgpack.encode({"type": "Exited", "reason": "x" * (messages.REASON_CHARACTERS + 1)})]
+    yield [msgspec.msgpack.encode({"type": "Exited", "how": "x" * (messages.HOW_CHARACTERS + 1)})]
 
 
 async def test_no_frame_ends_the_registry_and_one_that_is_invalid_ends_its_agent():
@@ -205,10 +215,7 @@ async def test_no_frame_ends_the_registry_and_one_that_is_invalid_ends_its_agent
 
 async def test_a_message_that_is_too_long_ends_the_connection():
     async with registry_of() as (registry, agent):
-        link = registry.expect("engine-0", "b", "s")
-        one = agent()
-        await one.hello()
-        await one.answer()
+        link, one = await engine_0(registry, agent)
         await one.socket.send(bytes(messages.LONGEST + 1))
         assert "disconnected" in await ended(link)
 
@@ -242,7 +249,7 @@ async def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch, tmp_pat
         script = (
             "import sys, time, zmq, os, signal\n"
             "from megatron_scalerl.distributed import sockets\n"
-            "from megatron_scalerl.launch import agent_messages as m\n"
+            "from megatron_scalerl.launch import agent as m\n"
             "socket = zmq.Context().socket(zmq.DEALER)\n"
             "sockets.secure_client(socket, sys.argv[2], sockets.Purpose.ENGINES)\n"
             "socket.connect(sys.argv[1])\n"
@@ -283,6 +290,21 @@ async def test_a_controller_that_takes_no_engine_says_why():
         assert await one.refusal() == "extra-7-0 is not welcome"
 
 
+async def test_an_agent_gets_its_engines_port_and_devices():
+    async with registry_of(recipe=small_recipe(weights={"transport": "nccl"}, engine={"port": 8000})) as (
+        made,
+        agent,
+    ):
+        place = EnginePlace(host=Host(name="b"), positions=(2, 3), share="2,3/8")
+        started, joined = agent(), agent()
+        await started.hello(name="engine-1", start=made.engine(1, place).start_id)
+        welcome = await started.answer()
+        assert (welcome.port, welcome.positions, welcome.share) == (8001, [2, 3], "2,3/8")
+        await joined.join(devices=2)
+        welcome = await joined.answer()
+        assert (welcome.port, welcome.positions, welcome.share) == (0, [0, 1], "")
+
+
 async def test_an_address_of_another_host_is_refused():
     with pytest.raises(ValueError, match=r"--address: expected an address of this host, found 198\.51\.100\.77"):
         async with registry_of(address="198.51.100.77"):
@@ -294,16 +316,13 @@ async def test_a_server_that_was_not_started_is_reported_with_the_reason():
         one = agent()
         await one.join()
         link = await registry.joining.get()
-        await one.say(messages.Exited(reason="did not start: engine.port: in use"))
+        await one.say(messages.Exited(how="did not start: engine.port: in use"))
         assert await ended(link) == "did not start: engine.port: in use"
 
 
 async def test_an_agent_is_stopped_or_given_up():
     async with registry_of() as (registry, agent):
-        link = registry.expect("engine-0", "b", "s")
-        one = agent()
-        await one.hello()
-        await one.answer()
+        link, one = await engine_0(registry, agent)
         await link.tell(messages.Stop(grace_s=3.0))
         assert await one.answer() == messages.Stop(grace_s=3.0)
         await link.forget()
@@ -332,7 +351,7 @@ def command(script, tmp_path):
 async def test_a_command_whose_agent_does_not_connect_is_reported_with_its_output(
     tmp_path, monkeypatch, script, within_s, said
 ):
-    monkeypatch.setattr("megatron_scalerl.launch.remote_server.HELLO_S", within_s)
+    monkeypatch.setattr("megatron_scalerl.launch.agents.HELLO_S", within_s)
     async with registry_of(folder=tmp_path) as (registry, _):
         server = registry.expect("engine-0", "b", "s", command(script, tmp_path))
         with pytest.raises(ServerEnded, match=said):
@@ -344,16 +363,15 @@ async def test_a_command_whose_agent_does_not_connect_is_reported_with_its_outpu
 
 
 async def test_an_agent_that_does_not_stop_may_hold_its_devices(monkeypatch):
-    monkeypatch.setattr("megatron_scalerl.launch.remote_server.ANSWER_S", 0.2)
+    monkeypatch.setattr("megatron_scalerl.launch.agents.ANSWER_S", 0.2)
     async with registry_of() as (registry, agent):
         one = agent()
         await one.join()
         server = await registry.joining.get()
         await one.say(messages.Up(url=URL))
         assert await server.start() == URL
-        server.kill()
         monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 100)  # after the sockets were made
         with pytest.raises(RuntimeError, match=r"its agent is connected and did not end the server within 0\.3 s"):
-            await server.stop()
+            await server.stop(0.0)
         assert await one.answer() == registry.welcome and await one.answer() == messages.Stop(grace_s=0.0)
         await server.stop()

@@ -1,7 +1,8 @@
-"""Parts of an agent that need no controller: its GPUs, its name, and the files that it reads."""
+"""Parts of an agent that need no controller: its GPUs and its name."""
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 
@@ -10,7 +11,6 @@ from rich.console import Console
 
 from megatron_scalerl.commands import engine as join
 from megatron_scalerl.commands.engine import engine_name
-from megatron_scalerl.launch.control_folder import ControllerFile, read_controller, write_controller
 from megatron_scalerl.launch.local_server import gpus_at
 
 
@@ -23,16 +23,9 @@ def test_gpus_are_positions_among_the_visible_ones(monkeypatch):
         gpus_at([3])
 
 
-def test_the_controllers_file_is_private_and_anything_else_in_it_is_refused(tmp_path):
-    content = ControllerFile(engines="tcp://192.0.2.1:1", run_id="r", incarnation="7.0", recipe_file="/r.yaml")
-    write_controller(tmp_path, content)
-    assert read_controller(tmp_path) == content
-    path = tmp_path / "control" / "controller.json"
-    assert [each.stat().st_mode & 0o777 for each in (path.parent, path)] == [0o700, 0o600]
-    for other in (b"", b"{}", b"[1]", b"\xff", path.read_bytes()[:20]):
-        path.write_bytes(other)
-        with pytest.raises(ValueError, match=r"controller\.json: expected the address of a run's controller"):
-            read_controller(tmp_path)
+def test_an_agent_stays_small_beside_its_engine():
+    program = "import sys, megatron_scalerl.launch.agent; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 def test_the_name_of_an_engine_that_joins(monkeypatch):
@@ -70,6 +63,7 @@ def test_an_engine_that_no_controller_takes_in_gives_up(tmp_path, monkeypatch, c
     (tmp_path / "logs").mkdir()
     end = time.monotonic() + 3.0
     monkeypatch.setattr(join, "has_ended", lambda folder: finished and time.monotonic() > end)
+    monkeypatch.setattr("megatron_scalerl.launch.control_folder.read_controller", lambda folder: {})
     monkeypatch.setattr(join, "AGENT", (sys.executable, "-c", f"raise SystemExit({code})"))
     monkeypatch.setattr(join, "FIRST_DELAY_S", 0.0)
     last = asyncio.run(join._keep_joined(tmp_path, "extra-7-0", 1, 1.0, Console()))

@@ -54,6 +54,14 @@ def run_folder(tmp_path):
     return folder
 
 
+def lose_host_b(run_folder):
+    """The host does not answer any more, and its agent is gone."""
+    down = run_folder.parent / "down"
+    down.mkdir()
+    (down / "b").touch()
+    agents(run_folder)["engine-0"].kill()
+
+
 async def generate(client):
     return await client.generate([1, 5], sampling=SamplingSpec(max_tokens=100, seed=3))
 
@@ -126,7 +134,7 @@ def test_a_controller_that_is_gone_or_cut_off_leaves_no_agent(policy, run_folder
 
 
 async def test_an_agent_may_outlive_the_command_that_started_it(policy, run_folder, monkeypatch):
-    monkeypatch.setattr("megatron_scalerl.launch.remote_server.ANSWER_S", 0.5)
+    monkeypatch.setattr("megatron_scalerl.launch.agents.ANSWER_S", 0.5)
     async with engines_of(recipe_for(policy), run_folder) as engines:
         agent = agents(run_folder)["engine-0"]
         commands = []
@@ -136,7 +144,7 @@ async def test_an_agent_may_outlive_the_command_that_started_it(policy, run_fold
         for command in commands:
             command.kill()
         await none_left(commands)
-        await until(lambda: not engines._processes[0].server._command.running)
+        await until(lambda: not engines._processes[0].server.command.running)
         assert (await generate(engines.members.stale[0])).token_ids
         assert commands and agent.is_running()
         assert engines.members.stale and not engines.members.members[0].restarts
@@ -146,9 +154,7 @@ async def test_an_agent_may_outlive_the_command_that_started_it(policy, run_fold
 async def test_an_engine_whose_host_is_away_for_a_while_is_not_given_up(policy, run_folder, tmp_path):
     recipe = recipe_for(policy, engine={"vllm": {"max_model_len": 2048}, "max_restarts": 1})
     async with engines_of(recipe, run_folder) as engines:
-        (tmp_path / "down").mkdir()
-        (tmp_path / "down" / "b").touch()
-        agents(run_folder)["engine-0"].kill()
+        lose_host_b(run_folder)
         log = run_folder / "logs" / "agent-0.log"
         await until(lambda: log.read_text().count("no route to host") >= 3)
         (tmp_path / "down" / "b").unlink()
@@ -156,33 +162,27 @@ async def test_an_engine_whose_host_is_away_for_a_while_is_not_given_up(policy, 
         assert engines.members.members[0].restarts > recipe.engine.max_restarts
 
 
-async def test_an_engine_whose_host_has_left_the_job_is_given_up_at_once(policy, run_folder, tmp_path, monkeypatch):
+async def test_an_engine_whose_host_has_left_the_job_is_given_up_at_once(policy, run_folder, monkeypatch):
     """`Hosts.have_left` is a stand-in for Slurm here."""
     monkeypatch.setattr("megatron_scalerl.launch.hosts.Hosts.have_left", lambda self: {"b"})
     held = []
     async with engines_of(recipe_for(policy), run_folder) as engines:
         engines.members.on_devices = held.append
-        (tmp_path / "down").mkdir()
-        (tmp_path / "down" / "b").touch()
-        agents(run_folder)["engine-0"].kill()
+        lose_host_b(run_folder)
         with pytest.raises(EngineDied, match=r"found 0 \(engine-0: its host has left the job"):
             await engines.watch()
     assert held == [0]
 
 
 @pytest.mark.full
-async def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_held(
-    policy, run_folder, tmp_path, monkeypatch
-):
+async def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_held(policy, run_folder, monkeypatch):
     monkeypatch.setattr("megatron_scalerl.launch.engines.UNREACHED_S", 3.0)
     recipe = recipe_for(policy, engine={"vllm": {"max_model_len": 2048}, "max_restarts": 2})
     held = []
     async with engines_of(recipe, run_folder) as engines:
         engines.members.on_devices = held.append
         assert engines.members.devices == 1
-        (tmp_path / "down").mkdir()
-        (tmp_path / "down" / "b").touch()
-        agents(run_folder)["engine-0"].kill()
+        lose_host_b(run_folder)
         with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(host b\) lost the command .* 1\)"):
             await engines.watch()
         assert "no route to host" in (run_folder / "logs" / "agent-0.log").read_text()

@@ -1,6 +1,7 @@
 """The launcher stops every process, whatever fails meanwhile, and starts an evicted engine again."""
 
 import asyncio
+import contextlib
 import sys
 from types import SimpleNamespace
 
@@ -21,9 +22,8 @@ from megatron_scalerl.launch.engines import Engines
 from megatron_scalerl.launch.hosts import ONE_HOST
 from megatron_scalerl.launch.launcher import until_failure
 from megatron_scalerl.launch.placement import Attempt, Placement
-from megatron_scalerl.launch.race import race
 from megatron_scalerl.launch.trainer import TrainerRanks
-from megatron_scalerl.processes.child_process import LOG_END, ChildProcess, ProcessDied
+from megatron_scalerl.processes.child_process import LOG_END, ChildProcess, ProcessDied, race
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 
 
@@ -37,7 +37,7 @@ def run():
 @pytest.fixture
 def recipe(tmp_path):
     """One engine and one trainer rank."""
-    engine = {"stall_timeout_s": 0.5, "max_restarts": 2}
+    engine = {"stall_timeout_s": 0.2, "max_restarts": 2}
     return small_recipe(output_dir=str(tmp_path), weights={"transport": "gloo"}, engine=engine)
 
 
@@ -70,6 +70,7 @@ def test_a_failing_stop_of_the_trainer_leaves_no_child(trainer, run, tmp_path, m
             raise RuntimeError("cannot be stopped")
 
         monkeypatch.setattr(trainer.client, "stop", stop)
+        monkeypatch.setattr(trainer_module, "_EXIT_S", 0.2)
         for name in ("trainer-0", "trainer-1", "trainer-2"):
             child = await ChildProcess.start(name, stand_in(tmp_path / "pids"), environment(), tmp_path / name)
             monkeypatch.setattr(child, "stop", lambda child=child: ChildProcess.stop(child, 0.3))
@@ -135,10 +136,8 @@ def test_the_first_rank_that_exits_ends_the_work(trainer, run, tmp_path):
 class StandInProcess:
     """An engine process behind a stand-in server; `fail_starts` of them do not start."""
 
-    reached = True
-
     def __init__(self, index, url, settings, fail_starts, log_path):
-        self.server = SimpleNamespace(log_path=log_path)
+        self.server = SimpleNamespace(log_path=log_path, reached=True)
         self.name = f"engine-{index}"
         self.client = EngineClient(url=url, secret="s", name=self.name)
         self._settings, self._fail_starts = settings, fail_starts
@@ -152,10 +151,8 @@ class StandInProcess:
     async def watch(self, lag):
         await watch_progress(self.client, self._settings, lag)
 
-    def kill(self):
-        self.killed = True
-
-    async def stop(self):
+    async def stop(self, grace_s=20.0):
+        self.killed = grace_s == 0
         await self.client.close()
 
 
@@ -163,49 +160,49 @@ def attempt_in(folder):
     return Attempt(run_id="r", incarnation="local.0", folder=folder, recipe_file=folder / "recipe.yaml")
 
 
-def engines_of(recipe, tmp_path, monkeypatch, url, fail_starts=()):
-    """Engines behind a stand-in server, and the processes and changes of state so far."""
-    made, changes, failing = [], [], []
+@contextlib.asynccontextmanager
+async def engines_of(recipe, tmp_path, monkeypatch, fail_starts=(), busy=lambda client: None):
+    """Engines behind a stand-in server, not started, and the processes and changes of state so far."""
+    made, states, failing = [], [], []
     monkeypatch.setattr(engines_module, "FIRST_DELAY_S", 0.0)
 
     def make(self, index):
-        made.append(StandInProcess(index, url, recipe.engine, failing, tmp_path / "engine-0.log"))
+        made.append(StandInProcess(index, server.url, recipe.engine, failing, tmp_path / "engine-0.log"))
+        busy(made[-1].client)
         return made[-1]
 
     monkeypatch.setattr(Engines, "_make", make)
-    engines = Engines(
-        recipe,
-        placement=Placement.of(recipe, ONE_HOST),
-        hosts=ONE_HOST,
-        attempt=attempt_in(tmp_path),
-        secret="s",
-        record=lambda m: changes.append((m.name, str(m.state))),
-    )
-    failing.extend(fail_starts)
-    return engines, made, changes
-
-
-def test_a_hung_engine_is_evicted_during_a_completion_and_started_again(recipe, run, tmp_path, monkeypatch):
-    async def scenario():
-        async with StandInHungServer(tokens=512) as server:
-            engines, made, changes = engines_of(recipe, tmp_path, monkeypatch, server.url)
-            await engines.start()
-            [client] = engines.members.stale
-            engines.members.serve(client, 0)
-            with pytest.raises(EngineLost, match=r"engine-0: engine-0 produced no token for [\d.]+ s with requests"):
-                await client.generate([1], sampling=SamplingSpec(max_tokens=4))
-            await engines.members.until(lambda: bool(engines.members.stale))
-            with pytest.raises(EngineLost):
-                await client.generate([1], sampling=SamplingSpec(max_tokens=4))
-            [member] = engines.members.members
+    async with asyncio.timeout(120), StandInHungServer(tokens=512) as server:
+        engines = Engines(
+            recipe,
+            placement=Placement.of(recipe, ONE_HOST),
+            hosts=ONE_HOST,
+            attempt=attempt_in(tmp_path),
+            secret="s",
+            record=lambda member: states.append(str(member.state)),
+        )
+        failing.extend(fail_starts)
+        try:
+            yield engines, made, states
+        finally:
             await engines.stop()
-            return made, changes, member
+            await made[0].client.close()
 
-    made, changes, member = run(asyncio.wait_for(scenario(), 120))
-    assert len(made) == 2 and made[0].killed and member.client is made[1].client and member.restarts == 1
-    states = [state for _, state in changes]
-    assert states == ["stale", "serving", "draining", "lost", "starting", "stale"]
-    assert member.lost_tokens == 512
+
+async def test_a_hung_engine_is_evicted_during_a_completion_and_started_again(recipe, tmp_path, monkeypatch):
+    async with engines_of(recipe, tmp_path, monkeypatch) as (engines, made, states):
+        await engines.start()
+        [client] = engines.members.stale
+        engines.members.serve(client, 0)
+        with pytest.raises(EngineLost, match=r"engine-0: engine-0 produced no token for [\d.]+ s with requests"):
+            await client.generate([1], sampling=SamplingSpec(max_tokens=4))
+        await engines.members.until(lambda: bool(engines.members.stale))
+        with pytest.raises(EngineLost):
+            await client.generate([1], sampling=SamplingSpec(max_tokens=4))
+        [member] = engines.members.members
+        assert len(made) == 2 and made[0].killed and member.client is made[1].client and member.restarts == 1
+        assert states == ["stale", "serving", "draining", "lost", "starting", "stale"]
+        assert member.lost_tokens == 512
 
 
 def no_start(process):
@@ -213,14 +210,14 @@ def no_start(process):
 
 
 def no_end(process):
-    async def stuck():
+    async def stuck(grace_s=20.0):
         raise RuntimeError("engine-0 (process 7) is still running 30 s after SIGKILL")
 
     process.stop = stuck
 
 
 def no_supervisor(process):
-    process.kill = None
+    process.server = None
 
 
 @pytest.mark.parametrize(
@@ -229,68 +226,46 @@ def no_supervisor(process):
         (no_start, None, EngineDied, r"found 0 \(engine-0: engine-0 \(port 1\) exited with code 1\)$"),
         (no_end, 1, EngineDied, r"found 0 \(engine-0: engine-0 \(process 7\) is still running"),
         (None, 3, EngineDied, r"found 0 \(engine-0: engine-0 produced no token"),  # it hangs after each start
-        (no_supervisor, None, TypeError, None),
+        (no_supervisor, None, AttributeError, None),
     ],
 )
-def test_an_engine_that_cannot_serve_again_is_given_up_and_ends_the_run(
-    recipe, run, tmp_path, monkeypatch, broken, starts, error, said
+async def test_an_engine_that_cannot_serve_again_is_given_up_and_ends_the_run(
+    recipe, tmp_path, monkeypatch, broken, starts, error, said
 ):
     """However long it takes to find out that it hangs: the time until then is no sign of health."""
-
-    async def scenario():
-        async with StandInHungServer(tokens=512) as server:
-            engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
-            monkeypatch.setattr(engines_module, "HEALTHY_S", 0.1)
-            await engines.start()
-            if broken:
-                broken(made[0])
-                engines.members.evict(made[0].client, "engine-0: garbage")
-            try:
-                await engines.watch()
-            finally:
-                await engines.stop()
-                await made[0].client.close()
-                assert starts is None or len(made) == starts
-
-    with pytest.raises(error, match=said):
-        run(asyncio.wait_for(scenario(), 120))
+    monkeypatch.setattr(engines_module, "HEALTHY_S", 0.1)
+    async with engines_of(recipe, tmp_path, monkeypatch) as (engines, made, _):
+        await engines.start()
+        if broken:
+            broken(made[0])
+            engines.members.evict(made[0].client, "engine-0: garbage")
+        with pytest.raises(error, match=said):
+            await engines.watch()
+        assert starts is None or len(made) == starts
 
 
 @pytest.mark.parametrize(("completed", "starts"), [(0, 2), (64, 3)])
-def test_an_engine_that_ends_with_its_first_requests_is_given_up_with_the_last_error_of_its_log(
-    recipe, run, tmp_path, monkeypatch, completed, starts
+async def test_an_engine_that_ends_with_its_first_requests_is_given_up_with_the_last_error_of_its_log(
+    recipe, tmp_path, monkeypatch, completed, starts
 ):
     """Not where engines of the run have completed something: then it may be chance."""
     error = "RuntimeError: CUDA error: no kernel image is available"
     (tmp_path / "engine-0.log").write_text(f"(EngineCore pid=7) ERROR 11-25 [core.py:1] {error}\nINFO: down\n")
 
-    async def scenario():
-        async with StandInHungServer(tokens=512) as server:
-            engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
-            make = Engines._make
-
-            def busy(self, index):
-                process = make(self, index)
-                process.client.ended, process.client.received_tokens = 1, completed
-                return process
-
-            monkeypatch.setattr(Engines, "_make", busy)
-            engines._processes = [engines._make(0)]
-            made.pop(0)
-            await engines.start()
-            try:
-                await engines.watch()
-            finally:
-                await engines.stop()
-                assert len(made) == starts
+    def busy(client):
+        client.ended = 1
+        client.received_tokens = completed
 
     barren = "; 2 starts without a completion, of any engine" if not completed else ""
     said = rf"found 0 \(engine-0: engine-0 produced no token.*; the last error in its log: {error}{barren}\)$"
-    with pytest.raises(EngineDied, match=said):
-        run(asyncio.wait_for(scenario(), 120))
+    async with engines_of(recipe, tmp_path, monkeypatch, busy=busy) as (engines, made, _):
+        await engines.start()
+        with pytest.raises(EngineDied, match=said):
+            await engines.watch()
+        assert len(made) == starts
 
 
-def test_the_sockets_of_a_server_go_with_it(recipe, run, tmp_path, monkeypatch):
+async def test_the_sockets_of_a_server_go_with_it(recipe, tmp_path, monkeypatch):
     """vLLM makes them in VLLM_RPC_BASE_PATH, and leaves them there."""
     program = "import os; e = os.environ; open(e['VLLM_RPC_BASE_PATH'] + '/a', 'w')"
     program += "; os.write(int(e['MSRL_READY_FD']), b'1'); input()"
@@ -298,31 +273,20 @@ def test_the_sockets_of_a_server_go_with_it(recipe, run, tmp_path, monkeypatch):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-
-    async def scenario():
-        place = local_server.ServerPlace(host="127.0.0.1")
-        server = local_server.LocalServer(recipe, place, name="e", secret="s", log_path=tmp_path / "log")
+    place = local_server.ServerPlace(host="127.0.0.1")
+    server = local_server.LocalServer(recipe, place, name="e", secret="s", log_path=tmp_path / "log")
+    async with asyncio.timeout(120):
         await server.start()
-        made = [path.name for path in temporary.glob("*/*")]
+        assert [path.name for path in temporary.glob("*/*")] == ["a"]
         await server.stop()
-        return made
-
-    assert run(asyncio.wait_for(scenario(), 120)) == ["a"] and list(temporary.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
-def test_a_first_start_that_fails_is_final(recipe, run, tmp_path, monkeypatch):
-    async def scenario():
-        async with StandInHungServer(tokens=512) as server:
-            engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url, fail_starts=[True])
-            try:
-                await engines.start()
-            finally:
-                await engines.stop()
-                assert len(made) == 1
-
-    with pytest.raises(ExceptionGroup) as failure:
-        run(asyncio.wait_for(scenario(), 120))
-    assert isinstance(failure.value.exceptions[0], EngineDied)
+async def test_a_first_start_that_fails_is_final(recipe, tmp_path, monkeypatch):
+    async with engines_of(recipe, tmp_path, monkeypatch, fail_starts=[True]) as (engines, made, _):
+        with pytest.raises(ExceptionGroup) as failure:
+            await engines.start()
+        assert isinstance(failure.value.exceptions[0], EngineDied) and len(made) == 1
 
 
 def test_the_address_of_an_engine_is_bound_when_it_is_chosen(recipe, tmp_path):

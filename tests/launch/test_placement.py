@@ -86,6 +86,22 @@ def test_one_host_has_the_gpus_that_are_visible(monkeypatch):
     assert gpus_at(Placement.of(recipe(1, 1), ONE_HOST).engines[0].positions) == "1"
 
 
+def test_an_evaluation_has_the_visible_gpus_for_its_engines(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    made = Placement.of(recipe(8, 2), ONE_HOST, trainer=False)
+    assert made.trainer == () and [gpus_at(place.positions) for place in made.engines] == ["4", "5"]
+    with pytest.raises(ValueError, match=r"engine\.count: expected at least 3 visible GPUs for the engines, found 2"):
+        Placement.of(recipe(8, 3), ONE_HOST, trainer=False)
+
+
+@pytest.mark.parametrize("trainer", [True, False])
+def test_a_host_without_gpus_is_refused_for_nccl(trainer, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("megatron_scalerl.distributed.device.gpu_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"visible GPUs for .*, found 0"):
+        Placement.of(recipe(1, 1), ONE_HOST, trainer=trainer)
+
+
 def colocated(ranks, engines, each=1):
     engine = {"count": engines, "devices_per_engine": each, "colocate": True}
     engine["vllm"] = {"kv_cache_memory_bytes": 1, "gpu_memory_utilization": 0.2}

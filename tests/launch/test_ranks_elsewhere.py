@@ -64,7 +64,7 @@ def ranks_of(processes):
 async def test_they_meet_at_rank_0s_store_and_end_with_the_run(policy, tmp_path, monkeypatch):
     """With what CUDA needs in their environment, which the controller decides: a GPU's, which is not here."""
     needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    monkeypatch.setattr("megatron_scalerl.launch.trainer.environment", lambda recipe: needed)
+    monkeypatch.setattr("megatron_scalerl.launch.trainer.environment_of_ranks", lambda recipe: needed)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     async with started(policy, tmp_path) as trainer:
         running = programs(trainer)
@@ -103,7 +103,7 @@ async def test_the_rank_that_died_is_named_and_not_one_that_its_host_ends_then(p
             raise TrainerError("as the launcher does then")
 
 
-@pytest.mark.parametrize("victim", ["host_ranks", pytest.param("controller", marks=pytest.mark.full)])
+@pytest.mark.parametrize("victim", ["agent", pytest.param("controller", marks=pytest.mark.full)])
 async def test_ranks_end_with_what_started_them(policy, tmp_path, victim):
     with contextlib.suppress(TrainerError):
         async with started(policy, tmp_path) as trainer:
@@ -111,7 +111,7 @@ async def test_ranks_end_with_what_started_them(policy, tmp_path, victim):
             if victim == "controller":
                 trainer.client.close()  # as its death does
             else:
-                for each in [each for each in running if "megatron_scalerl.launch.host_ranks" in each.cmdline()]:
+                for each in [each for each in running if "megatron_scalerl.launch.agent" in each.cmdline()]:
                     os.kill(each.pid, signal.SIGKILL)
             await none_left(running)
             raise TrainerError("as the launcher does then")

@@ -67,5 +67,5 @@ def test_a_run_of_three_nodes_in_containers(kind, tmp_path, tiny, on_login_node,
         f"--nodelist=node{number}" for number in (1, 2, 3)
     }
     what = [" ".join(words) for words in inside]
-    for program, count in (("doctor", 3), ("train --supervise", 1), ("host_ranks", 1), ("launch.agent", 1)):
+    for program, count in (("doctor", 3), ("train --supervise", 1), ("agent trainer-", 1), ("agent engine-", 1)):
         assert sum(program in words for words in what) == count, what
