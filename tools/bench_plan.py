@@ -155,14 +155,14 @@ def measure_rank(case: dict[str, Any]) -> dict[str, int]:
 
 def compare_queue(tiny: Path, steps: int, skip: int) -> dict[str, Any]:
     """Predict the run at k = 8 from the run at k = 0, make it, compare."""
-    from megatron_scalerl.plan.lengths import seen_lengths
     from megatron_scalerl.plan.simulate import simulate
+    from megatron_scalerl.plan.work import Lengths
     from megatron_scalerl.recipe.file import load_recipe
 
     recipe = load_recipe("recipes/tiny_cpu.yaml")
     rows, tokens = train(tiny, 0, steps)
     settled = rows[skip:]
-    setting = queue_setting(recipe, seen_lengths(tokens), settled, steps, skip)
+    setting = queue_setting(recipe, Lengths(tuple(tokens)), settled, steps, skip)
     speed = per_completion(setting, mean_of(settled, WAIT))
     timing = simulate(setting(speed, 8))
     real, real_tokens = train(tiny, 8, steps)

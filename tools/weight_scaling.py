@@ -1,13 +1,11 @@
-"""Predicted seconds of a weight update on many GPUs, whole and of changes, by simulating the trainer's plan.
+"""Bytes of a weight update on many GPUs, counted in the trainer's plan, and the seconds that no schedule is below.
 
-    python tools/weight_scaling.py [--bucket-mib 256] [--png FILE]
+    python tools/weight_scaling.py [--bucket-mib 256]
     python tools/weight_scaling.py --count
 
 Nothing is sent: the plan and its buckets are those of `megatron_scalerl.weights`, for a trainer on half of the GPUs
-and engines on the other half; `megatron_scalerl.plan.update` states the link model. Every GPU has 50 GB/s in each
-direction, one 400 Gb/s port. Bound: the most bytes that any rank sends or any worker receives, at this rate.
-Changes: of one element in a hundred, in the bytes that `weights.deltas: absolute` takes for each. Finding and writing
-them takes no time here, nor does packing.
+and engines on the other half. Bound: the most bytes that any rank sends or any worker receives, at 50 GB/s of every
+GPU in each direction, one 400 Gb/s port.
 --count: instead, the bytes of every bucket are added up for each sender and for each worker, on layouts of growing
 size, and the most of one is put over an even share: of a sender, the bytes of all over their number; of a worker, the
 policy over the engine's tensor parallelism. Whole: bytes of the tensors that every worker gets, norms and routers,
@@ -18,7 +16,6 @@ Prints a Markdown table.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,6 @@ from checkout import explained
 parser = harness.options(
     __doc__,
     bucket_mib=256,
-    png=(Path, "draw the table's seconds as well"),
     count=(False, "count the bytes of every sender and worker"),
 )
 
@@ -40,7 +36,6 @@ with explained():
     from random_inputs import llama_settings
     from transformers import Llama4TextConfig, LlamaConfig, Qwen3MoeConfig
 
-    from megatron_scalerl.fit.plot import COLORS, MARKERS, new_figure, save
     from megatron_scalerl.models import family, read_hf_config
     from megatron_scalerl.plan.sharding import Layout
     from megatron_scalerl.plan.update import EngineShape, UpdateWork, moved, places_of, worker_needs
@@ -87,7 +82,7 @@ LAYOUTS = ((4, 2, 1, 2, 1), (8, 2, 2, 2, 2), (16, 4, 2, 4, 4), (32, 4, 2, 8, 8),
 """(Ranks of the trainer, TP, PP, EP of experts, TP of an engine); the rest of the ranks is data parallel."""
 
 
-def simulate(model: Model, ranks: int, bucket_mib: int, most_senders: int = MOST_SENDERS) -> UpdateWork:
+def planned(model: Model, ranks: int, bucket_mib: int, most_senders: int = MOST_SENDERS) -> UpdateWork:
     """What one update moves, with so many ranks of the trainer."""
     found = family(model.config, planned=True)
     layers = len(found.layers)
@@ -118,7 +113,7 @@ def simulate(model: Model, ranks: int, bucket_mib: int, most_senders: int = MOST
 
 HEADER = (
     *("policy, bf16", "GPUs, half of them engines", "GB", "senders", "groups of a worker", "most sent by a rank"),
-    *("most received by a worker", "bound", "predicted", "1 % changed, predicted"),
+    *("most received by a worker", "bound"),
 )
 
 
@@ -155,7 +150,7 @@ def count(config: Any, layout: tuple[int, int, int, int, int], bucket_mib: int) 
     ranks, tp, pp, ep, engine_tp = layout
     found = family(config)
     model = Model(config=config, tp=tp, pp=pp, ep=ep if _experts(config) else 1, engine_tp=engine_tp, gpus=())
-    work = simulate(model, ranks, bucket_mib, most_senders=ranks)
+    work = planned(model, ranks, bucket_mib, most_senders=ranks)
     needs = worker_needs(found, EngineShape(tensor=engine_tp, whole_experts=True))
     replicated = 0
     for number, meta in enumerate(manifest(found, "bfloat16")):
@@ -191,39 +186,12 @@ def main(options: argparse.Namespace) -> None:
         print_counts(options)
         return
     print(f"| {' | '.join(HEADER)} |\n{'|---' * len(HEADER)}|")
-    points: dict[str, list[tuple[int, float, float, float]]] = {}
     for name, model in MODELS.items():
         for gpus in model.gpus:
-            work = simulate(model, gpus // 2, options.bucket_mib)
-            sizes = [f"{each / 1e9:.3g} GB" for each in (work.most_sent, work.most_received)]
+            work = planned(model, gpus // 2, options.bucket_mib)
+            sizes = [f"{size / 1e9:.3g} GB" for size in (work.most_sent, work.most_received)]
             cells = [name, f"{gpus:,}", f"{work.bytes / 1e9:,.0f}", f"{work.senders:,}", f"{work.groups:,}", *sizes]
-            rate, copies = GB_S * 1e9, max(gpus // 2 // model.engine_tp, 1)
-            predicted = (work.bound_seconds(rate), work.seconds(rate, copies), work.changes().seconds(rate, copies))
-            points.setdefault(name, []).append((gpus, *predicted))
-            seconds = [f"{each:.3f} s" for each in predicted]
-            print(f"| {' | '.join([*cells, *seconds])} |", flush=True)
-    if options.png is not None:
-        draw(options.png, points)
-
-
-def draw(path: Path, points: dict[str, list[tuple[int, float, float, float]]]) -> None:
-    """Seconds over GPUs. points: policy -> (GPUs, bound, whole, changes), seconds."""
-    figure, axes = new_figure()
-    for (name, rows), color, marker in zip(points.items(), COLORS, MARKERS):
-        gpus, *seconds = zip(*rows)
-        kinds: Sequence[tuple[str, str]] = (("bound", ":"), ("whole", "-"), ("1 % changed", "--"))
-        for (kind, line), values in zip(kinds, seconds):
-            shown = "" if kind == "bound" else marker
-            axes.plot(gpus, values, color=color, linestyle=line, marker=shown, label=f"{name}: {kind}")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("GPUs, half of them engines")
-    axes.set_ylabel("seconds of a weight update")
-    axes.set_title(f"Predicted, not measured: {GB_S:g} GB/s of every GPU in each direction", loc="left")
-    axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
-    save(figure, path)
+            print(f"| {' | '.join([*cells, f'{work.bound_seconds(GB_S * 1e9):.3f} s'])} |", flush=True)
 
 
 if __name__ == "__main__":

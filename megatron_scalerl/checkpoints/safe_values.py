@@ -142,14 +142,22 @@ def find_tensor(file: MappedFile, start: int, length: int) -> tuple[str, tuple[i
 
 def _place(file: MappedFile, start: int, length: int, nbytes: int) -> int:
     """The first of the bytes of an archive's one tensor, in the archive."""
+    refusal = f"{file.path}: expected a saved tensor at byte {start}, found"
     window = _Window(file, start, length)
-    with zipfile.ZipFile(window) as archive:
-        [entry] = [entry for entry in archive.infolist() if entry.filename.split("/", 1)[-1] == "data/0"]
-    window.seek(entry.header_offset)
-    name, extra = _LOCAL.unpack(window.read(_LOCAL.size))
+    try:
+        with zipfile.ZipFile(window) as archive:
+            entries = {entry.filename.split("/", 1)[-1]: entry for entry in archive.infolist()}
+            order = archive.read(entries["byteorder"]) if "byteorder" in entries else b"little"
+        entry = entries["data/0"]
+        window.seek(entry.header_offset)
+        name, extra = _LOCAL.unpack(window.read(_LOCAL.size))
+    except (zipfile.BadZipFile, NotImplementedError, KeyError, EOFError, struct.error) as error:
+        raise ValueError(f"{refusal} {error!r}") from None
     begin: int = entry.header_offset + _LOCAL.size + name + extra
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes or begin + nbytes > length:
-        raise ValueError(f"{file.path}: expected a saved tensor at byte {start}, found its bytes elsewhere")
+        raise ValueError(f"{refusal} its bytes elsewhere")
+    if order != b"little":
+        raise ValueError(f"{refusal} bytes that are not little-endian")
     return begin
 
 

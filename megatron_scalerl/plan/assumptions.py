@@ -43,7 +43,10 @@ class Assumptions:
         None, "tok/s per GPU", "engine's decode throughput at full load", "computed from memory traffic", _POSITIVE
     )
     publish_seconds: float | None = _assumed(
-        None, "s", "engines' pause for one weight update", "simulated, one card per GPU at half its rate"
+        None,
+        "s",
+        "engines' pause for one weight update",
+        "computed from bytes, one card per GPU at half its rate",
     )
     prompt_tokens: float = _assumed(256, "tokens", "mean prompt length", _OURS)
     thinking_median: float = _assumed(

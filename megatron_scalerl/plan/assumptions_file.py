@@ -15,10 +15,10 @@ import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.plan.assumptions import check_number, described
@@ -27,22 +27,20 @@ from megatron_scalerl.recipe.file import read_yaml
 from megatron_scalerl.recipe.other_names import check_keys
 
 
-class Measured(BaseModel):
+class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One constant."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    value: float
-    """In the unit of the field of `Assumptions`."""
+    value: Any
+    """A number in the unit of the field of `Assumptions`."""
     source: str | None = None
     """How it was measured; one line."""
 
 
-class _Content(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+class _Content(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     gpu: str
     layers: Layers | None = None
-    written: datetime.date | str | None = None
-    assumptions: dict[str, Measured] = Field(min_length=1)
+    written: Any = None
+    assumptions: Annotated[dict[str, Measured], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +50,6 @@ class AssumptionsFile:
     path: Path
     gpu: str
     """A key of `hardware.GPUS`."""
-    gpu_named: str
-    """The name in the file."""
     layers: Layers | None
     """None: valid for both."""
     written: str
@@ -76,8 +72,8 @@ def write_assumptions(
     Raises ValueError as `read_assumptions`, but for a GPU that the planner does not support; OSError.
     """
     today = datetime.datetime.now(datetime.UTC).date()
-    rows = {name: each.model_dump(exclude_none=True) for name, each in values.items()}
-    data = {"gpu": gpu} | ({"layers": layers} if layers else {}) | {"written": today, "assumptions": rows}
+    content = _Content(gpu=gpu, layers=layers, written=today, assumptions=dict(values))
+    data = msgspec.to_builtins(content, builtin_types=(datetime.date,))
     _checked(Path(path), data)
     text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=1000)
     write_durably(Path(path), ("# Measured constants: megatron-scalerl plan --assumptions FILE\n" + text).encode())
@@ -92,22 +88,15 @@ def read_assumptions(path: str | Path) -> AssumptionsFile:
         supported = ", ".join(sorted(GPUS))
         raise ValueError(f"{path}: gpu: expected one that the planner supports ({supported}), found {content.gpu!r}")
     return AssumptionsFile(
-        path=path,
-        gpu=gpu,
-        gpu_named=content.gpu,
-        layers=content.layers,
-        written=str(content.written or ""),
-        values=content.assumptions,
+        path=path, gpu=gpu, layers=content.layers, written=str(content.written or ""), values=content.assumptions
     )
 
 
 def _checked(path: Path, data: dict[str, Any]) -> _Content:
     try:
-        content = _Content.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key, found = ".".join(map(str, first["loc"])), repr(first["input"])[:60]
-        raise ValueError(f"{path}: {key}: {first['msg'][0].lower()}{first['msg'][1:]}, found {found}") from None
+        content = msgspec.convert(data, _Content)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {error}") from None
     names = [f"assumptions.{f.name}" for f in described()]
     given = [f"assumptions.{name}" for name in content.assumptions]
     check_keys(

@@ -145,7 +145,7 @@ def inputs_of(options: argparse.Namespace) -> Inputs:
         if given is not None:
             values[f.name], origins[f.name] = given, Origin(kind="flag", source="given on the command line")
         elif file and f.name in file.values:
-            values[f.name] = file.values[f.name].value
+            values[f.name] = float(file.values[f.name].value)
             origins[f.name] = Origin(kind="file", source=file.source(f.name))
     return Inputs(
         gpu=options.gpu or (file.gpu if file else GPU),

@@ -13,8 +13,8 @@ from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import Parameters
 from megatron_scalerl.plan.hardware import GIB, Gpu
-from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import WIDTH
+from megatron_scalerl.plan.work import Lengths
 from megatron_scalerl.recipe import Recipe
 
 MEMORY_UTILIZATION = 0.92

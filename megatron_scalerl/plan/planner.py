@@ -13,13 +13,12 @@ from megatron_scalerl.plan.assumptions import Assumptions, Origin, default_origi
 from megatron_scalerl.plan.counting import Parameters, count, load_family
 from megatron_scalerl.plan.engine import Decoding, EngineMemory, decoding, engine_memory
 from megatron_scalerl.plan.hardware import GIB, Gpu, Kernels, Layers
-from megatron_scalerl.plan.lengths import Lengths, assumed_lengths
 from megatron_scalerl.plan.memory import RankMemory, trainer_memory
 from megatron_scalerl.plan.sharding import Layout, layout_of
 from megatron_scalerl.plan.simulate import QueueSettings, Timing, simulate
 from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, queue_of, recipe_split, splits
-from megatron_scalerl.plan.update import GROUP_BYTES, EngineShape, UpdateWork, update_work
-from megatron_scalerl.plan.work import StepWork, step_work
+from megatron_scalerl.plan.update import CHANGED, GROUP_BYTES, UpdateWork, update_work
+from megatron_scalerl.plan.work import Lengths, StepWork, assumed_lengths, step_work
 from megatron_scalerl.recipe import Recipe
 
 COMPLETIONS = 20_000
@@ -152,7 +151,10 @@ def make_plan(
     got, sent = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
     engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=got)
     speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
-    base = _base(recipe, speed, lengths, _pause(recipe, update, first, gpu, assumed))
+    pause = assumed.publish_seconds
+    if pause is None:  # other splits of the same GPUs have nearly the same
+        pause = update.bound_seconds(gpu.nic_bytes_per_second / 2)
+    base = _base(recipe, speed, lengths, pause)
 
     def trainer_of(split: Split) -> _Trainer:
         layout = layout_of(recipe, family, split.trainer)
@@ -219,13 +221,6 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
         updates_per_phase=None if r.schedule == "pipeline" else phase,
         takes_turns=recipe.engine.colocate and r.schedule == "pipeline" and r.max_staleness_steps > 0,
     )
-
-
-def _pause(recipe: Recipe, update: UpdateWork, split: Split, gpu: Gpu, assumed: Assumptions) -> float:
-    """The engines' pause for a weight update (seconds); other splits of the same GPUs have nearly the same."""
-    if assumed.publish_seconds is not None:
-        return assumed.publish_seconds
-    return update.seconds(gpu.nic_bytes_per_second / 2, split.engines * EngineShape.of(recipe.engine.vllm).data)
 
 
 def _possible(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
@@ -303,8 +298,8 @@ def as_numbers(plan: RunPlan) -> dict[str, Any]:
             "most_received_bytes": plan.update.most_received,
             "assumed_seconds": plan.publish_seconds,
             "lower_bounds": plan.update_bounds,
-            "changes_bytes": plan.update.changes().bytes,
-            "changes_lower_bound": plan.update.changes().bound_seconds(plan.gpu.nic_bytes_per_second),
+            "changes_bytes": round(CHANGED * plan.update.bytes),
+            "changes_lower_bound": CHANGED * plan.update.bound_seconds(plan.gpu.nic_bytes_per_second),
         },
         "timing": asdict(plan.timing),
         "gpu_hours_per_1000_steps": plan.gpu_hours_per_1000_steps,

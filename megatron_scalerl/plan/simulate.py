@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from megatron_scalerl.plan.engine import Decoding
-from megatron_scalerl.plan.lengths import Lengths
+from megatron_scalerl.plan.work import Lengths
 from megatron_scalerl.rollouts.gate import PhaseGate, StalenessGate
 
 

@@ -152,7 +152,7 @@ def _step(plan: RunPlan) -> Section:
     w, n = plan.work, plan.lengths
     u, gb = plan.update, 1e9
     moved = f"{u.senders} ranks send up to {u.most_sent / gb:.3g} GB, a worker gets {u.most_received / gb:.3g} GB"
-    changed = u.changes().bound_seconds(plan.gpu.nic_bytes_per_second)
+    changed = CHANGED * u.bound_seconds(plan.gpu.nic_bytes_per_second)
     bounds = [("  at least", f"{seconds:.3f} s: {link}") for link, seconds in plan.update_bounds.items()]
     length = f"mean {n.mean:,.0f}, median {n.quantile(0.5):,}, 90th percentile {n.quantile(0.9):,} tokens"
     packed = f"{w.micro_batches:.1f} micro-batches of {plan.recipe.micro_batch_tokens:,} tokens per rank"

@@ -1,18 +1,15 @@
-"""A weight update, simulated: the buckets of the plan that the trainer would make, on links of a stated rate.
+"""The bytes of a weight update: those of every sender and every worker, in the plan that the trainer would make.
 
 The plan is `weights.owners.send_plan`'s for the trainer's layout. What an engine's worker needs is reckoned as vLLM
-shards a model, since its own loader, which decides in a run, cannot be asked here. Link model: every GPU sends and
-receives at one rate; a broadcast passes a bucket on from worker to worker while it arrives, so all have it after
-bytes / rate and one latency for each of log2(members) hops; a sender or a worker has one bucket under way at a time,
-as over NCCL. Packing, writing, HTTP and launches take no time.
+shards a model, since its own loader, which decides in a run, cannot be asked here.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_scalerl.models.family import Family, Rule
@@ -20,9 +17,6 @@ from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.weights.owners import Place, manifest, send_plan
 from megatron_scalerl.weights.plan import MOST_CHANNELS, Needs, Ranges, buckets
-
-HOP_S = 30e-6
-"""Latency of a bucket for each hop of its broadcast (seconds); ours."""
 
 GROUP_BYTES = 2 * MOST_CHANNELS * 10_000_000
 """Buffers of one broadcast group over NCCL on a member's device: a ring has two directions, and a channel about 10 MB
@@ -64,45 +58,24 @@ class UpdateWork:
     """Most broadcast groups that one worker is in: its senders."""
     sender_groups: int
     """Most broadcast groups that one sender is in: the shards that it sends to."""
-    most_sent: int
-    """Bytes of the rank that sends most."""
-    most_received: int
-    """Bytes of the worker that gets most."""
-    buckets: tuple[tuple[int, int, int], ...]
-    """(sender, shard, bytes) of each, in the order that all follow."""
+    sent: Mapping[int, int]
+    """Sender -> bytes."""
+    received: Mapping[int, int]
+    """Shard -> bytes, of each of its workers."""
 
     @property
-    def sent(self) -> dict[int, int]:
-        """Sender -> bytes."""
-        return _sums((sender, size) for sender, _, size in self.buckets)
+    def most_sent(self) -> int:
+        """Bytes of the rank that sends most."""
+        return max(self.sent.values())
 
     @property
-    def received(self) -> dict[int, int]:
-        """Shard -> bytes, of each of its workers."""
-        return _sums((shard, size) for _, shard, size in self.buckets)
-
-    def changes(self) -> UpdateWork:
-        """The same update of `CHANGED` of the bytes, spread evenly."""
-        return replace(
-            self,
-            bytes=round(self.bytes * CHANGED),
-            most_sent=round(self.most_sent * CHANGED),
-            most_received=round(self.most_received * CHANGED),
-            buckets=tuple((sender, shard, round(size * CHANGED)) for sender, shard, size in self.buckets),
-        )
+    def most_received(self) -> int:
+        """Bytes of the worker that gets most."""
+        return max(self.received.values())
 
     def bound_seconds(self, bytes_per_second: float) -> float:
         """No schedule is faster: the most bytes that one rank sends or one worker receives, at the links' rate."""
         return max(self.most_sent, self.most_received) / bytes_per_second
-
-    def seconds(self, bytes_per_second: float, copies: int) -> float:
-        """Until the last of the engines' `copies` of the policy has its last bucket."""
-        latency = HOP_S * math.ceil(math.log2(1 + copies))
-        sender_free, shard_free = defaultdict[int, float](float), defaultdict[int, float](float)
-        for sender, shard, size in self.buckets:
-            end = max(sender_free[sender], shard_free[shard]) + size / bytes_per_second + latency
-            sender_free[sender] = shard_free[shard] = end
-        return max(shard_free.values())
 
 
 def update_work(recipe: Recipe, family: Family, layout: Layout) -> UpdateWork:
@@ -132,15 +105,18 @@ def moved(
     parameters = manifest(family, dtype)
     needs = worker_needs(family, engine)
     plan = send_plan(family, places, stage_of_layer, needs, dtype=dtype, most_senders=most_senders).plan
-    order = tuple((bucket.sender, bucket.shard, bucket.nbytes) for bucket in buckets(plan, bucket_mib))
+    sent = Counter[int]()
+    received = Counter[int]()
+    for bucket in buckets(plan, bucket_mib):
+        sent[bucket.sender] += bucket.nbytes
+        received[bucket.shard] += bucket.nbytes
     return UpdateWork(
         bytes=sum(meta.item_bytes * math.prod(meta.shape) for meta in parameters),
         senders=plan.senders,
         groups=max(Counter(shard for _, shard in plan.pairs).values()),
         sender_groups=max(Counter(sender for sender, _ in plan.pairs).values()),
-        most_sent=max(_sums((sender, size) for sender, _, size in order).values()),
-        most_received=max(_sums((shard, size) for _, shard, size in order).values()),
-        buckets=order,
+        sent=sent,
+        received=received,
     )
 
 
@@ -189,13 +165,6 @@ def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
         for stage in range(engine.pipeline)
         for rank in range(engine.tensor)
     ]
-
-
-def _sums(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
-    found = Counter[int]()
-    for key, size in sizes:
-        found[key] += size
-    return dict(found)
 
 
 def _split_axis(name: str, dimensions: int, *, whole_experts: bool) -> int:

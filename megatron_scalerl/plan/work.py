@@ -1,7 +1,9 @@
-"""Tokens, FLOPs and seconds of one optimizer step, prediction for one trainer."""
+"""Completion lengths, and tokens, FLOPs and seconds of one optimizer step of one trainer."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -11,10 +13,50 @@ from megatron_scalerl.plan.activations import recompute_of, shape_of
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import Parameters
 from megatron_scalerl.plan.hardware import Gpu
-from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import in_chunk
 from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
+
+DRAWN = 20_000
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Completion lengths (tokens), drawn once; the simulation samples from them."""
+
+    tokens: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean length."""
+        return fmean(self.tokens)
+
+    @property
+    def mean_resident(self) -> float:
+        """Mean current length of the completions running at one moment: E[L^2] / 2 E[L]."""
+        return fmean(n * n for n in self.tokens) / (2 * self.mean)
+
+    def quantile(self, share: float) -> int:
+        """The length that `share` of the completions do not exceed."""
+        return sorted(self.tokens)[min(len(self.tokens) - 1, int(share * len(self.tokens)))]
+
+
+def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
+    """Log-normal thinking, interrupted as in the recipe, and a log-normal answer within its budget."""
+    rng = random.Random(0)
+    section = recipe.interruption
+    low, high = section.thinking_tokens
+    median = math.log(assumed.thinking_median * high)
+    answer_median = math.log(max(1.0, assumed.answer_median * section.answer_tokens))
+    found = []
+    for _ in range(DRAWN):
+        thinking = rng.lognormvariate(median, assumed.thinking_sigma)
+        answer = min(rng.lognormvariate(answer_median, 0.5), section.answer_tokens)
+        if section.enabled:
+            found.append(max(1, int(min(thinking, rng.randint(low, high)) + answer)))
+        else:
+            found.append(max(1, int(min(thinking + answer, recipe.max_completion_tokens))))
+    return Lengths(tuple(found))
 
 
 @dataclass(frozen=True, kw_only=True)

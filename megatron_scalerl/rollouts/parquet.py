@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 from pyarrow import parquet
 
@@ -22,13 +21,6 @@ from megatron_scalerl.types import BlockRef
 
 ROW_GROUP_TOKENS = 4 << 20
 """Completion tokens in one row group, about 64 MiB before compression."""
-_LISTS = {
-    "token_ids": pyarrow.int32(),
-    "logprobs": pyarrow.float32(),
-    "versions": pyarrow.int32(),
-    "loss_mask": pyarrow.bool_(),
-}
-"""Columns with one value per token of the completion."""
 SCHEMA = pyarrow.schema(
     [
         ("group_id", pyarrow.int64()),
@@ -52,9 +44,16 @@ SCHEMA = pyarrow.schema(
         ("last_version", pyarrow.int64()),
         ("thinking_cut", pyarrow.int32()),
         ("seed", pyarrow.int64()),
-        *((name, pyarrow.list_(kind)) for name, kind in _LISTS.items()),
+        # One value per token of the completion.
+        ("token_ids", pyarrow.list_(pyarrow.int32())),
+        ("logprobs", pyarrow.list_(pyarrow.float32())),
+        ("versions", pyarrow.list_(pyarrow.int32())),
+        ("loss_mask", pyarrow.list_(pyarrow.bool_())),
     ]
 )
+_SCORE = ("reward", "correct", "reason")
+_ROLLOUT = ("token_ids", "loss_mask", "interrupted", "truncated", "thinking_cut", "seed")
+"""Columns with the names of `types.Score` and `types.Rollout`."""
 
 
 def write_parquet(path: Path, segment: Path, trained: Sequence[tuple[BlockRef, BatchRecord]]) -> None:
@@ -81,65 +80,41 @@ def write_parquet(path: Path, segment: Path, trained: Sequence[tuple[BlockRef, B
 
 def _tables(segment: Path, trained: Iterable[tuple[BlockRef, BatchRecord]]) -> Iterator[pyarrow.Table]:
     rows: list[dict[str, Any]] = []
-    arrays: list[RolloutArrays] = []
     tokens = 0
     for stored, record in trained:
-        group, found = read_arrays(segment, stored)
-        rows += _rows(group, found, record)
-        arrays += found
-        tokens += sum(len(a.token_ids) for a in found)
+        group, arrays = read_arrays(segment, stored)
+        rows += _rows(group, arrays, record)
+        tokens += sum(len(rollout.token_ids) for rollout in arrays)
         if tokens >= ROW_GROUP_TOKENS:
-            yield _table(rows, arrays)
-            rows, arrays, tokens = [], [], 0
+            yield pyarrow.Table.from_pylist(rows, schema=SCHEMA)
+            rows = []
+            tokens = 0
     if rows:
-        yield _table(rows, arrays)
+        yield pyarrow.Table.from_pylist(rows, schema=SCHEMA)
 
 
 def _rows(group: StoredGroup, arrays: Sequence[RolloutArrays], record: BatchRecord) -> Iterator[dict[str, Any]]:
-    """Every column but the lists over completion tokens."""
     header = group.header
-    for index, (each, facts, score) in enumerate(zip(arrays, header.completions, header.scores)):
+    for index, (rollout, facts, score) in enumerate(zip(arrays, header.completions, header.scores)):
         yield {
             "group_id": group.group_id,
             "index": index,
-            "batch": record.batch,
-            "step": record.step,
-            "policy_version": record.policy_version,
             "epoch": header.epoch,
             "prompt_id": header.prompt.prompt_id,
             "prompt": header.prompt.text,
             "answer": header.prompt.answer,
             "prompt_token_ids": header.prompt.token_ids,
-            "reward": score.reward,
-            "correct": score.correct,
-            "reason": score.reason,
-            "truncated": facts.truncated,
-            "interrupted": facts.interrupted,
-            "tokens": facts.tokens,
-            "sampled_tokens": facts.sampled_tokens,
-            "first_version": facts.first_version,
-            "last_version": facts.last_version,
-            "thinking_cut": each.thinking_cut,
-            "seed": each.seed,
+            "logprobs": rollout.rollout_logprobs,
+            "versions": rollout.policy_versions,
+            **_fields(record, "batch", "step", "policy_version"),
+            **_fields(facts, "tokens", "sampled_tokens", "first_version", "last_version"),
+            **_fields(score, *_SCORE),
+            **_fields(rollout, *_ROLLOUT),
         }
 
 
-def _table(rows: list[dict[str, Any]], arrays: Sequence[RolloutArrays]) -> pyarrow.Table:
-    starts = np.cumsum([0, *(len(a.token_ids) for a in arrays)], dtype=np.int32)
-    columns = {
-        "token_ids": [a.token_ids for a in arrays],
-        "logprobs": [a.rollout_logprobs for a in arrays],
-        "versions": [a.policy_versions for a in arrays],
-        "loss_mask": [a.loss_mask for a in arrays],
-    }
-    lists = {
-        name: pyarrow.ListArray.from_arrays(
-            starts, pyarrow.array(np.concatenate(values)).cast(_LISTS[name], safe=False)
-        )
-        for name, values in columns.items()
-    }
-    plain = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema([f for f in SCHEMA if f.name not in lists]))
-    return pyarrow.table({**dict(zip(plain.column_names, plain.columns)), **lists}, schema=SCHEMA)
+def _fields(value: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
 
 
 def list_groups(path: Path) -> list[tuple[int, int, bool]]:
@@ -151,30 +126,25 @@ def list_groups(path: Path) -> list[tuple[int, int, bool]]:
     for row in _read(path, ["group_id", "step", "interrupted"], None):
         key = row["group_id"], row["step"]
         groups[key] = groups.get(key, False) or row["interrupted"]
-    return [(group_id, step, interrupted) for (group_id, step), interrupted in groups.items()]
+    return [(*key, interrupted) for key, interrupted in groups.items()]
 
 
 def read_group(path: Path, group_id: int) -> dict[str, Any]:
     """A group with the names of `types.RolloutGroup`, and `step`. Raises ValueError naming the file."""
     rows = sorted(_read(path, None, [("group_id", "=", group_id)]), key=lambda row: int(row["index"]))
+    first = rows[0]
     return {
-        "group_id": group_id,
-        "step": rows[0]["step"],
-        "epoch": rows[0]["epoch"],
+        **{name: first[name] for name in ("group_id", "step", "epoch")},
         "prompt": {
-            "prompt_id": rows[0]["prompt_id"],
-            "text": rows[0]["prompt"],
-            "answer": rows[0]["answer"],
-            "token_ids": rows[0]["prompt_token_ids"],
+            "prompt_id": first["prompt_id"],
+            "text": first["prompt"],
+            "answer": first["answer"],
+            "token_ids": first["prompt_token_ids"],
         },
-        "scores": [{name: row[name] for name in ("correct", "reward", "reason")} for row in rows],
+        "scores": [{name: row[name] for name in _SCORE} for row in rows],
         "rollouts": [
-            {
-                **{name: row[name] for name in ("token_ids", "loss_mask", "interrupted", "truncated")},
-                **{name: row[name] for name in ("thinking_cut", "seed")},
-                "rollout_logprobs": row["logprobs"],
-                "policy_versions": row["versions"],
-            }
+            {name: row[name] for name in _ROLLOUT}
+            | {"rollout_logprobs": row["logprobs"], "policy_versions": row["versions"]}
             for row in rows
         ],
     }

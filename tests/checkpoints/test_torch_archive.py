@@ -63,3 +63,23 @@ def test_any_zip_tool_detects_a_flipped_bit(tmp_path):
     data[start + 5] ^= 1
     with pytest.raises(zipfile.BadZipFile, match="Bad CRC-32"):
         zipfile.ZipFile(io.BytesIO(data)).read("archive/data/0")
+
+
+@pytest.mark.parametrize(
+    ("change", "compression"),
+    [
+        (lambda name, content: content, zipfile.ZIP_DEFLATED),
+        (lambda name, content: content[:-4] if name.endswith("data/0") else content, zipfile.ZIP_STORED),
+        (lambda name, content: b"big" if name.endswith("byteorder") else content, zipfile.ZIP_STORED),
+    ],
+    ids=["compressed", "short", "big-endian"],
+)
+def test_bits_that_cannot_be_mapped_are_refused(change, compression, tmp_path):
+    original = io.BytesIO()
+    torch.save(torch.arange(100.0), original)
+    path = tmp_path / "file"
+    with zipfile.ZipFile(original) as source, zipfile.ZipFile(path, "w", compression) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, change(entry.filename, source.read(entry)))
+    with pytest.raises(ValueError, match="file: expected a saved tensor at byte 0, found"):
+        find_tensor(MappedFile(path), 0, path.stat().st_size)

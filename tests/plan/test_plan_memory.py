@@ -14,12 +14,11 @@ from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family
 from megatron_scalerl.plan.engine import engine_memory
 from megatron_scalerl.plan.hardware import GIB, GPUS, PLAIN_ON_GPU, Kernels
-from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import logit_bytes, trainer_memory
 from megatron_scalerl.plan.planner import make_plan
 from megatron_scalerl.plan.sharding import layout_of
 from megatron_scalerl.plan.update import GROUP_BYTES
-from megatron_scalerl.plan.work import step_work
+from megatron_scalerl.plan.work import Lengths, step_work
 from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parents[2]

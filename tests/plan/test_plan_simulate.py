@@ -7,8 +7,8 @@ import pytest
 
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.engine import Decoding
-from megatron_scalerl.plan.lengths import Lengths, assumed_lengths
 from megatron_scalerl.plan.simulate import QueueSettings, simulate
+from megatron_scalerl.plan.work import Lengths, assumed_lengths
 from megatron_scalerl.recipe import Recipe
 
 RNG = random.Random(3)

@@ -19,10 +19,9 @@ from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family
 from megatron_scalerl.plan.engine import decoding, engine_memory
 from megatron_scalerl.plan.hardware import GPUS, Gpu, Kernels
-from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import trainer_memory
 from megatron_scalerl.plan.sharding import layout_of
-from megatron_scalerl.plan.work import token_flops
+from megatron_scalerl.plan.work import Lengths, token_flops
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
 

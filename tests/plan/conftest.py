@@ -1,0 +1,8 @@
+"""Plans of this folder simulate a short queue: its length decides no memory and no size."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def short_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_scalerl.plan.planner.COMPLETIONS", 2_000)
