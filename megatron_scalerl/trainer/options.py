@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 import torch.nn.functional as F
 import yaml
@@ -128,8 +129,28 @@ def check_megatron(family: Family, recipe: Recipe) -> None:
     ddp_config(recipe)
     optimizer_config(recipe)
     config = model_options(family, recipe, _first_rank(recipe)).config
+    _check_experts(config)
     if recipe.rollouts.routing_replay:
         check_replay(config, pipeline_size=config.pipeline_model_parallel_size)
+
+
+def _check_experts(config: TransformerConfig) -> None:
+    """Raises ValueError for layouts of experts that Megatron-Core 0.16 trains wrongly (Megatron-LM issue 5916)."""
+    if not config.num_moe_experts or not megatron.core.__version__.startswith("0.16."):
+        return
+    tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    core = f"Megatron-Core {megatron.core.__version__}"
+    remedy = "; an environment of Python 3.12 has Megatron-Core 0.19, which is right"
+    if config.expert_tensor_parallel_size != tp:
+        raise ValueError(
+            f"megatron.parallel.expert_tensor_parallel_size: {core} computes wrong gradients of experts "
+            f" unless it equals tensor_model_parallel_size {tp}{remedy}"
+        )
+    if config.moe_grouped_gemm and tp > 1 and ep > 1:
+        raise ValueError(
+            f"megatron.model.moe_grouped_gemm: {core} leaves grouped experts out of the gradient norm "
+            f"with tensor and expert parallelism; set it to false{remedy}"
+        )
 
 
 def _first_rank(recipe: Recipe) -> Parallel:

@@ -249,3 +249,26 @@ def test_fp8_is_refused_since_its_checkpoints_hold_pickles():
 def test_what_would_train_or_count_wrong_in_silence_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         model_options(llama(), recipe(dict(model=settings)), alone())
+
+
+@pytest.mark.parametrize(
+    ("version", "parallel", "grouped", "said"),
+    [
+        ("0.16.1", dict(tensor_model=2, expert_tensor=1), False, "expert_tensor_parallel_size: .* wrong gradients"),
+        ("0.16.1", dict(tensor_model=2, expert_model=2), True, "moe_grouped_gemm: .* out of the gradient norm"),
+        ("0.16.1", dict(tensor_model=2, expert_model=2), False, None),
+        ("0.19.2", dict(tensor_model=2, expert_model=2, expert_tensor=1), True, None),
+    ],
+)
+def test_layouts_of_experts_that_old_megatron_trains_wrongly_are_refused(
+    version: str, parallel: dict[str, int], grouped: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options.megatron.core, "__version__", version)
+    sizes = {f"{kind}_parallel_size": size for kind, size in parallel.items()}
+    model = dict(sequence_parallel=True, moe_grouped_gemm=grouped)
+    asked = recipe(dict(parallel=sizes, model=model), world_size=4)
+    if said:
+        with pytest.raises(ValueError, match=said):
+            options.check_megatron(mixture(), asked)
+    else:
+        options.check_megatron(mixture(), asked)
