@@ -144,7 +144,7 @@ def _check_experts(config: TransformerConfig) -> None:
     if config.expert_tensor_parallel_size != tp:
         raise ValueError(
             f"megatron.parallel.expert_tensor_parallel_size: {core} computes wrong gradients of experts "
-            f" unless it equals tensor_model_parallel_size {tp}{remedy}"
+            f"unless it equals tensor_model_parallel_size {tp}{remedy}"
         )
     if config.moe_grouped_gemm and tp > 1 and ep > 1:
         raise ValueError(
