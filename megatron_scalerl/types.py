@@ -177,7 +177,8 @@ class Score:
     reward: float
     """The reward that enters the advantage (recipe: rewards.correct / rewards.incorrect, rewards.length_penalty)."""
     reason: str = ""
-    """One word if the verdict is not a plain comparison: timeout, memory, crash, error, no_answer, truncated."""
+    """One word if the verdict is not a plain comparison: timeout, memory, crash, error, no_answer,
+    truncated, unavailable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,8 +66,12 @@ MAX_REPLY = 2**32
 class WorkerDied(Exception):
     """A worker ended with a request. The message is what was found in place of a reply."""
 
-    def __init__(self, found: str, *, read: bool = False, late: bool = False, code: int | None = None) -> None:
+    def __init__(
+        self, found: str, *, read: bool = False, late: bool = False, code: int | None = None, cpu_s: float = 0.0
+    ) -> None:
         super().__init__(found)
+        self.cpu_s = cpu_s
+        """Processor time (s) that it used for a request for which it was late."""
         self.read = read
         """It had read the request."""
         self.late = late
@@ -316,12 +320,14 @@ class _Worker:
         Cancelled, it is of no use any more: kill it.
         """
         self._number, self._read = self._number + 1, False
+        began_s = self._processor_s()
         try:
             last, reply, data = await within(timeout_s, self._exchange(head, body))
             found = decode(reply)
         except TimeoutError:
+            used = self._processor_s() - began_s
             await self.kill()
-            raise WorkerDied(f"no answer within {timeout_s:g} s", read=self._read, late=True) from None
+            raise WorkerDied(f"no answer within {timeout_s:g} s", read=self._read, late=True, cpu_s=used) from None
         except (OSError, EOFError):
             # A process that closed its socket has exited, with its code fixed, or can no longer be trusted.
             code = await self.kill()
@@ -332,6 +338,14 @@ class _Worker:
         if last:
             await self.kill()
         return found, data
+
+    def _processor_s(self) -> float:
+        """Processor time (s) of the process so far; 0 where it has ended."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def kill(self) -> int | None:
         """End the process and all its children at once; its exit code, None if there is none. May be called twice."""

@@ -66,7 +66,8 @@ class MegatronSection(Section):
     """Megatron-Core's options by their original names."""
 
     model: dict[str, Any] = Field(default_factory=dict)
-    """Fields of TransformerConfig and arguments of GPTModel; they override the policy's config.json."""
+    """Fields of TransformerConfig for speed, memory and auxiliary losses. Those that say which model it is come from
+    the policy's config.json, as in the engines, and are refused here with another value."""
     parallel: dict[str, Any] = Field(default_factory=dict)
     """Arguments of initialize_model_parallel: tensor_model_parallel_size, expert_model_parallel_size ..."""
     ddp: dict[str, Any] = Field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The verifier `code`: the program in an answer has to pass all unit tests of its problem, in a sandbox.
 
-The program is the last fenced code block of the text after thinking. An answer without a closed block has no program
-and is wrong, as in the evaluation of LiveCodeBench. The answer column holds the tests (`code_tests`).
+The program is the last fenced code block in Python of the text after thinking. An answer without a closed block has
+no program and is wrong, as in the evaluation of LiveCodeBench. The answer column holds the tests (`code_tests`).
 
 What a program cannot do is said in docs/tasks.md and tried in tests/rewards/test_hostile_programs.py. Verdicts:
 
@@ -18,8 +18,10 @@ and os.urandom are not.
 
 from __future__ import annotations
 
+import ast
 import re
-from decimal import Decimal, InvalidOperation
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation, Overflow
 from typing import Any
 
 from megatron_scalerl.rewards.code_tests import parse_tests
@@ -30,19 +32,41 @@ OUTPUT_SLACK = 1 << 16
 """A program may write this many bytes more than twice the expected output; beyond it is killed and wrong."""
 NUMBER_LENGTH = 64
 """Longer words are compared as text, not as numbers."""
+PYTHON = ("python", "python3", "py", "py3", "python2")
+"""Languages of a fenced block, in lower case."""
+_STATEMENTS = (ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+RELATIVE, ABSOLUTE = Decimal("1e-5"), Decimal("1e-8")
+"""Tolerances of a printed number that is not whole: those of numpy.allclose, as APPS and TACO compare."""
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)", re.DOTALL)
 
 
 def extract_program(answer_text: str) -> str | None:
-    """The content of the last closed fenced code block; None if there is none.
+    """The content of the last closed fenced block in Python; None if there is no closed block.
+
+    A block without a language is Python if it parses and calls, defines or imports something: what follows a program
+    is often its output. Where no block is Python, the last one counts.
 
     Example:
-        >>> extract_program("First:\\n```python\\nprint(1)\\n```\\nor:\\n```\\nprint(2)\\n```\\n")
+        >>> extract_program("```python\\nprint(1)\\n```\\nor\\n```\\nprint(2)\\n```\\nprints\\n```\\n2\\n```\\n")
         'print(2)\\n'
     """
-    program: str | None = None
+    blocks = list(_blocks(answer_text))
+    python = [text for language, text in blocks if language in PYTHON or (not language and _is_program(text))]
+    return (python or [text for _, text in blocks] or [None])[-1]
+
+
+def _is_program(text: str) -> bool:
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(isinstance(node, _STATEMENTS) for node in nodes)
+
+
+def _blocks(answer_text: str) -> Iterator[tuple[str, str]]:
+    """(language in lower case, content) of every closed fenced block."""
+    language = indent = ""
     fence: str | None = None
-    indent = ""
     lines: list[str] = []
     for line in answer_text.replace("\r\n", "\n").split("\n"):  # a literal may hold any other separator of lines
         mark = _FENCE.match(line)
@@ -50,12 +74,14 @@ def extract_program(answer_text: str) -> str | None:
             mark = None
         if fence is None:
             if mark:
-                indent, fence, lines = mark[1], mark[2], []
+                indent, fence = mark[1], mark[2]
+                language = (mark[3].split() or [""])[0].lower()
+                lines = []
         elif mark and not mark[3].strip() and mark[2].startswith(fence) and len(mark[1]) < len(indent) + 4:
-            program, fence = "\n".join(lines) + "\n", None
+            yield language, "\n".join(lines) + "\n"
+            fence = None
         else:  # a fence in a list is indented with its lines
             lines.append(line.removeprefix(indent) if line.startswith(indent) else line.lstrip(" "))
-    return program
 
 
 def verify_code(answer_text: str, reference: str, extra: dict[str, Any], *, limits: Limits) -> bool:
@@ -85,7 +111,7 @@ def verify_code(answer_text: str, reference: str, extra: dict[str, Any], *, limi
 
 
 def same_output(found: str, expected: str) -> bool:
-    """True if both have the same words on the same lines; numbers are compared by value, exactly.
+    """True if both have the same words on the same lines; whole numbers are compared by value, others nearly.
 
     White space at the ends of lines and empty lines at the end do not count.
 
@@ -110,6 +136,8 @@ def _same_word(found: str, expected: str) -> bool:
     if max(len(found), len(expected)) > NUMBER_LENGTH:
         return False
     try:
-        return Decimal(found) == Decimal(expected)
-    except InvalidOperation:
+        ours, theirs = Decimal(found), Decimal(expected)
+        near = abs(ours - theirs) <= ABSOLUTE + RELATIVE * abs(theirs)
+    except (InvalidOperation, Overflow):
         return False
+    return ours == theirs or (near and theirs != theirs.to_integral_value())

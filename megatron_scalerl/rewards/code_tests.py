@@ -109,6 +109,7 @@ def _function_of(row: Mapping[str, Any]) -> str:
     places = (row, metadata if isinstance(metadata, dict) else {})
     names = (place.get(key) for place in places for key in ("fn_name", "func_name", "entry_point"))
     name = next((name for name in names if name), "")
+    name = name.removeprefix("Solution().") if isinstance(name, str) else name  # LeetCodeDataset
     if not isinstance(name, str) or (name and (keyword.iskeyword(name) or not name.isidentifier())):
         raise ValueError(f"expected the name of a function for the tests, found {name!r}")
     return name
@@ -165,8 +166,12 @@ def _script(text: str, entry_point: str) -> CodeTests:
     imported = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
     imported += [n.module or "." for n in nodes if isinstance(n, ast.ImportFrom)]
     for name in imported:
-        if name.split(".")[0] not in {*sys.stdlib_module_names, "solution"}:
-            raise ValueError(f"expected tests that import the standard library or solution, found {name}")
+        if name.split(".")[0] not in {*sys.stdlib_module_names, "solution", "pytest"}:
+            raise ValueError(f"the tests import {name}; they may import the standard library, solution and pytest")
+    if other := sorted(set(_of_pytest(nodes)) - {"raises", "approx", "param", "mark", "parametrize"}):
+        raise ValueError(
+            f"the tests use pytest.{other[0]}; only raises, approx, param and mark.parametrize are known"
+        )
     if not any(map(_asserts, nodes)):
         raise ValueError("expected an assert in the Python of the tests, found none")
     if not any(_asserts(node) for node in _reached(tree, entry_point)):
@@ -177,6 +182,15 @@ def _script(text: str, entry_point: str) -> CodeTests:
     return CodeTests(
         script=text, entry_point=entry_point, called=frozenset(filter(None, (entry_point,))) or _called(nodes)
     )
+
+
+def _of_pytest(nodes: list[ast.AST]) -> Iterator[str]:
+    """Names of pytest and of pytest.mark that tests use."""
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("pytest", "pytest.mark"):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and node.module == "pytest":
+            yield from (alias.name for alias in node.names)
 
 
 def _called(nodes: list[ast.AST]) -> frozenset[str]:
@@ -192,7 +206,8 @@ def _called(nodes: list[ast.AST]) -> frozenset[str]:
 def _asserts(node: ast.AST) -> bool:
     """Whether a node is an assertion, unittest's included."""
     called = node.func if isinstance(node, ast.Call) else None
-    return isinstance(node, ast.Assert) or (isinstance(called, ast.Attribute) and called.attr.startswith("assert"))
+    name = getattr(called, "attr", getattr(called, "id", ""))
+    return isinstance(node, ast.Assert) or name == "raises" or name.startswith("assert")
 
 
 def _reached(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
@@ -207,8 +222,9 @@ def _reached(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
         if isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or node.bases):
             waiting += [node, *(m for m in node.body if isinstance(m, functions) and m.name.startswith("test"))]
         elif isinstance(node, functions):
+            given = any("parametrize" in ast.unparse(decorator) for decorator in node.decorator_list)
             required = len(node.args.posonlyargs + node.args.args) - len(node.args.defaults)
-            if (node.name.startswith("test") and not required) or (node.name == "check" and entry_point):
+            if (node.name.startswith("test") and (given or not required)) or (node.name == "check" and entry_point):
                 waiting.append(node)
     reached: set[str] = set()
     while waiting:

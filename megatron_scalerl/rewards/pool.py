@@ -12,8 +12,11 @@ Outcomes of a check other than the verifier's return value:
 * A process that dies during a check (killed by another process, a segmentation fault, an exit) is replaced and the
   check repeated. The second time the answer is wrong, with the reason `crash`: an answer must not avoid its score by
   crashing the verifier. Checks that had not begun are not affected.
-* A check that its verifier cannot make (VerifierUnavailable: the code verifier without a sandbox) is lost as well;
-  after MAX_UNAVAILABLE in a row the run ends (RuntimeError).
+* A check that its verifier cannot make is tried again, TRIES times in all, and then lost as well: VerifierUnavailable
+  (the code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
+  (`worker.is_unavailable`), and a verifier of the user's that waited until the wall-clock limit. Where other checks
+  succeeded meanwhile the answer is wrong, `unavailable`: it may have broken its judge to escape its score. After
+  MAX_UNAVAILABLE in a row, or if more than half of the last RECENT could not be made, the run ends (RuntimeError).
 * Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
   processes continue; where that persists with none alive, the run ends (RuntimeError).
 
@@ -38,7 +41,7 @@ import os
 import pickle
 import signal
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +63,12 @@ CACHE_SIZE = 4096
 """Cached scores, evicted least recently used first."""
 MAX_DEFAULT_WORKERS = 8
 """Most verifier processes where the recipe does not set their number."""
-MAX_UNAVAILABLE = 64
-"""Checks in a row for which a verifier raises VerifierUnavailable, after which the pool ends."""
+MAX_UNAVAILABLE, RECENT = 64, 256
+"""Checks in a row that could not be made, after which the pool ends; and among how many half may not."""
+TRIES, PAUSES_S = 3, (1.0, 5.0)
+"""Of a check that could not be made, and the pauses between them."""
+WAITING_SHARE = 0.1
+"""A check that used less of its wall-clock limit than this as processor time was waiting for something."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 INHERITED = (
     "PATH",
@@ -121,7 +128,8 @@ class VerifierPool:
         )
         self._outstanding: dict[bytes, _Check] = {}
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
-        self._unavailable = 0
+        self._unavailable: deque[bool] = deque(maxlen=RECENT)
+        self._made = 0
         self._error_shown = False
 
     async def __aenter__(self) -> VerifierPool:
@@ -192,6 +200,26 @@ class VerifierPool:
 
     async def _check(self, key: bytes, request: bytes) -> Score:
         """Run a check and cache its score, unless that may differ next time. Raises CompletionLost."""
+        made_before = self._made
+        for pause_s in (*PAUSES_S[: TRIES - 1], None):
+            score, keep, why = await self._try(request)
+            self._count(why)
+            if not why:
+                break
+            if pause_s is not None:
+                await asyncio.sleep(pause_s)
+        else:
+            if self._made == made_before:
+                raise CompletionLost(why, reason="verifier_lost")
+            score = self._wrong("unavailable")
+        if keep:
+            self._cache[key] = score
+            if len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return score
+
+    async def _try(self, request: bytes) -> tuple[Score, bool, str]:
+        """(score, whether it would be the same again, why the check could not be made). Raises CompletionLost."""
         try:
             outcome, _ = await self._workers.ask(b"", request)
         except WorkerDied as death:
@@ -199,15 +227,15 @@ class VerifierPool:
                 lost = f"expected a verifier process for a completion, found {death}"
                 raise CompletionLost(lost, reason="verifier_lost") from None
             reason = self._exceeded(death)
-            score, keep = self._wrong(reason or "crash"), reason != "" and not death.late
-        else:
-            self._count_unavailable(outcome)
-            score, keep = self._score_of(outcome), not outcome.error
-        if keep:
-            self._cache[key] = score
-            if len(self._cache) > CACHE_SIZE:
-                self._cache.popitem(last=False)
-        return score
+            waited = death.late and death.cpu_s < WAITING_SHARE * self._rewards.timeout_s
+            why = f"{self._rewards.verifier}: {death}, while it waited" if waited and self._asks_others else ""
+            return self._wrong(reason or "crash"), reason != "" and not death.late, why
+        return self._score_of(outcome), not outcome.error and not outcome.unavailable, outcome.unavailable
+
+    @property
+    def _asks_others(self) -> bool:
+        """Whether the verifier is the user's: what it waits for is not the answer's own program."""
+        return ":" in self._rewards.verifier
 
     def _exceeded(self, death: WorkerDied) -> str:
         """The limit of its check that ended a process, empty if none did."""
@@ -217,16 +245,19 @@ class VerifierPool:
             return "timeout"
         return "memory" if death.code == -signal.SIGABRT and self._rewards.memory_mb is not None else ""
 
-    def _count_unavailable(self, outcome: Outcome) -> None:
-        """Raises CompletionLost for a check that could not be made, and ends the pool after MAX_UNAVAILABLE."""
-        if not outcome.unavailable:
-            self._unavailable = 0
+    def _count(self, why: str) -> None:
+        """Count a check that was made, or why it could not be; ends the pool if too many could not."""
+        self._unavailable.append(bool(why))
+        if not why:
+            self._made += 1
             return
-        self._unavailable += 1
-        if self._unavailable >= MAX_UNAVAILABLE:
-            found = f"{self._unavailable} checks in a row could not be made, the last: {outcome.unavailable}"
-            self._workers.end(RuntimeError(found))
-        raise CompletionLost(outcome.unavailable, reason="verifier_lost")
+        self.counters["unavailable_checks"] += 1
+        in_a_row = list(self._unavailable)[-MAX_UNAVAILABLE:]
+        if len(in_a_row) == MAX_UNAVAILABLE and all(in_a_row):
+            self._workers.end(RuntimeError(f"{MAX_UNAVAILABLE} checks in a row could not be made, the last: {why}"))
+        elif len(self._unavailable) == RECENT and sum(self._unavailable) > RECENT // 2:
+            share = f"{sum(self._unavailable)} of the last {RECENT} checks could not be made"
+            self._workers.end(RuntimeError(f"{share}, the last: {why}"))
 
     def _score_of(self, outcome: Outcome) -> Score:
         if outcome.limit:

@@ -4,7 +4,7 @@ Roles, by the first argument:
 
     program   runs the program, which reads standard input
     solution  runs the program, then calls its functions for the process with the tests
-    tests     runs tests in a process of their own, whose names for the program's functions are `Remote`s
+    tests     runs tests in a process of their own, by the text of sandbox_tests.py, which is the third argument
 
 The program has no access to the process with the tests: it sees arguments and chooses results, no more. Values cross
 as JSON and are copies; other objects stay with the program, and the tests hold a `Remote`.
@@ -25,7 +25,7 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # every run of a program pays for what is imported here
     import ast
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import Any, BinaryIO
 
 SOURCE, REQUESTS, REPLIES, VERDICT = 3, 4, 5, 6
@@ -184,31 +184,50 @@ class Solution:
         names = run_program(source, "solution")
         self._requests, self._replies = os.fdopen(REQUESTS, "rb"), os.fdopen(REPLIES, "wb")
         send(self._replies, {name: self._named(value) for name, value in names.items()})
+        self._printed = sys.stdout = _Printed()
 
-    def serve(self) -> None:
-        """Answer requests in order."""
+    def serve(self) -> Any:
+        """Answer requests in order, until the tests end or return the result of a function of theirs."""
         while (request := receive(self._requests)) is not None:
+            if "returned" in request:
+                return decode(request["returned"], self._object)
             arguments: tuple[Any, ...] = ()
+            self._awaits = False
+            reply: dict[str, Any]
             try:
-                arguments = tuple(decode(item, self._objects.__getitem__) for item in request["args"])
-                keywords = {k: decode(v, self._objects.__getitem__) for k, v in request["keywords"].items()}
+                arguments = tuple(decode(item, self._object) for item in request["args"])
+                keywords = {k: decode(v, self._object) for k, v in request["keywords"].items()}
                 result = self._do(request["do"], self._objects[request["handle"]], arguments, keywords)
                 reply = {"result": encode(result, self._handle)}
             except BaseException as error:
-                standard = [k.__name__ for k in type(error).__mro__ if getattr(builtins, k.__name__, None) is k]
-                reply = {"error": standard[0], "message": str(error)}
+                reply = {"error": _kinds(type(error)), "message": str(error)}
             reply["args"] = [encode(item, self._handle) for item in arguments]
-            send(self._replies, reply)
+            send(self._replies, reply | {"awaits": self._awaits, "printed": self._printed.taken()})
+        os._exit(0)
+
+    def _object(self, number: int) -> Any:
+        """An object of the program; for a negative number a function of the tests, which runs in their process."""
+        if number >= 0:
+            return self._objects[number]
+
+        def call(*args: Any) -> Any:
+            send(self._replies, {"call": number, "args": [encode(item, self._handle) for item in args]})
+            return self.serve()
+
+        return call
 
     def _named(self, value: Any) -> dict[str, Any]:
         if isinstance(value, type(sys)):
             return {"module": value.__name__}
+        if isinstance(value, type) and issubclass(value, Exception):
+            return {"value": encode(value, self._handle), "exception": _kinds(value)}
         return {"value": encode(value, self._handle)}
 
     def _do(self, what: str, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if what == "call":
             result = target(*arguments, **keywords)
-            return _awaited(result) if hasattr(result, "__await__") else result
+            self._awaits = hasattr(result, "__await__")
+            return _awaited(result) if self._awaits else result
         if what == "iter":
             return iter(target)
         if what == "__next__":
@@ -222,178 +241,31 @@ class Solution:
         return {"h": self._numbers[id(value)]}
 
 
-class Remote:
-    """An object of the program, which carries out what the tests do with it.
-
-    It equals no value of the tests, so that no __eq__ of the program decides such a comparison. Where both sides are
-    made by the program, it decides all the same.
-    """
-
-    def __init__(self, tests: Tests, number: int) -> None:
-        self.__dict__.update(_tests=tests, _number=number)
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        return self._tests.ask("call", self._number, args, keywords)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._tests.ask("." + name, self._number)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._tests.ask("iter", self._number)
-
-    def __next__(self) -> Any:
-        for item in self._tests.ask("__next__", self._number):
-            return item
-        raise StopIteration
-
-    def __hash__(self) -> int:
-        return 0  # equal objects have equal ones, and fields may change
-
-
-def _special(name: str) -> Callable[..., Any]:
-    def ask(self: Remote, *args: Any) -> Any:
-        if name in _OF_TWO and not isinstance(args[0], Remote):
-            return NotImplemented
-        if name == "__exit__":  # whose answer must not hide an assertion that fails
-            self._tests.ask(name, self._number)
-            return None
-        return self._tests.ask(name, self._number, args)
-
-    return ask
-
-
-for _name in _SPECIAL:
-    setattr(Remote, _name, _special(_name))
-
-
-class Tests:
-    """The side of the tests."""
+class _Printed:
+    """Standard output of the program while the tests call it: at most 1 MiB a call, for tests that look at it."""
 
     def __init__(self) -> None:
-        self._requests, self._replies = os.fdopen(REQUESTS, "wb"), os.fdopen(REPLIES, "rb")
-        self._remotes: dict[int, Remote] = {}
+        self._parts: list[str] = []
+        self._room = 1 << 20
 
-    def run(self, source: str, entry_point: str) -> None:
-        """Run the tests: the text itself, then what it defines as tests. Raises what a failing test raises.
+    def write(self, text: str) -> int:
+        self._parts.append(text[: self._room])
+        self._room -= len(self._parts[-1])
+        return len(text)
 
-        Tests are functions test*, classes Test* with methods test*, unittest's classes, and `check(candidate)`, which
-        is called with the program's `entry_point`. At least one assertion has to be evaluated: AssertionError.
-        """
-        import ast
+    def flush(self) -> None: ...
 
-        tree = ast.parse(source)
-        names = self._names(self._answer(), tree, entry_point)
-        module = type(sys)("solution")
-        module.__dict__.update(names)
-        sys.modules["solution"] = module
-        sys.argv = ["tests"]  # unittest.main reads it
-        evaluated: list[None] = []
-
-        def evaluate(value: Any = None) -> Any:
-            evaluated.append(None)
-            return value
-
-        hooks = {_EVALUATED: evaluate, _AWAITABLE: _awaitable}
-        found = run_as("__main__", source, names | hooks, _instrumented(tree))
-        for name, value in found.items():
-            _run_test(name, value)
-        if callable(check := found.get("check")) and entry_point:
-            check(names[entry_point] if entry_point in names else getattr(names["Solution"](), entry_point))
-        assert evaluated, "no assertion of the tests was evaluated"
-
-    def ask(self, what: str, number: int, args: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> Any:
-        """The result of a call in the program's process; lists, dicts and sets among `args` change as it says."""
-        request = {
-            "do": what,
-            "handle": number,
-            "args": [encode(item, self._number) for item in args],
-            "keywords": {key: encode(value, self._number) for key, value in (keywords or {}).items()},
-        }
-        try:
-            send(self._requests, request)
-        except OSError:
-            os._exit(1)
-        reply = self._answer()
-        for mine, theirs in zip(args, reply["args"]):
-            _replace(mine, decode(theirs, self._remote))
-        if "error" in reply:
-            raise _exception(reply["error"], reply["message"])
-        return decode(reply["result"], self._remote)
-
-    def _answer(self) -> Any:
-        """The next message; if there is none or it is no message, no test may go on."""
-        try:
-            message = receive(self._replies)
-        except (ValueError, RecursionError, MemoryError, OverflowError):
-            message = None
-        if message is None:
-            os._exit(1)
-        return message
-
-    def _names(self, found: dict[str, Any], tree: ast.AST, entry_point: str) -> dict[str, Any]:
-        """Names of the program for the tests.
-
-        One that is also a builtin is the builtin, so that the program cannot replace `all` or `isinstance`, unless
-        it is the entry point, or the only name of the program that the tests use. A program without any of their
-        names fails.
-        """
-        import ast
-
-        nodes = list(ast.walk(tree))
-        used = {node.id for node in nodes if isinstance(node, ast.Name)} | {entry_point}
-        used |= {alias.name for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
-        if any(alias.name == "solution" for n in nodes if isinstance(n, ast.Import) for alias in n.names):
-            used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        if entry_point and entry_point not in found:
-            used.add("Solution")
-        own = {name for name in used & found.keys() if "module" not in found[name] and not name.startswith("__")}
-        names = {name: decode(found[name]["value"], self._remote) for name in own}
-        assert own & {entry_point, "Solution"} or (own and not entry_point), "the program has no name that is tested"
-        if len(own) > 1:
-            own = {name for name in own if name == entry_point or not hasattr(builtins, name)}
-            names = {name: names[name] for name in own}
-        for name in used & found.keys() - own:
-            module = found[name].get("module")
-            if module in sys.stdlib_module_names:
-                names[name] = __import__(module)
-        return names
-
-    def _remote(self, number: int) -> Remote:
-        return self._remotes.setdefault(number, Remote(self, number))
-
-    def _number(self, value: Any) -> dict[str, int]:
-        if not isinstance(value, Remote):
-            raise TypeError(f"expected plain data or an object of the program, found a {type(value).__name__}")
-        return {"h": value._number}
+    def taken(self) -> str:
+        parts = self._parts
+        self.__init__()  # type: ignore[misc]
+        return "".join(parts)
 
 
-_EVALUATED, _AWAITABLE = "_assertion_was_evaluated_", "_awaitable_"
-"""Names that the tests' text calls once it is instrumented."""
-
-
-def _instrumented(tree: ast.Module) -> ast.Module:
-    """The tests, which say so when an assertion is evaluated, and may await plain values."""
-    import ast
-
-    def call(name: str, *arguments: ast.expr) -> ast.Call:
-        return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
-
-    class Hooks(ast.NodeTransformer):
-        def visit_Assert(self, node: ast.Assert) -> Any:
-            return [ast.Expr(call(_EVALUATED)), self.generic_visit(node)]
-
-        def visit_Call(self, node: ast.Call) -> Any:
-            self.generic_visit(node)
-            asserts = isinstance(node.func, ast.Attribute) and node.func.attr.startswith("assert")
-            return call(_EVALUATED, node) if asserts else node
-
-        def visit_Await(self, node: ast.Await) -> Any:
-            self.generic_visit(node)
-            return ast.Await(call(_AWAITABLE, node.value))
-
-    return ast.fix_missing_locations(Hooks().visit(tree))
+def _kinds(kind: type[BaseException]) -> list[str]:
+    """Names of an exception's classes up to the first builtin one."""
+    names = [k.__name__ for k in kind.__mro__]
+    standard = [getattr(builtins, k.__name__, None) is k for k in kind.__mro__]
+    return names[: standard.index(True) + 1]
 
 
 async def _awaitable(value: Any) -> Any:
@@ -405,51 +277,6 @@ def _awaited(value: Any) -> Any:
     import asyncio
 
     return asyncio.run(_awaitable(value))
-
-
-def _run_test(name: str, value: Any) -> None:
-    """Run a name of the tests, if it is one: a function test*, a class Test*, or one of unittest."""
-    unittest = sys.modules.get("unittest")
-    if unittest and isinstance(value, type) and issubclass(value, unittest.TestCase):
-        result = unittest.TestResult()
-        unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
-        assert result.wasSuccessful() and not result.skipped
-    elif isinstance(value, type) and name.startswith("Test"):
-        for method in [m for m in dir(value) if m.startswith("test")]:
-            instance = value()
-            for step in ("setup_method", "setUp", method, "teardown_method", "tearDown"):
-                if hasattr(instance, step):
-                    bound = getattr(instance, step)
-                    takes_method = step in ("setup_method", "teardown_method") and bound.__code__.co_argcount == 2
-                    _call(bound, *[method] * takes_method)
-    elif name.startswith("test") and type(value).__name__ == "function":
-        _call(value)
-
-
-def _call(function: Any, *arguments: Any) -> None:
-    result = function(*arguments)
-    if hasattr(result, "__await__"):
-        _awaited(result)
-
-
-def _exception(name: str, message: str) -> Exception:
-    kind: Any = getattr(builtins, name, None)
-    plain = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _UNPLAIN)
-    try:
-        return kind(message) if plain else RuntimeError(name)
-    except TypeError:  # it needs other arguments
-        return RuntimeError(name)
-
-
-def _replace(mine: Any, theirs: Any) -> None:
-    """Change an argument in place, as the call did in the other process."""
-    if type(mine) is not type(theirs):
-        return
-    if isinstance(mine, list):
-        mine[:] = theirs
-    elif isinstance(mine, (dict, set)):
-        mine.clear()
-        mine.update(theirs)
 
 
 def main() -> None:
@@ -464,7 +291,8 @@ def main() -> None:
     elif sys.argv[1] == "solution":
         Solution(source).serve()
     else:
-        Tests().run(source, sys.argv[2])
+        exec(compile(sys.argv[3], "<tests>", "exec", dont_inherit=True), globals())
+        Tests().run(source, sys.argv[2])  # type: ignore[name-defined] # noqa: F821
         os.write(VERDICT, PASSED)
 
 

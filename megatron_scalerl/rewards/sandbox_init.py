@@ -114,8 +114,7 @@ def _read_exactly(size: int) -> bytes | None:
 def _process_1(results: _Results, request: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with open(__file__.replace("sandbox_init", "sandbox_guest"), encoding="utf8") as file:
-            guest = file.read()
+        guest, tests = (_text_of(name) for name in ("sandbox_guest", "sandbox_tests"))
         check_call(_libc.sethostname(b"sandbox", 7), "sethostname")
         executable = build_root(request["executable"], request["libraries"], file_mb=request["file_mb"])
         _give_up_rights(request["uid"])
@@ -124,9 +123,14 @@ def _process_1(results: _Results, request: dict[str, Any]) -> None:
         return
     results.write("ready")
     try:
-        _Programs(request, executable, guest, results).run()
+        _Programs(request, executable, guest, tests, results).run()
     except _NotStarted as error:
         results.write("failed", error)
+
+
+def _text_of(module: str) -> str:
+    with open(__file__.replace("sandbox_init", module), encoding="utf8") as file:
+        return file.read()
 
 
 def _give_up_rights(uid: int | None) -> None:
@@ -148,8 +152,9 @@ class _NotStarted(Exception):
 class _Programs:
     """Runs the programs of one request, one after another, each within the processor time of one."""
 
-    def __init__(self, request: dict[str, Any], executable: str, guest: str, results: _Results) -> None:
-        self._request, self._executable, self._guest, self._results = request, executable, guest, results
+    def __init__(self, request: dict[str, Any], executable: str, guest: str, tests: str, results: _Results) -> None:
+        self._request, self._executable, self._results = request, executable, results
+        self._guest, self._tests = guest, tests
         self._cpu_left = 0.0
         self._started = False
         """Whether a program has run: what fails after that may be its work."""
@@ -194,7 +199,7 @@ class _Programs:
         ends = [source[_LEFT], requests[_LEFT], replies[_RIGHT]]
         solution = self._start([self._guest, "solution"], null, null, ends)
         ends_of_tests = [source_of_tests[_LEFT], requests[_RIGHT], replies[_LEFT], verdict[_RIGHT]]
-        tester = self._start([self._guest, "tests", entry_point], null, null, ends_of_tests)
+        tester = self._start([self._guest, "tests", entry_point, self._tests], null, null, ends_of_tests)
         _close(null, *ends, *ends_of_tests)
         feeds = {source_of_tests[_RIGHT]: tests, source[_RIGHT]: program}
         output, _ = _pump(tester, feeds, verdict[_LEFT], _VERDICT_BYTES)

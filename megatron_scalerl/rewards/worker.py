@@ -14,6 +14,7 @@ import importlib
 import inspect
 import os
 import pickle
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -35,6 +36,8 @@ from megatron_scalerl.rewards.limits import (
 
 RETIRE_GROWTH = 2.0
 """A worker that grew by this many times `memory_mb` since it loaded its verifier is replaced: checks may leak."""
+CONNECTION_ERRORS = frozenset({"ClientConnectionError", "NetworkError", "RemoteProtocolError", "TimeoutException"})
+"""Classes of aiohttp and httpx for a connection that was refused or broken, which need not have a cause."""
 Verifier = Callable[[str, str, dict[str, Any]], Any]
 
 
@@ -120,9 +123,35 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
         return Outcome(limit="timeout")
     except VerifierUnavailable as problem:
         return Outcome(unavailable=_text(str(problem)))
-    except Exception:  # the user's verifier on model output; the pool counts it
+    except Exception as error:  # the user's verifier on model output; the pool counts it
+        if is_unavailable(error):
+            return Outcome(unavailable=_text(f"{type(error).__name__}: {error}"[:1000]))
         return Outcome(error=_text(traceback.format_exc()[-4000:]))
     return Outcome(value=value)
+
+
+def is_unavailable(error: BaseException) -> bool:
+    """Whether what a verifier asks (a judge over HTTP) failed, and not the answer.
+
+    An HTTP status decides first, that of the exception, of its response, or of the exception that caused it: 408, 429
+    and 5xx are failures of the other side. Without a status a refused or broken connection, a name that does not
+    resolve, and a wait that ended are. Any other exception, other OSErrors too, may be the answer's doing.
+    """
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    for link in chain:
+        for place in (link, getattr(link, "response", None)):
+            for name in ("status_code", "status", "code"):
+                status = getattr(place, name, None)
+                if isinstance(status, int) and 100 <= status < 600:
+                    return status in (408, 429) or status >= 500
+    kinds = {kind for link in chain for kind in type(link).__mro__}
+    return not kinds.isdisjoint((ConnectionError, TimeoutError, socket.gaierror)) or any(
+        kind.__name__ in CONNECTION_ERRORS for kind in kinds
+    )
 
 
 def _text(text: str) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 import torch.nn.functional as F
+import yaml
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
@@ -26,19 +29,10 @@ from megatron_scalerl.trainer.ranks import parallel_keywords
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_GPT_KEYWORDS = frozenset(inspect.signature(GPTModel.__init__).parameters) - {
-    "self",
-    "config",
-    "transformer_layer_spec",
-    "vocab_size",
-    "pre_process",
-    "post_process",
-    "vp_stage",
-    "pg_collection",
-    "mtp_block_spec",
-    "parallel_output",
-}
-"""Keywords of GPTModel that megatron.model may set."""
+TABLE = yaml.safe_load(Path(__file__).with_name("megatron_options.yaml").read_text(encoding="utf8"))
+"""Lists of options of megatron.model: free, model, unused, elsewhere; and refused -> why."""
+FREE, MODEL, UNUSED, ELSEWHERE = (frozenset(TABLE[name].split()) for name in ("free", "model", "unused", "elsewhere"))
+REFUSED: Mapping[str, str] = TABLE["refused"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,33 +45,22 @@ class ModelOptions:
 
 
 def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOptions:
-    """Our defaults for this device, overridden by the family's options, then by megatron.model.
+    """Our defaults for this device, overridden by the family's options, then by the free ones of megatron.model.
 
     Raises ValueError for a key that neither TransformerConfig nor GPTModel has, naming the nearest one; for one that
-    megatron.parallel or policy.dtype sets; for a parallel size that does not divide what it shards; and for what
-    Megatron refuses.
+    would make the trainer another model than the policy's config.json, which engines serve; for one that another
+    section sets; for a parallel size that does not divide what it shards; and for what Megatron refuses.
     """
     check_sharding(family, recipe.megatron.parallel, recipe.megatron.model)
-    owned = _owned_by_others(recipe, parallel)
-    known = {f.name for f in fields(TransformerConfig)}
     given = recipe.megatron.model
-    for key in given:
-        if key in owned:
-            where = "policy.dtype" if "dtype" in key or key == "bf16" else "megatron.parallel"
-            raise ValueError(f"megatron.model.{key}: expected to be set by {where}, found in megatron.model")
-    names = sorted(known | _GPT_KEYWORDS)
-    check_keys("megatron.model", given, names, expected="a field of TransformerConfig or GPTModel", in_recipe=True)
-    for key in ("fp8", "fp4"):
-        if given.get(key):
-            raise ValueError(
-                f"megatron.model.{key}: expected none (Transformer Engine keeps its scales as pickles, which a "
-                f"checkpoint is not opened with), found {given[key]!r}"
-            )
-    gpt = {**family.gpt, **{k: v for k, v in given.items() if k in _GPT_KEYWORDS}}
+    defaults = option_defaults()
+    expected = "a field of TransformerConfig or GPTModel"
+    check_keys("megatron.model", given, sorted(defaults), expected=expected, in_recipe=True)
     settings = {**_common(), **_device_settings(), **family.transformer, "variable_seq_lengths": parallel.pp_size > 1}
     settings["deterministic_mode"] = HAVE_GPU and recipe.trainer.deterministic
     settings |= _moe_settings() if family.transformer.get("num_moe_experts") else {}
-    settings |= {k: v for k, v in given.items() if k in known}
+    _check_options(given, {**defaults, **family.gpt, **settings})
+    settings |= {key: value for key, value in given.items() if key in FREE}
     if HAVE_TE:  # for Transformer Engine's layers alone, see `model.accumulate_in_linears`
         settings["gradient_accumulation_fusion"] = False
     _refuse(settings)
@@ -86,23 +69,35 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
             "megatron.model.variable_seq_lengths: expected true in a pipeline with context parallelism (padding "
             "depends on each row's sequences), found false"
         )
-    return ModelOptions(config=_transformer_config(settings | owned), gpt=gpt)
+    return ModelOptions(config=_transformer_config(settings | _owned_by_others(recipe, parallel)), gpt=family.gpt)
 
 
-_LOST = "the policy's Hugging Face format has no place for it, so that an export would lose it"
-_REFUSED = {
-    "moe_router_enable_expert_bias": _LOST,
-    "mtp_num_layers": _LOST,
-    "defer_embedding_wgrad_compute": "the output layer does not accumulate its gradient itself",
-    "tp_comm_overlap": "its buffers are made by Megatron-LM's own training script, which is not used here",
-}
-"""Options of Megatron-Core that would fail at the first layer, or train what no export holds -> why."""
+def option_defaults() -> dict[str, Any]:
+    """Every option that megatron.model may name -> Megatron-Core's default."""
+    options = {field.name: field.default for field in fields(TransformerConfig)}
+    parameters = inspect.signature(GPTModel.__init__).parameters
+    return options | {name: parameters[name].default for name in parameters if name in FREE | MODEL | UNUSED}
+
+
+def _check_options(given: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Raises ValueError for an option that is not free and differs from what the policy and our layers have."""
+    for key, value in given.items():
+        if key in ELSEWHERE:
+            where = "policy.dtype" if key in ("bf16", "params_dtype", "pipeline_dtype") else "megatron.parallel"
+            raise ValueError(f"megatron.model.{key}: {where} sets it; leave it out here")
+        if key in REFUSED and value:
+            raise ValueError(f"megatron.model.{key} is not supported: {REFUSED[key]}")
+        if key in MODEL and value != present[key]:
+            raise ValueError(
+                f"megatron.model.{key}: {value!r} would train another model than the policy's config.json describes "
+                f"and engines serve; leave it out (the policy has {present[key]!r})"
+            )
+        if key not in FREE and key not in REFUSED and value != present[key]:
+            raise ValueError(f"megatron.model.{key}: only {present[key]!r} is supported; leave it out")
 
 
 def _refuse(settings: Mapping[str, Any]) -> None:
-    for key, why in _REFUSED.items():
-        if settings.get(key):
-            raise ValueError(f"megatron.model.{key}: is not supported: {why}")
+    """Raises ValueError for auxiliary losses that Megatron-Core would compute or weigh wrongly."""
     kinds = settings.get("moe_router_load_balancing_type", "none")
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     if wrong := [kind for kind in kinds if kind not in ("none", "aux_loss")]:
@@ -134,12 +129,28 @@ def check_megatron(family: Family, recipe: Recipe) -> None:
     ddp_config(recipe)
     optimizer_config(recipe)
     config = model_options(family, recipe, _first_rank(recipe)).config
-    if config.num_layers != len(family.layers):
-        raise ValueError(
-            f"megatron.model.num_layers: expected {len(family.layers)} as in config.json, found {config.num_layers}"
-        )
+    _check_experts(config)
     if recipe.rollouts.routing_replay:
         check_replay(config, pipeline_size=config.pipeline_model_parallel_size)
+
+
+def _check_experts(config: TransformerConfig) -> None:
+    """Raises ValueError for layouts of experts that Megatron-Core 0.16 trains wrongly (Megatron-LM issue 5916)."""
+    if not config.num_moe_experts or not megatron.core.__version__.startswith("0.16."):
+        return
+    tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    core = f"Megatron-Core {megatron.core.__version__}"
+    remedy = "; an environment of Python 3.12 has Megatron-Core 0.19, which is right"
+    if config.expert_tensor_parallel_size != tp:
+        raise ValueError(
+            f"megatron.parallel.expert_tensor_parallel_size: {core} computes wrong gradients of experts "
+            f"unless it equals tensor_model_parallel_size {tp}{remedy}"
+        )
+    if config.moe_grouped_gemm and tp > 1 and ep > 1:
+        raise ValueError(
+            f"megatron.model.moe_grouped_gemm: {core} leaves grouped experts out of the gradient norm "
+            f"with tensor and expert parallelism; set it to false{remedy}"
+        )
 
 
 def _first_rank(recipe: Recipe) -> Parallel:

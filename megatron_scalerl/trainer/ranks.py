@@ -61,8 +61,7 @@ def environment(recipe: Recipe) -> dict[str, str]:
         return {}  # a controller without GPUs may start ranks that have some
     variables = {}
     sizes = sizes_of(recipe.megatron.parallel)
-    overlapped_experts = recipe.megatron.model.get("overlap_moe_expert_parallel_comm")
-    if (sizes.tp > 1 or sizes.cp > 1) and not overlapped_experts:
+    if sizes.tp > 1 or sizes.cp > 1:
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if not recipe.megatron.ddp.get("nccl_ub") and "PYTORCH_ALLOC_CONF" not in os.environ:
         # The older of its two names, which Megatron-Core reads.

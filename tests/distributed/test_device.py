@@ -75,10 +75,10 @@ def recipe(**sections: Any) -> Any:
     return make_recipe(Path("policy"), **sections)
 
 
-def two(kind: str, **model: Any) -> dict[str, Any]:
+def two(kind: str) -> dict[str, Any]:
     return {
         "trainer": {"world_size": 2},
-        "megatron": {"parallel": {f"{kind}_parallel_size": 2}, "model": model},
+        "megatron": {"parallel": {f"{kind}_parallel_size": 2}},
     }
 
 
@@ -94,7 +94,6 @@ def test_a_cpu_needs_no_environment() -> None:
         (two("tensor_model"), EXPANDABLE | ONE_CONNECTION),
         (two("context"), EXPANDABLE | ONE_CONNECTION),
         (two("pipeline_model"), EXPANDABLE),
-        (two("tensor_model", overlap_moe_expert_parallel_comm=True), EXPANDABLE),
         ({"megatron": {"ddp": {"nccl_ub": True}}}, {}),
         ({"trainer": {"deterministic": True}}, EXPANDABLE | DETERMINISTIC),
     ],

@@ -118,7 +118,7 @@ def test_the_documented_row_and_forms_are_read():
         ("class Helper:\n    def test_f(self):\n        assert f(1)", "expected an assertion that runs"),
         ("def f(:", "expected unit tests, JSON or Python, found neither: "),
         ("f(1) == 2", "expected an assert in the Python of the tests, found none"),
-        ("import pytest\nassert f(1)", "tests that import the standard library or solution, found pytest"),
+        ("import numpy\nassert f(1)", "tests import numpy; they may import the standard library"),
         ("x\0", "found neither"),
     ],
 )
@@ -132,7 +132,7 @@ def test_tests_in_another_form_are_refused_in_one_line(text, said):
     ("text", "program"),
     [
         ("```python\na\n```", "a\n"),
-        ("```py\na\n```\ntext\n```\nb\n```\n", "b\n"),
+        ("```py\na\n```\ntext\n```\nb()\n```\n", "b()\n"),
         ("```python\na\n```\n```python\nb\n", "a\n"),
         ("````\n```\na\n```\n````", "```\na\n```\n"),
         ("~~~\na\n~~~", "a\n"),
@@ -161,7 +161,7 @@ def test_the_program_is_the_last_closed_block(text, program):
         ("a  b", "a b", True),
         ("1.50", "1.5", True),
         ("1e2", "100", True),
-        ("0.30000000000000004", "0.3", False),
+        ("0.30000000000000004", "0.3", True),
         ("5", "5\n6", False),
         ("5\n\n6", "5\n6", False),
         ("Yes", "YES", False),
@@ -217,7 +217,8 @@ def test_a_program_that_waits_ends_at_the_wall_clock_limit_with_its_sandbox(monk
 
 def test_a_sandbox_that_cannot_be_made_loses_the_completion_and_later_the_run(monkeypatch, tmp_path):
     """A verifier that never has a sandbox."""
-    monkeypatch.setattr(pools, "MAX_UNAVAILABLE", 2)
+    monkeypatch.setattr(pools, "MAX_UNAVAILABLE", 2 * pools.TRIES)
+    monkeypatch.setattr(pools, "PAUSES_S", (0.0, 0.0))
     module = tmp_path / "unmade.py"
     module.write_text(
         "from megatron_scalerl.rewards.sandbox import SandboxError\n"
@@ -236,7 +237,7 @@ def test_a_sandbox_that_cannot_be_made_loses_the_completion_and_later_the_run(mo
     lost, second, end = asyncio.run(main())
     assert isinstance(lost, CompletionLost) and lost.reason == "verifier_lost"
     assert isinstance(second, CompletionLost)
-    assert isinstance(end, RuntimeError) and "2 checks in a row could not be made" in str(end)
+    assert isinstance(end, RuntimeError) and "6 checks in a row could not be made" in str(end)
 
 
 def test_the_sandbox_is_tried_again_before_a_completion_is_lost(monkeypatch):

@@ -11,6 +11,7 @@ import time
 import numpy
 
 from megatron_scalerl.processes.worker import FRAME, REPLY
+from megatron_scalerl.rewards.limits import VerifierUnavailable
 
 calls = 0
 kept = []
@@ -174,3 +175,31 @@ def two_arguments(answer_text, reference):
 
 
 not_a_function = 3
+
+
+class StatusError(Exception):
+    """As HTTP libraries raise it."""
+
+    def __init__(self, status):
+        super().__init__(f"HTTP {status}")
+        self.status_code = status
+
+
+def judged(answer_text, reference, extra):
+    """Does what the first word says as if it asked a judge; otherwise the first word is compared."""
+    word, _, rest = answer_text.partition(" ")
+    if word == "refused":
+        raise ConnectionRefusedError(111, "Connection refused")
+    if word == "status":
+        raise StatusError(int(rest.split()[0]))
+    if word == "unavailable":
+        raise VerifierUnavailable("the judge is down")
+    if word == "hang":
+        time.sleep(10**6)
+    if word == "twice":
+        asked = sum(os.path.exists(f"{rest}.{n}") for n in range(2))
+        if asked < 2:
+            os.mkdir(f"{rest}.{asked}")
+            raise TimeoutError("no answer of the judge")
+        return True
+    return word == reference

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from megatron.core.transformer import TransformerConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import Parallel
@@ -42,25 +44,66 @@ def alone(pp_size: int = 1) -> Parallel:
     return Parallel(rank=0, world_size=1, device=torch.device("cpu"), groups=None, pp_size=pp_size, **sizes, **ranks)
 
 
+SIZES: dict[str, Any] = dict(vocab_size=8, hidden_size=16, intermediate_size=32, num_hidden_layers=2)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=2)
+
+
 def llama() -> Any:
-    return family(
-        LlamaConfig(
-            vocab_size=8,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
+    return family(LlamaConfig(**SIZES))
 
 
-def test_megatron_model_wins_over_the_family_and_our_settings() -> None:
-    given = dict(layernorm_epsilon=1e-3, recompute_granularity="selective", max_sequence_length=77)
+def mixture() -> Any:
+    sizes = SIZES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=4)
+    return family(Qwen3MoeConfig(**sizes, decoder_sparse_step=1))
+
+
+def test_free_options_win_over_our_settings() -> None:
+    given = dict(recompute_granularity="selective", layernorm_epsilon=1e-6, max_sequence_length=2048)
     options = model_options(llama(), recipe(dict(model=given)), alone())
-    assert options.config.layernorm_epsilon == 1e-3 and options.config.recompute_granularity == "selective"
-    assert options.gpt["max_sequence_length"] == 77 and options.gpt["share_embeddings_and_output_weights"] is False
+    assert options.config.recompute_granularity == "selective"
+    assert options.gpt["max_sequence_length"] == 2048 and options.gpt["share_embeddings_and_output_weights"] is False
     assert options.config.num_query_groups == 2 and options.config.normalization == "RMSNorm"
+
+
+def test_every_option_of_megatron_core_stands_in_one_list() -> None:
+    lists = [options.FREE, options.MODEL, options.UNUSED, options.ELSEWHERE, set(options.REFUSED)]
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert fields - set().union(*lists) == set()
+    assert sum(map(len, lists)) == len(set().union(*lists))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_dropout", 0.1),
+        ("attention_dropout", 0.1),
+        ("num_layers", 1),
+        ("num_query_groups", 4),
+        ("kv_channels", 8),
+        ("layernorm_epsilon", 1e-3),
+        ("softmax_scale", 1.0),
+        ("no_rope_freq", 2),
+        ("rotary_interleaved", True),
+        ("window_size", [64, 0]),
+        ("activation_func_clamp_value", 1.0),
+        ("moe_router_force_load_balancing", True),
+        ("moe_router_topk", 1),
+        ("moe_router_topk_scaling_factor", 2.0),
+        ("moe_router_score_function", "sigmoid"),
+        ("moe_expert_capacity_factor", 1.0),
+        ("moe_input_jitter_eps", 0.01),
+        ("position_embedding_type", "none"),
+        ("rotary_base", 500000),
+    ],
+)
+def test_an_option_that_makes_another_model_than_config_json_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"megatron\.model\.{key}: .* another model than the policy's config.json"):
+        model_options(mixture(), recipe(dict(model={key: value})), alone())
+
+
+def test_a_value_that_config_json_has_may_be_repeated() -> None:
+    given = dict(num_layers=2, num_query_groups=2, moe_router_topk=2, hidden_dropout=0.0, moe_input_jitter_eps=None)
+    assert model_options(mixture(), recipe(dict(model=given)), alone()).config.moe_router_topk == 2
 
 
 def test_bf16_sets_every_dtype() -> None:
@@ -98,7 +141,7 @@ def test_with_te_the_accumulation_is_not_fused_in_the_output_layer(
     ],
 )
 def test_a_key_of_another_section_is_sent_there(key: str, owner: str) -> None:
-    with pytest.raises(ValueError, match=rf"megatron\.model\.{key}: expected to be set by {owner}"):
+    with pytest.raises(ValueError, match=rf"megatron\.model\.{key}: {owner} sets it"):
         model_options(llama(), recipe(dict(model={key: 2})), alone())
 
 
@@ -156,7 +199,7 @@ def test_a_pipeline_with_context_parallelism_requires_variable_lengths() -> None
 
 
 def test_fp8_is_refused_since_its_checkpoints_hold_pickles():
-    with pytest.raises(ValueError, match=r"megatron\.model\.fp8: expected none .*found 'hybrid'"):
+    with pytest.raises(ValueError, match=r"megatron\.model\.fp8 is not supported: .* pickles"):
         model_options(family(LlamaConfig()), recipe({"model": {"fp8": "hybrid"}}), alone())
 
 
@@ -165,10 +208,10 @@ def test_fp8_is_refused_since_its_checkpoints_hold_pickles():
     [
         (
             {"moe_router_enable_expert_bias": True},
-            "moe_router_enable_expert_bias: is not supported: .* export would lose",
+            "moe_router_enable_expert_bias is not supported: .* export would lose",
         ),
-        ({"mtp_num_layers": 1}, "mtp_num_layers: is not supported: .* export would lose it"),
-        ({"tp_comm_overlap": True}, "tp_comm_overlap: is not supported"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers is not supported: .* export would lose it"),
+        ({"tp_comm_overlap": True}, "tp_comm_overlap is not supported"),
         ({"moe_router_load_balancing_type": "seq_aux_loss"}, "seq_aux_loss is not supported: .* packed row"),
         ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "global_aux_loss is not supported"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn is not supported"),
@@ -179,3 +222,26 @@ def test_fp8_is_refused_since_its_checkpoints_hold_pickles():
 def test_what_would_train_or_count_wrong_in_silence_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         model_options(llama(), recipe(dict(model=settings)), alone())
+
+
+@pytest.mark.parametrize(
+    ("version", "parallel", "grouped", "said"),
+    [
+        ("0.16.1", dict(tensor_model=2, expert_tensor=1), False, "expert_tensor_parallel_size: .* wrong gradients"),
+        ("0.16.1", dict(tensor_model=2, expert_model=2), True, "moe_grouped_gemm: .* out of the gradient norm"),
+        ("0.16.1", dict(tensor_model=2, expert_model=2), False, None),
+        ("0.19.2", dict(tensor_model=2, expert_model=2, expert_tensor=1), True, None),
+    ],
+)
+def test_layouts_of_experts_that_old_megatron_trains_wrongly_are_refused(
+    version: str, parallel: dict[str, int], grouped: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options.megatron.core, "__version__", version)
+    sizes = {f"{kind}_parallel_size": size for kind, size in parallel.items()}
+    model = dict(sequence_parallel=True, moe_grouped_gemm=grouped)
+    asked = recipe(dict(parallel=sizes, model=model), world_size=4)
+    if said:
+        with pytest.raises(ValueError, match=said):
+            options.check_megatron(mixture(), asked)
+    else:
+        options.check_megatron(mixture(), asked)

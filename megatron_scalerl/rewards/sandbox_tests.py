@@ -1,0 +1,390 @@
+"""The tests' side in the sandbox: `sandbox_guest` executes this text behind its own, in the process of the tests."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # every run pays for what is imported here
+    import ast
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    from megatron_scalerl.rewards.sandbox_guest import (
+        _OF_TWO,
+        _SPECIAL,
+        _UNPLAIN,
+        REPLIES,
+        REQUESTS,
+        _awaitable,
+        _awaited,
+        decode,
+        encode,
+        receive,
+        run_as,
+        send,
+    )
+
+
+class Remote:
+    """An object of the program, which carries out what the tests do with it.
+
+    It equals no value of the tests, so that no __eq__ of the program decides such a comparison. Where both sides are
+    made by the program, it decides all the same.
+    """
+
+    def __init__(self, tests: Tests, number: int) -> None:
+        self.__dict__.update(_tests=tests, _number=number)
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self._tests.ask("call", self._number, args, keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._tests.ask("." + name, self._number)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._tests.ask("iter", self._number)
+
+    def __next__(self) -> Any:
+        for item in self._tests.ask("__next__", self._number):
+            return item
+        raise StopIteration
+
+    def __hash__(self) -> int:
+        return 0  # equal objects have equal ones, and fields may change
+
+
+def _special(name: str) -> Callable[..., Any]:
+    def ask(self: Remote, *args: Any) -> Any:
+        if name in _OF_TWO and not isinstance(args[0], Remote):
+            return NotImplemented
+        if name == "__exit__":  # whose answer must not hide an assertion that fails
+            self._tests.ask(name, self._number)
+            return None
+        return self._tests.ask(name, self._number, args)
+
+    return ask
+
+
+for _name in _SPECIAL:
+    setattr(Remote, _name, _special(_name))
+
+
+class Tests:
+    """The side of the tests."""
+
+    def __init__(self) -> None:
+        self._requests, self._replies = os.fdopen(REQUESTS, "wb"), os.fdopen(REPLIES, "rb")
+        self._remotes: dict[int, Remote] = {}
+        self._functions: list[Any] = []
+        self._exceptions: dict[str, type[Exception]] = {}
+
+    def run(self, source: str, entry_point: str) -> None:
+        """Run the tests: the text itself, then what it defines as tests. Raises what a failing test raises.
+
+        Tests are functions test*, classes Test* with methods test*, unittest's classes, and `check(candidate)`, which
+        is called with the program's `entry_point`. At least one assertion has to be evaluated, and each that is has
+        to hold, whatever the tests do with the exception: AssertionError.
+        """
+        import ast
+
+        tree = ast.parse(source)
+        names = self._names(self._answer(), tree, entry_point)
+        module = type(sys)("solution")
+        module.__dict__.update(names)
+        sys.modules["solution"] = module
+        sys.argv = ["tests"]  # unittest.main reads it
+        sys.modules["pytest"] = _pytest()
+        if "unittest" in source:
+            import unittest
+
+            unittest.TestCase.failureException = _Failed
+        hooks = {_EVALUATED: _evaluated, _CALLED: _called, _AWAITABLE: _awaitable}
+        found = run_as("__main__", source, names | hooks, _instrumented(tree))
+        for name, value in found.items():
+            _run_test(name, value)
+        if callable(check := found.get("check")) and entry_point:
+            check(names[entry_point] if entry_point in names else getattr(names["Solution"](), entry_point))
+        for thread in _threads():
+            thread.join()
+        assert VERDICTS and all(VERDICTS), "an assertion did not hold, or none was evaluated"
+
+    def ask(self, what: str, number: int, args: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> Any:
+        """The result of a call in the program's process; lists, dicts and sets among `args` change as it says."""
+        request = {
+            "do": what,
+            "handle": number,
+            "args": [encode(item, self._number) for item in args],
+            "keywords": {key: encode(value, self._number) for key, value in (keywords or {}).items()},
+        }
+        try:
+            send(self._requests, request)
+        except OSError:
+            os._exit(1)
+        reply = self._answer()
+        while "call" in reply:
+            arguments = [decode(item, self._remote) for item in reply["args"]]
+            returned = self._functions[-1 - reply["call"]](*arguments)
+            send(self._requests, {"returned": encode(returned, self._number)})
+            reply = self._answer()
+        for mine, theirs in zip(args, reply["args"]):
+            _replace(mine, decode(theirs, self._remote))
+        if sys.stdout:
+            sys.stdout.write(reply["printed"])
+        if reply["awaits"]:
+            return self._later(reply)
+        return self._result(reply)
+
+    async def _later(self, reply: dict[str, Any]) -> Any:
+        """What awaiting a call gives, which the program has done already."""
+        return self._result(reply)
+
+    def _result(self, reply: dict[str, Any]) -> Any:
+        if "error" in reply:
+            own = [self._exceptions[name] for name in reply["error"] if name in self._exceptions]
+            raise own[0](reply["message"]) if own else _exception(reply["error"][-1], reply["message"])
+        return decode(reply["result"], self._remote)
+
+    def _answer(self) -> Any:
+        """The next message; if there is none or it is no message, no test may go on."""
+        try:
+            message = receive(self._replies)
+        except (ValueError, RecursionError, MemoryError, OverflowError):
+            message = None
+        if message is None:
+            os._exit(1)
+        return message
+
+    def _names(self, found: dict[str, Any], tree: ast.AST, entry_point: str) -> dict[str, Any]:
+        """Names of the program for the tests.
+
+        One that is also a builtin is the builtin, so that the program cannot replace `all` or `isinstance`, unless
+        it is the entry point, or the only name of the program that the tests use. A program without any of their
+        names fails.
+        """
+        import ast
+
+        nodes = list(ast.walk(tree))
+        used = {node.id for node in nodes if isinstance(node, ast.Name)} | {entry_point}
+        used |= {alias.name for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
+        if any(alias.name == "solution" for n in nodes if isinstance(n, ast.Import) for alias in n.names):
+            used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        if entry_point and entry_point not in found:
+            used.add("Solution")
+        own = {name for name in used & found.keys() if "module" not in found[name] and not name.startswith("__")}
+        names = {name: self._local(found[name]) for name in own}
+        assert own & {entry_point, "Solution"} or (own and not entry_point), "the program has no name that is tested"
+        if len(own) > 1:
+            own = {name for name in own if name == entry_point or not hasattr(builtins, name)}
+            names = {name: names[name] for name in own}
+        for name in used & found.keys() - own:
+            module = found[name].get("module")
+            if module in sys.stdlib_module_names:
+                names[name] = __import__(module)
+        return names
+
+    def _local(self, told: dict[str, Any]) -> Any:
+        """A name of the program; its exceptions are classes here, too, so that tests can catch them."""
+        if "exception" not in told:
+            return decode(told["value"], self._remote)
+        *own, standard = told["exception"]
+        kind = type(_exception(standard, ""))
+        for name in reversed(own):
+            kind = self._exceptions.setdefault(name, type(name, (kind,), {}))
+        return kind
+
+    def _remote(self, number: int) -> Remote:
+        return self._remotes.setdefault(number, Remote(self, number))
+
+    def _number(self, value: Any) -> dict[str, int]:
+        if isinstance(value, Remote):
+            return {"h": value._number}
+        if type(value).__name__ not in ("function", "builtin_function_or_method", "method", "type"):
+            raise TypeError(f"a program gets plain data, functions and its own objects, no {type(value).__name__}")
+        self._functions.append(value)
+        return {"h": -len(self._functions)}
+
+
+_EVALUATED, _CALLED, _AWAITABLE = "_assertion_was_evaluated_", "_assertion_was_called_", "_awaitable_"
+"""Names that the tests' text calls once it is instrumented."""
+VERDICTS: list[bool] = []
+"""One for each assertion that was evaluated: whether it held. Tests may swallow the exception, not this."""
+
+
+def _evaluated(value: Any) -> bool:
+    """The truth of an assertion, which is recorded."""
+    VERDICTS.append(False)
+    held = bool(value)
+    VERDICTS[-1] = held
+    return held
+
+
+def _called(value: Any) -> Any:
+    """The result of unittest's assertion, which held: `_Failed` records the others."""
+    VERDICTS.append(True)
+    return value
+
+
+class _Failed(AssertionError):
+    """What unittest raises for an assertion that does not hold."""
+
+    def __init__(self, *args: Any) -> None:
+        VERDICTS.append(False)
+        super().__init__(*args)
+
+
+def _threads() -> list[Any]:
+    threading = sys.modules.get("threading")
+    threads = threading.enumerate() if threading else []
+    return [thread for thread in threads if not thread.daemon and thread is not threading.current_thread()]
+
+
+def _instrumented(tree: ast.Module) -> ast.Module:
+    """The tests, which say so when an assertion is evaluated, and may await plain values."""
+    import ast
+
+    def call(name: str, *arguments: ast.expr) -> ast.Call:
+        return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
+
+    class Hooks(ast.NodeTransformer):
+        def visit_Assert(self, node: ast.Assert) -> Any:
+            self.generic_visit(node)
+            node.test = call(_EVALUATED, node.test)
+            return node
+
+        def visit_Call(self, node: ast.Call) -> Any:
+            self.generic_visit(node)
+            asserts = isinstance(node.func, ast.Attribute) and node.func.attr.startswith("assert")
+            return call(_CALLED, node) if asserts else node
+
+        def visit_Await(self, node: ast.Await) -> Any:
+            self.generic_visit(node)
+            return ast.Await(call(_AWAITABLE, node.value))
+
+    return ast.fix_missing_locations(Hooks().visit(tree))
+
+
+def _run_test(name: str, value: Any) -> None:
+    """Run a name of the tests, if it is one: a function test*, a class Test*, or one of unittest."""
+    unittest = sys.modules.get("unittest")
+    if unittest and isinstance(value, type) and issubclass(value, unittest.TestCase):
+        result = unittest.TestResult()
+        result.startTest = lambda test: before.append(len(VERDICTS))
+        result.addExpectedFailure = lambda test, error: VERDICTS.__setitem__(slice(before[-1], None), [True])
+        before: list[int] = []
+        unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
+        assert result.wasSuccessful() and not result.skipped
+    elif isinstance(value, type) and name.startswith("Test"):
+        for method in [m for m in dir(value) if m.startswith("test")]:
+            instance = value()
+            for step in ("setup_method", "setUp", method, "teardown_method", "tearDown"):
+                if hasattr(instance, step):
+                    bound = getattr(instance, step)
+                    takes_method = step in ("setup_method", "teardown_method") and bound.__code__.co_argcount == 2
+                    _call(bound, *[method] * takes_method)
+    elif name.startswith("test") and type(value).__name__ == "function":
+        for case in getattr(value, _CASES, [{}]):
+            _call(value, **case)
+
+
+def _call(function: Any, *arguments: Any, **keywords: Any) -> None:
+    result = function(*arguments, **keywords)
+    if hasattr(result, "__await__"):
+        _awaited(result)
+
+
+_CASES = "_cases_"
+"""Attribute of a function with its arguments, a dict for each call."""
+
+
+class _Raises:
+    """pytest.raises as a context."""
+
+    def __init__(self, kinds: Any, match: str | None) -> None:
+        self._kinds, self._match = kinds, match
+
+    def __enter__(self) -> _Raises:
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> bool:
+        import re
+
+        self.type, self.value = kind, value
+        raised = kind is not None and issubclass(kind, self._kinds)
+        if not _evaluated(raised and (self._match is None or re.search(self._match, str(value)))):
+            raise AssertionError("another exception or none") from value
+        return True
+
+
+class _Approx:
+    """pytest.approx of a number, or of a sequence or dict of numbers."""
+
+    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:
+        self._expected, self._rel, self._abs = expected, 1e-6 if rel is None else rel, 1e-12 if abs is None else abs
+
+    def __eq__(self, other: Any) -> bool:
+        import math
+
+        pairs: Any = [(other, self._expected)]
+        if isinstance(self._expected, (dict, list, tuple)):
+            if len(other) != len(self._expected):
+                return False
+            keys = self._expected if isinstance(self._expected, dict) else range(len(other))
+            pairs = [(other[key], self._expected[key]) for key in keys]
+        return all(math.isclose(a, b, rel_tol=self._rel, abs_tol=self._abs) for a, b in pairs)
+
+
+def _pytest() -> Any:
+    """The parts of pytest that tests of programs use: raises, approx, param and mark.parametrize."""
+
+    def raises(kinds: Any, function: Any = None, *args: Any, match: str | None = None, **keywords: Any) -> Any:
+        context = _Raises(kinds, match)
+        if function is None:
+            return context
+        with context:
+            function(*args, **keywords)
+        return context
+
+    def parametrize(names: Any, values: Any, **_: Any) -> Any:
+        keys = [key.strip() for key in names.split(",")] if isinstance(names, str) else list(names)
+        rows = [value if len(keys) > 1 or isinstance(value, _Row) else (value,) for value in values]
+
+        def decorate(function: Any) -> Any:
+            before = getattr(function, _CASES, [{}])
+            setattr(function, _CASES, [case | dict(zip(keys, row)) for case in before for row in rows])
+            return function
+
+        return decorate
+
+    module = type(sys)("pytest")
+    mark = type("mark", (), {"parametrize": staticmethod(parametrize)})
+    module.__dict__.update(raises=raises, approx=_Approx, mark=mark, param=lambda *row, **_: _Row(row))
+    return module
+
+
+class _Row(tuple):  # type: ignore[type-arg]
+    """Arguments of one case: pytest.param."""
+
+
+def _exception(name: str, message: str) -> Exception:
+    kind: Any = getattr(builtins, name, None)
+    plain = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _UNPLAIN)
+    try:
+        return kind(message) if plain else RuntimeError(name)
+    except TypeError:  # it needs other arguments
+        return RuntimeError(name)
+
+
+def _replace(mine: Any, theirs: Any) -> None:
+    """Change an argument in place, as the call did in the other process."""
+    if type(mine) is not type(theirs):
+        return
+    if isinstance(mine, list):
+        mine[:] = theirs
+    elif isinstance(mine, (dict, set)):
+        mine.clear()
+        mine.update(theirs)
