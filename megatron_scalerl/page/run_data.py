@@ -121,15 +121,10 @@ class RunData:
         key = (self.steps, self.generation)
         if self._update_table[0] != key:
             made = updates_of([row["update"] for row in self._metrics.rows])
-            self._update_table = (
-                key,
-                made
-                and {
-                    "columns": made.table.columns,
-                    "rows": made.table.rows,
-                    "notes": made.notes,
-                },
-            )
+            table = None
+            if made:
+                table = {"columns": made.table.columns, "rows": made.table.rows, "notes": made.notes}
+            self._update_table = (key, table)
         return self._update_table[1]
 
     def _hours(self) -> dict[str, float]:

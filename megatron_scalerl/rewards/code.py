@@ -52,7 +52,8 @@ def extract_program(answer_text: str) -> str | None:
     """
     blocks = list(_blocks(answer_text))
     python = [text for language, text in blocks if language in PYTHON or (not language and _is_program(text))]
-    return (python or [text for _, text in blocks] or [None])[-1]
+    programs = python or [text for _, text in blocks]
+    return programs[-1] if programs else None
 
 
 def _is_program(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import os
 import sys
@@ -238,9 +239,11 @@ class _Failed(AssertionError):
 
 
 def _threads() -> list[Any]:
+    """Threads of the tests that have not ended."""
     threading = sys.modules.get("threading")
-    threads = threading.enumerate() if threading else []
-    return [thread for thread in threads if not thread.daemon and thread is not threading.current_thread()]
+    if threading is None:
+        return []
+    return [thread for thread in threading.enumerate() if not thread.daemon and thread.ident != _thread.get_ident()]
 
 
 def _instrumented(tree: ast.Module) -> ast.Module:
