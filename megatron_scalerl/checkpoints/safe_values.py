@@ -183,14 +183,18 @@ def _load(file: Bytes, start: int, length: int, expected: str, names: list[Any])
     with _names_beside_torchs(names):
         try:
             return torch.load(window, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            reason = "content that torch's weights-only load refuses"
         except Exception as error:
-            reason = printable(repr(error))
-        with contextlib.suppress(Exception):
-            window.seek(0)
-            reason = f"the name {printable(torch.serialization.get_unsafe_globals_in_checkpoint(window)[0])}"
-    raise ValueError(f"{expected} {reason}")
+            raise ValueError(f"{expected} {_reason(window, error)}") from None
+
+
+def _reason(window: Any, error: Exception) -> str:
+    """Why a load failed; the first name that is not allowed, if there is one."""
+    with contextlib.suppress(Exception):
+        window.seek(0)
+        return f"the name {printable(torch.serialization.get_unsafe_globals_in_checkpoint(window)[0])}"
+    if isinstance(error, pickle.UnpicklingError):
+        return "content that torch's weights-only load refuses"
+    return printable(repr(error))
 
 
 class _Window(io.RawIOBase):

@@ -151,10 +151,7 @@ def make_plan(
     got, sent = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
     engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=got)
     speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
-    pause = assumed.publish_seconds
-    if pause is None:  # other splits of the same GPUs have nearly the same
-        pause = update.bound_seconds(gpu.nic_bytes_per_second / 2)
-    base = _base(recipe, speed, lengths, pause)
+    base = _base(recipe, speed, lengths, _pause(update, gpu, assumed))
 
     def trainer_of(split: Split) -> _Trainer:
         layout = layout_of(recipe, family, split.trainer)
@@ -221,6 +218,13 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
         updates_per_phase=None if r.schedule == "pipeline" else phase,
         takes_turns=recipe.engine.colocate and r.schedule == "pipeline" and r.max_staleness_steps > 0,
     )
+
+
+def _pause(update: UpdateWork, gpu: Gpu, assumed: Assumptions) -> float:
+    """The engines' pause for a weight update (seconds); other splits of the same GPUs have nearly the same."""
+    if assumed.publish_seconds is not None:
+        return assumed.publish_seconds
+    return update.bound_seconds(gpu.nic_bytes_per_second / 2)
 
 
 def _possible(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
