@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_scalerl.fit.outlook import Outlook, Projection, projection
+from megatron_scalerl.fit.outlook import Projection, projection
 from megatron_scalerl.page.report import last_step, moved_text
 
 MOST = 128
@@ -33,17 +33,11 @@ class Forecasts:
         return sorted((count for count in wanted if count not in self._made), reverse=True)
 
     @staticmethod
-    def made_from(rows: Rows, recipe: Mapping[str, Any], count: int) -> Projection | None:
-        """The forecast from the first `count` rows. Changes nothing. Raises ValueError for invalid rows."""
-        return projection(
-            rows[:count], steps=last_step(rows, recipe), fit_from_steps=recipe["forecast"]["fit_from_steps"]
-        )
-
-    @classmethod
-    def attempt(cls, rows: Rows, recipe: Mapping[str, Any], count: int) -> tuple[Projection | None, str]:
+    def attempt(rows: Rows, recipe: Mapping[str, Any], count: int) -> tuple[Projection | None, str]:
         """The forecast from the first `count` rows, or in one line why it failed. Changes nothing."""
+        start = recipe["forecast"]["fit_from_steps"]
         try:
-            return cls.made_from(rows, recipe, count), ""
+            return projection(rows[:count], steps=last_step(rows, recipe), fit_from_steps=start), ""
         except (ValueError, ArithmeticError) as error:
             return None, f"forecast from {count} validations: {type(error).__name__}: {error}"
 
@@ -68,18 +62,12 @@ class Forecasts:
         """Those that there are, in the order of their validations."""
         return [each for _, each in sorted(self._made.items()) if each is not None]
 
-    @property
-    def newest(self) -> Projection | None:
-        """The last of them; None before the first."""
-        return max(self.made, key=lambda each: each.outlook.step, default=None)
-
     def lines(self, rows: Rows, recipe: Mapping[str, Any]) -> list[str]:
         """How the forecasts moved, as `report` says it."""
-        outlooks: list[Outlook] = [each.outlook for each in self.made]
-        if not outlooks:
+        if not self.made:
             return []
         ended = rows[-1]["step"] >= last_step(rows, recipe)
-        return [moved_text(outlooks, rows[-1]["pass_rate"] if ended else None)]
+        return [moved_text([made.outlook for made in self.made], rows[-1]["pass_rate"] if ended else None)]
 
     def payload(self) -> list[dict[str, Any]]:
         """Each with its path: lists over equally distant points from its validation to the end of the run."""

@@ -110,29 +110,23 @@ def newest_row(path: Path) -> dict[str, Any] | None:
 
     Raises ValueError naming the file for a line that is no JSON object, OSError.
     """
-    data = _end_of(path, at_end=True)
-    whole = data[: data.rfind(b"\n") + 1].rstrip()
-    return _object(path, "last line", whole[whole.rfind(b"\n") + 1 :])
+    return _end_row(path, "last line", -1)
 
 
 def first_row(path: Path) -> dict[str, Any] | None:
     """The first line of a JSONL file, if it is complete, as `newest_row`."""
-    line, newline, _ = _end_of(path, at_end=False).partition(b"\n")
-    return _object(path, "first line", line if newline else b"")
+    return _end_row(path, "first line", 0)
 
 
-def _end_of(path: Path, *, at_end: bool) -> bytes:
+def _end_row(path: Path, where: str, index: int) -> dict[str, Any] | None:
     try:
         with naming(path), open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES) if at_end else 0)
-            return file.read(TAIL_BYTES)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES) if index else 0)
+            lines = [line for line in file.read(TAIL_BYTES).split(b"\n")[:-1] if line.strip()]
     except FileNotFoundError:
-        return b""
-
-
-def _object(path: Path, where: str, line: bytes) -> dict[str, Any] | None:
+        return None
     try:
-        return json_row(line) if line else None
+        return json_row(lines[index]) if lines else None
     except ValueError as error:
         raise ValueError(f"{path}: {where}: {error}") from None
 

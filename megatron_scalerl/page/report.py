@@ -203,9 +203,10 @@ def _print_updates(console: Console, run_dir: Path) -> None:
     except (ValueError, RecursionError) as error:
         console.print(printable(f"No weight updates: {error}"), highlight=False, markup=False)
         return
-    if updates := updates_of(rows):
-        console.print(updates.table.rich())
-        console.print("\n".join(updates.notes), highlight=False, markup=False)
+    if (made := updates_of(rows)) is not None:
+        table, note = made
+        console.print(table.rich())
+        console.print(note, highlight=False, markup=False)
 
 
 def _print_outlooks(console: Console, rows: Rows, recipe: dict[str, Any]) -> None:
@@ -249,16 +250,8 @@ def _table(evaluation: ForecastEvaluation, unseen: Rows) -> Table:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Updates:
-    """The table and what has to be said of it."""
-
-    table: Table
-    notes: tuple[str, ...]
-
-
-def updates_of(rows: Sequence[Mapping[str, Any]]) -> Updates | None:
-    """Medians of the updates in rows of metrics.jsonl, of whole ones and of those of changes; None without one."""
+def updates_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, str] | None:
+    """(table, note) of the updates in rows of metrics.jsonl: medians of whole ones and of those of changes."""
     known = [row for row in rows if finite(row.get("weight_bytes")) is not None]
     if not known:
         return None
@@ -269,8 +262,8 @@ def updates_of(rows: Sequence[Mapping[str, Any]]) -> Updates | None:
     cells = [("updates", *(str(len(of)) for of in columns.values()))]
     cells += [(what, *(_median(of, name, form) for of in columns.values())) for what, name, form in _LINES]
     cells = [row for row in cells if not {*row[1:]} <= {_NOTHING}]
-    notes = (f"{len(known)} updates in metrics.jsonl, medians.",)
-    return Updates(table=Table(title="Weight updates", columns=("", *columns), rows=tuple(cells)), notes=notes)
+    table = Table(title="Weight updates", columns=("", *columns), rows=tuple(cells))
+    return table, f"{len(known)} updates in metrics.jsonl, medians."
 
 
 def finite(value: Any) -> float | None:
@@ -290,26 +283,15 @@ def _size(value: float) -> str:
     return f"{value / scale:.4g} {unit}"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.3g} %"
-
-
-def _plain(value: float) -> str:
-    return f"{value:.3g}"
-
-
+_SECONDS = "{:.3g} s".format
 _LINES = (
     ("bytes of all senders", "weight_bytes", _size),
     ("most sent by a rank", "weight_most_sent_bytes", _size),
     ("most received by a worker", "weight_most_received_bytes", _size),
-    ("elements that changed", "weights_changed", _percent),
-    ("GB/s", "weight_gb_per_s", _plain),
-    *((f"phase {phase}", f"weight_{phase}_seconds", _seconds) for phase in UPDATE_PHASES),
-    ("engines paused", "engine_paused_seconds", _seconds),
-    ("in all, with attempts that failed", "publish_seconds", _seconds),
+    ("elements that changed", "weights_changed", lambda share: f"{100 * share:.3g} %"),
+    ("GB/s", "weight_gb_per_s", "{:.3g}".format),
+    *((f"phase {phase}", f"weight_{phase}_seconds", _SECONDS) for phase in UPDATE_PHASES),
+    ("engines paused", "engine_paused_seconds", _SECONDS),
+    ("in all, with attempts that failed", "publish_seconds", _SECONDS),
 )
 """What, its column of metrics.jsonl, how it is shown."""

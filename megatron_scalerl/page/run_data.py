@@ -121,10 +121,10 @@ class RunData:
         key = (self.steps, self.generation)
         if self._update_table[0] != key:
             made = updates_of([row["update"] for row in self._metrics.rows])
-            table = None
-            if made:
-                table = {"columns": made.table.columns, "rows": made.table.rows, "notes": made.notes}
-            self._update_table = (key, table)
+            self._update_table = key, None
+            if made is not None:
+                table, note = made
+                self._update_table = key, {"columns": table.columns, "rows": table.rows, "notes": (note,)}
         return self._update_table[1]
 
     def _hours(self) -> dict[str, float]:
@@ -136,7 +136,7 @@ class RunData:
 
     def _header(self) -> dict[str, Any]:
         rows, end, hours = self.validations, self._others["end.json"].rows, self._hours()
-        made = self.forecasts.newest
+        made = self.forecasts.made
         last = int(self._metrics.rows[-1]["step"] or 0) if self.steps else 0
         unit = next((unit for unit, _, _ in reversed(self._ledger.rows) if unit), "device_hours")
         lines = [*self._gain_lines()]
@@ -150,9 +150,9 @@ class RunData:
             "step": last,
             "steps": last_step(rows, self.recipe) if rows or self.recipe.get("steps") else last,
             "ended": printable(str(end[-1].get("reason", ""))) if end else "",
-            "verdict": made.outlook.verdict if made else "",
-            "forecast": made.outlook.line() if made else "",
-            "forecast_step": made.outlook.step if made else None,
+            "verdict": made[-1].outlook.verdict if made else "",
+            "forecast": made[-1].outlook.line() if made else "",
+            "forecast_step": made[-1].outlook.step if made else None,
             "lines": lines,
             "damage": self.damage,
         }

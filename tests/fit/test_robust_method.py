@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from published import published_run, published_series
+from remembered_fits import MADE
 
 from megatron_scalerl.fit.checks import falling_tail
 from megatron_scalerl.fit.curve import Curve
@@ -36,7 +37,9 @@ def test_the_unit_of_compute_changes_only_the_midpoint():
 
 def test_same_seed_same_draws_other_seed_nearly_the_same():
     compute, measured = synthetic(n=12)
-    one, again, other = (fit(compute, measured, initial=0.4, seed=seed) for seed in (5, 5, 6))
+    one, other = (fit(compute, measured, initial=0.4, seed=seed) for seed in (5, 6))
+    MADE.clear()
+    again = fit(compute, measured, initial=0.4, seed=5)
     assert one.intervals == again.intervals and one.predict([2.0]) == again.predict([2.0])
     assert one.intervals != other.intervals
     assert other.asymptote == pytest.approx(one.asymptote, abs=0.004)

@@ -25,9 +25,10 @@ def test_medians_of_whole_updates_and_of_those_of_changes():
     changes = {"weight_bytes": 16e7, "weight_most_received_bytes": 8e7, "weight_most_sent_bytes": 4e7}
     small = [record(**changes, weight_update_seconds=s, weights_changed=0.01) for s in (0.01, 0.03, 0.02)]
     whole = [record(weight_connect_seconds=2.0), record(weight_update_seconds=0.8), record(weight_update_seconds=0.5)]
-    found = updates_of([*whole, {"step": 4}, *small])
-    assert found.table.columns == ("", "whole", "of changes")
-    rows = {name: cells for name, *cells in found.table.rows}
+    found, note = updates_of([*whole, {"step": 4}, *small])
+    assert note == "6 updates in metrics.jsonl, medians."
+    assert found.columns == ("", "whole", "of changes")
+    rows = {name: cells for name, *cells in found.rows}
     assert rows["updates"] == ["3", "3"]
     assert rows["bytes of all senders"] == ["16 GB", "160 MB"]
     assert rows["most sent by a rank"] == ["4 GB", "40 MB"]
