@@ -88,8 +88,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             return code
         (failed if code else finished).append(recipe.run_dir)
         console.print(f"{len(failed) + len(finished)} of {len(recipes)} runs have ended", highlight=False)
-    if len(finished) > 1:
-        _compare(arguments, finished, same, console)
+    try:
+        if len(finished) > 1:
+            _compare(arguments, finished, same, console)
+    except ValueError as error:
+        if not failed:
+            raise
+        console.print(f"not compared: {error}", highlight=False)
     if failed:
         raise RuntimeError(f"{len(failed)} runs failed: {', '.join(failed)}; the same command goes on with them")
     return 0

@@ -187,6 +187,7 @@ class WeightSync:
     def __init__(self, trainer: TrainerClient, engines: Membership, recipe: Recipe) -> None:
         self._trainer, self._engines, self._recipe = trainer, engines, recipe
         self._connected: list[EngineClient] = []
+        self._sent_changes = False
         self._shards: dict[str, list[int]] = {}  # engine -> shard of each of its workers
         self._proven: list[EngineClient] = []  # engines that have completed an update
         self._steps: list[StepReport] = []  # since the last version was published
@@ -258,8 +259,11 @@ class WeightSync:
     def _evict_failed(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> bool:
         """Evict the engines that caused a failure; False if one of them was, or had been meanwhile."""
         gone = [engine for engine in engines if engine not in self._engines.alive]
-        if failed.phase in _COLLECTIVE and (gone or len(failed.engines) == len(engines)):
+        everyone = len(failed.engines) == len(engines)
+        if failed.phase in _COLLECTIVE and (gone or everyone):
             return not gone
+        if failed.phase == "verify" and everyone and self._sent_changes:
+            return True  # something unrecorded wrote the trainer's weights; a new connection sends them whole
         for engine, reason in failed.engines.items():
             self._engines.evict(engine, reason)
         return not (gone or failed.engines)
@@ -285,6 +289,7 @@ class WeightSync:
             await phases.all("update", engines, write)
         else:
             report, *_ = await phases.all("update", engines, write, trainer=self._trainer.send_weights(version))
+        self._sent_changes = report.bytes < report.whole_bytes
         await phases.all("finish", engines, lambda engine: engine.post("/finish_weight_update", label))
         await phases.all(
             "verify", engines, lambda engine: _verify(engine, version, report, self._shards[engine.name])

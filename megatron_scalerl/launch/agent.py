@@ -287,7 +287,7 @@ def main() -> int:
     log_to_stderr()
     agent = Agent(sys.argv[1], os.environ)
     try:
-        if "MSRL_RANKS" in os.environ:
+        if sys.argv[1].startswith("trainer-"):
             secret = find_secret(os.environ, sockets.Purpose.TRAINER)
             return run_until_signal(serve_ranks(os.environ, secret))
         agent.join()

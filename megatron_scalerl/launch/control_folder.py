@@ -32,6 +32,13 @@ _READ_AGAIN_S = 2.0
 """Between two looks for it (seconds)."""
 
 
+CONTROLLER_VARIABLES = (
+    *("MSRL_CONTROLLER", "MSRL_CONTROLLER_KEY", "MSRL_SECRET_FILE", "MSRL_RUN_ID", "MSRL_INCARNATION"),
+    *("MSRL_RECIPE", "MSRL_LOGS"),
+)
+"""Variables of `public_environment`, and all that is read from controller.json."""
+
+
 def public_environment(attempt: Attempt, endpoint: str, secret: str, purpose: Purpose) -> dict[str, str]:
     """What a program on another host has to know. It holds no secret: every user of both hosts may see it."""
     return {
@@ -102,9 +109,7 @@ def read_controller(run: Path) -> dict[str, str]:
     path = controller_file(run)
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-        if "MSRL_CONTROLLER_KEY" not in found:
-            raise KeyError("MSRL_CONTROLLER_KEY")
-        return found
+        return {name: found[name] for name in CONTROLLER_VARIABLES}
     except FileNotFoundError:
         raise ValueError(f"{run}: expected a controller that runs, found no {path}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError) as error:

@@ -67,8 +67,13 @@ class LocalServer:
         self.where = f"port {self.port}"
         """Part of an error message."""
         self._certificate = contextlib.ExitStack()  # its files, until the server has read them
-        tls = None if place.tls is None else self._certificate.enter_context(certificate_files(place.tls))
-        self._arguments = engine_arguments(recipe, host=place.host, port=self.port, tls=tls)
+        try:
+            tls = None if place.tls is None else self._certificate.enter_context(certificate_files(place.tls))
+            self._arguments = engine_arguments(recipe, host=place.host, port=self.port, tls=tls)
+        except BaseException:
+            self._certificate.close()
+            self._socket.close()
+            raise
         self._process: ChildProcess | None = None
         self._folder = contextlib.ExitStack()  # of vLLM's own sockets, which it leaves behind
 

@@ -85,8 +85,10 @@ class EngineProcess:
 
     async def stop(self, grace_s: float = STOP_S) -> None:
         """Terminate the server with all its processes, after `grace_s` by SIGKILL. May be called twice."""
-        await self.client.close()
-        await self.server.stop(grace_s)
+        try:
+            await self.client.close()
+        finally:
+            await self.server.stop(grace_s)
 
     async def _first_answer(self) -> None:
         """Wait for the first response: the plugin reports shortly before the server accepts connections."""

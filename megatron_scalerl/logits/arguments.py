@@ -182,9 +182,9 @@ def _check_tokens(tokens: int, targets: Tensor, settings: Settings, shares: int)
         raise ValueError(f"expected temperature a number or [{tokens}], found {list(temperature.shape)}")
     if isinstance(temperature, Tensor) and settings.trusted:
         return
-    values = torch.as_tensor(temperature)
-    if not bool((values > 0).all()):
-        raise ValueError(f"temperature: expected above 0, found {float(values.min())}")
+    lowest = float(temperature.min() if isinstance(temperature, Tensor) else temperature)
+    if not lowest > 0:
+        raise ValueError(f"temperature: expected above 0, found {lowest}")
 
 
 def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> None:

@@ -30,6 +30,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -67,11 +68,11 @@ class WorkerDied(Exception):
     """A worker ended with a request. The message is what was found in place of a reply."""
 
     def __init__(
-        self, found: str, *, read: bool = False, late: bool = False, code: int | None = None, cpu_s: float = 0.0
+        self, found: str, *, read: bool = False, late: bool = False, code: int | None = None, busy: float = 0.0
     ) -> None:
         super().__init__(found)
-        self.cpu_s = cpu_s
-        """Processor time (s) that it used for a request for which it was late."""
+        self.busy = busy
+        """Share of the time that it had for the request in which it used a processor; of one that was late."""
         self.read = read
         """It had read the request."""
         self.late = late
@@ -320,14 +321,15 @@ class _Worker:
         Cancelled, it is of no use any more: kill it.
         """
         self._number, self._read = self._number + 1, False
-        began_s = self._processor_s()
+        begin = time.monotonic()
+        used_before = self._processor_s()
         try:
             last, reply, data = await within(timeout_s, self._exchange(head, body))
             found = decode(reply)
         except TimeoutError:
-            used = self._processor_s() - began_s
+            busy = (self._processor_s() - used_before) / (time.monotonic() - begin)
             await self.kill()
-            raise WorkerDied(f"no answer within {timeout_s:g} s", read=self._read, late=True, cpu_s=used) from None
+            raise WorkerDied(f"no answer within {timeout_s:g} s", read=self._read, late=True, busy=busy) from None
         except (OSError, EOFError):
             # A process that closed its socket has exited, with its code fixed, or can no longer be trusted.
             code = await self.kill()
@@ -340,12 +342,15 @@ class _Worker:
         return found, data
 
     def _processor_s(self) -> float:
-        """Processor time (s) of the process so far; 0 where it has ended."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Processor time (s) of the process and of those below it so far."""
+        ticks = 0
+        waiting = [str(self.pid)]
+        while waiting:
+            folder = Path(f"/proc/{waiting.pop()}")
+            with contextlib.suppress(OSError):  # it has ended
+                ticks += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:15]))
+                waiting += [pid for task in folder.glob("task/*/children") for pid in task.read_text().split()]
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     async def kill(self) -> int | None:
         """End the process and all its children at once; its exit code, None if there is none. May be called twice."""

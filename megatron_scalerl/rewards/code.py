@@ -43,16 +43,17 @@ _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)", re.DOTALL)
 def extract_program(answer_text: str) -> str | None:
     """The content of the last closed fenced block in Python; None if there is no closed block.
 
-    A block without a language is Python if it parses and calls, defines or imports something: what follows a program
-    is often its output. Where no block is Python, the last one counts.
+    Where none says so, a block without a language that calls, defines or imports something: what follows a program is
+    often its output. Where there is none of these either, the last block.
 
     Example:
-        >>> extract_program("```python\\nprint(1)\\n```\\nor\\n```\\nprint(2)\\n```\\nprints\\n```\\n2\\n```\\n")
-        'print(2)\\n'
+        >>> extract_program("```python\\nprint(1 + 1)\\n```\\nprints\\n```\\n2\\n```\\n")
+        'print(1 + 1)\\n'
     """
     blocks = list(_blocks(answer_text))
-    python = [text for language, text in blocks if language in PYTHON or (not language and _is_program(text))]
-    programs = python or [text for _, text in blocks]
+    python = [text for language, text in blocks if language in PYTHON]
+    unnamed = [text for language, text in blocks if not language and _is_program(text)]
+    programs = python or unnamed or [text for _, text in blocks]
     return programs[-1] if programs else None
 
 
@@ -141,4 +142,4 @@ def _same_word(found: str, expected: str) -> bool:
         near = abs(ours - theirs) <= ABSOLUTE + RELATIVE * abs(theirs)
     except (InvalidOperation, Overflow):
         return False
-    return ours == theirs or (near and theirs != theirs.to_integral_value())
+    return ours == theirs or (near and not expected.lstrip("+-").isdigit())

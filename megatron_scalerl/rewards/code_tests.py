@@ -168,7 +168,7 @@ def _script(text: str, entry_point: str) -> CodeTests:
     for name in imported:
         if name.split(".")[0] not in {*sys.stdlib_module_names, "solution", "pytest"}:
             raise ValueError(f"the tests import {name}; they may import the standard library, solution and pytest")
-    if other := sorted(set(_of_pytest(nodes)) - {"raises", "approx", "param", "mark", "parametrize"}):
+    if other := sorted(set(_of_pytest(nodes)) - {"raises", "approx", "param", "mark", "parametrize", "asyncio"}):
         raise ValueError(
             f"the tests use pytest.{other[0]}; only raises, approx, param and mark.parametrize are known"
         )
@@ -186,8 +186,10 @@ def _script(text: str, entry_point: str) -> CodeTests:
 
 def _of_pytest(nodes: list[ast.AST]) -> Iterator[str]:
     """Names of pytest and of pytest.mark that tests use."""
+    aliases = [a.asname or a.name for n in nodes if isinstance(n, ast.Import) for a in n.names if a.name == "pytest"]
+    places = [place for alias in aliases for place in (alias, f"{alias}.mark")]
     for node in nodes:
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("pytest", "pytest.mark"):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in places:
             yield node.attr
         elif isinstance(node, ast.ImportFrom) and node.module == "pytest":
             yield from (alias.name for alias in node.names)
@@ -206,8 +208,9 @@ def _called(nodes: list[ast.AST]) -> frozenset[str]:
 def _asserts(node: ast.AST) -> bool:
     """Whether a node is an assertion, unittest's included."""
     called = node.func if isinstance(node, ast.Call) else None
-    name = getattr(called, "attr", getattr(called, "id", ""))
-    return isinstance(node, ast.Assert) or name == "raises" or name.startswith("assert")
+    method = called.attr if isinstance(called, ast.Attribute) else ""
+    name = called.id if isinstance(called, ast.Name) else method
+    return isinstance(node, ast.Assert) or name == "raises" or method.startswith("assert")
 
 
 def _reached(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:

@@ -14,8 +14,8 @@ Outcomes of a check other than the verifier's return value:
   crashing the verifier. Checks that had not begun are not affected.
 * A check that its verifier cannot make is tried again, TRIES times in all, and then lost as well: VerifierUnavailable
   (the code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
-  (`worker.is_unavailable`), and a verifier of the user's that waited until the wall-clock limit. Where other checks
-  succeeded meanwhile the answer is wrong, `unavailable`: it may have broken its judge to escape its score. After
+  (`worker.is_unavailable`), and a verifier of the user's that waited until the wall-clock limit. Where nearly all
+  other tries succeed the answer is wrong, `unavailable`: it may have broken its judge to escape its score. After
   MAX_UNAVAILABLE in a row, or if more than half of the last RECENT could not be made, the run ends (RuntimeError).
 * Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
   processes continue; where that persists with none alive, the run ends (RuntimeError).
@@ -65,10 +65,12 @@ MAX_DEFAULT_WORKERS = 8
 """Most verifier processes where the recipe does not set their number."""
 MAX_UNAVAILABLE, RECENT = 64, 256
 """Checks in a row that could not be made, after which the pool ends; and among how many half may not."""
+ALONE = 0.1
+"""Share of the last RECENT tries up to which a failure is that of one answer alone."""
 TRIES, PAUSES_S = 3, (1.0, 5.0)
 """Of a check that could not be made, and the pauses between them."""
 WAITING_SHARE = 0.1
-"""A check that used less of its wall-clock limit than this as processor time was waiting for something."""
+"""A check that used a processor for less than this share of its wall-clock limit was waiting for something."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 INHERITED = (
     "PATH",
@@ -101,7 +103,8 @@ class VerifierPool:
     `incorrect`; a float is the reward itself and counts as correct if it is at least `correct`.
 
     `counters` counts completions: checks; correct; reasons of wrong ones (no_answer, truncated, timeout, memory,
-    crash, error); verifier_lost (CompletionLost); repeated (scored by an identical check). And processes: restarts.
+    crash, error, unavailable); verifier_lost (CompletionLost); unavailable_checks; repeated (scored by an identical
+    check). And processes: restarts.
     """
 
     def __init__(self, rewards: RewardsSection, *, start_timeout_s: float = 300.0) -> None:
@@ -129,7 +132,7 @@ class VerifierPool:
         self._outstanding: dict[bytes, _Check] = {}
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
         self._unavailable: deque[bool] = deque(maxlen=RECENT)
-        self._made = 0
+        self._failed_tries: deque[bool] = deque(maxlen=RECENT)
         self._error_shown = False
 
     async def __aenter__(self) -> VerifierPool:
@@ -159,8 +162,8 @@ class VerifierPool:
         """The score of one completion; None or a blank text is no answer, a truncated one is wrong.
 
         tokens: those that the policy sampled, for rewards.length_penalty.
-        Raises CompletionLost (`verifier_lost`) if no process could be started for it, and RuntimeError if that
-        persisted or the pool is closed.
+        Raises CompletionLost (`verifier_lost`) if no process could be started for it or its check could not be made,
+        and RuntimeError if that persisted or the pool is closed.
         """
         self.counters["checks"] += 1
         if truncated:
@@ -200,16 +203,15 @@ class VerifierPool:
 
     async def _check(self, key: bytes, request: bytes) -> Score:
         """Run a check and cache its score, unless that may differ next time. Raises CompletionLost."""
-        made_before = self._made
         for pause_s in (*PAUSES_S[: TRIES - 1], None):
             score, keep, why = await self._try(request)
-            self._count(why)
-            if not why:
+            self._failed_tries.append(bool(why))
+            if not why or pause_s is None:
                 break
-            if pause_s is not None:
-                await asyncio.sleep(pause_s)
-        else:
-            if self._made == made_before:
+            await asyncio.sleep(pause_s)
+        self._count(why)
+        if why:
+            if sum(self._failed_tries) > ALONE * len(self._failed_tries):
                 raise CompletionLost(why, reason="verifier_lost")
             score = self._wrong("unavailable")
         if keep:
@@ -227,7 +229,7 @@ class VerifierPool:
                 lost = f"expected a verifier process for a completion, found {death}"
                 raise CompletionLost(lost, reason="verifier_lost") from None
             reason = self._exceeded(death)
-            waited = death.late and death.cpu_s < WAITING_SHARE * self._rewards.timeout_s
+            waited = death.late and death.busy < WAITING_SHARE
             why = f"{self._rewards.verifier}: {death}, while it waited" if waited and self._asks_others else ""
             return self._wrong(reason or "crash"), reason != "" and not death.late, why
         return self._score_of(outcome), not outcome.error and not outcome.unavailable, outcome.unavailable
@@ -249,7 +251,6 @@ class VerifierPool:
         """Count a check that was made, or why it could not be; ends the pool if too many could not."""
         self._unavailable.append(bool(why))
         if not why:
-            self._made += 1
             return
         self.counters["unavailable_checks"] += 1
         in_a_row = list(self._unavailable)[-MAX_UNAVAILABLE:]

@@ -19,6 +19,7 @@ import __future__
 import _operator
 import _thread
 import builtins
+import io
 import os
 import sys
 
@@ -46,6 +47,10 @@ _VALUES = {
     "builtins": ("range",),
 }
 """Types of the standard library whose values cross as copies, by the arguments that make them."""
+TYPES = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, object)
+"""Types that tests may hand to a program as they are."""
+_NUMBER = "_number_of_tests_"
+"""Attribute of an exception that a function of the tests raised."""
 _UNPLAIN = (StopIteration, StopAsyncIteration)
 """Exceptions that would end a loop of the tests instead of failing them."""
 _SPECIAL: dict[str, Callable[..., Any]] = {
@@ -95,6 +100,8 @@ def decode(value: Any, handle: Callable[[int], Any]) -> Any:
     ((tag, content),) = value.items()
     if tag == "h":
         return handle(content)
+    if tag == "n":
+        return next(kind for kind in TYPES if kind.__name__ == content)
     if tag == "b":
         return content.encode("latin-1")
     if tag == "c":
@@ -184,13 +191,16 @@ class Solution:
         names = run_program(source, "solution")
         self._requests, self._replies = os.fdopen(REQUESTS, "rb"), os.fdopen(REPLIES, "wb")
         send(self._replies, {name: self._named(value) for name, value in names.items()})
-        self._printed = sys.stdout = _Printed()
+        sys.stdout = io.TextIOWrapper(io.BytesIO(), "utf8", "backslashreplace", write_through=True)
+        self._printed = sys.stdout
 
     def serve(self) -> Any:
         """Answer requests in order, until the tests end or return the result of a function of theirs."""
         while (request := receive(self._requests)) is not None:
             if "returned" in request:
                 return decode(request["returned"], self._object)
+            if "raised" in request:
+                raise _again(request)
             arguments: tuple[Any, ...] = ()
             self._awaits = False
             reply: dict[str, Any]
@@ -200,18 +210,32 @@ class Solution:
                 result = self._do(request["do"], self._objects[request["handle"]], arguments, keywords)
                 reply = {"result": encode(result, self._handle)}
             except BaseException as error:
-                reply = {"error": _kinds(type(error)), "message": str(error)}
+                state = {name: encode(value, self._handle) for name, value in vars(error).items()}
+                reply = {"error": _kinds(type(error)), "message": str(error), "state": state}
+                reply["number"] = getattr(error, _NUMBER, None)
             reply["args"] = [encode(item, self._handle) for item in arguments]
-            send(self._replies, reply | {"awaits": self._awaits, "printed": self._printed.taken()})
+            send(self._replies, reply | {"awaits": self._awaits, "printed": self._taken()})
         os._exit(0)
+
+    def _taken(self) -> str:
+        """What the program has printed since the last time, for tests that look at it; at most 1 MiB."""
+        buffer = self._printed.buffer
+        text = buffer.getvalue()[: 1 << 20].decode("utf8", "replace")  # type: ignore[attr-defined]
+        buffer.seek(0)
+        buffer.truncate()
+        return text
 
     def _object(self, number: int) -> Any:
         """An object of the program; for a negative number a function of the tests, which runs in their process."""
         if number >= 0:
             return self._objects[number]
 
-        def call(*args: Any) -> Any:
-            send(self._replies, {"call": number, "args": [encode(item, self._handle) for item in args]})
+        def call(*args: Any, **keywords: Any) -> Any:
+            named = {key: encode(item, self._handle) for key, item in keywords.items()}
+            send(
+                self._replies,
+                {"call": number, "args": [encode(item, self._handle) for item in args], "keywords": named},
+            )
             return self.serve()
 
         return call
@@ -241,24 +265,16 @@ class Solution:
         return {"h": self._numbers[id(value)]}
 
 
-class _Printed:
-    """Standard output of the program while the tests call it: at most 1 MiB a call, for tests that look at it."""
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []
-        self._room = 1 << 20
-
-    def write(self, text: str) -> int:
-        self._parts.append(text[: self._room])
-        self._room -= len(self._parts[-1])
-        return len(text)
-
-    def flush(self) -> None: ...
-
-    def taken(self) -> str:
-        parts = self._parts
-        self.__init__()  # type: ignore[misc]
-        return "".join(parts)
+def _again(request: dict[str, Any]) -> Exception:
+    """The exception that a function of the tests raised, for the program that called it."""
+    kind: Any = getattr(builtins, request["kind"], None)
+    known = isinstance(kind, type) and issubclass(kind, Exception)
+    try:
+        error = kind(request["message"]) if known else RuntimeError(request["message"])
+    except TypeError:  # it needs other arguments
+        error = RuntimeError(request["message"])
+    setattr(error, _NUMBER, request["raised"])
+    return error
 
 
 def _kinds(kind: type[BaseException]) -> list[str]:
@@ -291,6 +307,9 @@ def main() -> None:
     elif sys.argv[1] == "solution":
         Solution(source).serve()
     else:
+        import signal
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program may send one
         exec(compile(sys.argv[3], "<tests>", "exec", dont_inherit=True), globals())
         Tests().run(source, sys.argv[2])  # type: ignore[name-defined] # noqa: F821
         os.write(VERDICT, PASSED)

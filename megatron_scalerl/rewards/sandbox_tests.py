@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # every run pays for what is imported here
         _UNPLAIN,
         REPLIES,
         REQUESTS,
+        TYPES,
         _awaitable,
         _awaited,
         decode,
@@ -62,6 +63,8 @@ class Remote:
 def _special(name: str) -> Callable[..., Any]:
     def ask(self: Remote, *args: Any) -> Any:
         if name in _OF_TWO and not isinstance(args[0], Remote):
+            if name not in ("__eq__", "__ne__"):
+                _begun()  # nobody is paid for the TypeError that follows
             return NotImplemented
         if name == "__exit__":  # whose answer must not hide an assertion that fails
             self._tests.ask(name, self._number)
@@ -82,6 +85,8 @@ class Tests:
         self._requests, self._replies = os.fdopen(REQUESTS, "wb"), os.fdopen(REPLIES, "rb")
         self._remotes: dict[int, Remote] = {}
         self._functions: list[Any] = []
+        self._raised: dict[int, Exception] = {}
+        self._lock = _thread.RLock()
         self._exceptions: dict[str, type[Exception]] = {}
 
     def run(self, source: str, entry_point: str) -> None:
@@ -104,18 +109,26 @@ class Tests:
             import unittest
 
             unittest.TestCase.failureException = _Failed
-        hooks = {_EVALUATED: _evaluated, _CALLED: _called, _AWAITABLE: _awaitable}
+        hooks: dict[str, Any] = {_BEGUN: _begun, _EVALUATED: _evaluated, _CALLED: _called, _AWAITABLE: _awaitable}
+        hooks["pytest"] = sys.modules["pytest"]
         found = run_as("__main__", source, names | hooks, _instrumented(tree))
         for name, value in found.items():
             _run_test(name, value)
         if callable(check := found.get("check")) and entry_point:
             check(names[entry_point] if entry_point in names else getattr(names["Solution"](), entry_point))
         for thread in _threads():
-            thread.join()
-        assert VERDICTS and all(VERDICTS), "an assertion did not hold, or none was evaluated"
+            if thread.daemon:
+                _begun()  # its assertions may never come
+            else:
+                thread.join()
+        assert VERDICTS and all(held for [held] in VERDICTS), "an assertion did not hold, or none was evaluated"
 
     def ask(self, what: str, number: int, args: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> Any:
         """The result of a call in the program's process; lists, dicts and sets among `args` change as it says."""
+        with self._lock:  # of threads of the tests
+            return self._ask(what, number, args, keywords)
+
+    def _ask(self, what: str, number: int, args: tuple[Any, ...], keywords: dict[str, Any] | None) -> Any:
         request = {
             "do": what,
             "handle": number,
@@ -128,9 +141,7 @@ class Tests:
             os._exit(1)
         reply = self._answer()
         while "call" in reply:
-            arguments = [decode(item, self._remote) for item in reply["args"]]
-            returned = self._functions[-1 - reply["call"]](*arguments)
-            send(self._requests, {"returned": encode(returned, self._number)})
+            send(self._requests, self._called_back(reply))
             reply = self._answer()
         for mine, theirs in zip(args, reply["args"]):
             _replace(mine, decode(theirs, self._remote))
@@ -140,14 +151,28 @@ class Tests:
             return self._later(reply)
         return self._result(reply)
 
+    def _called_back(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The result of a function of the tests, or the exception that it raised, for the program."""
+        arguments = [decode(item, self._remote) for item in call["args"]]
+        keywords = {key: decode(item, self._remote) for key, item in call["keywords"].items()}
+        try:
+            return {"returned": encode(self._functions[-1 - call["call"]](*arguments, **keywords), self._number)}
+        except Exception as error:
+            self._raised[len(self._raised)] = error
+            return {"raised": len(self._raised) - 1, "kind": type(error).__name__, "message": str(error)}
+
     async def _later(self, reply: dict[str, Any]) -> Any:
         """What awaiting a call gives, which the program has done already."""
         return self._result(reply)
 
     def _result(self, reply: dict[str, Any]) -> Any:
         if "error" in reply:
+            if reply["number"] in self._raised:
+                raise self._raised[reply["number"]]
             own = [self._exceptions[name] for name in reply["error"] if name in self._exceptions]
-            raise own[0](reply["message"]) if own else _exception(reply["error"][-1], reply["message"])
+            error = own[0](reply["message"]) if own else _exception(reply["error"][-1], reply["message"])
+            error.__dict__.update({name: decode(value, self._remote) for name, value in reply["state"].items()})
+            raise error
         return decode(reply["result"], self._remote)
 
     def _answer(self) -> Any:
@@ -204,29 +229,39 @@ class Tests:
     def _number(self, value: Any) -> dict[str, int]:
         if isinstance(value, Remote):
             return {"h": value._number}
-        if type(value).__name__ not in ("function", "builtin_function_or_method", "method", "type"):
+        if any(value is kind for kind in TYPES):
+            return {"n": value.__name__}
+        if not callable(value):
+            _begun()  # nobody is paid for what is refused here
             raise TypeError(f"a program gets plain data, functions and its own objects, no {type(value).__name__}")
         self._functions.append(value)
         return {"h": -len(self._functions)}
 
 
-_EVALUATED, _CALLED, _AWAITABLE = "_assertion_was_evaluated_", "_assertion_was_called_", "_awaitable_"
+_BEGUN, _EVALUATED, _CALLED = "_assertion_has_begun_", "_assertion_was_evaluated_", "_assertion_was_called_"
+_AWAITABLE = "_awaitable_"
 """Names that the tests' text calls once it is instrumented."""
-VERDICTS: list[bool] = []
-"""One for each assertion that was evaluated: whether it held. Tests may swallow the exception, not this."""
+VERDICTS: list[list[bool]] = []
+"""One for each assertion that began: whether it held. Tests may swallow the exception, not this."""
 
 
-def _evaluated(value: Any) -> bool:
-    """The truth of an assertion, which is recorded."""
-    VERDICTS.append(False)
-    held = bool(value)
-    VERDICTS[-1] = held
-    return held
+def _begun() -> list[bool]:
+    """The verdict of an assertion that begins: it does not hold unless it is evaluated to the end."""
+    verdict = [False]
+    VERDICTS.append(verdict)
+    return verdict
 
 
-def _called(value: Any) -> Any:
-    """The result of unittest's assertion, which held: `_Failed` records the others."""
-    VERDICTS.append(True)
+def _evaluated(verdict: list[bool] | None, value: Any) -> bool:
+    """The truth of an assertion, which is recorded. verdict: None where the tests expect an exception."""
+    verdict = verdict or _begun()
+    verdict[0] = bool(value)
+    return verdict[0]
+
+
+def _called(verdict: list[bool] | None, value: Any) -> Any:
+    """The result of unittest's assertion, which held."""
+    _evaluated(verdict, True)
     return value
 
 
@@ -234,7 +269,7 @@ class _Failed(AssertionError):
     """What unittest raises for an assertion that does not hold."""
 
     def __init__(self, *args: Any) -> None:
-        VERDICTS.append(False)
+        _begun()
         super().__init__(*args)
 
 
@@ -243,7 +278,7 @@ def _threads() -> list[Any]:
     threading = sys.modules.get("threading")
     if threading is None:
         return []
-    return [thread for thread in threading.enumerate() if not thread.daemon and thread.ident != _thread.get_ident()]
+    return [thread for thread in threading.enumerate() if thread.ident != _thread.get_ident()]
 
 
 def _instrumented(tree: ast.Module) -> ast.Module:
@@ -254,15 +289,28 @@ def _instrumented(tree: ast.Module) -> ast.Module:
         return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
 
     class Hooks(ast.NodeTransformer):
+        expecting = 0
+        """Contexts around the node that expect an exception."""
+
+        def begun(self) -> ast.expr:
+            return ast.Constant(None) if self.expecting else call(_BEGUN)
+
+        def visit_With(self, node: ast.With) -> Any:
+            expects = any("aises" in ast.unparse(item.context_expr) for item in node.items)
+            self.expecting += expects
+            self.generic_visit(node)
+            self.expecting -= expects
+            return node
+
         def visit_Assert(self, node: ast.Assert) -> Any:
             self.generic_visit(node)
-            node.test = call(_EVALUATED, node.test)
+            node.test = call(_EVALUATED, self.begun(), node.test)
             return node
 
         def visit_Call(self, node: ast.Call) -> Any:
             self.generic_visit(node)
             asserts = isinstance(node.func, ast.Attribute) and node.func.attr.startswith("assert")
-            return call(_CALLED, node) if asserts else node
+            return call(_CALLED, self.begun(), node) if asserts else node
 
         def visit_Await(self, node: ast.Await) -> Any:
             self.generic_visit(node)
@@ -277,18 +325,19 @@ def _run_test(name: str, value: Any) -> None:
     if unittest and isinstance(value, type) and issubclass(value, unittest.TestCase):
         result = unittest.TestResult()
         result.startTest = lambda test: before.append(len(VERDICTS))
-        result.addExpectedFailure = lambda test, error: VERDICTS.__setitem__(slice(before[-1], None), [True])
+        result.addExpectedFailure = lambda test, error: VERDICTS.__setitem__(slice(before[-1], None), [[True]])
         before: list[int] = []
         unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
         assert result.wasSuccessful() and not result.skipped
     elif isinstance(value, type) and name.startswith("Test"):
         for method in [m for m in dir(value) if m.startswith("test")]:
-            instance = value()
-            for step in ("setup_method", "setUp", method, "teardown_method", "tearDown"):
-                if hasattr(instance, step):
-                    bound = getattr(instance, step)
-                    takes_method = step in ("setup_method", "teardown_method") and bound.__code__.co_argcount == 2
-                    _call(bound, *[method] * takes_method)
+            for case in getattr(getattr(value, method), _CASES, [{}]):
+                instance = value()
+                for step in ("setup_method", "setUp", method, "teardown_method", "tearDown"):
+                    if hasattr(instance, step):
+                        bound = getattr(instance, step)
+                        takes_method = step in ("setup_method", "teardown_method") and bound.__code__.co_argcount == 2
+                        _call(bound, *[method] * takes_method, **(case if step == method else {}))
     elif name.startswith("test") and type(value).__name__ == "function":
         for case in getattr(value, _CASES, [{}]):
             _call(value, **case)
@@ -318,7 +367,7 @@ class _Raises:
 
         self.type, self.value = kind, value
         raised = kind is not None and issubclass(kind, self._kinds)
-        if not _evaluated(raised and (self._match is None or re.search(self._match, str(value)))):
+        if not _evaluated(None, raised and (self._match is None or re.search(self._match, str(value)))):
             raise AssertionError("another exception or none") from value
         return True
 
@@ -327,7 +376,9 @@ class _Approx:
     """pytest.approx of a number, or of a sequence or dict of numbers."""
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:
-        self._expected, self._rel, self._abs = expected, 1e-6 if rel is None else rel, 1e-12 if abs is None else abs
+        self._expected = expected
+        self._rel = (1e-6 if abs is None else 0.0) if rel is None else rel
+        self._abs = 1e-12 if abs is None else abs
 
     def __eq__(self, other: Any) -> bool:
         import math
@@ -354,7 +405,8 @@ def _pytest() -> Any:
 
     def parametrize(names: Any, values: Any, **_: Any) -> Any:
         keys = [key.strip() for key in names.split(",")] if isinstance(names, str) else list(names)
-        rows = [value if len(keys) > 1 or isinstance(value, _Row) else (value,) for value in values]
+        alone = isinstance(names, str) and len(keys) == 1
+        rows = [(value,) if alone and not isinstance(value, _Row) else value for value in values]
 
         def decorate(function: Any) -> Any:
             before = getattr(function, _CASES, [{}])
@@ -364,7 +416,7 @@ def _pytest() -> Any:
         return decorate
 
     module = type(sys)("pytest")
-    mark = type("mark", (), {"parametrize": staticmethod(parametrize)})
+    mark = type("mark", (), {"parametrize": staticmethod(parametrize), "asyncio": staticmethod(lambda test: test)})
     module.__dict__.update(raises=raises, approx=_Approx, mark=mark, param=lambda *row, **_: _Row(row))
     return module
 

@@ -9,6 +9,7 @@ the pool wrote and are passed on as str. What the verifier prints goes to stdout
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import inspect
@@ -17,7 +18,7 @@ import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +37,20 @@ from megatron_scalerl.rewards.limits import (
 
 RETIRE_GROWTH = 2.0
 """A worker that grew by this many times `memory_mb` since it loaded its verifier is replaced: checks may leak."""
-CONNECTION_ERRORS = frozenset({"ClientConnectionError", "NetworkError", "RemoteProtocolError", "TimeoutException"})
-"""Classes of aiohttp and httpx for a connection that was refused or broken, which need not have a cause."""
+CONNECTION_ERRORS = frozenset(
+    [
+        "ClientConnectionError",
+        "ClientPayloadError",
+        "ChunkedEncodingError",
+        "IncompleteRead",
+        "NetworkError",
+        "RemoteProtocolError",
+        "SSLEOFError",
+        "TimeoutException",
+    ]
+)
+"""Classes of aiohttp, httpx, requests and http.client for a connection that was refused or broken."""
+UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 Verifier = Callable[[str, str, dict[str, Any]], Any]
 
 
@@ -133,25 +146,43 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
 def is_unavailable(error: BaseException) -> bool:
     """Whether what a verifier asks (a judge over HTTP) failed, and not the answer.
 
-    An HTTP status decides first, that of the exception, of its response, or of the exception that caused it: 408, 429
-    and 5xx are failures of the other side. Without a status a refused or broken connection, a name that does not
-    resolve, and a wait that ended are. Any other exception, other OSErrors too, may be the answer's doing.
+    An HTTP status decides first, that of the exception, of its response, or of an exception behind it: 408, 429 and
+    5xx are failures of the other side. Without a status a refused, broken or impossible connection, a name that does
+    not resolve, and a wait that ended are. Any other exception, other OSErrors too, may be the answer's doing.
     """
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    for link in chain:
-        for place in (link, getattr(link, "response", None)):
-            for name in ("status_code", "status", "code"):
+    links = list(_links(error, set()))
+    for link in links:
+        status = _status(link)
+        if status is not None:
+            return status in (408, 429) or status >= 500
+    kinds = {kind for link in links for kind in type(link).__mro__}
+    named = not CONNECTION_ERRORS.isdisjoint(kind.__name__ for kind in kinds)
+    unreachable = any(isinstance(link, OSError) and link.errno in UNREACHABLE for link in links)
+    return named or unreachable or not kinds.isdisjoint((ConnectionError, TimeoutError, socket.gaierror))
+
+
+def _links(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
+    """An exception, those of a group, and what caused them."""
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    yield error
+    for part in getattr(error, "exceptions", ()):
+        yield from _links(part, seen)
+    yield from _links(error.__cause__ or (None if error.__suppress_context__ else error.__context__), seen)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status of an exception or of its response, None without one."""
+    for name in ("status_code", "status"):
+        for place in (error, getattr(error, "response", None)):
+            try:
                 status = getattr(place, name, None)
-                if isinstance(status, int) and 100 <= status < 600:
-                    return status in (408, 429) or status >= 500
-    kinds = {kind for link in chain for kind in type(link).__mro__}
-    return not kinds.isdisjoint((ConnectionError, TimeoutError, socket.gaierror)) or any(
-        kind.__name__ in CONNECTION_ERRORS for kind in kinds
-    )
+            except Exception:  # a property of the user's
+                continue
+            if isinstance(status, int) and 100 <= status < 600:
+                return status
+    return None
 
 
 def _text(text: str) -> str:

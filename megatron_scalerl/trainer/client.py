@@ -86,7 +86,7 @@ class TrainerClient:
     def worker_env(self, rank: int) -> dict[str, str]:
         """Environment with which `python -m megatron_scalerl.trainer.worker` finds and joins this client.
 
-        The launcher adds MSRL_RECIPE and, on several hosts, MSRL_BIND_HOST for rank 0.
+        The launcher adds MSRL_RECIPE and, on several hosts, MSRL_BIND_HOST, which rank 0 reads.
         """
         return {
             "RANK": str(rank),

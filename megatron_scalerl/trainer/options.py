@@ -85,7 +85,7 @@ def _check_options(given: Mapping[str, Any], present: Mapping[str, Any]) -> None
         if key in ELSEWHERE:
             where = "policy.dtype" if key in ("bf16", "params_dtype", "pipeline_dtype") else "megatron.parallel"
             raise ValueError(f"megatron.model.{key}: {where} sets it; leave it out here")
-        if key in REFUSED and value:
+        if key in REFUSED and value and value != present[key]:
             raise ValueError(f"megatron.model.{key} is not supported: {REFUSED[key]}")
         if key in MODEL and value != present[key]:
             raise ValueError(

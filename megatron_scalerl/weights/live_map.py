@@ -303,6 +303,10 @@ class _Recording(torch.Tensor):
         if name in _SAME:
             return source
         with torch._C.DisableTorchFunctionSubclass():
+            if name in ("is_floating_point", "element_size", "__get__"):  # of the tensor, not of its indices
+                answer = func(*args, **kwargs)
+                if not isinstance(answer, torch.Tensor):
+                    return answer
             if source.flat_index is None and name not in ("cat", "stack"):
                 out = func(*args, **kwargs)
                 if not isinstance(out, torch.Tensor | tuple | list) or _shares(source, out):

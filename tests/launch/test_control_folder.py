@@ -12,7 +12,7 @@ KEY = controller_key("this start", Purpose.TRAINER)
 
 def announced(run, secret):
     write_secret(secret_file(run), secret)
-    write_controller(run, {"MSRL_CONTROLLER_KEY": secret})
+    write_controller(run, dict.fromkeys(control_folder.CONTROLLER_VARIABLES, secret))
 
 
 def test_a_controller_deletes_its_own_files_and_not_those_of_a_later_start(tmp_path):

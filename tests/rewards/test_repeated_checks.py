@@ -54,7 +54,7 @@ def test_results_that_may_differ_next_time_are_not_cached(monkeypatch):
     assert "repeated" not in counters
 
     async def hung(pool):
-        return [await ask(pool, "sleep") for _ in range(2)], await ask(pool, "7")
+        return [await ask(pool, "spin") for _ in range(2)], await ask(pool, "7")
 
     shorten(monkeypatch, [2, 4])
     (scores, right), counters = run(hung, "faulty")

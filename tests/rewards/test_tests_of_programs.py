@@ -19,6 +19,31 @@ SWALLOWED = {
 }
 
 
+RAISING = "def add1(x):\n    if x:\n        raise ValueError\n    return 1\n"
+PAID_NOBODY = {
+    "its expression raises": "assert add1(0) == 1\nfor x in (1, 2):\n    try:\n        assert add1(x) == x + 1\n"
+    "    except Exception:\n        pass",
+    "unittest's raises": "import unittest\nclass TestIt(unittest.TestCase):\n    def test_it(self):\n"
+    "        self.assertEqual(add1(0), 1)\n        try:\n            self.assertEqual(add1(2), 3)\n"
+    "        except Exception:\n            pass",
+    "an argument is refused": "import pytest\nwith pytest.raises(TypeError):\n    add1(object())",
+    "a daemon": "import threading\ndef run():\n    import time\n    time.sleep(2)\n    assert add1(2) == 3\n"
+    "assert add1(0) == 1\nthreading.Thread(target=run, daemon=True).start()",
+    "an approximation": "from pytest import approx\nassert add1(0) + 1e9 == approx(1e9 + 500, abs=1e-3)",
+}
+
+
+@pytest.mark.parametrize("kind", PAID_NOBODY)
+def test_what_is_not_evaluated_to_its_end_pays_nobody(kind):
+    assert verdict(RAISING, PAID_NOBODY[kind]) is False
+
+
+def test_an_exception_of_a_function_of_the_tests_passes_through_the_program():
+    tests = "import pytest\ndef bad(x):\n    raise KeyError(x)\nwith pytest.raises(KeyError):\n    f(bad)"
+    assert verdict("def f(g):\n    return g(1)\n", tests) is True
+    assert verdict("def f(g):\n    try:\n        g(1)\n    except KeyError:\n        pass\n", tests) is False
+
+
 @pytest.mark.parametrize("kind", SWALLOWED)
 def test_an_assertion_that_fails_counts_where_tests_swallow_it(kind):
     assert verdict(RIGHT, SWALLOWED[kind]) is True
@@ -42,6 +67,17 @@ FORMS = {
         "try:\n    f(1)\nexcept Bad as error:\n    assert str(error) == 'one'\nelse:\n    assert False",
         "class Base(ValueError): pass\nclass Bad(Base): pass\ndef f(x):\n    raise Bad('one')\n",
         "'one'",
+    ),
+    "attributes of its exception": (
+        "try:\n    f(1)\nexcept Bad as error:\n    assert error.code == 3 and str(error) == 'bad 3'",
+        "class Bad(Exception):\n    def __init__(self, code):\n        self.code = code\n"
+        "    def __str__(self):\n        return f'bad {self.code}'\ndef f(x):\n    raise Bad(3)\n",
+        "Bad(3)",
+    ),
+    "a type as argument": (
+        "assert f([1, 'a'], int) == [1]",
+        "def f(a, t):\n    return [x for x in a if type(x) is t]\n",
+        "is t",
     ),
     "printed": (
         "import contextlib, io\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n    f()\n"

@@ -173,6 +173,8 @@ def _arrive(
         nbytes = int(size)
         if nbytes == 0:
             return None
+        if nbytes != WHOLE and not 0 < nbytes < bucket.nbytes:  # the one word that no digest covers
+            raise RuntimeError(f"weight update: {nbytes} bytes of changes in a bucket of {bucket.nbytes}")
         changes, last = begin(bucket.nbytes if nbytes == WHOLE else nbytes)
         last()
         return changes
