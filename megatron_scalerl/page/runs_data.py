@@ -19,7 +19,7 @@ from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.fit.inputs import flattened
 from megatron_scalerl.fit.outlook import RunFit, run_fit
 from megatron_scalerl.page.find_runs import FoundRuns, find_runs
-from megatron_scalerl.page.growing_file import Rows, first_row, json_row, newest_row, one_line, validation_row
+from megatron_scalerl.page.growing_file import Rows, end_row, json_row, one_line, validation_row
 from megatron_scalerl.page.report import last_step
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
@@ -159,9 +159,9 @@ class RunSummary:
             return False
         problem = ""
         try:
-            self._newest[file] = newest_row(self.run_dir / file)
+            self._newest[file] = end_row(self.run_dir / file, -1)
             if file == "ledger.jsonl":
-                self._unit = str((first_row(self.run_dir / file) or {}).get("unit", self._unit))
+                self._unit = str((end_row(self.run_dir / file, 0) or {}).get("unit", self._unit))
         except (ValueError, OSError) as error:
             self._newest[file], problem = None, str(error)
         self._say(file, problem)

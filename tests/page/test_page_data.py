@@ -12,7 +12,7 @@ from report_runs import write_run
 from megatron_scalerl.page import forecasts as forecasts_module
 from megatron_scalerl.page.forecasts import Forecasts
 from megatron_scalerl.page.groups import GroupIndex
-from megatron_scalerl.page.growing_file import GrowingFile
+from megatron_scalerl.page.growing_file import Rows
 from megatron_scalerl.page.run_data import RunData, thinned
 from megatron_scalerl.page.runs_data import RunSummary
 
@@ -22,30 +22,37 @@ def append(path, text):
         file.write(text)
 
 
+def small(line):
+    """The number in a line; ValueError from 30 on."""
+    if int(line) >= 30:
+        raise ValueError("expected less")
+    return int(line)
+
+
 def test_a_file_is_read_by_offset_and_a_torn_line_when_it_is_whole(tmp_path):
     path = tmp_path / "rows.jsonl"
-    growing = GrowingFile(path)
-    assert growing.new_lines() == []
+    growing = Rows(path, small)
+    assert not growing.update()
     path.write_text("1\n2\n3")
-    assert growing.new_lines() == [(b"1\n", f"{path} byte 0"), (b"2\n", f"{path} byte 2")]
-    assert growing.new_lines() == []
-    append(path, "4\n")
-    assert growing.new_lines() == [(b"34\n", f"{path} byte 4")]
-    assert growing.generation == 0
+    assert growing.update() and growing.rows == [1, 2] and growing.problem == ""
+    assert not growing.update()
+    append(path, "4\n5\n")
+    assert growing.update() and growing.rows == [1, 2, 5]
+    assert growing.problem == "rows.jsonl byte 4: expected less" and growing.generation == 0
 
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_a_file_that_a_restart_shortened_is_read_again(tmp_path, replaced):
     path = tmp_path / "rows.jsonl"
     path.write_text("1\n2\n")
-    growing = GrowingFile(path)
-    growing.new_lines()
+    growing = Rows(path, small)
+    growing.update()
     if replaced:
         (tmp_path / "new").write_text("1\n7\n")  # no shorter, but another file
         (tmp_path / "new").replace(path)
     else:
         path.write_text("1\n")
-    assert [line for line, _ in growing.new_lines()] == ([b"1\n", b"7\n"] if replaced else [b"1\n"])
+    assert growing.update() and growing.rows == ([1, 7] if replaced else [1])
     assert growing.generation == 1
 
 
