@@ -24,7 +24,7 @@ class GroupIndex:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._journal = Rows(run_dir / "journal.jsonl", _event)
+        self._journal: Rows[Finish | BatchRecord] = Rows(run_dir / "journal.jsonl", _event)
         self._generation = 0
         self._read_rows = 0
         self._finished: dict[int, Finish] = {}

@@ -53,8 +53,9 @@ class RunSummary:
         """By file: what is wrong with it, in one line."""
         self._validation = Rows(run_dir / "validation.jsonl", validation_row)
         self._attempts, self._end = (Rows(run_dir / name, json_row) for name in ("attempts.jsonl", "end.json"))
+        self._files: tuple[Rows[Any], ...] = (self._validation, self._attempts, self._end)
         self._newest: dict[str, dict[str, Any] | None] = {}
-        self._signatures: dict[str, tuple[int, ...]] = {}
+        self._signatures: dict[str, tuple[int, ...] | None] = {}
         self._state: tuple[str, str] = ("", "")
         self._unit = "device_hours"
 
@@ -73,11 +74,11 @@ class RunSummary:
         before = (self._state, dict(self.problems))
         changed = [self._read_recipe(), *(self._read_newest(file) for file in ENDS)]
         generation = self._validation.generation
-        changed += [rows.update() for rows in (self._validation, self._attempts, self._end)]
+        for rows in self._files:
+            changed.append(rows.update())
+            self._say(rows.path.name, rows.problem)
         if generation != self._validation.generation:
             self.fitted_rows = -1
-        for rows in (self._validation, self._attempts, self._end):
-            self._say(rows.path.name, rows.problem)
         self._state = self._found_state()
         return any(changed) or before != (self._state, self.problems)
 
@@ -138,21 +139,21 @@ class RunSummary:
 
     def _wrote(self) -> float | None:
         """When the ledger was last written, as Unix time; None without one."""
+        status = self._status("ledger.jsonl")
+        return status and status.st_mtime
+
+    def _status(self, file: str) -> os.stat_result | None:
         try:
-            return os.stat(self.run_dir / "ledger.jsonl").st_mtime
+            return os.stat(self.run_dir / file)
         except OSError:
             return None
 
     def _is_new(self, file: str) -> bool:
-        try:
-            found = os.stat(self.run_dir / file)
-            signature: tuple[int, ...] = (found.st_ino, found.st_size, found.st_mtime_ns)
-        except OSError:
-            signature = ()
-        if self._signatures.get(file) == signature:
-            return False
+        status = self._status(file)
+        signature = status and (status.st_ino, status.st_size, status.st_mtime_ns)
+        before = self._signatures.get(file, ())
         self._signatures[file] = signature
-        return True
+        return before != signature
 
     def _read_newest(self, file: str) -> bool:
         if not self._is_new(file):
@@ -203,7 +204,7 @@ class RunsData:
         """By a number that a run keeps as long as this lives."""
         self._numbers: dict[Path, int] = {}
         self._present: list[int] = []
-        self._found: FoundRuns | None = None
+        self._found: FoundRuns
         self._search_at = -1.0
         self._version = 0
         self._changed: dict[int, int] = {}
@@ -246,8 +247,8 @@ class RunsData:
             "folder": printable(str(self.folder)),
             "order": self._present,
             "runs": {str(n): self._row(n) for n in self._present if self._changed.get(n, 0) > since},
-            "others": [[printable(path.name), printable(text)] for path, text in found.others] if found else [],
-            "left_out": found.left_out if found else "",
+            "others": [[printable(path.name), printable(text)] for path, text in found.others],
+            "left_out": found.left_out,
             "recipes": self._recipes if self._recipes_changed > since else None,
             "waiting": sum(self.runs[number].needs_fit() for number in self._present),
         }
