@@ -128,7 +128,7 @@ def test_the_ceiling_is_found_and_the_page_says_so(tmp_path, capsys):
 def test_the_efficiency_is_found_where_the_ceiling_is_kept(tmp_path):
     comparison = compare_runs(read(two_recipes(tmp_path, midpoint=0.1)), fitted)
     dapo = comparison.arm("dapo")
-    assert not dapo.moves_the_ceiling and dapo.efficiency.declared
+    assert not dapo.ceiling.moves_the_ceiling and dapo.efficiency.declared
     assert (
         1.5 < np.exp(dapo.efficiency.value) < 2.6 and dapo.to_reach.value > comparison.arm("scalerl").to_reach.value
     )
