@@ -66,17 +66,21 @@ def plot_forecast(
     axes.set_xlabel(unit_label(runs[0].unit))
     axes.set_ylabel("validation pass rate")
     name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    _finish(figure, axes, title or f"{name}: forecast of the validation pass rate", note=SOLID_AND_DASHED)
-    return save(figure, path)
-
-
-def _finish(figure: "Figure", axes: "Axes", title: str, *, note: str = "") -> None:
-    """Set a title that fits, and the legend below the axes, where no point can be, under a note."""
+    title = title or f"{name}: forecast of the validation pass rate"
     axes.set_title(textwrap.fill(shortened(title, 130), 66), loc="left", fontsize=11)
+    # the legend below the axes, where no point can be, under a note
     handles, labels = axes.get_legend_handles_labels()
-    columns = max(1, min(3, 105 // (max(map(len, labels)) + 7)))
-    style: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": 9, "title_fontsize": 8}
-    figure.legend(handles, labels, ncols=columns, title=textwrap.fill(note, 130), **style)
+    figure.legend(
+        handles,
+        labels,
+        ncols=max(1, min(3, 105 // (max(map(len, labels)) + 7))),
+        title=textwrap.fill(SOLID_AND_DASHED, 130),
+        loc="outside lower center",
+        frameon=False,
+        fontsize=9,
+        title_fontsize=8,
+    )
+    return save(figure, path)
 
 
 def new_figure() -> tuple["Figure", "Axes"]:

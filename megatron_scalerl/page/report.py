@@ -97,7 +97,15 @@ def report(run_dir: str | Path, console: Console) -> None:
     except ValueError as error:  # its grid of asymptotes ends at 0.8
         text = f"paper: no forecast: {error}"
     say(printable(text))
-    say(f"plot: {plot(run_dir, evaluation)}")
+    compute = [prediction.compute for prediction in evaluation.predictions]
+    path = plot_forecast(
+        run_dir / "forecast.png",
+        evaluation.fit,
+        unseen={evaluation.fit.name: (compute, evaluation.measured)},
+        until=compute[-1] * 1.15,
+        title=f"{evaluation.fit.name}: forecast from the first half of the run",
+    )
+    say(f"plot: {path}")
 
 
 def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
@@ -147,18 +155,6 @@ def gain(run_dir: str | Path, part: slice = slice(None)) -> Gain:
     draws = np.random.default_rng(0).integers(0, len(difference), (BOOTSTRAP_DRAWS, len(difference)))
     low, high = np.quantile(difference[draws].mean(axis=1), [0.025, 0.975])
     return Gain(first=first.mean(), last=last.mean(), last_step=rows[-1]["step"], low=float(low), high=float(high))
-
-
-def plot(run_dir: str | Path, evaluation: ForecastEvaluation) -> Path:
-    """Draw RUN/forecast.png: fitted points, curve, band, and the points that were not fitted. Raises OSError."""
-    compute = [prediction.compute for prediction in evaluation.predictions]
-    return plot_forecast(
-        Path(run_dir) / "forecast.png",
-        evaluation.fit,
-        unseen={evaluation.fit.name: (compute, evaluation.measured)},
-        until=compute[-1] * 1.15,
-        title=f"{evaluation.fit.name}: forecast from the first half of the run",
-    )
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """Run folders of several recipes and seeds with known curves: synthetic, without a policy."""
 
-import json
-
 import numpy as np
+from json_lines import append
 
 from megatron_scalerl.fit.sigmoid import sigmoid
 
@@ -24,7 +23,7 @@ def write_run(folder, *, seed, recipe="", asymptote=0.8, exponent=2.0, midpoint=
         }
         for n, (c, y) in enumerate(zip([0.0, *compute], [0.38, *measured]))
     ]
-    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    append(folder / "validation.jsonl", *rows)
     (folder / "recipe.yaml").write_text(
         f"name: {folder.name}\nseed: {seed}\nsteps: 70\npolicy: {{path: p}}\nprompts: {{path: q}}\n{recipe}\n"
     )

@@ -181,16 +181,6 @@ def test_comparison_reads_like_the_leave_one_out_table():
     assert not any(arm.ceiling.declared or arm.efficiency.declared for arm in comparison.arms[1:])
 
 
-def test_a_comparison_needs_two_runs():
-    series = published_run("fig8a_loo/ScaleRL")
-    alone = Curve(
-        name="a",
-        source=Path("a"),
-        compute=series.compute,
-        pass_rate=series.pass_rate,
-        initial=series.initial,
-        prompts=None,
-        generations=None,
-    )
+def test_a_comparison_needs_two_runs(tmp_path):
     with pytest.raises(ValueError, match="at least two runs"):
-        compare_runs([alone], fitted)
+        compare_runs(read(two_recipes(tmp_path, seeds=(1,)))[:1], fitted)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from journals import write_journal
+from json_lines import append
 from page_runs import TOKEN, answers, made_group, served, step_record, write_page_run
 
 from megatron_scalerl.__main__ import main
@@ -129,8 +130,7 @@ async def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
         url, query = "/api", {"token": server.token}
         async with session.get(f"{url}/events", params=query) as stream:
             await until(stream, "event: change")
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(step_record(4)) + "\n")
+            append(run / "metrics.jsonl", step_record(4))
             for _ in range(100):
                 await until(stream, "event: change")
                 async with session.get(f"{url}/data", params=query | {"since": 3, "generation": 0}) as answer:
@@ -138,8 +138,7 @@ async def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
                         break
             else:
                 raise AssertionError("the new step was never announced")
-            with (run / "ledger.jsonl").open("a") as file:
-                file.write("damaged\n")
+            append(run / "ledger.jsonl", "damaged\n")
             await until(stream, "event: failed")
             assert "ledger.jsonl byte 114: expected a JSON object" in (await stream.content.readline()).decode()
 

@@ -5,6 +5,7 @@ import os
 import time
 
 import pytest
+from json_lines import append
 from page_runs import HOSTILE, step_record, write_plain_run
 
 from megatron_scalerl.page import find_runs as find_module
@@ -142,8 +143,7 @@ def test_only_what_changed_is_sent(tmp_path, monkeypatch):
     runs = fitted(tmp_path)
     known = runs.payload()["version"]
     assert not runs.update() and runs.payload(known)["runs"] == {} and runs.payload(known)["recipes"] is None
-    with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(step_record(33)) + "\n")
+    append(tmp_path / "b" / "metrics.jsonl", step_record(33))
     assert runs.update() and [row["step"] for row in runs.payload(known)["runs"].values()] == [33]
     known = runs.payload()["version"]
     write_plain_run(tmp_path / "c", seed=7)

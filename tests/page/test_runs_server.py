@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from json_lines import append
 from page_runs import TOKEN, answers, served, step_record, write_page_run, write_plain_run
 
 from megatron_scalerl.__main__ import main
@@ -69,8 +70,7 @@ async def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
         await row_where(session, server.token, lambda row: row["fit"])
         async with session.get("/api/events", params={"token": server.token}) as stream:
             assert (await stream.content.readline()) == b"event: change\n"
-            with (folder / "study" / "runs" / "plain" / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(step_record(44)) + "\n")
+            append(folder / "study" / "runs" / "plain" / "metrics.jsonl", step_record(44))
             await row_where(session, server.token, lambda row: row["step"] == 44)
 
 
