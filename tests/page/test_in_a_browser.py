@@ -7,7 +7,6 @@ from browser import CHROMIUM, opened
 from json_lines import append
 from page_runs import HOSTILE, evaluation_record, step_record, write_page_run
 
-from megatron_scalerl.page import server as server_module
 from megatron_scalerl.page.server import PageServer, RunPage
 from megatron_scalerl.page.static_page import write_page
 
@@ -128,9 +127,7 @@ async def test_the_file_works_and_asks_for_nothing(run, tmp_path):
     assert complaints == [] and {each for each in requests if not each.startswith("data:")} == {url}
 
 
-async def test_the_served_page_follows_a_run(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "POLL_S", 0.1)
-
+async def test_the_served_page_follows_a_run(run, tmp_path):
     server = PageServer(RunPage(run))
     async with server.serving(), opened(tmp_path / "profile") as tab:
         await tab.open(server.url)

@@ -9,7 +9,6 @@ from json_lines import append
 from page_runs import TOKEN, answers, made_group, served, step_record, write_page_run
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.page import server as server_module
 from megatron_scalerl.page.server import PageServer, RunPage, RunsPage
 from megatron_scalerl.rollouts.history import BatchRecord
 
@@ -118,9 +117,7 @@ def test_only_new_steps_are_sent(run):
         assert json.loads(whole[2])["steps"]["step"] == [1, 2, 3] and json.loads(whole[2])["since"] == 0
 
 
-async def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
-    monkeypatch.setattr(server_module, "POLL_S", 0.02)
-
+async def test_a_page_hears_of_new_records_and_of_damage(run):
     async def until(stream, wanted):
         async for line in stream.content:
             if line.decode().strip() == wanted:
@@ -145,8 +142,6 @@ async def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["run", "runs"])
 def test_a_failure_of_the_following_task_is_said(both, kind, monkeypatch, caplog):
-    monkeypatch.setattr(server_module, "POLL_S", 0.02)
-
     async def follow():
         async with (
             served(both[kind]) as (server, session),
@@ -162,9 +157,7 @@ def test_a_failure_of_the_following_task_is_said(both, kind, monkeypatch, caplog
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run, monkeypatch):
-    monkeypatch.setattr(server_module, "POLL_S", 0.02)
-
+def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run):
     async def follow():
         async with served(PageServer(RunPage(run))) as (server, session):
             record = BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))

@@ -55,9 +55,7 @@ def test_other_numbers_are_not_found(folder, path):
     assert status == 404 and json.loads(text) == {"error": "Not Found"}
 
 
-async def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
-    monkeypatch.setattr(server_module, "POLL_S", 0.02)
-
+async def test_a_page_hears_of_forecasts_and_of_new_steps(folder):
     async def row_where(session, token, said):
         while True:
             async with session.get("/api/runs", params={"token": token, "since": "0"}) as answer:
