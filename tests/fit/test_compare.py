@@ -2,17 +2,15 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from command_line import command
 from published import published_run
-from recipe_runs import write_run
+from recipe_runs import curve_of, write_run
 
 from megatron_scalerl.fit.arms import arms_of, differences, shared_start
 from megatron_scalerl.fit.compare import compare_runs, conclusions, summary
-from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 
@@ -170,9 +168,8 @@ def test_comparison_reads_like_the_leave_one_out_table():
     curves = []
     for name in ("fig8a_loo/ScaleRL", "LOO-prompt-lvl-adv-norm", "LOO-length-penalty"):
         series = published_run(name)
-        known = {"prompts": 1000, "generations": np.full(len(series.compute), 16.0), "initial": series.initial}
-        points = {"compute": series.compute, "pass_rate": series.pass_rate}
-        curves.append(Curve(name=name, source=Path(name), **points, **known).part(series.fitted))
+        whole = curve_of(series.compute, series.pass_rate, initial=series.initial, name=name)
+        curves.append(whole.part(series.fitted))
     comparison = compare_runs(curves, lambda c, a: fit_curve(c, method="paper", fixed_asymptote=a))
     assert all(arm.refits for arm in comparison.arms)
     assert comparison.fixed_asymptote == pytest.approx(0.605, abs=0.01)
