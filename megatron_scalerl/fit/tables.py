@@ -263,12 +263,12 @@ def html_page(
     title: str,
     notes: Sequence[str],
     *,
-    runs: Sequence[RunReport] = (),
-    figures: Figures = (),
-    comparison: Comparison | None = None,
-    comparison_figures: Figures = (),
+    runs: Sequence[RunReport],
+    figures: Figures,
+    comparison: Comparison | None,
+    comparison_figures: Figures,
 ) -> str:
-    """The page of runs, of a comparison, or of both, the figures embedded. notes: lines below the title."""
+    """The page of runs, and of a comparison, the figures embedded. notes: lines below the title."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     # autoescape: names of runs and columns are the user's text
@@ -287,7 +287,7 @@ def html_page(
         runs=runs,
         figures=figures,
         comparison_figures=comparison_figures,
-        sections=sections(runs) if runs else (),
+        sections=sections(runs),
         backtests=backtests(runs),
         comparison_table=comparison and comparison_table(comparison),
         conclusions=comparison and conclusions(comparison),
