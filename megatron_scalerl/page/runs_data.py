@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,6 @@ QUIET_S = 60.0
 """Seconds without a write to the ledger, which gets a heartbeat every 10 s, after which a run counts as stopped."""
 MOST_TEXT = 200
 """Characters of a value that are shown."""
-ENDS = ("metrics.jsonl", "ledger.jsonl")
-"""Long files, of which the newest row is read."""
 
 
 class RunSummary:
@@ -72,7 +71,8 @@ class RunSummary:
     def update(self) -> bool:
         """Read what is new; True if the row in the list changed."""
         before = (self._state, dict(self.problems))
-        changed = [self._read_recipe(), *(self._read_newest(file) for file in ENDS)]
+        changed = [self._reread("recipe.yaml", self._read_recipe), self._reread("metrics.jsonl", self._read_newest)]
+        self._reread("ledger.jsonl", self._read_ledger)  # its heartbeat of every 10 s says nothing new
         generation = self._validation.generation
         for rows in self._files:
             changed.append(rows.update())
@@ -148,37 +148,34 @@ class RunSummary:
         except OSError:
             return None
 
-    def _is_new(self, file: str) -> bool:
+    def _reread(self, file: str, read: Callable[[str], None]) -> bool:
+        """Read a file if it changed; True if it did."""
         status = self._status(file)
         signature = status and (status.st_ino, status.st_size, status.st_mtime_ns)
-        before = self._signatures.get(file, ())
-        self._signatures[file] = signature
-        return before != signature
-
-    def _read_newest(self, file: str) -> bool:
-        if not self._is_new(file):
+        if self._signatures.get(file, ()) == signature:
             return False
+        self._signatures[file] = signature
         problem = ""
         try:
-            self._newest[file] = end_row(self.run_dir / file, -1)
-            if file == "ledger.jsonl":
-                self._unit = str((end_row(self.run_dir / file, 0) or {}).get("unit", self._unit))
+            read(file)
         except (ValueError, OSError) as error:
-            self._newest[file], problem = None, str(error)
-        self._say(file, problem)
-        return file != "ledger.jsonl"  # it gets a heartbeat every 10 s, which says nothing new
-
-    def _read_recipe(self) -> bool:
-        if not self._is_new("recipe.yaml"):
-            return False
-        self.recipe, self.settings, problem = {}, {}, ""
-        try:
-            self.recipe = read_run_recipe(self.run_dir)
-            self.settings = {key: _text(value) for key, value in flattened(self.recipe).items()}
-        except (ValueError, OSError) as error:
+            self._newest.pop(file, None)
             problem = str(error)
-        self._say("recipe.yaml", problem)
+        self._say(file, problem)
         return True
+
+    def _read_newest(self, file: str) -> None:
+        self._newest[file] = end_row(self.run_dir / file, -1)
+
+    def _read_ledger(self, file: str) -> None:
+        self._read_newest(file)
+        self._unit = str((end_row(self.run_dir / file, 0) or {}).get("unit", self._unit))
+
+    def _read_recipe(self, _: str) -> None:
+        self.recipe = {}
+        self.settings = {}
+        self.recipe = read_run_recipe(self.run_dir)
+        self.settings = {key: _text(value) for key, value in flattened(self.recipe).items()}
 
     def _say(self, file: str, problem: str) -> None:
         if problem:
