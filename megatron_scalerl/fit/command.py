@@ -7,9 +7,8 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +79,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         fits = {run.curve.name: run.fit for run in runs}
 
         def fitted(curve: Curve, asymptote: float | None) -> FitResult:
-            return fits[curve.name] if asymptote is None else _fit(options)(curve, fixed_asymptote=asymptote)
+            return fits[curve.name] if asymptote is None else _fit(curve, options, asymptote)
 
         curves = [run.curve for run in runs]
         comparison = compare_runs(curves, fitted, references=options.reference, pass_rate=options.target)
@@ -150,7 +149,7 @@ def _run_report(curve: Curve, options: argparse.Namespace) -> RunReport:
     computes = _numbers(options.predict, "--predict", "16000,50000")
     if any(value <= 0 for value in computes):
         raise ValueError(f"--predict: expected computes > 0, found {options.predict!r}")
-    result = _fit(options)(curve, fixed_asymptote=options.fixed_asymptote)
+    result = _fit(curve, options, options.fixed_asymptote)
     rest = curve.part(curve.compute > (options.fit_until or float("inf")))
     evaluation, test = None, None
     if rest.compute.size:
@@ -176,10 +175,10 @@ def _how(options: argparse.Namespace) -> dict[str, Any]:
     return {"method": options.method, "seed": options.seed, "fit_from": options.fit_from}
 
 
-def _fit(options: argparse.Namespace) -> Callable[..., FitResult]:
+def _fit(curve: Curve, options: argparse.Namespace, asymptote: float | None) -> FitResult:
     from megatron_scalerl.fit.forecast import fit_curve
 
-    return partial(fit_curve, fit_until=options.fit_until, **_how(options))
+    return fit_curve(curve, fit_until=options.fit_until, fixed_asymptote=asymptote, **_how(options))
 
 
 def _numbers(text: str | None, option: str, example: str) -> list[float]:

@@ -81,6 +81,11 @@ class Difference:
         """Whether the two differ, at an error of `ERROR` for all comparisons together."""
         return self.p < ERROR
 
+    @property
+    def moves_the_ceiling(self) -> bool:
+        """Whether a difference in A is declared, and larger than the paper's margin."""
+        return self.declared and abs(self.value) > SAME_ASYMPTOTE
+
     def within(self, margin: float) -> bool:
         """Whether the 90 % interval lies inside the margin."""
         return -margin <= self.lo and self.hi <= margin
@@ -301,15 +306,6 @@ class ComparedArm:
         """Number of its runs."""
         return len(self.fits)
 
-    @property
-    def moves_the_ceiling(self) -> bool:
-        """Whether a difference in A is declared, and larger than the paper's margin."""
-        return self.ceiling is not None and _moves(self.ceiling)
-
-
-def _moves(ceiling: Difference) -> bool:
-    return ceiling.declared and abs(ceiling.value) > SAME_ASYMPTOTE
-
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -445,7 +441,7 @@ def _share_the_ceiling(fits: Arms, ceilings: Mapping[int, Difference], to: Seque
         if min(len(fits[n]), len(fits[to[n]])) < 2:
             # 1e-9: the grid of the paper's method puts differences of exactly 0.02 on either side of it
             return abs(ceilings[n].value) <= SAME_ASYMPTOTE + 1e-9
-        return not _moves(ceilings[n])
+        return not ceilings[n].moves_the_ceiling
 
     return [alone(n) and alone(to[n]) for n in range(len(fits))]
 
@@ -463,7 +459,7 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
         margin = f"{where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe"
         return f"{text} {margin}{_exponents(arm, other, '; ')}."
     gap = f"A {ceiling.value:+.3f} [{ceiling.lo:+.3f}, {ceiling.hi:+.3f}]"
-    if arm.moves_the_ceiling:
+    if ceiling.moves_the_ceiling:
         way = "raises" if ceiling.value > 0 else "lowers"
         return f"{arm.name} {way} the ceiling: {gap} (p = {_p(ceiling)}, {runs})."
     if ceiling.within(SAME_ASYMPTOTE):
@@ -483,7 +479,9 @@ def conclusions(comparison: Comparison) -> list[str]:
         lines.append(f"Run once, so not decided: {', '.join(once)}. At least two seeds, better 3, are needed.")
     if not decided:
         return lines
-    moved = {arm.name: f"A {arm.ceiling.value:+.3f}" for arm in decided if arm.ceiling and arm.moves_the_ceiling}
+    moved = {
+        arm.name: f"A {arm.ceiling.value:+.3f}" for arm in decided if arm.ceiling and arm.ceiling.moves_the_ceiling
+    }
     efficiency = {arm.name: arm.efficiency for arm in decided if arm.name not in moved and arm.efficiency}
     faster = {name: _ratio(difference) for name, difference in efficiency.items() if difference.declared}
     kept = [arm.name for arm in decided if arm.ceiling and arm.ceiling.within(SAME_ASYMPTOTE)]

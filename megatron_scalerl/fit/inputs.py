@@ -37,6 +37,7 @@ from megatron_scalerl.fit.table_file import (
     scores,
     some_of,
     stage,
+    table_of,
     unit_of,
     words,
 )
@@ -120,9 +121,7 @@ def _curves_of(table: TableFile, options: ColumnOptions) -> list[Curve]:
 
 def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
     """The run of rows of validation.jsonl in memory. Raises ValueError for invalid rows."""
-    numbered = tuple((number, dict(row)) for number, row in enumerate(rows, start=1))
-    names = tuple(dict.fromkeys(column for _, row in numbered for column in row))
-    table = TableFile(path=Path("validation.jsonl"), layout="run folder", rows=numbered, columns=names)
+    table = table_of(Path("validation.jsonl"), "run folder", map(dict, rows))
     return _curve(table, ColumnOptions(compute="compute"), name)
 
 
@@ -475,15 +474,11 @@ def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str
         again = f"{len(points) - len(latest)} rows have a {compute} that a later row has again; the last counts"
         order = [f"rows were not sorted by {compute}; they were sorted"] if went_back else []
         return sorted(latest.values(), key=lambda point: point.compute), [again] if repeated else order
-    return _means(latest, points), [f"several rows of one {compute}: their mean was fitted"]
-
-
-def _means(latest: Mapping[float, _Point], points: Sequence[_Point]) -> list[_Point]:
-    """One point of each compute, with the mean pass rate of its rows, by compute."""
     rates: dict[float, list[float]] = {}
     for point in points:
         rates.setdefault(point.compute, []).append(point.pass_rate)
-    return [latest[at]._replace(pass_rate=float(np.mean(rates[at]))) for at in sorted(latest)]
+    means = [latest[at]._replace(pass_rate=float(np.mean(rates[at]))) for at in sorted(latest)]
+    return means, [f"several rows of one {compute}: their mean was fitted"]
 
 
 def _named(table: TableFile, name: str, option: str) -> str:
@@ -496,13 +491,17 @@ def _has_number(row: Row, column: str) -> bool:
     value = row.get(column)
     if isinstance(value, int | float):
         return -math.inf < value < math.inf
-    return isinstance(value, str) and value.strip().lstrip("+-").lower() not in MISSING
+    return isinstance(value, str) and not _is_missing(value)
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.strip().lstrip("+-").lower() in MISSING)
 
 
 def _number(table: TableFile, number: int, column: str, row: Row) -> float | None:
     """The number in a cell; None for an empty one, NaN and inf. Raises ValueError for other text."""
     value = row.get(column)
-    if value is None or (isinstance(value, str) and value.strip().lstrip("+-").lower() in MISSING):
+    if _is_missing(value):
         return None
     try:
         parsed = number_in(value)

@@ -19,6 +19,8 @@ from megatron_scalerl.fit.result import FitResult, Prediction
 
 DRAWS = 1000
 """Draws of each fit."""
+PATH_POINTS = 24
+"""Points of a projection's path."""
 MOST = 1e15
 """A number of a row is below it: a larger one is damage."""
 Rows = Sequence[Mapping[str, Any]]
@@ -87,49 +89,11 @@ class RunFit:
     """The forecast of the run's end; None of a run that is over."""
 
 
-def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None:
-    """The fit of `rows`, for a run of `steps`; None as for `outlook`, but for a run that is over.
+def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0, over: bool = True) -> RunFit | None:
+    """The fit of `rows`, for a run of `steps`; None as for `outlook`. over: also of a run that has reached its end.
 
     Raises ValueError for rows that cannot be fitted.
     """
-    made = _fitted(rows, steps, fit_from_steps, over=True)
-    if made is None:
-        return None
-    result, last, end = made
-    under_way = last["step"] < steps
-    return RunFit(
-        result=result,
-        last_step=last["step"],
-        last_compute=last["compute"],
-        end_compute=end,
-        outlook=_outlook(result, last, end, steps) if under_way else None,
-    )
-
-
-def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | None:
-    """The forecast from `rows` for the end of a run of `steps`.
-
-    fit_from_steps: rows before this step are left out of the fit. The compute of the end is the last row's in
-    proportion to the steps. None without a row of step 0, with fewer than `MIN_POINTS` rows to fit, and at the end.
-    Raises ValueError for a row as `checked_row` does.
-    """
-    made = _fitted(rows, steps, fit_from_steps)
-    return None if made is None else _outlook(*made, steps)
-
-
-def projection(rows: Rows, *, steps: int, fit_from_steps: int = 0, points: int = 24) -> Projection | None:
-    """The outlook from `rows` and the forecast at `points` (2 or more) on the way; None as for `outlook`."""
-    made = _fitted(rows, steps, fit_from_steps)
-    if made is None:
-        return None
-    said, (result, last, end) = _outlook(*made, steps), made
-    return Projection(outlook=said, path=tuple(result.predict(np.linspace(last["compute"], end, points))))
-
-
-def _fitted(
-    rows: Rows, steps: int, fit_from_steps: int, *, over: bool = False
-) -> tuple[FitResult, Mapping[str, Any], float] | None:
-    """(fit, last row fitted, compute of the run's end). over: of a run that has reached its end, too."""
     latest: dict[int, dict[str, Any]] = {}
     for number, row in enumerate(rows, 1):
         try:
@@ -137,15 +101,24 @@ def _fitted(
         except ValueError as error:
             raise ValueError(f"validation.jsonl: row {number}: {error}") from None
         latest[known["step"]] = known
-    start, used = latest.get(0), [r for s, r in latest.items() if s >= max(fit_from_steps, 1) and r["compute"] > 0]
+    start = latest.get(0)
+    used = [r for s, r in latest.items() if s >= max(fit_from_steps, 1) and r["compute"] > 0]
     if start is None or len(used) < MIN_POINTS or start["pass_rate"] >= 1.0:
         return None
-    if used[-1]["step"] >= steps and not over:
+    last = used[-1]
+    under_way = last["step"] < steps
+    curve = curve_of_rows([start, *used], name="run") if under_way or over else None
+    if curve is None or len(curve.compute) < MIN_POINTS:
         return None
-    last, curve = used[-1], curve_of_rows([start, *used], name="run")
-    if len(curve.compute) < MIN_POINTS:
-        return None
-    return fit_curve(curve, draws=DRAWS), last, last["compute"] * max(1.0, steps / last["step"])
+    result = fit_curve(curve, draws=DRAWS)
+    end = last["compute"] * max(1.0, steps / last["step"])
+    return RunFit(
+        result=result,
+        last_step=last["step"],
+        last_compute=last["compute"],
+        end_compute=end,
+        outlook=_outlook(result, last, end, steps) if under_way else None,
+    )
 
 
 def _outlook(result: FitResult, last: Mapping[str, Any], end: float, steps: int) -> Outlook:
@@ -158,6 +131,26 @@ def _outlook(result: FitResult, last: Mapping[str, Any], end: float, steps: int)
         hi=forecast.hi,
         verdict=decide(result, budget=end - last["compute"]).verdict,
     )
+
+
+def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | None:
+    """The forecast from `rows` for the end of a run of `steps`.
+
+    fit_from_steps: rows before this step are left out of the fit. The compute of the end is the last row's in
+    proportion to the steps. None without a row of step 0, with fewer than `MIN_POINTS` rows to fit, and at the end.
+    Raises ValueError for a row as `checked_row` does.
+    """
+    made = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps, over=False)
+    return None if made is None else made.outlook
+
+
+def projection(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Projection | None:
+    """The outlook from `rows` and the forecast at `PATH_POINTS` on the way; None as for `outlook`."""
+    made = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps, over=False)
+    if made is None or made.outlook is None:
+        return None
+    at = np.linspace(made.last_compute, made.end_compute, PATH_POINTS)
+    return Projection(outlook=made.outlook, path=tuple(made.result.predict(at)))
 
 
 def outlooks(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> list[Outlook]:

@@ -3,7 +3,7 @@
 Drawn with matplotlib's object interface: no display and no global state are needed. The colors are Okabe and Ito's,
 which color-blind readers can distinguish; every run has its own marker as well.
 
-Figures of a comparison: every recipe's numbers with their intervals, and the curves of its runs.
+The figure of a comparison: every recipe's numbers with their intervals.
 """
 
 from __future__ import annotations
@@ -66,17 +66,21 @@ def plot_forecast(
     axes.set_xlabel(unit_label(runs[0].unit))
     axes.set_ylabel("validation pass rate")
     name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    _finish(figure, axes, title or f"{name}: forecast of the validation pass rate", note=SOLID_AND_DASHED)
-    return save(figure, path)
-
-
-def _finish(figure: "Figure", axes: "Axes", title: str, *, note: str = "") -> None:
-    """Set a title that fits, and the legend below the axes, where no point can be, under a note."""
+    title = title or f"{name}: forecast of the validation pass rate"
     axes.set_title(textwrap.fill(shortened(title, 130), 66), loc="left", fontsize=11)
+    # the legend below the axes, where no point can be, under a note
     handles, labels = axes.get_legend_handles_labels()
-    columns = max(1, min(3, 105 // (max(map(len, labels)) + 7)))
-    style: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": 9, "title_fontsize": 8}
-    figure.legend(handles, labels, ncols=columns, title=textwrap.fill(note, 130), **style)
+    figure.legend(
+        handles,
+        labels,
+        ncols=max(1, min(3, 105 // (max(map(len, labels)) + 7))),
+        title=textwrap.fill(SOLID_AND_DASHED, 130),
+        loc="outside lower center",
+        frameon=False,
+        fontsize=9,
+        title_fontsize=8,
+    )
+    return save(figure, path)
 
 
 def new_figure() -> tuple["Figure", "Axes"]:
@@ -153,8 +157,6 @@ def plain_ticks(axes: "Axes") -> None:
 
 ROW_INCHES = 0.34
 """Height of one recipe."""
-PANELS_A_ROW = 4
-"""Small axes side by side in the figure of the curves."""
 _OWN, _OTHER = COLORS[0], "#9a9a9a"
 _Panel = tuple[str, bool, Callable[[ComparedArm], Estimate | None], Callable[[FitResult], float]]
 
@@ -191,35 +193,6 @@ def plot_comparison(path: str | Path, comparison: Comparison) -> Path:
     return save(figure, path)
 
 
-def plot_curves(path: str | Path, comparison: Comparison) -> Path:
-    """Plot the points and the curves of every recipe's runs over the curves of its reference, one panel each.
-
-    Raises ValueError for a suffix other than .png and .svg, OSError.
-    """
-    arms = comparison.arms
-    columns = min(PANELS_A_ROW, len(arms))
-    rows = -(-len(arms) // columns)
-    figure = _figure((2.9 * columns + 0.4, 2.3 * rows + 0.7))
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    for axes, arm in zip(grid.flat, arms):
-        style(axes)
-        if arm.reference is not None:
-            for fit in comparison.arm(arm.reference).fits:
-                _curve(axes, fit, _OTHER, points=False)
-        for fit in arm.fits:
-            _curve(axes, fit, _OWN, points=True)
-        axes.set_xscale("log")
-        plain_ticks(axes)
-        axes.tick_params(labelsize=8)
-        axes.set_title(arm.name, loc="left", fontsize=9)
-    for axes in grid.flat[len(arms) :]:
-        axes.set_axis_off()
-    figure.supxlabel(unit_label(arms[0].fits[0].unit), fontsize=10)
-    figure.supylabel("validation pass rate", fontsize=10)
-    figure.suptitle("Points and curves of each run; gray: the reference's curves", x=0.01, ha="left", fontsize=11)
-    return save(figure, path)
-
-
 def _figure(size: tuple[float, float], dots_per_inch: int = 150) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -240,10 +213,3 @@ def _row(axes: "Axes", row: int, mean: Estimate | None, runs: Sequence[float]) -
     if math.isfinite(mean.lo) and math.isfinite(mean.hi):
         axes.plot([mean.lo, mean.hi], [row, row], color=_OWN, linewidth=2.0, solid_capstyle="butt", zorder=1)
     axes.plot([mean.value], [row], "D", color=_OWN, markersize=5, zorder=3)
-
-
-def _curve(axes: "Axes", fit: FitResult, color: str, *, points: bool) -> None:
-    compute = np.geomspace(float(fit.compute.min()) * 0.8, float(fit.compute.max()), 80)
-    axes.plot(compute, fit.curve(compute), color=color, linewidth=1.2, zorder=2 if points else 1)
-    if points:
-        axes.plot(fit.compute, fit.pass_rate, "o", color=color, markersize=2.2, alpha=0.6, linestyle="none")

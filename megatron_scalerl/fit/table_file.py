@@ -132,7 +132,7 @@ def read_tables(path: Path) -> list[TableFile]:
     if data[:4] == b"PAR1":
         from pyarrow import BufferReader, parquet
 
-        return [_table(path, "Parquet", parquet.read_table(BufferReader(data)).to_pylist())]
+        return [table_of(path, "Parquet", parquet.read_table(BufferReader(data)).to_pylist())]
     try:
         text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -150,7 +150,8 @@ def read_tables(path: Path) -> list[TableFile]:
     return [_from_jsonl(path, text)] if by_line else _from_csv(path, text)
 
 
-def _table(path: Path, layout: str, rows: Iterable[Row], numbers: Iterable[int] | None = None) -> TableFile:
+def table_of(path: Path, layout: str, rows: Iterable[Row], numbers: Iterable[int] | None = None) -> TableFile:
+    """A table of these rows. numbers: those of the rows in the file; None: from 1 on."""
     numbered = tuple(zip(numbers or count(1), map(_flat, rows)))
     columns = tuple(dict.fromkeys(name for _, row in numbered for name in row))
     return TableFile(path=path, layout=layout, columns=columns, rows=numbered)
@@ -180,7 +181,7 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
         raise refused(path, "rows below the header", "none")
     if delimiter != "," and not any(re.fullmatch(r"-?\d+\.\d+%?", cell) for _, cells in rows for cell in cells):
         rows = [(n, [re.sub(r"^(-?\d*),(\d+%?)$", r"\1.\2", cell) for cell in cells]) for n, cells in rows]
-    table = _table(path, "table", (dict(zip(header, cells)) for _, cells in rows), [number for number, _ in rows])
+    table = table_of(path, "table", (dict(zip(header, cells)) for _, cells in rows), [number for number, _ in rows])
     return _chart_runs(table) if all(" - " in name for name in header[1:]) else [table]
 
 
@@ -195,7 +196,7 @@ def _chart_runs(table: TableFile) -> list[TableFile]:
     out = []
     for run, named in runs.items():
         rows = ({x: row[x], **{metric: row[column] for metric, column in named.items()}} for _, row in table.rows)
-        out.append(replace(_table(table.path, "W&B chart", rows, numbers), run=run, x=x))
+        out.append(replace(table_of(table.path, "W&B chart", rows, numbers), run=run, x=x))
     return out
 
 
@@ -216,7 +217,7 @@ def _from_jsonl(path: Path, text: str) -> TableFile:
         if not isinstance(row, dict):
             raise refused(path, "one JSON object", type(row).__name__, f"row {number}")
         rows |= {number: row} if row else {}
-    return _table(path, "JSON lines", rows.values(), rows)
+    return table_of(path, "JSON lines", rows.values(), rows)
 
 
 def _from_json(path: Path, text: str) -> TableFile:
@@ -232,11 +233,11 @@ def _from_json(path: Path, text: str) -> TableFile:
         keys = f" with {', '.join(list(value)[:8])}" if isinstance(value, dict) and value else ""
         raise refused(path, "a JSON list of rows", type(value).__name__ + keys)
     if all(isinstance(row, list) and len(row) == 3 for row in rows):
-        return _table(path, "TensorBoard's JSON", (dict(zip(("Wall time", "Step", "Value"), row)) for row in rows))
+        return table_of(path, "TensorBoard's JSON", (dict(zip(("Wall time", "Step", "Value"), row)) for row in rows))
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise refused(path, "an object", type(row).__name__, f"row {number}")
-    return _table(path, layout, rows)
+    return table_of(path, layout, rows)
 
 
 def _rows_of_object(value: Any) -> tuple[str, list[Any]]:
@@ -287,7 +288,7 @@ def _from_console(path: Path, text: str) -> TableFile | None:
             except (ValueError, SyntaxError, MemoryError):
                 continue
             rows[number] = ({"step": found[1]} if found[1] else {}) | row
-    return _table(path, "console log", rows.values(), rows) if rows else None
+    return table_of(path, "console log", rows.values(), rows) if rows else None
 
 
 def _from_tensorboard(path: Path) -> list[TableFile]:
@@ -318,7 +319,7 @@ def _from_tensorboard(path: Path) -> list[TableFile]:
                     rows.append(row)
                 row[value.tag] = number
     named = {f: str(f.relative_to(path)) if path.is_dir() and f != path else f.resolve().name for f in folders}
-    return [replace(_table(path, "event files", rows), run=named[folder]) for folder, rows in folders.items()]
+    return [replace(table_of(path, "event files", rows), run=named[folder]) for folder, rows in folders.items()]
 
 
 def words(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The rows of a forecast as text, Markdown, JSON and HTML: rich shows the tables in a terminal, a template in a page.
+"""The rows of a forecast as text, JSON and HTML: rich shows the tables in a terminal, a template in a page.
 
 A page is one file that loads nothing from elsewhere. JSON has no inf and nan: they become null.
 """
@@ -63,12 +63,6 @@ class Table:
         for row in self.rows:
             table.add_row(*(Text(str(cell)) for cell in row))
         return table
-
-    def markdown(self) -> str:
-        """The table in Markdown; cells are literal text."""
-        aligned = ["---" if self.labeled and n == 0 else "---:" for n in range(len(self.columns))]
-        rows = [self.columns, tuple(aligned), *self.rows]
-        return "".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
 
 
 Section = tuple[str, tuple[Table | str, ...]]
@@ -229,7 +223,7 @@ def run_json(run: RunReport) -> dict[str, Any]:
         "predictions": [asdict(prediction) for prediction in run.predictions],
         "warnings": fit.warnings,
         "verdict": run.decision.sentence(),
-        "decision": _finite(asdict(run.decision)),
+        "decision": _finite(run.decision),
     }
 
 
@@ -269,12 +263,12 @@ def html_page(
     title: str,
     notes: Sequence[str],
     *,
-    runs: Sequence[RunReport] = (),
-    figures: Figures = (),
-    comparison: Comparison | None = None,
-    comparison_figures: Figures = (),
+    runs: Sequence[RunReport],
+    figures: Figures,
+    comparison: Comparison | None,
+    comparison_figures: Figures,
 ) -> str:
-    """The page of runs, of a comparison, or of both, the figures embedded. notes: lines below the title."""
+    """The page of runs, and of a comparison, the figures embedded. notes: lines below the title."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     # autoescape: names of runs and columns are the user's text
@@ -293,7 +287,7 @@ def html_page(
         runs=runs,
         figures=figures,
         comparison_figures=comparison_figures,
-        sections=sections(runs) if runs else (),
+        sections=sections(runs),
         backtests=backtests(runs),
         comparison_table=comparison and comparison_table(comparison),
         conclusions=comparison and conclusions(comparison),

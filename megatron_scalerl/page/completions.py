@@ -8,12 +8,13 @@ telemetry.token_scores_every. The advantage is computed again from the scores of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.batching.advantages import samples_of
-from megatron_scalerl.page.groups import FoundGroup, GroupIndex
+from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.run_text import RunTokenizer, decode, load_tokenizer, raw_text
@@ -34,25 +35,24 @@ class Reader:
         self.index = index
         self._run_dir = run_dir
         self._recipe = recipe
-        self._tokenizer: RunTokenizer | None = None
-        self._advantages: dict[int, Advantages | str] = {}
-        self._last: FoundGroup | None = None
+        self._advantages = lru_cache(CACHED_BATCHES)(self._batch_advantages)
+        # the last group is kept, since its completions are read next
+        self._fields = lru_cache(1)(lambda group_id, _record: index.read(group_id))
 
-    def load(self) -> RunTokenizer:
-        """The run's tokenizer, loaded once. Raises ValueError."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._run_dir)
-        return self._tokenizer
+    @cached_property
+    def _tokenizer(self) -> RunTokenizer:
+        return load_tokenizer(self._run_dir)
 
     def group(self, group_id: int, *, texts: bool = True) -> dict[str, Any]:
         """The group without its tokens. texts: with the text of each completion, to be searched.
 
         Raises ValueError for a group that is unknown, no longer stored, or damaged.
         """
-        found, tokenizer = self._find(group_id), self.load()
-        fields, record = found.fields, found.record
+        record = self.index.record_of(group_id)
+        fields = self._fields(group_id, record)
+        tokenizer = self._tokenizer
         scored = self._scores(record)
-        advantages = self._batch_advantages(record) if record else "the group is in no batch yet"
+        advantages = self._advantages(record) if record else "the group is in no batch yet"
         completions = []
         for i, (rollout, score) in enumerate(zip(fields["rollouts"], fields["scores"])):
             each = _facts(i, rollout, score) | {"advantage": None, "untrained": "", "scored": (group_id, i) in scored}
@@ -83,8 +83,8 @@ class Reader:
         `mismatch` (trainer minus engine, nats) and `entropies` are None where the trainer did not score it. Raises
         ValueError as `group`, and for a position that it does not have.
         """
-        found = self._find(group_id)
-        rollouts = found.fields["rollouts"]
+        record = self.index.record_of(group_id)
+        rollouts = self._fields(group_id, record)["rollouts"]
         if not 0 <= position < len(rollouts):
             raise ValueError(f"completion: expected 0 to {len(rollouts) - 1} of group {group_id}, found {position}")
         rollout = rollouts[position]
@@ -93,9 +93,9 @@ class Reader:
         for (version, is_sampled), tokens in groupby(range(len(ids)), key=lambda t: (versions[t], sampled[t])):
             span = list(tokens)
             spans.append((span[0], version, not is_sampled))
-            pieces += token_texts(self.load(), [ids[token] for token in span])
+            pieces += token_texts(self._tokenizer, [ids[token] for token in span])
         logprobs = rollout["rollout_logprobs"]
-        scored = self._scores(found.record).get((group_id, position))
+        scored = self._scores(record).get((group_id, position))
         if scored is not None and not len(scored.logprobs) == len(scored.entropies) == len(logprobs):
             raise ValueError(f"group {group_id}: expected scores of {len(logprobs)} tokens, found others")
         return {
@@ -111,22 +111,8 @@ class Reader:
         """What the trainer scored of a batch. Raises ValueError for a damaged file."""
         return {} if record is None else read_scores(self._run_dir, record.step)
 
-    def _find(self, group_id: int) -> FoundGroup:
-        """The group; the last one is kept, since its completions are read next."""
-        record = self.index.record_of(group_id)
-        if self._last is None or self._last.fields["group_id"] != group_id or self._last.record != record:
-            self._last = self.index.read(group_id)
-        return self._last
-
     def _batch_advantages(self, record: BatchRecord) -> Advantages | str:
         """Of the batch's completions; why they are unknown, if a group of the batch is not stored."""
-        if record.batch not in self._advantages:
-            if len(self._advantages) >= CACHED_BATCHES:
-                self._advantages.pop(next(iter(self._advantages)))
-            self._advantages[record.batch] = self._computed(record)
-        return self._advantages[record.batch]
-
-    def _computed(self, record: BatchRecord) -> Advantages | str:
         try:
             groups = self.index.read_batch(record)
         except ValueError:

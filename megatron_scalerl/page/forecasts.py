@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_scalerl.fit.outlook import Projection, projection
-from megatron_scalerl.page.report import last_step, moved_text
+from megatron_scalerl.page.report import last_step, measured_end, moved_text
 
 MOST = 128
 """Forecasts that are made for the page, at about equal distances: a fit takes a fifth of a second."""
@@ -17,8 +17,7 @@ class Forecasts:
     """Forecasts by the number of validations that they are made from. They depend on these rows alone."""
 
     def __init__(self) -> None:
-        self._made: dict[int, Projection | None] = {}
-        self._failed: dict[int, str] = {}
+        self._made: dict[int, tuple[Projection | None, str]] = {}
         self._begin: tuple[Any, ...] = ()
 
     def missing(self, rows: Rows) -> list[int]:
@@ -26,7 +25,6 @@ class Forecasts:
         begin = tuple((row.get("step"), row.get("pass_rate")) for row in rows)
         if self._begin != begin[: len(self._begin)]:
             self._made.clear()  # a restart took rows back
-            self._failed.clear()
         self._begin = begin
         every = max(1, -(-len(rows) // MOST))
         wanted = {len(rows), *range(every, len(rows) + 1, every)}
@@ -43,14 +41,12 @@ class Forecasts:
 
     def add(self, count: int, made: Projection | None, problem: str = "") -> None:
         """Keep what `attempt` returned for the first `count` rows."""
-        self._made[count] = made
-        if problem:
-            self._failed[count] = problem
+        self._made[count] = (made, problem)
 
     @property
     def problem(self) -> str:
         """Why the newest of the forecasts that failed did; empty if none did."""
-        return self._failed[max(self._failed)] if self._failed else ""
+        return next((problem for _, (_, problem) in sorted(self._made.items(), reverse=True) if problem), "")
 
     def make_all(self, rows: Rows, recipe: Mapping[str, Any]) -> None:
         """Make all that are missing."""
@@ -60,14 +56,13 @@ class Forecasts:
     @property
     def made(self) -> list[Projection]:
         """Those that there are, in the order of their validations."""
-        return [each for _, each in sorted(self._made.items()) if each is not None]
+        return [made for _, (made, _) in sorted(self._made.items()) if made is not None]
 
     def lines(self, rows: Rows, recipe: Mapping[str, Any]) -> list[str]:
         """How the forecasts moved, as `report` says it."""
         if not self.made:
             return []
-        ended = rows[-1]["step"] >= last_step(rows, recipe)
-        return [moved_text([made.outlook for made in self.made], rows[-1]["pass_rate"] if ended else None)]
+        return [moved_text([made.outlook for made in self.made], measured_end(rows, recipe))]
 
     def payload(self) -> list[dict[str, Any]]:
         """Each with its path: lists over equally distant points from its validation to the end of the run."""

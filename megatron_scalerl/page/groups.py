@@ -5,26 +5,18 @@ The index holds numbers only, so that it stays small beside the store.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.page.growing_file import GrowingFile
-from megatron_scalerl.processes.logs import printable
+import msgspec
+
+from megatron_scalerl.page.growing_file import Rows, json_row
 from megatron_scalerl.rollouts.group_files import kept_group
-from megatron_scalerl.rollouts.history import BatchRecord, Finish, History, read_batch, read_event
+from megatron_scalerl.rollouts.history import Admit, BatchRecord, Finish, History, read_batch
 from megatron_scalerl.rollouts.store import segment_path
 from megatron_scalerl.types import RolloutGroup
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundGroup:
-    """A group as it is stored, and where it was trained."""
-
-    fields: dict[str, Any]
-    """As `rollouts.group_files.ListedGroup.read` gives it."""
-    record: BatchRecord | None
-    """The batch that trained it; None before."""
+_EVENT: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
 
 
 class GroupIndex:
@@ -32,41 +24,34 @@ class GroupIndex:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._journal = GrowingFile(run_dir / "journal.jsonl")
+        self._journal: Rows[Finish | BatchRecord] = Rows(run_dir / "journal.jsonl", _event)
         self._generation = 0
+        self._read_rows = 0
         self._finished: dict[int, Finish] = {}
         self._records: dict[int, BatchRecord] = {}
         self._batch_of: dict[int, int] = {}
-        self._damage = self._failure = ""
 
     @property
     def damage(self) -> list[str]:
-        """What of the journal cannot be read, until it is written anew, in at most two lines."""
-        found = (line.replace(f"{self.run_dir}/", "") for line in (self._damage, self._failure) if line)
-        return [printable(" ".join(line.split()))[:500] for line in found]
+        """What of the journal cannot be read, until it is written anew, in one line."""
+        return [self._journal.problem] if self._journal.problem else []
 
     def update(self) -> bool:
         """Read what the journal got; True if a batch is new. What is damaged is in `damage`."""
-        try:
-            lines, self._failure = self._journal.new_lines(), ""
-        except OSError as error:
-            self._failure = str(error)
-            return False
+        self._journal.update()
         if self._generation != self._journal.generation:
             self._generation = self._journal.generation
-            self._finished, self._records, self._batch_of, self._damage = {}, {}, {}, ""
+            self._read_rows = 0
+            for known in (self._finished, self._records, self._batch_of):
+                known.clear()
         before = len(self._records)
-        for line, where in lines:
-            try:
-                event = read_event(line, where)
-            except ValueError as error:
-                self._damage = self._damage or str(error)
-                continue
+        for event in self._journal.rows[self._read_rows :]:
             if isinstance(event, Finish):
                 self._finished[event.group_id] = event
-            elif isinstance(event, BatchRecord):
+            else:
                 self._records[event.batch] = event
                 self._batch_of.update(dict.fromkeys(event.group_ids, event.batch))
+        self._read_rows = len(self._journal.rows)
         return len(self._records) != before
 
     @property
@@ -84,8 +69,11 @@ class GroupIndex:
         batch = self._batch_of.get(group_id)
         return None if batch is None else self._records[batch]
 
-    def read(self, group_id: int) -> FoundGroup:
-        """One group. Raises ValueError for an unknown one, one that is no longer stored, and a damaged one."""
+    def read(self, group_id: int) -> dict[str, Any]:
+        """The fields of a group as `rollouts.group_files.kept_group` gives them.
+
+        Raises ValueError for an unknown group, one that is no longer stored, and a damaged one.
+        """
         event = self._finished.get(group_id)
         if event is None:
             raise ValueError(f"{self._journal.path}: expected a finished group, found no group {group_id}")
@@ -93,7 +81,7 @@ class GroupIndex:
         fields = kept_group(folder, group_id, event.stored)
         if fields is None:
             raise ValueError(f"{folder}: expected group {group_id}, found none (checkpoint.rollouts)")
-        return FoundGroup(fields=fields, record=self.record_of(group_id))
+        return fields
 
     def chosen(self, count: int) -> list[int]:
         """At most `count` groups for a page without a server: of steps at equal distances, first to last.
@@ -123,3 +111,8 @@ class GroupIndex:
     def read_batch(self, record: BatchRecord) -> list[RolloutGroup]:
         """The facts about the groups of a batch. Raises ValueError for one that is no longer stored, or damaged."""
         return read_batch(self.run_dir, History(events=(), batches=(), finished=self._finished), record)
+
+
+def _event(line: bytes) -> Finish | BatchRecord | None:
+    event = json_row(line, "an event", _EVENT)
+    return None if isinstance(event, Admit) else event

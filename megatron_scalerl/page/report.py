@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,6 @@ from megatron_scalerl.recipe.file import read_run_recipe
 BOOTSTRAP_DRAWS = 10_000
 UPDATE_PHASES = ("needs", "connect", "stage", "pause", "start", "update", "finish", "verify", "resume")
 """Phases of a weight update, in their order: `weight_PHASE_seconds` of metrics.jsonl."""
-KEPT = (
-    *("weight_bytes", "weight_whole_bytes", "weight_most_sent_bytes", "weight_most_received_bytes"),
-    *("weight_gb_per_s", "weights_changed", "engine_paused_seconds", "publish_seconds"),
-    *(f"weight_{phase}_seconds" for phase in UPDATE_PHASES),
-)
-"""Columns of metrics.jsonl that the table is made from."""
 _NOTHING = "–"
 Rows = Sequence[dict[str, Any]]
 """Rows of validation.jsonl."""
@@ -67,31 +62,50 @@ def report(run_dir: str | Path, console: Console) -> None:
     rows = read_rows(run_dir / "validation.jsonl")
     recipe = read_run_recipe(run_dir)
     ledger = read_rows(run_dir / "ledger.jsonl")
-    unit = str(ledger[0]["unit"])
-    console.print(gain_text(gain(run_dir)), highlight=False)
-    for task, found in gains_by_task(run_dir, rows[-1]).items():
-        console.print(f"{task}: {gain_text(found)}", highlight=False)
-    console.print(cost_text(hours_by_role(ledger), unit, recipe["cost"]), highlight=False)
-    _print_updates(console, run_dir)
-    _print_outlooks(console, rows, recipe)
+    say = partial(console.print, highlight=False, markup=False)
+    for line in gain_lines(run_dir, rows[-1]):
+        say(line)
+    say(cost_text(hours_by_role(ledger), str(ledger[0]["unit"]), recipe["cost"]))
+    try:
+        updates = updates_of(read_jsonl(run_dir / "metrics.jsonl"))
+    except (ValueError, RecursionError) as error:
+        say(printable(f"No weight updates: {error}"))
+        updates = None
+    if updates is not None:
+        table, note = updates
+        say(table.rich())
+        say(note)
+    steps = last_step(rows, recipe)
+    made = outlooks(rows, steps=steps, fit_from_steps=recipe["forecast"]["fit_from_steps"])
+    if made:
+        came = measured_end(rows, recipe)
+        say(outlook_table(made, came).rich())
+        say(moved_text(made, came))
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
-        console.print("Too few validations for a forecast.", highlight=False)
+        say("Too few validations for a forecast.")
         return
     if rows[0]["pass_rate"] >= 1.0:
-        console.print("No forecast: the pass rate at step 0 is already 1.", highlight=False)
+        say("No forecast: the pass rate at step 0 is already 1.")
         return
     name = recipe["name"]
     evaluation = evaluate(rows[0], fitted, unseen, method="robust", name=name)
-    console.print(_table(evaluation, unseen).rich())
-    console.print(_error_text(evaluation), highlight=False)
+    say(_table(evaluation, unseen).rich())
+    say(_error_text(evaluation))
     try:
         text = _error_text(evaluate(rows[0], fitted, unseen, method="paper", name=name))
     except ValueError as error:  # its grid of asymptotes ends at 0.8
         text = f"paper: no forecast: {error}"
-    console.print(printable(text), highlight=False, markup=False)
-    path = plot(run_dir, evaluation)
-    console.print(f"plot: {path}", highlight=False)
+    say(printable(text))
+    compute = [prediction.compute for prediction in evaluation.predictions]
+    path = plot_forecast(
+        run_dir / "forecast.png",
+        evaluation.fit,
+        unseen={evaluation.fit.name: (compute, evaluation.measured)},
+        until=compute[-1] * 1.15,
+        title=f"{evaluation.fit.name}: forecast from the first half of the run",
+    )
+    say(f"plot: {path}")
 
 
 def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
@@ -112,6 +126,12 @@ def evaluate(start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, 
         [row["pass_rate"] for row in unseen],
         completions=[row["prompts"] * row["generations"] for row in unseen] if sized else None,
     )
+
+
+def gain_lines(run_dir: str | Path, last: dict[str, Any]) -> list[str]:
+    """The gain, and that of each task of a mixture. last: the last row of validation.jsonl. Raises as `gain`."""
+    by_task = gains_by_task(run_dir, last).items()
+    return [gain_text(gain(run_dir)), *(f"{task}: {gain_text(task_gain)}" for task, task_gain in by_task)]
 
 
 def gains_by_task(run_dir: str | Path, last: dict[str, Any]) -> dict[str, Gain]:
@@ -137,18 +157,6 @@ def gain(run_dir: str | Path, part: slice = slice(None)) -> Gain:
     return Gain(first=first.mean(), last=last.mean(), last_step=rows[-1]["step"], low=float(low), high=float(high))
 
 
-def plot(run_dir: str | Path, evaluation: ForecastEvaluation) -> Path:
-    """Draw RUN/forecast.png: fitted points, curve, band, and the points that were not fitted. Raises OSError."""
-    compute = [prediction.compute for prediction in evaluation.predictions]
-    return plot_forecast(
-        Path(run_dir) / "forecast.png",
-        evaluation.fit,
-        unseen={evaluation.fit.name: (compute, evaluation.measured)},
-        until=compute[-1] * 1.15,
-        title=f"{evaluation.fit.name}: forecast from the first half of the run",
-    )
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a run's JSONL file. Raises ValueError if it is missing, empty or invalid."""
     rows = read_jsonl(path)
@@ -170,7 +178,7 @@ def hours_by_role(ledger: Rows) -> dict[str, float]:
     """Role -> device-hours. ledger: rows of ledger.jsonl, in which the header and heartbeats count nothing."""
     hours: dict[str, float] = {}
     for row in ledger:
-        if "role" in row:
+        if row.get("role"):
             hours[row["role"]] = hours.get(row["role"], 0.0) + row["hours"]
     return hours
 
@@ -196,28 +204,9 @@ def last_step(rows: Rows, recipe: Mapping[str, Any]) -> int:
     return int(recipe.get("steps") or rows[-1]["step"])
 
 
-def _print_updates(console: Console, run_dir: Path) -> None:
-    """What weight updates took; nothing for a run without one."""
-    try:
-        rows = read_jsonl(run_dir / "metrics.jsonl")
-    except (ValueError, RecursionError) as error:
-        console.print(printable(f"No weight updates: {error}"), highlight=False, markup=False)
-        return
-    if (made := updates_of(rows)) is not None:
-        table, note = made
-        console.print(table.rich())
-        console.print(note, highlight=False, markup=False)
-
-
-def _print_outlooks(console: Console, rows: Rows, recipe: dict[str, Any]) -> None:
-    """The forecasts of the run's end that were shown after each validation, and what came."""
-    steps = last_step(rows, recipe)
-    made = outlooks(rows, steps=steps, fit_from_steps=recipe["forecast"]["fit_from_steps"])
-    if not made:
-        return
-    came = rows[-1]["pass_rate"] if rows[-1]["step"] >= steps else None
-    console.print(outlook_table(made, came).rich())
-    console.print(moved_text(made, came), highlight=False)
+def measured_end(rows: Rows, recipe: Mapping[str, Any]) -> float | None:
+    """The pass rate at the run's last step; None before it."""
+    return rows[-1]["pass_rate"] if rows[-1]["step"] >= last_step(rows, recipe) else None
 
 
 def _error_text(evaluation: ForecastEvaluation) -> str:
@@ -295,3 +284,5 @@ _LINES = (
     ("in all, with attempts that failed", "publish_seconds", _SECONDS),
 )
 """What, its column of metrics.jsonl, how it is shown."""
+KEPT = ("weight_whole_bytes", *(column for _, column, _ in _LINES))
+"""Columns of metrics.jsonl that the table is made from."""

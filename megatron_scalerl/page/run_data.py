@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,8 @@ from megatron_scalerl.page.report import (
     UPDATE_PHASES,
     cost_text,
     finite,
-    gain,
-    gain_text,
-    gains_by_task,
+    gain_lines,
+    hours_by_role,
     last_step,
     updates_of,
 )
@@ -65,8 +65,8 @@ class RunData:
         self._validation = Rows(self.run_dir / "validation.jsonl", validation_row)
         files = ("attempts.jsonl", "engines.jsonl", "evaluation.jsonl", "end.json")
         self._others = {name: Rows(self.run_dir / name, json_row) for name in files}
-        self._update_table: tuple[tuple[int, int], dict[str, Any] | None] = ((-1, -1), None)
-        self._gain: tuple[tuple[int, int], list[str]] = ((-1, -1), [])
+        self._updates = lru_cache(1)(self._update_table)
+        self._gain = lru_cache(1)(self._gain_lines)
 
     @property
     def generation(self) -> int:
@@ -100,7 +100,9 @@ class RunData:
 
     def payload(self, since: int = 0) -> dict[str, Any]:
         """What the page draws. since: step records that it has; only later ones are in it."""
-        rows, steps = self.validations, self._metrics.rows
+        rows = self.validations
+        steps = self._metrics.rows
+        hours = hours_by_role(self._ledger.rows)
         columns: dict[str, list[Any]] = {name: [row[name] for row in steps[since:]] for name in STEP_COLUMNS}
         columns["seconds"] = [*accumulate(row["seconds"] for row in steps)][since:]
         return {
@@ -109,37 +111,28 @@ class RunData:
             "steps": columns,
             "validation": {name: [_number(row.get(name)) for row in rows] for name in VALIDATION_COLUMNS},
             "forecasts": self.forecasts.payload(),
-            "header": self._header(),
-            "ledger": [{"role": role, "hours": hours} for role, hours in self._hours().items()],
+            "header": self._header(hours),
+            "ledger": [{"role": role, "hours": charged} for role, charged in hours.items()],
             "events": self._events(),
-            "updates": self._updates(),
+            "updates": self._updates(self.steps, self.generation),
             "evaluations": evaluation_table(self._others["evaluation.jsonl"].rows),
         }
 
-    def _updates(self) -> dict[str, Any] | None:
+    def _update_table(self, *_version: int) -> dict[str, Any] | None:
         """The table of weight updates, computed once for each number of steps."""
-        key = (self.steps, self.generation)
-        if self._update_table[0] != key:
-            made = updates_of([row["update"] for row in self._metrics.rows])
-            self._update_table = key, None
-            if made is not None:
-                table, note = made
-                self._update_table = key, {"columns": table.columns, "rows": table.rows, "notes": (note,)}
-        return self._update_table[1]
+        made = updates_of([row["update"] for row in self._metrics.rows])
+        if made is None:
+            return None
+        table, note = made
+        return {"columns": table.columns, "rows": table.rows, "notes": (note,)}
 
-    def _hours(self) -> dict[str, float]:
-        hours: dict[str, float] = {}
-        for _, role, charged in self._ledger.rows:
-            if role:
-                hours[role] = hours.get(role, 0.0) + charged
-        return hours
-
-    def _header(self) -> dict[str, Any]:
-        rows, end, hours = self.validations, self._others["end.json"].rows, self._hours()
+    def _header(self, hours: dict[str, float]) -> dict[str, Any]:
+        rows = self.validations
+        end = self._others["end.json"].rows
         made = self.forecasts.made
         last = int(self._metrics.rows[-1]["step"] or 0) if self.steps else 0
-        unit = next((unit for unit, _, _ in reversed(self._ledger.rows) if unit), "device_hours")
-        lines = [*self._gain_lines()]
+        unit = next((row["unit"] for row in reversed(self._ledger.rows) if row["unit"]), "device_hours")
+        lines = [*self._gain(len(rows), self._validation.generation)]
         if hours:
             lines.append(cost_text(hours, unit, self.recipe["cost"]))
         lines += self.forecasts.lines(rows, self.recipe)
@@ -157,22 +150,15 @@ class RunData:
             "damage": self.damage,
         }
 
-    def _gain_lines(self) -> list[str]:
+    def _gain_lines(self, *_version: int) -> list[str]:
         """`report`'s lines on the gain; none before the second validation. Computed once for each validation."""
-        rows, key = self.validations, (len(self.validations), self._validation.generation)
-        if self._gain[0] != key:
-            lines = []
-            if len(rows) >= 2 and rows[0].get("step") == 0:
-                try:
-                    by_task = gains_by_task(self.run_dir, rows[-1])
-                    lines = [
-                        gain_text(gain(self.run_dir)),
-                        *(f"{task}: {gain_text(g)}" for task, g in by_task.items()),
-                    ]
-                except (ValueError, OSError, LookupError) as error:
-                    lines = [f"no gain: {one_line(f'{type(error).__name__}: {error}')}"]
-            self._gain = key, [printable(line) for line in lines]
-        return self._gain[1]
+        rows = self.validations
+        if len(rows) < 2 or rows[0].get("step") != 0:
+            return []
+        try:
+            return [printable(line) for line in gain_lines(self.run_dir, rows[-1])]
+        except (ValueError, OSError, LookupError) as error:
+            return [f"no gain: {one_line(f'{type(error).__name__}: {error}')}"]
 
     def _events(self) -> list[dict[str, Any]]:
         """Starts of the run, faults and restarts of engines, and the end, as they happened."""
@@ -255,11 +241,11 @@ def _step(line: bytes) -> dict[str, Any]:
     }
 
 
-def _charge(line: bytes) -> tuple[str, str, float] | None:
-    """(unit, role, hours) of a row of ledger.jsonl, the first two empty where it lacks them; None for a heartbeat."""
+def _charge(line: bytes) -> dict[str, Any] | None:
+    """Unit, role and hours of a row of ledger.jsonl, empty and 0 where it lacks them; None for a heartbeat."""
     row = json_row(line)
-    unit, role = str(row.get("unit", "")), printable(str(row.get("role", "")))
-    return (unit, role, _number(row.get("hours")) or 0.0) if unit or role else None
+    unit, role = (printable(str(row.get(key, ""))) for key in ("unit", "role"))
+    return {"unit": unit, "role": role, "hours": _number(row.get("hours")) or 0.0} if unit or role else None
 
 
 def _number(value: Any) -> float | None:

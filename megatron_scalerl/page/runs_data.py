@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.fit.inputs import flattened
 from megatron_scalerl.fit.outlook import RunFit, run_fit
 from megatron_scalerl.page.find_runs import FoundRuns, find_runs
-from megatron_scalerl.page.growing_file import Rows, first_row, json_row, newest_row, one_line, validation_row
+from megatron_scalerl.page.growing_file import Rows, end_row, json_row, one_line, validation_row
 from megatron_scalerl.page.report import last_step
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
@@ -32,8 +33,6 @@ QUIET_S = 60.0
 """Seconds without a write to the ledger, which gets a heartbeat every 10 s, after which a run counts as stopped."""
 MOST_TEXT = 200
 """Characters of a value that are shown."""
-ENDS = ("metrics.jsonl", "ledger.jsonl")
-"""Long files, of which the newest row is read."""
 
 
 class RunSummary:
@@ -53,8 +52,9 @@ class RunSummary:
         """By file: what is wrong with it, in one line."""
         self._validation = Rows(run_dir / "validation.jsonl", validation_row)
         self._attempts, self._end = (Rows(run_dir / name, json_row) for name in ("attempts.jsonl", "end.json"))
+        self._files: tuple[Rows[Any], ...] = (self._validation, self._attempts, self._end)
         self._newest: dict[str, dict[str, Any] | None] = {}
-        self._signatures: dict[str, tuple[int, ...]] = {}
+        self._signatures: dict[str, tuple[int, ...] | None] = {}
         self._state: tuple[str, str] = ("", "")
         self._unit = "device_hours"
 
@@ -71,13 +71,14 @@ class RunSummary:
     def update(self) -> bool:
         """Read what is new; True if the row in the list changed."""
         before = (self._state, dict(self.problems))
-        changed = [self._read_recipe(), *(self._read_newest(file) for file in ENDS)]
+        changed = [self._reread("recipe.yaml", self._read_recipe), self._reread("metrics.jsonl", self._read_newest)]
+        self._reread("ledger.jsonl", self._read_ledger)  # its heartbeat of every 10 s says nothing new
         generation = self._validation.generation
-        changed += [rows.update() for rows in (self._validation, self._attempts, self._end)]
+        for rows in self._files:
+            changed.append(rows.update())
+            self._say(rows.path.name, rows.problem)
         if generation != self._validation.generation:
             self.fitted_rows = -1
-        for rows in (self._validation, self._attempts, self._end):
-            self._say(rows.path.name, rows.problem)
         self._state = self._found_state()
         return any(changed) or before != (self._state, self.problems)
 
@@ -138,46 +139,43 @@ class RunSummary:
 
     def _wrote(self) -> float | None:
         """When the ledger was last written, as Unix time; None without one."""
+        status = self._status("ledger.jsonl")
+        return status and status.st_mtime
+
+    def _status(self, file: str) -> os.stat_result | None:
         try:
-            return os.stat(self.run_dir / "ledger.jsonl").st_mtime
+            return os.stat(self.run_dir / file)
         except OSError:
             return None
 
-    def _is_new(self, file: str) -> bool:
-        try:
-            found = os.stat(self.run_dir / file)
-            signature: tuple[int, ...] = (found.st_ino, found.st_size, found.st_mtime_ns)
-        except OSError:
-            signature = ()
-        if self._signatures.get(file) == signature:
+    def _reread(self, file: str, read: Callable[[str], None]) -> bool:
+        """Read a file if it changed; True if it did."""
+        status = self._status(file)
+        signature = status and (status.st_ino, status.st_size, status.st_mtime_ns)
+        if self._signatures.get(file, ()) == signature:
             return False
         self._signatures[file] = signature
-        return True
-
-    def _read_newest(self, file: str) -> bool:
-        if not self._is_new(file):
-            return False
         problem = ""
         try:
-            self._newest[file] = newest_row(self.run_dir / file)
-            if file == "ledger.jsonl":
-                self._unit = str((first_row(self.run_dir / file) or {}).get("unit", self._unit))
+            read(file)
         except (ValueError, OSError) as error:
-            self._newest[file], problem = None, str(error)
-        self._say(file, problem)
-        return file != "ledger.jsonl"  # it gets a heartbeat every 10 s, which says nothing new
-
-    def _read_recipe(self) -> bool:
-        if not self._is_new("recipe.yaml"):
-            return False
-        self.recipe, self.settings, problem = {}, {}, ""
-        try:
-            self.recipe = read_run_recipe(self.run_dir)
-            self.settings = {key: _text(value) for key, value in flattened(self.recipe).items()}
-        except (ValueError, OSError) as error:
+            self._newest.pop(file, None)
             problem = str(error)
-        self._say("recipe.yaml", problem)
+        self._say(file, problem)
         return True
+
+    def _read_newest(self, file: str) -> None:
+        self._newest[file] = end_row(self.run_dir / file, -1)
+
+    def _read_ledger(self, file: str) -> None:
+        self._read_newest(file)
+        self._unit = str((end_row(self.run_dir / file, 0) or {}).get("unit", self._unit))
+
+    def _read_recipe(self, _: str) -> None:
+        self.recipe = {}
+        self.settings = {}
+        self.recipe = read_run_recipe(self.run_dir)
+        self.settings = {key: _text(value) for key, value in flattened(self.recipe).items()}
 
     def _say(self, file: str, problem: str) -> None:
         if problem:
@@ -203,7 +201,7 @@ class RunsData:
         """By a number that a run keeps as long as this lives."""
         self._numbers: dict[Path, int] = {}
         self._present: list[int] = []
-        self._found: FoundRuns | None = None
+        self._found: FoundRuns
         self._search_at = -1.0
         self._version = 0
         self._changed: dict[int, int] = {}
@@ -246,8 +244,8 @@ class RunsData:
             "folder": printable(str(self.folder)),
             "order": self._present,
             "runs": {str(n): self._row(n) for n in self._present if self._changed.get(n, 0) > since},
-            "others": [[printable(path.name), printable(text)] for path, text in found.others] if found else [],
-            "left_out": found.left_out if found else "",
+            "others": [[printable(path.name), printable(text)] for path, text in found.others],
+            "left_out": found.left_out,
             "recipes": self._recipes if self._recipes_changed > since else None,
             "waiting": sum(self.runs[number].needs_fit() for number in self._present),
         }

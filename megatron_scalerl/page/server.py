@@ -157,7 +157,7 @@ class RunPage(Page):
         self._handlers: dict[str, Handler] = {
             "": self._page,
             "api/data": self._data,
-            "api/groups": self._reading(self._groups, "step"),
+            "api/groups": self._reading(lambda step: {"groups": self._index.of_step(step)}, "step"),
             "api/group": self._reading(self._reader.group, "id"),
             "api/completion": self._reading(self._reader.completion, "id", "index"),
             "api/events": self._events,
@@ -183,9 +183,6 @@ class RunPage(Page):
             return answer(await self._locked(partial(read, *(whole_number(request, name) for name in names))))
 
         return handle
-
-    def _groups(self, step: int) -> dict[str, Any]:
-        return {"groups": self._index.of_step(step)}
 
     def _payload(self, since: int = 0) -> dict[str, Any]:
         data = self._run.payload(since) | {"trained_steps": self._index.steps}

@@ -45,23 +45,20 @@ def write_page(run_dir: str | Path, path: str | Path, *, group_ids: Iterable[int
     named = list(dict.fromkeys(group_ids))
     wanted = list(dict.fromkeys([*named, *(index.chosen(GROUPS - len(named)))]))
     room = MOST_BYTES - len(page(RUN, data, title="", live=False)) * 2
-    groups, left_out = [], 0
+    groups = []
     for group_id in wanted:
         try:
             group = _whole_group(reader, group_id)
         except ValueError:
             if group_id in named:
                 raise
-            left_out += 1
             continue
         size = _size(group)
-        if size > room:
-            left_out += 1
-            continue
-        room -= size
-        groups.append(group)
-    data["groups"] = groups
-    data["missing_groups"] = left_out
+        if size <= room:
+            room -= size
+            groups.append(group)
+    left_out = len(wanted) - len(groups)
+    data |= {"groups": groups, "missing_groups": left_out}
     text = page(RUN, data, title=f"{data['header']['name']}: run", live=False)
     _write(path, text)
     return len(groups), left_out

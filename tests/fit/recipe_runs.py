@@ -1,10 +1,25 @@
 """Run folders of several recipes and seeds with known curves: synthetic, without a policy."""
 
-import json
+from pathlib import Path
 
 import numpy as np
+from json_lines import append
 
+from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.sigmoid import sigmoid
+
+
+def curve_of(compute, pass_rate, *, initial=0.4, prompts=1000, generations=16, name="run"):
+    """Points in memory, each of `generations` per prompt."""
+    return Curve(
+        name=name,
+        source=Path(name),
+        compute=np.asarray(compute),
+        pass_rate=np.asarray(pass_rate),
+        initial=initial,
+        prompts=prompts,
+        generations=np.full(len(compute), float(generations)),
+    )
 
 
 def write_run(folder, *, seed, recipe="", asymptote=0.8, exponent=2.0, midpoint=0.05, points=14, rng, prompts=400):
@@ -24,7 +39,7 @@ def write_run(folder, *, seed, recipe="", asymptote=0.8, exponent=2.0, midpoint=
         }
         for n, (c, y) in enumerate(zip([0.0, *compute], [0.38, *measured]))
     ]
-    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    append(folder / "validation.jsonl", *rows)
     (folder / "recipe.yaml").write_text(
         f"name: {folder.name}\nseed: {seed}\nsteps: 70\npolicy: {{path: p}}\nprompts: {{path: q}}\n{recipe}\n"
     )

@@ -103,11 +103,6 @@ def test_bad_options_are_exit_code_2(extra, capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_warnings_are_exit_code_0(capsys):
-    assert main([*SCALERL, "--fit-until", "2000", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["fits"][0]["warnings"]
-
-
 @pytest.mark.parametrize(
     ("option", "package"), [("--html", "jinja2"), ("--html", "matplotlib"), ("--plot", "matplotlib")]
 )

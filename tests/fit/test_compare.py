@@ -2,17 +2,15 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from command_line import command
 from published import published_run
-from recipe_runs import write_run
+from recipe_runs import curve_of, write_run
 
 from megatron_scalerl.fit.arms import arms_of, differences, shared_start
 from megatron_scalerl.fit.compare import compare_runs, conclusions, summary
-from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 
@@ -128,7 +126,7 @@ def test_the_ceiling_is_found_and_the_page_says_so(tmp_path, capsys):
 def test_the_efficiency_is_found_where_the_ceiling_is_kept(tmp_path):
     comparison = compare_runs(read(two_recipes(tmp_path, midpoint=0.1)), fitted)
     dapo = comparison.arm("dapo")
-    assert not dapo.moves_the_ceiling and dapo.efficiency.declared
+    assert not dapo.ceiling.moves_the_ceiling and dapo.efficiency.declared
     assert (
         1.5 < np.exp(dapo.efficiency.value) < 2.6 and dapo.to_reach.value > comparison.arm("scalerl").to_reach.value
     )
@@ -170,9 +168,8 @@ def test_comparison_reads_like_the_leave_one_out_table():
     curves = []
     for name in ("fig8a_loo/ScaleRL", "LOO-prompt-lvl-adv-norm", "LOO-length-penalty"):
         series = published_run(name)
-        known = {"prompts": 1000, "generations": np.full(len(series.compute), 16.0), "initial": series.initial}
-        points = {"compute": series.compute, "pass_rate": series.pass_rate}
-        curves.append(Curve(name=name, source=Path(name), **points, **known).part(series.fitted))
+        whole = curve_of(series.compute, series.pass_rate, initial=series.initial, name=name)
+        curves.append(whole.part(series.fitted))
     comparison = compare_runs(curves, lambda c, a: fit_curve(c, method="paper", fixed_asymptote=a))
     assert all(arm.refits for arm in comparison.arms)
     assert comparison.fixed_asymptote == pytest.approx(0.605, abs=0.01)
@@ -181,16 +178,6 @@ def test_comparison_reads_like_the_leave_one_out_table():
     assert not any(arm.ceiling.declared or arm.efficiency.declared for arm in comparison.arms[1:])
 
 
-def test_a_comparison_needs_two_runs():
-    series = published_run("fig8a_loo/ScaleRL")
-    alone = Curve(
-        name="a",
-        source=Path("a"),
-        compute=series.compute,
-        pass_rate=series.pass_rate,
-        initial=series.initial,
-        prompts=None,
-        generations=None,
-    )
+def test_a_comparison_needs_two_runs(tmp_path):
     with pytest.raises(ValueError, match="at least two runs"):
-        compare_runs([alone], fitted)
+        compare_runs(read(two_recipes(tmp_path, seeds=(1,)))[:1], fitted)

@@ -1,13 +1,11 @@
 """Decision and backtest."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from published import published_run
+from recipe_runs import curve_of
 
 from megatron_scalerl.fit.backtest import BacktestPoint, _settled_from, backtest
-from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import decide
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.result import Prediction
@@ -63,18 +61,6 @@ def test_gain_and_target_against_the_true_curve():
 def test_the_budget_has_to_be_positive():
     with pytest.raises(ValueError, match="budget: expected compute > 0"):
         decide(run()(), budget=0.0)
-
-
-def curve_of(compute, pass_rate, *, initial=0.4, prompts=1000, generations=16):
-    return Curve(
-        name="run",
-        source=Path("published"),
-        compute=np.asarray(compute),
-        pass_rate=np.asarray(pass_rate),
-        initial=initial,
-        prompts=prompts,
-        generations=np.full(len(compute), float(generations)),
-    )
 
 
 def width(point):

@@ -1,9 +1,8 @@
 """Reading run folders, tables and exports; errors are one line."""
 
-import json
-
 import numpy as np
 import pytest
+from json_lines import append
 
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 
@@ -34,7 +33,7 @@ def run_folder(tmp_path, steps=(0, 10, 20), **extra):
         }
         for step in steps
     ]
-    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    append(folder / "validation.jsonl", *rows)
     return folder
 
 
@@ -54,8 +53,7 @@ def test_run_folder(tmp_path):
 
 def test_a_step_validated_again_after_a_resume_counts_once_with_its_last_value(tmp_path):
     folder = run_folder(tmp_path)
-    with open(folder / "validation.jsonl", "a") as handle:
-        handle.write(json.dumps({"step": 20, "compute": 0.25, "unit": "device_hours", "pass_rate": 0.48}) + "\n")
+    append(folder / "validation.jsonl", {"step": 20, "compute": 0.25, "unit": "device_hours", "pass_rate": 0.48})
     (curve,) = read_curves(folder)
     np.testing.assert_allclose(curve.compute, [0.11, 0.25])
     np.testing.assert_allclose(curve.pass_rate, [0.45, 0.48])
@@ -74,13 +72,6 @@ def test_several_runs_in_one_table_are_noted(tmp_path):
     path = write(tmp_path, "run,gpu_hours,pass_rate\na,1,0.4\nb,2,0.5\n")
     assert "rows of 2 different run were fitted as one" in read_curves(path)[0].notes[0]
     assert read_curves(path, ColumnOptions(series=(("run", "b"),)))[0].notes == ()
-
-
-def test_steps_times_hours_per_step(tmp_path):
-    path = write(tmp_path, "step,pass_rate\n0,0.4\n100,0.45\n200,0.5\n")
-    (curve,) = read_curves(path, ColumnOptions(hours_per_step=2.57))
-    assert curve.compute.tolist() == [257.0, 514.0] and curve.initial == 0.4 and curve.unit == "gpu_hours"
-    assert read_curves(path)[0].unit == "steps"
 
 
 def test_tensorboard_exports(tmp_path):
@@ -102,11 +93,6 @@ def test_wandb_chart_export_has_a_run_per_column(tmp_path):
     assert (new.name, new.compute.tolist(), new.pass_rate.tolist()) == ("new", [20, 30], [0.47, 0.50])
 
 
-def test_rows_of_a_metrics_log_without_the_score_are_skipped(tmp_path):
-    path = write(tmp_path, '{"gpu_hours": 1, "loss": 2}\n{"gpu_hours": 2, "pass_rate": 0.5}\n', "metrics.jsonl")
-    assert read_curves(path)[0].compute.tolist() == [2.0]
-
-
 def test_unsorted_rows_are_sorted_with_a_note(tmp_path):
     (curve,) = read_curves(write(tmp_path, "gpu_hours,pass_rate\n3,0.5\n1,0.4\n2,0.45\n"))
     assert curve.compute.tolist() == [1, 2, 3] and curve.pass_rate.tolist() == [0.4, 0.45, 0.5]
@@ -124,7 +110,6 @@ def test_duplicates_are_noted(tmp_path):
     [
         ("", "expected a header and rows, found an empty file"),
         ("gpu_hours,pass_rate\n1,0.4\n-2,0.5\n", "row 3: gpu_hours: expected compute >= 0, found -2"),
-        ("gpu_hours,pass_rate\n1,0.4\n2,41\n", r"row 3: pass_rate: expected a pass rate in \[0, 1\], found 41"),
         ("gpu_hours,pass_rate\n1,0.4\n2\n", "row 3: expected 2 cells as in the header, found 1"),
         ("x,pass_rate\n1,0.4\n", "row 1: expected a compute column .*--compute.*, found x, pass_rate"),
         (
@@ -150,7 +135,6 @@ def test_bad_tables_are_refused_in_one_line(tmp_path, text, message):
     ("name", "text", "message"),
     [
         ("a.jsonl", '{"gpu_hours": 1\n', "row 1: expected one JSON object"),
-        ("a.json", '{"a": 1}', "expected a JSON list of rows, found dict"),
         ("a.jsonl", '{"gpu_hours": "x", "pass_rate": 0.4}\n', "row 1: gpu_hours: expected a finite number"),
     ],
 )
@@ -189,7 +173,7 @@ def test_one_task_of_a_mixture_is_a_curve(tmp_path):
         }
         for n in range(4)
     ]
-    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    append(tmp_path / "validation.jsonl", *rows)
     (curve,) = read_curves(tmp_path, ColumnOptions(score="pass_rate/code"))
     assert (curve.pass_rate.tolist(), curve.initial, curve.prompts) == ([0.1, 0.2, 0.30000000000000004], 0.0, 1)
     assert read_curves(tmp_path)[0].prompts == 4

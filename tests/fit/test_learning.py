@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import learning
 import numpy as np
@@ -10,8 +9,8 @@ import pytest
 from known_runs import TINY, by_run, known_runs
 from learning import log_prior
 from published import published_series
+from recipe_runs import curve_of
 
-from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.observations import observe
 from megatron_scalerl.fit.posterior import sample
@@ -52,12 +51,6 @@ def test_known_runs_of_the_default_are_not_the_held_back_ones():
     learned, held_back = ({k.run for k in known_runs(held_back=held)} for held in (False, True))
     assert len(by_run(known_runs())) == 26 + 18 and len(held_back) == 9 and not learned & held_back
     assert {known.world for known in known_runs(held_back=True)} == {TINY}
-
-
-def curve_of(compute, pass_rate, *, prompts, initial=0.4):
-    generations = np.full(len(compute), 16.0)
-    points = {"compute": compute, "pass_rate": pass_rate, "prompts": prompts, "generations": generations}
-    return Curve(name="run", source=Path("run"), initial=initial, **points)
 
 
 def test_discrepancy_is_a_property_of_the_run_not_of_the_validation_set():

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from json_lines import append
 
 from megatron_scalerl.fit.forecast import fit, fit_curve
 from megatron_scalerl.fit.inputs import curve_of_rows, read_curves
@@ -82,9 +83,7 @@ def rows():
 
 
 def test_rows_in_memory_are_read_as_those_of_a_run_folder(tmp_path):
-    import json
-
-    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    append(tmp_path / "validation.jsonl", *rows())
     [folder], memory = read_curves(tmp_path), curve_of_rows(rows(), name="run")
     for curve in (folder, memory):
         assert (curve.initial, curve.initial_generations, curve.initial_within_variance) == (0.4, 5, 0.2)

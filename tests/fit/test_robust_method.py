@@ -1,15 +1,14 @@
 """The robust fit: invariances, recovery, uncertainty."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from published import published_run, published_series
+from recipe_runs import curve_of
 from remembered_fits import MADE
 
 from megatron_scalerl.fit.checks import falling_tail
-from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.observations import observe
 from megatron_scalerl.fit.posterior import sample
@@ -253,8 +252,8 @@ def test_points_of_unknown_size_are_no_outliers_because_they_are_noisy():
 
 
 def test_points_that_say_nothing_leave_the_values_of_r0_as_likely_as_they_were():
-    points = {"prompts": 2, "generations": np.ones(3), "initial": None, "source": Path("run"), "name": "run"}
-    told = observe(Curve(compute=np.array([0.998, 0.999, 1.0]), pass_rate=np.full(3, 0.5), **points), DEFAULT_PRIOR)
+    points = curve_of([0.998, 0.999, 1.0], np.full(3, 0.5), initial=None, prompts=2, generations=1)
+    told = observe(points, DEFAULT_PRIOR)
     told = replace(told, initials=(0.2, 0.8), initial_weights=(0.5, 0.5), noise_variance=1e6, noise_shape=1e6)
     posterior = sample(told, prior=replace(DEFAULT_PRIOR, discrepancies=DEFAULT_PRIOR.discrepancies[:1]), seed=1)
     assert np.mean(posterior.initial == 0.2) == pytest.approx(0.5, abs=0.03)

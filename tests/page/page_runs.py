@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import asynccontextmanager
 
 import aiohttp
 import yaml
 from journals import write_journal
+from json_lines import append
 from report_runs import write_run
 from rollout_groups import group_of, rollout
 from tokenizers import Tokenizer, decoders, models
@@ -111,13 +111,11 @@ def write_page_run(folder, *, steps=3, validations=20, long_tokens=3):
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
     recipe |= {"name": "</title><script>window.broken = 3</script>", "steps": 200}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"policy": {"path": str(folder / "policy")}}))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(step_record(n + 1)) + "\n" for n in range(steps)))
-    (folder / "attempts.jsonl").write_text(
-        '{"run_id": "r", "incarnation": "local.0", "unix_time": 1e9}\n'
-        '{"run_id": "r", "incarnation": "local.1", "unix_time": 1000000900.0}\n'
-    )
+    append(folder / "metrics.jsonl", *(step_record(n + 1) for n in range(steps)))
+    attempts = ({"run_id": "r", "incarnation": f"local.{n}", "unix_time": 1e9 + 900 * n} for n in range(2))
+    append(folder / "attempts.jsonl", *attempts)
     fault = {"name": "engine-0", "state": "draining", "reason": "exit </script>", "unix_time": 1000000500.0}
-    (folder / "engines.jsonl").write_text(json.dumps(fault) + "\n")
+    append(folder / "engines.jsonl", fault)
     groups = [made_group(number) for number in range(2 * steps)]
     groups[1] = made_group(1, (HOSTILE_IDS, HOSTILE_IDS), prompt_ids=HOSTILE_IDS)
     if long_tokens > 3:

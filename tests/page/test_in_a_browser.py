@@ -4,9 +4,9 @@ import json
 
 import pytest
 from browser import CHROMIUM, opened
+from json_lines import append
 from page_runs import HOSTILE, evaluation_record, step_record, write_page_run
 
-from megatron_scalerl.page import server as server_module
 from megatron_scalerl.page.server import PageServer, RunPage
 from megatron_scalerl.page.static_page import write_page
 
@@ -107,7 +107,7 @@ async def check_figures(tab):
 
 
 async def test_the_file_works_and_asks_for_nothing(run, tmp_path):
-    (run / "evaluation.jsonl").write_text(json.dumps(evaluation_record(2, file=HOSTILE[0])) + "\n")
+    append(run / "evaluation.jsonl", evaluation_record(2, file=HOSTILE[0]))
     write_page(run, tmp_path / "page.html")
     url = (tmp_path / "page.html").as_uri()
     async with opened(tmp_path / "profile") as tab:
@@ -127,16 +127,13 @@ async def test_the_file_works_and_asks_for_nothing(run, tmp_path):
     assert complaints == [] and {each for each in requests if not each.startswith("data:")} == {url}
 
 
-async def test_the_served_page_follows_a_run(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "POLL_S", 0.1)
-
+async def test_the_served_page_follows_a_run(run, tmp_path):
     server = PageServer(RunPage(run))
     async with server.serving(), opened(tmp_path / "profile") as tab:
         await tab.open(server.url)
         await tab.until("document.querySelectorAll('.plot canvas').length === 14")
         await read_hostile_group(tab)
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(step_record(4, reward=0.75)) + "\n")
+        append(run / "metrics.jsonl", step_record(4, reward=0.75))
         await tab.until("document.querySelectorAll('.plot')[1].ariaLabel.includes('last 0.75')")
         assert "step 4 of 200" in await tab.evaluate("document.getElementById('where').textContent")
         origin = server.url.split("?")[0]

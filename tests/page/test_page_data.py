@@ -1,51 +1,60 @@
 """What the page draws of a run: by offset while the run writes, again from the start after a restart."""
 
-import json
 import re
 import subprocess
 import sys
 
 import pytest
+from json_lines import append
 from page_runs import evaluation_record, step_record, write_page_run
 from report_runs import write_run
 
 from megatron_scalerl.page import forecasts as forecasts_module
 from megatron_scalerl.page.forecasts import Forecasts
 from megatron_scalerl.page.groups import GroupIndex
-from megatron_scalerl.page.growing_file import GrowingFile
+from megatron_scalerl.page.growing_file import Rows
 from megatron_scalerl.page.run_data import RunData, thinned
 from megatron_scalerl.page.runs_data import RunSummary
 
 
-def append(path, text):
-    with path.open("a") as file:
-        file.write(text)
+def read(run):
+    """The records of a run."""
+    data = RunData(run)
+    assert data.update()
+    return data
+
+
+def small(line):
+    """The number in a line; ValueError from 30 on."""
+    if int(line) >= 30:
+        raise ValueError("expected less")
+    return int(line)
 
 
 def test_a_file_is_read_by_offset_and_a_torn_line_when_it_is_whole(tmp_path):
     path = tmp_path / "rows.jsonl"
-    growing = GrowingFile(path)
-    assert growing.new_lines() == []
+    growing = Rows(path, small)
+    assert not growing.update()
     path.write_text("1\n2\n3")
-    assert growing.new_lines() == [(b"1\n", f"{path} byte 0"), (b"2\n", f"{path} byte 2")]
-    assert growing.new_lines() == []
-    append(path, "4\n")
-    assert growing.new_lines() == [(b"34\n", f"{path} byte 4")]
-    assert growing.generation == 0
+    assert growing.update() and growing.rows == [1, 2] and growing.problem == ""
+    assert not growing.update()
+    append(path, "4\n5\n")
+    assert growing.update() and growing.rows == [1, 2, 5]
+    assert growing.problem == "rows.jsonl byte 4: expected less" and growing.generation == 0
 
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_a_file_that_a_restart_shortened_is_read_again(tmp_path, replaced):
     path = tmp_path / "rows.jsonl"
     path.write_text("1\n2\n")
-    growing = GrowingFile(path)
-    growing.new_lines()
+    growing = Rows(path, small)
+    growing.update()
     if replaced:
         (tmp_path / "new").write_text("1\n7\n")  # no shorter, but another file
         (tmp_path / "new").replace(path)
     else:
         path.write_text("1\n")
-    assert [line for line, _ in growing.new_lines()] == ([b"1\n", b"7\n"] if replaced else [b"1\n"])
+    assert growing.update() and growing.rows == ([1, 7] if replaced else [1])
     assert growing.generation == 1
 
 
@@ -67,14 +76,13 @@ def test_columns_of_the_steps(run):
 
 
 def test_only_new_steps_are_sent_and_all_after_a_restart(run):
-    data = RunData(run)
-    data.update()
-    append(run / "metrics.jsonl", json.dumps(step_record(4, reward=None)) + "\n")
+    data = read(run)
+    append(run / "metrics.jsonl", step_record(4, reward=None))
     assert data.update()
     new = data.payload(since=3)
     assert (new["since"], new["steps"]["step"], new["steps"]["reward"]) == (3, [4], [None])
     before = data.generation
-    (run / "new").write_text(json.dumps(step_record(1)) + "\n")
+    append(run / "new", step_record(1))
     (run / "new").replace(run / "metrics.jsonl")
     data.update()
     assert data.generation != before and data.payload()["steps"]["step"] == [1]
@@ -82,8 +90,7 @@ def test_only_new_steps_are_sent_and_all_after_a_restart(run):
 
 @pytest.mark.slow
 def test_forecasts_of_every_validation_with_their_paths(run):
-    data = RunData(run)
-    data.update()
+    data = read(run)
     assert data.forecasts.missing(data.validations)[0] == len(data.validations) == 21  # the newest first
     data.forecasts.make_all(data.validations, data.recipe)
     made = data.payload()["forecasts"]
@@ -105,8 +112,7 @@ def test_the_forecasts_of_a_long_run_stay_where_they_are():
 
 
 def test_starts_faults_and_restarts_are_in_their_order(run):
-    data = RunData(run)
-    data.update()
+    data = read(run)
     events = data.payload()["events"]
     assert [event["kind"] for event in events] == ["start", "fault", "restart"]
     assert events[1]["text"] == "engine-0 draining: exit </script>"
@@ -120,9 +126,9 @@ def test_a_damaged_row_is_named(run):
         [line] = data.damage
         assert re.match(r"metrics.jsonl byte \d+: expected a JSON object, found", line)
         assert data.payload()["header"]["damage"] == [line]
-        append(run / "metrics.jsonl", json.dumps(step_record(4)) + "\nx\n")
+        append(run / "metrics.jsonl", step_record(4), "x\n")
     assert data.payload()["steps"]["step"] == [1, 2, 3, 4]
-    (run / "new").write_text(json.dumps(step_record(1)) + "\n")
+    append(run / "new", step_record(1))
     (run / "new").replace(run / "metrics.jsonl")  # a restart has written it anew
     assert data.update() and data.payload()["steps"]["step"] == [1] and data.damage == []
 
@@ -155,8 +161,7 @@ def test_a_validation_without_its_keys_is_named_and_hides_nothing_else(run, line
 
 
 def test_a_forecast_that_fails_is_said_and_the_others_are_made(run, monkeypatch):
-    data = RunData(run)
-    data.update()
+    data = read(run)
     projection = forecasts_module.projection
 
     def failing(rows, **options):
@@ -172,18 +177,16 @@ def test_a_forecast_that_fails_is_said_and_the_others_are_made(run, monkeypatch)
 
 def test_pass_rates_by_prompt_of_another_form_cost_the_gain_alone(run):
     append(run / "validation_by_prompt.jsonl", "{}\n")
-    data = RunData(run)
-    data.update()
+    data = read(run)
     assert data.payload()["header"]["lines"][0] == "no gain: KeyError: 'by_prompt'"
 
 
 def test_evaluations_are_a_table_with_those_that_were_lost(run):
     assert RunData(run).payload()["evaluations"] is None
-    append(run / "evaluation.jsonl", json.dumps(evaluation_record(0)) + "\n")
-    append(run / "evaluation.jsonl", json.dumps({"step": 50, "lost": "engine-1 was lost\x1b"}) + "\n")
-    append(run / "evaluation.jsonl", json.dumps(evaluation_record(60, low=None, pass_at_k=None)) + "\n[]\n")
-    data = RunData(run)
-    data.update()
+    lost = {"step": 50, "lost": "engine-1 was lost\x1b"}
+    last = evaluation_record(60, low=None, pass_at_k=None)
+    append(run / "evaluation.jsonl", evaluation_record(0), lost, last, "[]\n")
+    data = read(run)
     table = data.payload()["evaluations"]
     assert table["rows"] == [
         ["60", "aime24", "30", "@16 0.250", "–", "–", "version 60, 0123456789ab"],

@@ -5,10 +5,10 @@ import json
 
 import pytest
 from journals import write_journal
+from json_lines import append
 from page_runs import TOKEN, answers, made_group, served, step_record, write_page_run
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.page import server as server_module
 from megatron_scalerl.page.server import PageServer, RunPage, RunsPage
 from megatron_scalerl.rollouts.history import BatchRecord
 
@@ -117,9 +117,7 @@ def test_only_new_steps_are_sent(run):
         assert json.loads(whole[2])["steps"]["step"] == [1, 2, 3] and json.loads(whole[2])["since"] == 0
 
 
-async def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
-    monkeypatch.setattr(server_module, "POLL_S", 0.02)
-
+async def test_a_page_hears_of_new_records_and_of_damage(run):
     async def until(stream, wanted):
         async for line in stream.content:
             if line.decode().strip() == wanted:
@@ -129,8 +127,7 @@ async def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
         url, query = "/api", {"token": server.token}
         async with session.get(f"{url}/events", params=query) as stream:
             await until(stream, "event: change")
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(step_record(4)) + "\n")
+            append(run / "metrics.jsonl", step_record(4))
             for _ in range(100):
                 await until(stream, "event: change")
                 async with session.get(f"{url}/data", params=query | {"since": 3, "generation": 0}) as answer:
@@ -138,16 +135,13 @@ async def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
                         break
             else:
                 raise AssertionError("the new step was never announced")
-            with (run / "ledger.jsonl").open("a") as file:
-                file.write("damaged\n")
+            append(run / "ledger.jsonl", "damaged\n")
             await until(stream, "event: failed")
             assert "ledger.jsonl byte 114: expected a JSON object" in (await stream.content.readline()).decode()
 
 
 @pytest.mark.parametrize("kind", ["run", "runs"])
 def test_a_failure_of_the_following_task_is_said(both, kind, monkeypatch, caplog):
-    monkeypatch.setattr(server_module, "POLL_S", 0.02)
-
     async def follow():
         async with (
             served(both[kind]) as (server, session),
@@ -163,9 +157,7 @@ def test_a_failure_of_the_following_task_is_said(both, kind, monkeypatch, caplog
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run, monkeypatch):
-    monkeypatch.setattr(server_module, "POLL_S", 0.02)
-
+def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run):
     async def follow():
         async with served(PageServer(RunPage(run))) as (server, session):
             record = BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))

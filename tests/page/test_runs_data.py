@@ -5,11 +5,12 @@ import os
 import time
 
 import pytest
+from json_lines import append
 from page_runs import HOSTILE, step_record, write_plain_run
 
 from megatron_scalerl.page import find_runs as find_module
 from megatron_scalerl.page.find_runs import find_runs
-from megatron_scalerl.page.growing_file import first_row, newest_row
+from megatron_scalerl.page.growing_file import end_row
 from megatron_scalerl.page.runs_data import RunsData, RunSummary
 
 
@@ -142,8 +143,7 @@ def test_only_what_changed_is_sent(tmp_path, monkeypatch):
     runs = fitted(tmp_path)
     known = runs.payload()["version"]
     assert not runs.update() and runs.payload(known)["runs"] == {} and runs.payload(known)["recipes"] is None
-    with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(step_record(33)) + "\n")
+    append(tmp_path / "b" / "metrics.jsonl", step_record(33))
     assert runs.update() and [row["step"] for row in runs.payload(known)["runs"].values()] == [33]
     known = runs.payload()["version"]
     write_plain_run(tmp_path / "c", seed=7)
@@ -173,8 +173,8 @@ def test_hostile_names_are_shown_escaped(tmp_path):
 
 def test_first_and_newest_row(tmp_path):
     path = tmp_path / "rows.jsonl"
-    assert newest_row(path) is None and first_row(path) is None
+    assert end_row(path, -1) is None and end_row(path, 0) is None
     path.write_text('{"a": 1}\n{"a": 2}\n{"a": 3')
-    assert newest_row(path) == {"a": 2} and first_row(path) == {"a": 1}
+    assert end_row(path, -1) == {"a": 2} and end_row(path, 0) == {"a": 1}
     path.write_text('{"a": 1')
-    assert newest_row(path) is None and first_row(path) is None
+    assert end_row(path, -1) is None and end_row(path, 0) is None

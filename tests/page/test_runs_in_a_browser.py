@@ -7,7 +7,6 @@ import pytest
 from browser import CHROMIUM, opened
 from page_runs import step_record, write_page_run, write_plain_run
 
-from megatron_scalerl.page import server as server_module
 from megatron_scalerl.page.server import PageServer, RunsPage
 from megatron_scalerl.page.static_page import write_runs_page
 
@@ -78,7 +77,6 @@ async def use_list(tab):
 
 
 async def test_the_list_follows_its_runs_and_opens_their_pages(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "POLL_S", 0.1)
     monkeypatch.setattr("megatron_scalerl.page.runs_data.SEARCH_S", 0.1)
 
     server = PageServer(RunsPage(folder))

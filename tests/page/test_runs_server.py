@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from json_lines import append
 from page_runs import TOKEN, answers, served, step_record, write_page_run, write_plain_run
 
 from megatron_scalerl.__main__ import main
@@ -54,9 +55,7 @@ def test_other_numbers_are_not_found(folder, path):
     assert status == 404 and json.loads(text) == {"error": "Not Found"}
 
 
-async def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
-    monkeypatch.setattr(server_module, "POLL_S", 0.02)
-
+async def test_a_page_hears_of_forecasts_and_of_new_steps(folder):
     async def row_where(session, token, said):
         while True:
             async with session.get("/api/runs", params={"token": token, "since": "0"}) as answer:
@@ -69,8 +68,7 @@ async def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
         await row_where(session, server.token, lambda row: row["fit"])
         async with session.get("/api/events", params={"token": server.token}) as stream:
             assert (await stream.content.readline()) == b"event: change\n"
-            with (folder / "study" / "runs" / "plain" / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(step_record(44)) + "\n")
+            append(folder / "study" / "runs" / "plain" / "metrics.jsonl", step_record(44))
             await row_where(session, server.token, lambda row: row["step"] == 44)
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+from json_lines import append
 from page_runs import HOSTILE, write_page_run
 
 from megatron_scalerl.__main__ import main
@@ -74,8 +75,7 @@ def test_a_damaged_line_is_said_and_the_rest_is_drawn(tmp_path, capsys):
     run, path = write_page_run(tmp_path / "run", validations=6), tmp_path / "page.html"
     lines = {"metrics": "damaged", "validation": '{"step": "x"}', "ledger": "[]", "journal": "{}", "evaluation": "[]"}
     for name, line in lines.items():
-        with (run / f"{name}.jsonl").open("a") as file:
-            file.write(line + "\n")
+        append(run / f"{name}.jsonl", line + "\n")
     assert main(["report", str(run), "--html", str(path)]) == 0
     error, data = capsys.readouterr().err, data_of(path.read_text())
     assert len(data["header"]["damage"]) == 5
