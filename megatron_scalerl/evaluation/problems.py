@@ -102,7 +102,7 @@ def read_problems(path: str, schema: str | None = None) -> ProblemFile:
     local = local_path(path, "dataset")
     if not Path(local).exists() and (advice := hint(path, "dataset")):
         raise ValueError(f"{path}: expected a file or folder of problems, found nothing{advice}")
-    rows = [row.readable() for row in read_rows(local, ())]
+    rows = [row.readable() for row in read_rows(local)]
     if not rows:
         raise ValueError(f"{path}: expected at least one problem, found an empty file")
     schema = schema or _schema_of(path, rows)

@@ -32,7 +32,7 @@ def training_texts(source: str) -> Iterator[Text]:
     if not colon or Path(source).exists():
         path, column = source, DEFAULT_COLUMN
     layout = Layout(name=column, question=(column,), reference=())
-    yield from _texts(layout, read_rows(path, ()))
+    yield from _texts(layout, read_rows(path))
 
 
 def _texts(layout: Layout, rows: Iterator[Row]) -> Iterator[Text]:
