@@ -15,7 +15,6 @@ from megatron_scalerl.evaluation.completing import Request
 from megatron_scalerl.evaluation.contamination import Contamination, Text, contamination
 from megatron_scalerl.evaluation.problems import ProblemFile, read_problems, split_schema
 from megatron_scalerl.evaluation.results import Header, Key
-from megatron_scalerl.evaluation.training_texts import problem_texts
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.prompts.rendering import PromptRenderer
@@ -184,7 +183,7 @@ def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]
         tokenizer=tokenizer,
         files=files,
         prompts=prompts,
-        contaminations={file.name: contamination(texts, problem_texts(file)) for file in files},
+        contaminations={file.name: contamination(texts, file.problems) for file in files},
     )
 
 

@@ -105,7 +105,10 @@ class ResultFile:
         """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.folder)
+        try:
+            self._lock = lock_file(self.folder / "lock")
+        except BlockingIOError:
+            raise ResultInUse(f"{folder}: expected one evaluation in it at a time, found another running") from None
         try:
             self.path = self.folder / COMPLETIONS
             self.rows = _rows(self.path, header)
@@ -148,13 +151,6 @@ class ResultFile:
 
 def _problem_of(key: Key) -> tuple[str, int, int | None]:
     return key.file, key.number, key.budget
-
-
-def _locked(folder: Path) -> int:
-    try:
-        return lock_file(folder / "lock")
-    except BlockingIOError:
-        raise ResultInUse(f"{folder}: expected one evaluation in it at a time, found another running") from None
 
 
 def _rows(path: Path, header: Header) -> dict[Key, Row]:
