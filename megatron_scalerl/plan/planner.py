@@ -204,18 +204,14 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
     warm_up = 4 + r.max_staleness_steps if r.schedule == "pipeline" else phase
     counted = max(10, COMPLETIONS // (r.groups_per_batch * r.group_size))
     return QueueSettings(
-        groups_per_batch=r.groups_per_batch,
-        group_size=r.group_size,
-        max_staleness_steps=r.max_staleness_steps,
+        rollouts=r,
         engines=1,
-        max_in_flight=r.max_in_flight,
         decoding=speed,
         lengths=lengths,
         train_seconds=1.0,
         publish_seconds=publish,
         steps=warm_up + -(-counted // phase) * phase,
         warm_up=warm_up,
-        updates_per_phase=None if r.schedule == "pipeline" else phase,
         takes_turns=recipe.engine.colocate and r.schedule == "pipeline" and r.max_staleness_steps > 0,
     )
 

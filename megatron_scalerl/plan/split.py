@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_scalerl.plan.hardware import Gpu
@@ -69,21 +69,17 @@ def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSe
         return queue
     generate = generate_seconds(base, split)
     both, speed = train_seconds + generate, base.decoding
-    slower = replace(
-        speed,
-        fixed_seconds=speed.fixed_seconds * both / generate,
-        per_completion_seconds=speed.per_completion_seconds * both / generate,
-        prefill_seconds=speed.prefill_seconds * both / generate,
-    )
+    names = ("fixed_seconds", "per_completion_seconds", "prefill_seconds")
+    slower = replace(speed, **{name: getattr(speed, name) * both / generate for name in names})
     return replace(queue, train_seconds=both, decoding=slower)
 
 
 def generate_seconds(base: QueueSettings, split: Split) -> float:
     """Seconds in which the engines generate a batch if they never wait."""
-    outstanding = (base.updates_per_phase or base.max_staleness_steps + 1) * base.groups_per_batch * base.group_size
-    running = min(base.decoding.running, base.max_in_flight, max(1, outstanding // split.engines))
-    tokens = base.groups_per_batch * base.group_size * base.lengths.mean
-    return tokens / (split.engines * base.decoding.tokens_per_second(running))
+    r = base.rollouts
+    outstanding = (r.staleness_bound + 1) * r.groups_per_batch * r.group_size
+    running = min(base.decoding.running, r.max_in_flight, max(1, outstanding // split.engines))
+    return base.batch_tokens / (split.engines * base.decoding.tokens_per_second(running))
 
 
 def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> list[Simulated]:
@@ -91,20 +87,14 @@ def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> l
 
     Of splits equal within a percent, the one with more engines wins: a trainer that waits has fresher data.
     """
-    estimate = estimator(base)
-    chosen = sorted(candidates, key=lambda c: estimate(c[0], c[1]))[:SIMULATED]
+    chosen = sorted(candidates, key=lambda candidate: estimated_seconds(base, *candidate))[:SIMULATED]
     found = [Simulated(split=s, train_seconds=t, timing=simulate(queue_of(base, s, t))) for s, t in chosen]
     return sorted(found, key=lambda x: (round(math.log(x.timing.step_seconds) * 100), -x.split.engines))
 
 
-def estimator(base: QueueSettings) -> Callable[[Split, float], float]:
-    """(split, train seconds) -> seconds per step if the slower side never waits, or both in turn with phases."""
-    phase = base.updates_per_phase
-
-    def seconds(split: Split, train_seconds: float) -> float:
-        generate = generate_seconds(base, split)
-        if phase or base.takes_turns:
-            return train_seconds + generate + base.publish_seconds / (phase or 1)
-        return max(train_seconds, generate) + base.publish_seconds
-
-    return seconds
+def estimated_seconds(base: QueueSettings, split: Split, train_seconds: float) -> float:
+    """Seconds per step if the slower side never waits, or both in turn with phases."""
+    generate = generate_seconds(base, split)
+    if base.rollouts.schedule == "ppo_off_policy" or base.takes_turns:
+        return train_seconds + generate + base.publish_seconds / base.rollouts.batches_per_update
+    return max(train_seconds, generate) + base.publish_seconds
