@@ -35,10 +35,8 @@ def compare_with_build(plan: RunPlan, config: str | Path) -> str:
         raise ValueError(f"megatron: the trainer's ranks cannot be built: {built}")
     counted = [{"dense": s.parameters.dense, "expert": s.parameters.expert} for s in plan.trainer]
     assert built == counted, f"counted {counted}, built {built}"
-    ranks = f"rank of {plan.layout.world_size}"
-    return (
-        f"equal on the first {ranks} of each pipeline stage" if plan.layout.pp > 1 else f"equal on the first {ranks}"
-    )
+    stages = " of each pipeline stage" if plan.layout.pp > 1 else ""
+    return f"equal on the first rank of {plan.layout.world_size}{stages}"
 
 
 def _in_a_child(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]] | str:

@@ -133,7 +133,6 @@ def make_plan(
     gpu: Gpu,
     assumed: Assumptions,
     *,
-    lengths: Lengths | None = None,
     layers: Layers = "te",
     origins: Mapping[str, Origin] | None = None,
 ) -> RunPlan:
@@ -143,8 +142,8 @@ def make_plan(
     """
     family, hf_config = load_family(config)
     parameters = count(family, hf_config)
-    lengths = lengths or assumed_lengths(recipe, assumed)
-    own, possible = recipe_split(recipe), _possible(recipe, gpus, gpu)
+    lengths = assumed_lengths(recipe, assumed)
+    own, possible = recipe_split(recipe), splits(recipe, gpus, gpu)
     is_own = gpus_of(recipe, own) == gpus
     first = own if is_own else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
@@ -221,17 +220,6 @@ def _pause(update: UpdateWork, gpu: Gpu, assumed: Assumptions) -> float:
     if assumed.publish_seconds is not None:
         return assumed.publish_seconds
     return update.bound_seconds(gpu.nic_bytes_per_second / 2)
-
-
-def _possible(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
-    """Every split of the GPUs. Raises ValueError if there is none."""
-    found = list(splits(recipe, gpus, gpu))
-    if not found:
-        raise ValueError(
-            f"--gpus: expected a number that splits into trainer ranks (a multiple of their model-parallel sizes and "
-            f"of {gpu.per_node} per node) and engines of {recipe.engine.devices_per_engine}, found {gpus}"
-        )
-    return found
 
 
 def _group_bytes(recipe: Recipe, groups: int) -> float:

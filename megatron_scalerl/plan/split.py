@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_scalerl.plan.hardware import Gpu
@@ -43,19 +42,26 @@ def gpus_of(recipe: Recipe, split: Split) -> int:
     return split.trainer + (0 if recipe.engine.colocate else split.engines * recipe.engine.devices_per_engine)
 
 
-def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> Iterator[Split]:
-    """Every split of `gpus`; trainers are multiples of their model-parallel sizes and, if possible, whole nodes."""
+def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
+    """Every split of `gpus`; trainers are multiples of their model-parallel sizes and, if possible, whole nodes.
+
+    Raises ValueError if there is none.
+    """
     unit = math.lcm(*sizes_of(recipe.megatron.parallel).unit)
     if gpus >= 2 * gpu.per_node:
         unit = math.lcm(unit, gpu.per_node)
     each = recipe.engine.devices_per_engine
     if recipe.engine.colocate:
-        if gpus % math.lcm(unit, each) == 0:
-            yield Split(trainer=gpus, engines=gpus // each)
-        return
-    for trainer in range(unit, gpus, unit):
-        if (gpus - trainer) % each == 0:
-            yield Split(trainer=trainer, engines=(gpus - trainer) // each)
+        sizes = [(gpus, gpus)] if gpus % unit == 0 else []
+    else:
+        sizes = [(trainer, gpus - trainer) for trainer in range(unit, gpus, unit)]
+    found = [Split(trainer=ranks, engines=left // each) for ranks, left in sizes if left % each == 0]
+    if not found:
+        raise ValueError(
+            f"--gpus: expected a number that splits into trainer ranks (a multiple of their model-parallel sizes and "
+            f"of {gpu.per_node} per node) and engines of {each}, found {gpus}"
+        )
+    return found
 
 
 def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSettings:

@@ -85,10 +85,7 @@ def test_nothing_older_than_k_is_trained(k):
 
 
 def test_pipelining_is_faster_until_the_longest_completion_holds_it():
-    steps = [
-        simulate(pipeline(k, lengths=SPREAD, train_seconds=3.0)).step_seconds
-        for k in (0, 1, 8)
-    ]
+    steps = [simulate(pipeline(k, lengths=SPREAD, train_seconds=3.0)).step_seconds for k in (0, 1, 8)]
     assert steps[0] > steps[1] > steps[2]
     # 19 s for 1,900 tokens: no k steps can be shorter than the longest completion in them
     assert steps[1] > 19 / 2 * 0.8
