@@ -200,23 +200,16 @@ def rendered(
     for file in files:
         if file.name in found:
             raise ValueError(f"{key}: expected files of different names, found two called {file.name!r}")
-        prompts = []
-        for problem, ids in zip(file.problems, renderer.token_ids([problem.text for problem in file.problems])):
+        token_ids = renderer.token_ids([problem.text for problem in file.problems])
+        for problem, ids in zip(file.problems, token_ids):
             if len(ids) > limit:
                 raise ValueError(
                     f"{problem.where}: expected at most {limit} tokens (prompts.max_prompt_tokens), found {len(ids)}"
                 )
-            prompts.append(
-                Prompt(
-                    prompt_id=problem.problem_id,
-                    text=problem.text,
-                    answer=problem.answer,
-                    token_ids=ids,
-                    extra=problem.extra,
-                    task=task,
-                )
-            )
-        found[file.name] = tuple(prompts)
+        found[file.name] = tuple(
+            Prompt(prompt_id=p.problem_id, text=p.text, answer=p.answer, token_ids=ids, extra=p.extra, task=task)
+            for p, ids in zip(file.problems, token_ids)
+        )
     return found
 
 

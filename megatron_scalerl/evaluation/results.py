@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,8 @@ class ProblemLost(ValueError):
     """All completions of a problem are lost: there is no score of all problems."""
 
 
-class ResultFile:
-    """OUT/completions.jsonl, open for rows. Locked by one process."""
+class ResultFile(AbstractContextManager["ResultFile"]):
+    """OUT/completions.jsonl, open for rows until exit from the block. Locked by one process."""
 
     def __init__(self, folder: str | Path, header: Header) -> None:
         """Create, or go on with, the result in `folder`.
@@ -137,16 +138,9 @@ class ResultFile:
         write_durably(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         return path
 
-    def close(self) -> None:
-        """Close the file and release the folder."""
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         os.close(self._lock)
-
-    def __enter__(self) -> ResultFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _problem_of(key: Key) -> tuple[str, int, int | None]:

@@ -38,8 +38,8 @@ class FileSummary:
     """mean@k of the problems that no training prompt hits, where both were compared and some are left."""
 
 
-def summarize(cell: Cell, file: ProblemFile, *, k: int, hit: frozenset[str] | None = None) -> FileSummary:
-    """The summary of the completions of one file. hit: `where` of the problems that training prompts hit."""
+def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None, *, k: int) -> FileSummary:
+    """The summary of the completions of one file. contaminated: where it was compared with training prompts."""
     counts, rows = cell.counts, cell.all_rows
     rates = counts.rates()
 
@@ -50,7 +50,8 @@ def summarize(cell: Cell, file: ProblemFile, *, k: int, hit: frozenset[str] | No
     for number, problem in enumerate(file.problems):
         for name, value in problem.labels.items():
             labels.setdefault(name, {}).setdefault(value, []).append(number)
-    clean = [] if hit is None else [i for i, problem in enumerate(file.problems) if problem.where not in hit]
+    hit = contaminated.problems_hit if contaminated else {problem.where for problem in file.problems}
+    clean = [number for number, problem in enumerate(file.problems) if problem.where not in hit]
     return FileSummary(
         file=cell.file,
         budget=cell.budget,
@@ -72,8 +73,7 @@ def summaries_of(
 ) -> list[FileSummary]:
     """The summary of each cell. contaminations: of the files that were compared with training prompts."""
     by_name = {file.name: file for file in files}
-    hits = {name: compared.problems_hit for name, compared in contaminations.items()}
-    return [summarize(cell, by_name[cell.file], k=k, hit=hits.get(cell.file)) for cell in cells]
+    return [summarize(cell, by_name[cell.file], contaminations.get(cell.file), k=k) for cell in cells]
 
 
 def compare_budgets(cells: Sequence[Cell], *, margin: float = MARGIN) -> Saturation | None:
@@ -121,7 +121,8 @@ def scores_table(summaries: Sequence[FileSummary]) -> Table:
     rows = []
     for s in summaries:
         mean, some = s.mean_at_k, s.pass_at_k.get(k)
-        row = [_budget(s), str(s.problems), f"{mean.value:.3f}", f"{mean.low:.3f}-{mean.high:.3f}"]
+        budget = "recipe" if s.budget is None else f"{s.budget:,}"
+        row = [budget, str(s.problems), f"{mean.value:.3f}", f"{mean.low:.3f}-{mean.high:.3f}"]
         row += [] if k == 1 else ["" if some is None else f"{some.value:.3f}"]
         row += [f"{s.mean_tokens:,.1f}", f"{s.interrupted_share:.3f}", f"{s.truncated_share:.3f}", str(s.lost)]
         rows.append(tuple(row))
@@ -132,10 +133,6 @@ def scores_table(summaries: Sequence[FileSummary]) -> Table:
         title=printable(summaries[0].file),
         labeled=False,
     )
-
-
-def _budget(summary: FileSummary) -> str:
-    return "recipe" if summary.budget is None else f"{summary.budget:,}"
 
 
 def labels_table(summary: FileSummary) -> Table:
