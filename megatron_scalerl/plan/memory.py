@@ -129,7 +129,7 @@ def _stage_memory(
     else:
         loss = assumed.fragmentation * moving
         rest = Term(name="CUDA, NCCL, fragmentation", bytes=assumed.runtime_gib * GIB + loss)
-    terms = (
+    terms = [
         Term(name="weights", bytes=width * p.total),
         Term(name="gradients", bytes=gradient * p.total),
         Term(name="main weights (fp32)", bytes=(4 if width == 2 else 0) * sharded),
@@ -139,10 +139,10 @@ def _stage_memory(
         Term(name="logit workspace" if logits > layer_work else "layer workspace", bytes=work, moving=True),
         rest,
         Term(name="weight groups (NCCL)", bytes=group_bytes),
-    )
+    ]
     if kernels == PLAIN_ON_GPU:  # temporary memory is freed before gradients are clipped
-        terms += (Term(name="gradient clipping copy", bytes=max(0.0, 4 * p.largest - moving)),)
-    return RankMemory(stage=stage, parameters=p, terms=terms)
+        terms.append(Term(name="gradient clipping copy", bytes=max(0.0, 4 * p.largest - moving)))
+    return RankMemory(stage=stage, parameters=p, terms=tuple(terms))
 
 
 def tokens_of(recipe: Recipe, layout: Layout) -> int:
