@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_scalerl.plan.hardware import GIB, Gpu, Kernels, Layers
 from megatron_scalerl.plan.memory import RankMemory, trainer_memory
 from megatron_scalerl.plan.sharding import Layout, layout_of
 from megatron_scalerl.plan.simulate import QueueSettings, Timing, simulate
-from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, queue_of, recipe_split, splits
+from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, queue_of, splits
 from megatron_scalerl.plan.update import CHANGED, GROUP_BYTES, UpdateWork, update_work
 from megatron_scalerl.plan.work import Lengths, StepWork, assumed_lengths, step_work
 from megatron_scalerl.recipe import Recipe
@@ -143,25 +143,38 @@ def make_plan(
     family, hf_config = load_family(config)
     parameters = count(family, hf_config)
     lengths = assumed_lengths(recipe, assumed)
-    own, possible = recipe_split(recipe), splits(recipe, gpus, gpu)
+    own = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
+    possible = splits(recipe, gpus, gpu)
     is_own = gpus_of(recipe, own) == gpus
     first = own if is_own else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
-    got, sent = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
-    engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=got)
+    over_nccl = recipe.weights.transport in ("auto", "nccl") and not recipe.engine.colocate
+    group_bytes = GROUP_BYTES if over_nccl else 0
+    engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=update.groups * group_bytes)
     speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
-    base = _base(recipe, speed, lengths, _pause(update, gpu, assumed))
+    pause = assumed.publish_seconds
+    if pause is None:  # other splits of the same GPUs have nearly the same
+        pause = update.bound_seconds(gpu.nic_bytes_per_second / 2)
+    base = _base(recipe, speed, lengths, pause)
 
     def trainer_of(split: Split) -> _Trainer:
         layout = layout_of(recipe, family, split.trainer)
         work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
-        n, kernels = int(work.micro_batches) + 1, Kernels(layers=layers, device="gpu")
-        memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=n, group_bytes=sent)
+        memory = trainer_memory(
+            recipe,
+            family,
+            layout,
+            assumed,
+            kernels=Kernels(layers=layers, device="gpu"),
+            micro_batches=int(work.micro_batches) + 1,
+            group_bytes=update.sender_groups * group_bytes,
+        )
         return _Trainer(layout=layout, work=work, memory=memory)
 
     best = _search({split: trainer_of(split) for split in possible}, _room(recipe, gpu, engine), base)
     split = own if is_own else best[0].split
     trainer = trainer_of(split)
+    timing = next((simulated.timing for simulated in best if simulated.split == split), None)
     return RunPlan(
         recipe=recipe,
         gpu=gpu,
@@ -183,7 +196,7 @@ def make_plan(
         work=trainer.work,
         update=update if split == first else update_work(recipe, family, trainer.layout),
         publish_seconds=base.publish_seconds,
-        timing=_timing(split, trainer.work.train_seconds, base, best),
+        timing=timing or simulate(queue_of(base, split, trainer.work.train_seconds)),
         best=tuple(best),
     )
 
@@ -215,19 +228,6 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
     )
 
 
-def _pause(update: UpdateWork, gpu: Gpu, assumed: Assumptions) -> float:
-    """The engines' pause for a weight update (seconds); other splits of the same GPUs have nearly the same."""
-    if assumed.publish_seconds is not None:
-        return assumed.publish_seconds
-    return update.bound_seconds(gpu.nic_bytes_per_second / 2)
-
-
-def _group_bytes(recipe: Recipe, groups: int) -> float:
-    """Buffers of the groups over which a member sends or gets weights over NCCL."""
-    over_nccl = recipe.weights.transport in ("auto", "nccl") and not recipe.engine.colocate
-    return groups * GROUP_BYTES if over_nccl else 0
-
-
 def _room(recipe: Recipe, gpu: Gpu, engine: EngineMemory) -> float:
     """Bytes of a device for its trainer rank."""
     return gpu.memory_bytes - (engine.total if recipe.engine.colocate else 0)
@@ -238,11 +238,6 @@ def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings
     seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
     fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= room}
     return best_splits(list((fitting or seconds).items()), base)
-
-
-def _timing(split: Split, train_seconds: float, base: QueueSettings, simulated: Sequence[Simulated]) -> Timing:
-    found = next((each.timing for each in simulated if each.split == split), None)
-    return found or simulate(queue_of(base, split, train_seconds))
 
 
 def as_numbers(plan: RunPlan) -> dict[str, Any]:

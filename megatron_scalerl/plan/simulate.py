@@ -188,22 +188,17 @@ class _Run:
         return self.gate.ready > ready
 
     def end_step(self) -> None:
-        """A step is made; with it ends a phase, or the next batch of the phase may train."""
+        """A step is made; a weight update that is due pauses all engines, and then new groups may start."""
         self.version += 1
         if self.version % self.rollouts.batches_per_update == 0:
-            self.publish()
+            for index, engine in enumerate(self.engines):
+                engine.advance(self.now)
+                engine.clock = max(engine.clock, self.now) + self.publish_seconds
+                self.schedule(index)
+            self.now += self.publish_seconds
+            self.served = self.version
         self.gate.trained()
         self.admit()
-
-    def publish(self) -> None:
-        """Pause all engines for a weight update."""
-        end = self.now + self.publish_seconds
-        for index, engine in enumerate(self.engines):
-            engine.advance(self.now)
-            engine.clock = max(engine.clock, self.now) + self.publish_seconds
-            self.schedule(index)
-        self.now = end
-        self.served = self.version
 
 
 def simulate(s: QueueSettings) -> Timing:

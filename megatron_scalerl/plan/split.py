@@ -32,11 +32,6 @@ class Simulated:
     timing: Timing
 
 
-def recipe_split(recipe: Recipe) -> Split:
-    """The split in the recipe."""
-    return Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
-
-
 def gpus_of(recipe: Recipe, split: Split) -> int:
     """GPUs of trainer and engines together."""
     return split.trainer + (0 if recipe.engine.colocate else split.engines * recipe.engine.devices_per_engine)

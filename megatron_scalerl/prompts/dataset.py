@@ -127,12 +127,9 @@ def _sum(reports: Sequence[PromptReport]) -> PromptReport:
     """One report for all tasks."""
     if len(reports) == 1:
         return reports[0]
+    counts = ("rows", "training", "held_out", "duplicates", "leaked")
     return PromptReport(
-        rows=sum(r.rows for r in reports),
-        training=sum(r.training for r in reports),
-        held_out=sum(r.held_out for r in reports),
-        duplicates=sum(r.duplicates for r in reports),
-        leaked=sum(r.leaked for r in reports),
+        **{name: sum(getattr(report, name) for report in reports) for name in counts},
         too_long=tuple(line for r in reports for line in r.too_long),
         unusable=tuple(line for r in reports for line in r.unusable),
         tasks=tuple(reports),
