@@ -104,5 +104,4 @@ def bootstrap_means(values: np.ndarray) -> np.ndarray:
 def default_ks(completions: Sequence[int]) -> list[int]:
     """The k of pass@k that are shown: powers of two up to the fewest completions of a prompt, and that number."""
     fewest = min(completions)
-    powers = [2**i for i in range(fewest.bit_length()) if 2**i <= fewest]
-    return powers if powers[-1] == fewest else [*powers, fewest]
+    return sorted({fewest, *(2**i for i in range(fewest.bit_length()))})

@@ -203,16 +203,6 @@ class Cell:
             completions=tuple(map(len, self.rows)),
         )
 
-    @property
-    def all_rows(self) -> list[Row]:
-        """Every completion."""
-        return [row for rows in self.rows for row in rows]
-
-    @property
-    def mean_tokens(self) -> float:
-        """Mean length of a completion (tokens)."""
-        return sum(row.tokens for row in self.all_rows) / len(self.all_rows)
-
 
 def cells(rows: Iterable[Row], keys: Sequence[Key]) -> list[Cell]:
     """The completions of `keys`, one cell for each file and budget in their order.

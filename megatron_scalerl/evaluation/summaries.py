@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 from megatron_scalerl.evaluation.budgets import MARGIN, Saturation, saturation
@@ -40,7 +41,8 @@ class FileSummary:
 
 def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None, *, k: int) -> FileSummary:
     """The summary of the completions of one file. contaminated: where it was compared with training prompts."""
-    counts, rows = cell.counts, cell.all_rows
+    counts = cell.counts
+    rows = [row for of_problem in cell.rows for row in of_problem]
     rates = counts.rates()
 
     def part(chosen: list[int]) -> Estimate:
@@ -59,9 +61,9 @@ def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None,
         k=k,
         mean_at_k=mean_at_k(counts),
         pass_at_k={n: pass_at_k(counts, n) for n in default_ks(counts.completions)},
-        mean_tokens=cell.mean_tokens,
-        truncated_share=sum(row.truncated for row in rows) / len(rows),
-        interrupted_share=sum(row.interrupted for row in rows) / len(rows),
+        mean_tokens=fmean(row.tokens for row in rows),
+        truncated_share=fmean(row.truncated for row in rows),
+        interrupted_share=fmean(row.interrupted for row in rows),
         lost=cell.lost,
         labels={name: {value: part(of) for value, of in sorted(found.items())} for name, found in labels.items()},
         clean=part(clean) if clean else None,

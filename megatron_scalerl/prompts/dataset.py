@@ -221,9 +221,7 @@ class _Loader:
                 question = layout.question_of(row)
                 answer = layout.reference_of(row, verifier)
                 extra = layout.others(row)
-                if token := self._renderer.special_token_in(question.text):
-                    raise ValueError(f"{row.where}: {layout.question[0]!r} contains the special token {token}")
-                self._renderer.check(question, row.where)
+                self._renderer.check(question, row.where, layout.question[0])
             except ValueError as error:
                 self._unusable.append(str(error))
                 elsewhere += isinstance(error, OtherTask)
