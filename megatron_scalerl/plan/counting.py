@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -87,25 +86,20 @@ def elements(rule: Rule, size: int = 1) -> int:
 
 def of_stage(family: Family, layout: Layout, stage: int) -> RankParameters:
     """Parameters on each rank of a pipeline stage. Raises ValueError for sizes that do not divide."""
-    dense, expert = [0], [0]
-    for rule in _rules_of_stage(family, layout, stage):
-        if rule.expert is None:
-            dense.append(elements(rule, layout.tp))
-        else:
-            expert.append(elements(rule, layout.etp))
-    return RankParameters(dense=sum(dense), expert=sum(expert), largest=max(*dense, *expert))
-
-
-def _rules_of_stage(family: Family, layout: Layout, stage: int) -> Iterator[Rule]:
     last = layout.pp - 1
     experts = family.transformer.get("num_moe_experts") or 1
+    dense, expert = [0], [0]
     for rule in family.rules:
         place = {"first": 0, "last": last}.get(rule.place)
         mine = stage == place if place is not None else rule.layer in layout.stages[stage]
         # a single stage shares tied embeddings; with several, the last one holds a copy
-        copied = rule.exported or layout.pp > 1
-        if mine and copied and (rule.expert is None or rule.expert < experts // layout.ep):
-            yield rule
+        if not mine or not (rule.exported or layout.pp > 1):
+            continue
+        if rule.expert is None:
+            dense.append(elements(rule, layout.tp))
+        elif rule.expert < experts // layout.ep:
+            expert.append(elements(rule, layout.etp))
+    return RankParameters(dense=sum(dense), expert=sum(expert), largest=max(*dense, *expert))
 
 
 @cache

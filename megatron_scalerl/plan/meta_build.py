@@ -75,18 +75,14 @@ def _answer(answer: Connection, recipe: Recipe, config_path: str, world_size: in
 
 def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]]:
     """[{"dense": n, "expert": n}] by pipeline stage. Raises ValueError as building the policy does."""
-    recipe = _for_one_process(recipe, world_size)
-    stages = int(recipe.megatron.parallel.get("pipeline_model_parallel_size", 1))
-    return [_count(recipe, config_path, rank=stage * world_size // stages) for stage in range(stages)]
-
-
-def _for_one_process(recipe: Recipe, world_size: int) -> Recipe:
     data: dict[str, Any] = recipe.model_dump()
     parallel = data["megatron"]["parallel"]
     parallel.pop("context_parallel_size", None)
     parallel["create_gloo_process_groups"] = False  # gloo requires real peers
     data["trainer"]["world_size"] = world_size
-    return Recipe.model_validate(data)
+    recipe = Recipe.model_validate(data)
+    stages = int(parallel.get("pipeline_model_parallel_size", 1))
+    return [_count(recipe, config_path, rank=stage * world_size // stages) for stage in range(stages)]
 
 
 def _count(recipe: Recipe, config_path: str, *, rank: int) -> dict[str, int]:

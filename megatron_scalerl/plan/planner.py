@@ -45,7 +45,6 @@ class RunPlan:
     split: Split
     split_is_recipes: bool
     layout: Layout
-    recompute: str
     trainer: tuple[RankMemory, ...]
     engine: EngineMemory
     decoding: Decoding
@@ -57,6 +56,11 @@ class RunPlan:
     timing: Timing
     best: tuple[Simulated, ...]
     """The fastest splits of the same GPUs, fastest first."""
+
+    @property
+    def recompute(self) -> str:
+        """The recipe's recompute settings as text."""
+        return str(recompute_of(self.recipe))
 
     @property
     def gpu_hours_per_1000_steps(self) -> float:
@@ -148,27 +152,16 @@ def make_plan(
     is_own = gpus_of(recipe, own) == gpus
     first = own if is_own else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
-    over_nccl = recipe.weights.transport in ("auto", "nccl") and not recipe.engine.colocate
-    group_bytes = GROUP_BYTES if over_nccl else 0
-    engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=update.groups * group_bytes)
+    got, sent = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
+    engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=got)
     speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
-    pause = assumed.publish_seconds
-    if pause is None:  # other splits of the same GPUs have nearly the same
-        pause = update.bound_seconds(gpu.nic_bytes_per_second / 2)
-    base = _base(recipe, speed, lengths, pause)
+    base = _base(recipe, speed, lengths, _pause(update, gpu, assumed))
 
     def trainer_of(split: Split) -> _Trainer:
         layout = layout_of(recipe, family, split.trainer)
         work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
-        memory = trainer_memory(
-            recipe,
-            family,
-            layout,
-            assumed,
-            kernels=Kernels(layers=layers, device="gpu"),
-            micro_batches=int(work.micro_batches) + 1,
-            group_bytes=update.sender_groups * group_bytes,
-        )
+        n, kernels = int(work.micro_batches) + 1, Kernels(layers=layers, device="gpu")
+        memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=n, group_bytes=sent)
         return _Trainer(layout=layout, work=work, memory=memory)
 
     best = _search({split: trainer_of(split) for split in possible}, _room(recipe, gpu, engine), base)
@@ -188,7 +181,6 @@ def make_plan(
         split=split,
         split_is_recipes=is_own,
         layout=trainer.layout,
-        recompute=str(recompute_of(recipe)),
         trainer=trainer.memory,
         engine=engine,
         decoding=speed,
@@ -226,6 +218,19 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
         warm_up=warm_up,
         takes_turns=recipe.engine.colocate and r.schedule == "pipeline" and r.max_staleness_steps > 0,
     )
+
+
+def _pause(update: UpdateWork, gpu: Gpu, assumed: Assumptions) -> float:
+    """The engines' pause for a weight update (seconds); other splits of the same GPUs have nearly the same."""
+    if assumed.publish_seconds is not None:
+        return assumed.publish_seconds
+    return update.bound_seconds(gpu.nic_bytes_per_second / 2)
+
+
+def _group_bytes(recipe: Recipe, groups: int) -> float:
+    """Buffers of the groups over which a member sends or gets weights over NCCL."""
+    over_nccl = recipe.weights.transport in ("auto", "nccl") and not recipe.engine.colocate
+    return groups * GROUP_BYTES if over_nccl else 0
 
 
 def _room(recipe: Recipe, gpu: Gpu, engine: EngineMemory) -> float:
