@@ -219,11 +219,8 @@ def queue_setting(recipe: Any, lengths: Any, rows: list[dict[str, Any]], steps: 
             running=running,
         )
         return QueueSettings(
-            groups_per_batch=recipe.rollouts.groups_per_batch,
-            group_size=recipe.rollouts.group_size,
-            max_staleness_steps=k,
+            rollouts=recipe.rollouts.model_copy(update={"max_staleness_steps": k}),
             engines=1,
-            max_in_flight=recipe.rollouts.max_in_flight,
             decoding=speed,
             lengths=lengths,
             train_seconds=train_,

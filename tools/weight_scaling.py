@@ -38,7 +38,7 @@ with explained():
 
     from megatron_scalerl.models import family, read_hf_config
     from megatron_scalerl.plan.sharding import Layout
-    from megatron_scalerl.plan.update import EngineShape, UpdateWork, moved, places_of, worker_needs
+    from megatron_scalerl.plan.update import EngineShape, UpdateWork, moved, worker_needs
     from megatron_scalerl.weights.owners import manifest
     from megatron_scalerl.weights.plan import volume
 
@@ -103,8 +103,7 @@ def planned(model: Model, ranks: int, bucket_mib: int, most_senders: int = MOST_
     return moved(
         found,
         "bfloat16",
-        places_of(layout),
-        {layer: stage for stage, of_stage in enumerate(layout.stages) for layer in of_stage},
+        layout,
         EngineShape(tensor=model.engine_tp, whole_experts=True),
         bucket_mib=bucket_mib,
         most_senders=most_senders,

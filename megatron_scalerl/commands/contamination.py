@@ -40,23 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Compare and print. Raises ValueError for bad files."""
-    from itertools import chain
-
     import msgspec
 
     from megatron_scalerl.checkpoints.atomic_io import write_durably
-    from megatron_scalerl.evaluation.contamination import contamination
+    from megatron_scalerl.evaluation.contamination import contamination, training_texts
     from megatron_scalerl.evaluation.problems import read_problems, split_schema
-    from megatron_scalerl.evaluation.training_texts import problem_texts, training_texts
     from megatron_scalerl.processes.logs import printable
 
     if arguments.words < 1:
         raise ValueError(f"--words: expected at least 1, found {arguments.words}")
     files = [read_problems(*split_schema(text)) for text in arguments.data]
-    training = list(chain.from_iterable(map(training_texts, arguments.training)))
+    training = list(training_texts(arguments.training))
     written = {}
     for file in files:
-        found = contamination(training, problem_texts(file), n=arguments.words)
+        found = contamination(training, file.problems, n=arguments.words)
         console.print(f"{printable(file.path)}: {found.line()}", highlight=False)
         for hit in found.hits[:SHOWN]:
             console.print(

@@ -123,15 +123,12 @@ def _budgets(text: str | None) -> list[int]:
 
 def _contaminations(sources: Sequence[str], evaluated: Evaluated) -> dict[str, Any]:
     """File name -> its contamination by all training prompts; empty without any."""
-    from itertools import chain
-
-    from megatron_scalerl.evaluation.contamination import contamination
-    from megatron_scalerl.evaluation.training_texts import problem_texts, training_texts
+    from megatron_scalerl.evaluation.contamination import contamination, training_texts
 
     if not sources:
         return {}
-    training = list(chain.from_iterable(map(training_texts, sources)))
-    return {file.name: contamination(training, problem_texts(file)) for file in evaluated.files}
+    training = list(training_texts(sources))
+    return {file.name: contamination(training, file.problems) for file in evaluated.files}
 
 
 def _report(

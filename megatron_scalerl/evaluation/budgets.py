@@ -68,12 +68,12 @@ class Saturation:
         )
 
 
-def saturation(budgets: Sequence[int], rates: np.ndarray, *, margin: float = MARGIN, seed: int = 0) -> Saturation:
+def saturation(budgets: Sequence[int], rates: np.ndarray, *, margin: float = MARGIN) -> Saturation:
     """Apply the rule of this module.
 
     budgets: ascending, at least two. rates: [P, budgets] share of correct completions of each problem at each budget.
     """
-    means, drawn = rates.mean(axis=0), bootstrap_means(rates, seed=seed)
+    means, drawn = rates.mean(axis=0), bootstrap_means(rates)
     steps = []
     for number, budget in enumerate(budgets[:-1]):
         gains = drawn[:, number + 1 :] - drawn[:, [number]]

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 from megatron_scalerl.batching.rollout_bytes import read
 from megatron_scalerl.engine.answers import EngineError
@@ -77,8 +78,8 @@ class Pinned:
 
         Raises HeldEngineLost, and RuntimeError as `Sampler.complete` does.
         """
-        tries = 0
-        while True:
+        lost: list[CompletionLost] = []
+        while len(lost) < TRIES:
             engine = first or await self.engine(request.key.number)
             first = None
             try:
@@ -89,14 +90,14 @@ class Pinned:
                         f"{engine.name}: policy versions: expected {self.version}, found {sorted(versions)}"
                     )
                 return result
-            except CompletionLost as lost:
-                name, number = request.key.file, request.key.number
-                logger.warning("%s, problem %d: a completion is lost: %s", name, number, lost)
-                tries += 1
-                if tries == TRIES:
-                    return lost
+            except CompletionLost as error:
+                logger.warning(
+                    "%s, problem %d: a completion is lost: %s", request.key.file, request.key.number, error
+                )
+                lost.append(error)
             except EngineError as error:
                 self.members.evict(engine, str(error))
+        return lost[-1]
 
 
 async def complete_all(
@@ -146,18 +147,17 @@ async def complete_all(
 
 def row_of(request: Request, result: ScoredCompletion | CompletionLost, tokenizer: RunTokenizer) -> Row:
     """What is recorded of a completion."""
-    row = Row(
+    row = partial(
+        Row,
         key=request.key,
         problem_id=request.prompt.prompt_id,
-        correct=False,
         seed=request.draw.seed,
         cut=request.draw.thinking_cut,
     )
     if isinstance(result, CompletionLost):
-        return replace(row, lost=result.reason)
+        return row(correct=False, lost=result.reason)
     done = result.completion
-    return replace(
-        row,
+    return row(
         correct=result.score.correct,
         reason=result.score.reason,
         tokens=done.tokens,

@@ -14,9 +14,15 @@ from __future__ import annotations
 import heapq
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from megatron_scalerl.prompts.layouts import Layout, read_layout
+from megatron_scalerl.prompts.sources import Row, read_rows
+from megatron_scalerl.recipe.file import check_prompts, load_recipe
+from megatron_scalerl.recipe.tasks import tasks_of
 
 WORDS = 13
 """Words of an n-gram."""
@@ -34,8 +40,34 @@ class Text:
     """One training prompt or one evaluation problem."""
 
     where: str
-    """File and row."""
+    """File and line or row, for error messages."""
     text: str
+
+
+def training_texts(sources: Iterable[str]) -> Iterator[Text]:
+    """The texts of `RECIPE.yaml` (the rows of every task's prompts.path), `FILE`, or `FILE:COLUMN`.
+
+    The layout of a recipe's file is detected, as in training; its held-out rows are among them. Raises ValueError for
+    a missing file or column, and for a question that cannot be read.
+    """
+    for source in sources:
+        if source.endswith((".yaml", ".yml")):
+            recipe = load_recipe(source)
+            check_prompts(recipe)
+            for task in tasks_of(recipe):
+                assert task.prompts.path is not None
+                yield from _texts(*read_layout(task.prompts.path, task.prompts, task.rewards.verifier))
+            continue
+        path, colon, column = source.rpartition(":")
+        if not colon or Path(source).exists():
+            path, column = source, "prompt"
+        layout = Layout(name=column, question=(column,), reference=())
+        yield from _texts(layout, read_rows(path))
+
+
+def _texts(layout: Layout, rows: Iterable[Row]) -> Iterator[Text]:
+    for row in rows:
+        yield Text(where=row.where, text=layout.question_of(row.readable()).text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

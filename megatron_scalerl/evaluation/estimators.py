@@ -20,7 +20,7 @@ LEVEL = 0.95
 DRAWS = 10_000
 """Bootstrap draws of a paired difference."""
 _AT_ONCE = 500
-"""Draws whose weights are in memory, 8 bytes for each prompt of each."""
+"""Draws whose weights are in memory, 8 bytes for each prompt of each; a divisor of DRAWS."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,13 +91,12 @@ def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
     return Estimate(value=value, low=min(low, value), high=max(high, value), prompts=prompts)
 
 
-def bootstrap_means(values: np.ndarray, *, seed: int, draws: int = DRAWS) -> np.ndarray:
-    """[draws, C] means of values [P, C] over prompts drawn with replacement, the same prompts for all columns."""
-    prompts, random = len(values), np.random.default_rng(seed)
+def bootstrap_means(values: np.ndarray) -> np.ndarray:
+    """[DRAWS, C] means of values [P, C] over prompts drawn with replacement, the same prompts for all columns."""
+    prompts, random = len(values), np.random.default_rng(0)
     found = []
-    for start in range(0, draws, _AT_ONCE):
-        size = min(_AT_ONCE, draws - start)
-        weights = random.multinomial(prompts, np.full(prompts, 1 / prompts), size=size) / prompts
+    for _ in range(DRAWS // _AT_ONCE):
+        weights = random.multinomial(prompts, np.full(prompts, 1 / prompts), size=_AT_ONCE) / prompts
         found.append(weights @ values)
     return np.concatenate(found)
 
@@ -105,5 +104,4 @@ def bootstrap_means(values: np.ndarray, *, seed: int, draws: int = DRAWS) -> np.
 def default_ks(completions: Sequence[int]) -> list[int]:
     """The k of pass@k that are shown: powers of two up to the fewest completions of a prompt, and that number."""
     fewest = min(completions)
-    powers = [2**i for i in range(fewest.bit_length()) if 2**i <= fewest]
-    return powers if powers[-1] == fewest else [*powers, fewest]
+    return sorted({fewest, *(2**i for i in range(fewest.bit_length()))})

@@ -15,7 +15,6 @@ from megatron_scalerl.evaluation.completing import Request
 from megatron_scalerl.evaluation.contamination import Contamination, Text, contamination
 from megatron_scalerl.evaluation.problems import ProblemFile, read_problems, split_schema
 from megatron_scalerl.evaluation.results import Header, Key
-from megatron_scalerl.evaluation.training_texts import problem_texts
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.prompts.rendering import PromptRenderer
@@ -184,7 +183,7 @@ def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]
         tokenizer=tokenizer,
         files=files,
         prompts=prompts,
-        contaminations={file.name: contamination(texts, problem_texts(file)) for file in files},
+        contaminations={file.name: contamination(texts, file.problems) for file in files},
     )
 
 
@@ -201,23 +200,16 @@ def rendered(
     for file in files:
         if file.name in found:
             raise ValueError(f"{key}: expected files of different names, found two called {file.name!r}")
-        prompts = []
-        for problem, ids in zip(file.problems, renderer.token_ids([problem.text for problem in file.problems])):
+        token_ids = renderer.token_ids([problem.text for problem in file.problems])
+        for problem, ids in zip(file.problems, token_ids):
             if len(ids) > limit:
                 raise ValueError(
                     f"{problem.where}: expected at most {limit} tokens (prompts.max_prompt_tokens), found {len(ids)}"
                 )
-            prompts.append(
-                Prompt(
-                    prompt_id=problem.problem_id,
-                    text=problem.text,
-                    answer=problem.answer,
-                    token_ids=ids,
-                    extra=problem.extra,
-                    task=task,
-                )
-            )
-        found[file.name] = tuple(prompts)
+        found[file.name] = tuple(
+            Prompt(prompt_id=p.problem_id, text=p.text, answer=p.answer, token_ids=ids, extra=p.extra, task=task)
+            for p, ids in zip(file.problems, token_ids)
+        )
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 
 from megatron_scalerl.evaluation.budgets import Saturation
@@ -20,32 +21,34 @@ def plot_budgets(
     suffix, OSError if the file cannot be written.
     """
     figure, axes = new_figure()
-    files = list(dict.fromkeys(summary.file for summary in summaries))
-    for index, file in enumerate(files):
+    files = dict.fromkeys(summary.file for summary in summaries)
+    for file, color, marker in zip(files, cycle(COLORS), cycle(MARKERS)):
         points = sorted((s for s in summaries if s.file == file), key=lambda s: s.budget or 0)
         tokens = [s.mean_tokens for s in points]
         rates = [s.mean_at_k.value for s in points]
         below = [s.mean_at_k.value - s.mean_at_k.low for s in points]
         above = [s.mean_at_k.high - s.mean_at_k.value for s in points]
-        color = COLORS[index % len(COLORS)]
+        stops_at = saturations[file].stops_at if file in saturations else None
+        label = printable(file).replace("$", r"\$").lstrip("_")
+        if stops_at is not None:
+            label += f": stops paying at {stops_at:,} (dashed)"
         axes.errorbar(
             tokens,
             rates,
             yerr=[below, above],
             color=color,
-            marker=MARKERS[index % len(MARKERS)],
+            marker=marker,
             capsize=3,
             linewidth=1.5,
-            label=_label(file, saturations.get(file)),
+            label=label,
         )
         for together in _close(points):
             where = (together[0].mean_tokens, together[0].mean_at_k.value)
             text = ", ".join(f"{point.budget:,}" for point in together)
             axes.annotate(text, where, xytext=(-5, 6), ha="right", textcoords="offset points", fontsize=8)
-        found = saturations.get(file)
-        stop = next((s for s in points if found is not None and s.budget == found.stops_at), None)
-        if stop is not None:
-            axes.axvline(stop.mean_tokens, color=color, linewidth=1.0, linestyle=(0, (4, 3)))
+        for point in points:
+            if stops_at is not None and point.budget == stops_at:
+                axes.axvline(point.mean_tokens, color=color, linewidth=1.0, linestyle=(0, (4, 3)))
     axes.set_xscale("log")
     plain_ticks(axes)
     axes.set_xlabel("mean tokens of a completion (labels: thinking budget)", color=INK)
@@ -66,10 +69,3 @@ def _close(points: Sequence[FileSummary]) -> list[list[FileSummary]]:
         else:
             found.append([point])
     return found
-
-
-def _label(file: str, found: Saturation | None) -> str:
-    name = printable(file).replace("$", r"\$").lstrip("_")
-    if found is None or found.stops_at is None:
-        return name
-    return f"{name}: stops paying at {found.stops_at:,} (dashed)"

@@ -22,32 +22,33 @@ from typing import Any
 
 import msgspec
 
+from megatron_scalerl.evaluation.contamination import Text
 from megatron_scalerl.prompts.layouts import as_text
 from megatron_scalerl.prompts.sources import Row, other_columns, read_rows, refuse_surrogates
 from megatron_scalerl.recipe.hub import hint, local_path
 
 AIME, MATH500 = "aime", "math500"
-_COLUMNS = re.compile(r"(?P<problem>[^,:/]+),(?P<answer>[^,:/]+)")
+_COLUMNS = re.compile("[^,:/]+,[^,:/]+")
 _AIME_PROBLEM = ("Problem", "problem", "question")
 _AIME_ANSWER = ("Answer", "answer")
-_AIME_ID = ("ID", "id", "problem_idx")
+_NAMED = {
+    AIME: (_AIME_PROBLEM, _AIME_ANSWER, ("ID", "id", "problem_idx")),
+    MATH500: (("problem",), ("answer",), ("unique_id",)),
+}
+"""Schema -> names that the columns of the problem, the answer and the id may have."""
 _AIME_ANSWER_FORM = re.compile("0*[0-9]{1,3}")
 _SHOWN = 80
 """Characters of a wrong answer that its error message has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class Problem(Text):
     """One row of an evaluation file. Produced by `read_problems`."""
 
     number: int
     """Of the row in its file, from 1."""
-    where: str
-    """File and line or row, for error messages."""
     problem_id: str
     """The row's own id; its number where it has none."""
-    text: str
-    """The problem."""
     answer: str
     """The reference answer that the verifier compares with."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class ProblemFile:
     def digest(self) -> str:
         """SHA-256 (hexadecimal) of all problems and answers in their order; of PROBLEM,ANSWER of other columns, too,
         which a custom verifier may read."""
-        known = self.schema in (AIME, MATH500)
+        known = self.schema in _NAMED
         parts = [[problem.text, problem.answer, None if known else problem.extra] for problem in self.problems]
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
@@ -87,7 +88,7 @@ def split_schema(text: str) -> tuple[str, str | None]:
     path, colon, schema = text.rpartition(":")
     if not colon or Path(text).exists():
         return text, None
-    if schema in (AIME, MATH500) or _COLUMNS.fullmatch(schema):
+    if schema in _NAMED or _COLUMNS.fullmatch(schema):
         return path, schema
     raise ValueError(f"{text}: expected FILE, FILE:{AIME}, FILE:{MATH500} or FILE:PROBLEM,ANSWER, found {schema!r}")
 
@@ -102,7 +103,7 @@ def read_problems(path: str, schema: str | None = None) -> ProblemFile:
     local = local_path(path, "dataset")
     if not Path(local).exists() and (advice := hint(path, "dataset")):
         raise ValueError(f"{path}: expected a file or folder of problems, found nothing{advice}")
-    rows = [row.readable() for row in read_rows(local, ())]
+    rows = [row.readable() for row in read_rows(local)]
     if not rows:
         raise ValueError(f"{path}: expected at least one problem, found an empty file")
     schema = schema or _schema_of(path, rows)
@@ -133,18 +134,11 @@ def _schema_of(path: str, rows: Sequence[Row]) -> str:
 
 
 def _problem(row: Row, schema: str, number: int) -> Problem:
-    columns = _COLUMNS.fullmatch(schema)
-    ids: tuple[str, ...]
-    if schema == AIME:
-        problem, answer, ids = _first(row, _AIME_PROBLEM), _first(row, _AIME_ANSWER), _AIME_ID
-    elif schema == MATH500:
-        problem, answer, ids = _first(row, ("problem",)), _first(row, ("answer",)), ("unique_id",)
-    else:
-        assert columns is not None, schema
-        problem, answer = _first(row, (columns["problem"],)), _first(row, (columns["answer"],))
-        ids = ("id", "unique_id")
+    column, _, answer_column = schema.partition(",")
+    problems, answers, ids = _NAMED.get(schema, ((column,), (answer_column,), ("id", "unique_id")))
+    problem, answer = _first(row, problems), _first(row, answers)
     found_ids = [str(row.values[name]) for name in ids if row.values.get(name) is not None]
-    kept: tuple[str, ...] = ("subject", "level") if schema == MATH500 else ()
+    kept = ("subject", "level") if schema == MATH500 else ()
     labels = {name: str(row.values[name]) for name in kept if name in row.values}
     for text in (*found_ids, *labels.values()):
         refuse_surrogates(row.where, "id", text)

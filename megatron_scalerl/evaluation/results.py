@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,8 @@ class ProblemLost(ValueError):
     """All completions of a problem are lost: there is no score of all problems."""
 
 
-class ResultFile:
-    """OUT/completions.jsonl, open for rows. Locked by one process."""
+class ResultFile(AbstractContextManager["ResultFile"]):
+    """OUT/completions.jsonl, open for rows until exit from the block. Locked by one process."""
 
     def __init__(self, folder: str | Path, header: Header) -> None:
         """Create, or go on with, the result in `folder`.
@@ -105,7 +106,10 @@ class ResultFile:
         """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.folder)
+        try:
+            self._lock = lock_file(self.folder / "lock")
+        except BlockingIOError:
+            raise ResultInUse(f"{folder}: expected one evaluation in it at a time, found another running") from None
         try:
             self.path = self.folder / COMPLETIONS
             self.rows = _rows(self.path, header)
@@ -134,27 +138,13 @@ class ResultFile:
         write_durably(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         return path
 
-    def close(self) -> None:
-        """Close the file and release the folder."""
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         os.close(self._lock)
-
-    def __enter__(self) -> ResultFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _problem_of(key: Key) -> tuple[str, int, int | None]:
     return key.file, key.number, key.budget
-
-
-def _locked(folder: Path) -> int:
-    try:
-        return lock_file(folder / "lock")
-    except BlockingIOError:
-        raise ResultInUse(f"{folder}: expected one evaluation in it at a time, found another running") from None
 
 
 def _rows(path: Path, header: Header) -> dict[Key, Row]:
@@ -212,16 +202,6 @@ class Cell:
             correct=tuple(sum(row.correct for row in rows) for rows in self.rows),
             completions=tuple(map(len, self.rows)),
         )
-
-    @property
-    def all_rows(self) -> list[Row]:
-        """Every completion."""
-        return [row for rows in self.rows for row in rows]
-
-    @property
-    def mean_tokens(self) -> float:
-        """Mean length of a completion (tokens)."""
-        return sum(row.tokens for row in self.all_rows) / len(self.all_rows)
 
 
 def cells(rows: Iterable[Row], keys: Sequence[Key]) -> list[Cell]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 from megatron_scalerl.evaluation.budgets import MARGIN, Saturation, saturation
@@ -38,9 +39,10 @@ class FileSummary:
     """mean@k of the problems that no training prompt hits, where both were compared and some are left."""
 
 
-def summarize(cell: Cell, file: ProblemFile, *, k: int, hit: frozenset[str] | None = None) -> FileSummary:
-    """The summary of the completions of one file. hit: `where` of the problems that training prompts hit."""
-    counts, rows = cell.counts, cell.all_rows
+def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None, *, k: int) -> FileSummary:
+    """The summary of the completions of one file. contaminated: where it was compared with training prompts."""
+    counts = cell.counts
+    rows = [row for of_problem in cell.rows for row in of_problem]
     rates = counts.rates()
 
     def part(chosen: list[int]) -> Estimate:
@@ -50,7 +52,8 @@ def summarize(cell: Cell, file: ProblemFile, *, k: int, hit: frozenset[str] | No
     for number, problem in enumerate(file.problems):
         for name, value in problem.labels.items():
             labels.setdefault(name, {}).setdefault(value, []).append(number)
-    clean = [] if hit is None else [i for i, problem in enumerate(file.problems) if problem.where not in hit]
+    hit = contaminated.problems_hit if contaminated else {problem.where for problem in file.problems}
+    clean = [number for number, problem in enumerate(file.problems) if problem.where not in hit]
     return FileSummary(
         file=cell.file,
         budget=cell.budget,
@@ -58,9 +61,9 @@ def summarize(cell: Cell, file: ProblemFile, *, k: int, hit: frozenset[str] | No
         k=k,
         mean_at_k=mean_at_k(counts),
         pass_at_k={n: pass_at_k(counts, n) for n in default_ks(counts.completions)},
-        mean_tokens=cell.mean_tokens,
-        truncated_share=sum(row.truncated for row in rows) / len(rows),
-        interrupted_share=sum(row.interrupted for row in rows) / len(rows),
+        mean_tokens=fmean(row.tokens for row in rows),
+        truncated_share=fmean(row.truncated for row in rows),
+        interrupted_share=fmean(row.interrupted for row in rows),
         lost=cell.lost,
         labels={name: {value: part(of) for value, of in sorted(found.items())} for name, found in labels.items()},
         clean=part(clean) if clean else None,
@@ -72,8 +75,7 @@ def summaries_of(
 ) -> list[FileSummary]:
     """The summary of each cell. contaminations: of the files that were compared with training prompts."""
     by_name = {file.name: file for file in files}
-    hits = {name: compared.problems_hit for name, compared in contaminations.items()}
-    return [summarize(cell, by_name[cell.file], k=k, hit=hits.get(cell.file)) for cell in cells]
+    return [summarize(cell, by_name[cell.file], contaminations.get(cell.file), k=k) for cell in cells]
 
 
 def compare_budgets(cells: Sequence[Cell], *, margin: float = MARGIN) -> Saturation | None:
@@ -121,7 +123,8 @@ def scores_table(summaries: Sequence[FileSummary]) -> Table:
     rows = []
     for s in summaries:
         mean, some = s.mean_at_k, s.pass_at_k.get(k)
-        row = [_budget(s), str(s.problems), f"{mean.value:.3f}", f"{mean.low:.3f}-{mean.high:.3f}"]
+        budget = "recipe" if s.budget is None else f"{s.budget:,}"
+        row = [budget, str(s.problems), f"{mean.value:.3f}", f"{mean.low:.3f}-{mean.high:.3f}"]
         row += [] if k == 1 else ["" if some is None else f"{some.value:.3f}"]
         row += [f"{s.mean_tokens:,.1f}", f"{s.interrupted_share:.3f}", f"{s.truncated_share:.3f}", str(s.lost)]
         rows.append(tuple(row))
@@ -132,10 +135,6 @@ def scores_table(summaries: Sequence[FileSummary]) -> Table:
         title=printable(summaries[0].file),
         labeled=False,
     )
-
-
-def _budget(summary: FileSummary) -> str:
-    return "recipe" if summary.budget is None else f"{summary.budget:,}"
 
 
 def labels_table(summary: FileSummary) -> Table:

@@ -92,7 +92,7 @@ class Shape:
 def shape_of(family: Family, style: LayerStyle) -> Shape:
     """The widths of a layer of `style`."""
     t: dict[str, Any] = dict(family.transformer)
-    shared = t.get("moe_shared_expert_intermediate_size") or 0
+    experts = t if style.moe else {}
     hidden, heads, groups, head_dim = (
         t[k] for k in ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
     )
@@ -114,9 +114,9 @@ def shape_of(family: Family, style: LayerStyle) -> Shape:
         heads=heads,
         groups=groups,
         head_dim=head_dim,
-        ffn=shared if style.moe else t["ffn_hidden_size"],
-        expert_ffn=(t.get("moe_ffn_hidden_size") or 0) if style.moe else 0,
-        experts=(t.get("num_moe_experts") or 0) if style.moe else 0,
+        ffn=t["ffn_hidden_size"] if not style.moe else t.get("moe_shared_expert_intermediate_size") or 0,
+        expert_ffn=experts.get("moe_ffn_hidden_size") or 0,
+        experts=experts.get("num_moe_experts") or 0,
         top_k=t.get("moe_router_topk", 1) if style.moe else 0,
         probs_on_input=bool(t.get("moe_apply_probs_on_input")),
         qk_norm=style.qk_norm not in (False, "none"),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,32 +35,23 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How it was measured; one line."""
 
 
-class _Content(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class AssumptionsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The contents of a file."""
+
     gpu: str
+    """The name in CUDA; of `read_assumptions`, a key of `hardware.GPUS`."""
     layers: Layers | None = None
-    written: Any = None
-    assumptions: Annotated[dict[str, Measured], msgspec.Meta(min_length=1)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AssumptionsFile:
-    """The contents of a file. Produced by `read_assumptions`."""
-
-    path: Path
-    gpu: str
-    """A key of `hardware.GPUS`."""
-    layers: Layers | None
     """None: valid for both."""
-    written: str
-    """Date, or an empty string."""
-    values: Mapping[str, Measured]
+    written: Any = None
+    """Date."""
+    assumptions: Annotated[dict[str, Measured], msgspec.Meta(min_length=1)]
     """By field of `Assumptions`."""
 
-    def source(self, name: str) -> str:
-        """One line: file, date, and how the value was measured."""
+    def source(self, path: str | Path, name: str) -> str:
+        """One line: the file's path, its date, and how the value was measured."""
         when = f" of {self.written}" if self.written else ""
-        how = " ".join((self.values[name].source or "").split())
-        return f"{self.path}{when}" + (f": {how}" if how else "")
+        how = " ".join((self.assumptions[name].source or "").split())
+        return f"{Path(path)}{when}" + (f": {how}" if how else "")
 
 
 def write_assumptions(
@@ -72,7 +62,7 @@ def write_assumptions(
     Raises ValueError as `read_assumptions`, but for a GPU that the planner does not support; OSError.
     """
     today = datetime.datetime.now(datetime.UTC).date()
-    content = _Content(gpu=gpu, layers=layers, written=today, assumptions=dict(values))
+    content = AssumptionsFile(gpu=gpu, layers=layers, written=today, assumptions=dict(values))
     data = msgspec.to_builtins(content, builtin_types=(datetime.date,))
     _checked(Path(path), data)
     text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=1000)
@@ -87,14 +77,12 @@ def read_assumptions(path: str | Path) -> AssumptionsFile:
     if gpu is None:
         supported = ", ".join(sorted(GPUS))
         raise ValueError(f"{path}: gpu: expected one that the planner supports ({supported}), found {content.gpu!r}")
-    return AssumptionsFile(
-        path=path, gpu=gpu, layers=content.layers, written=str(content.written or ""), values=content.assumptions
-    )
+    return msgspec.structs.replace(content, gpu=gpu)
 
 
-def _checked(path: Path, data: dict[str, Any]) -> _Content:
+def _checked(path: Path, data: dict[str, Any]) -> AssumptionsFile:
     try:
-        content = msgspec.convert(data, _Content)
+        content = msgspec.convert(data, AssumptionsFile)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {error}") from None
     names = [f"assumptions.{f.name}" for f in described()]

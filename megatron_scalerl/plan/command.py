@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.recipe.file import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
-    inputs = inputs_of(options)
+    gpu, layers, assumed, origins = _inputs(options)
     folder = config_folder(recipe.policy.path, options.recipe, options.config)
 
     with no_collections():
@@ -91,10 +90,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         from megatron_scalerl.plan.planner import as_numbers, make_plan
         from megatron_scalerl.plan.text import show, verdict
 
-        gpu = GPUS[inputs.gpu]
-        plan = make_plan(
-            recipe, folder, options.gpus, gpu, inputs.assumed, layers=inputs.layers, origins=inputs.origins
-        )
+        plan = make_plan(recipe, folder, options.gpus, GPUS[gpu], assumed, layers=layers, origins=origins)
         built = "skipped" if options.no_build else compare_with_build(plan, folder)
     if options.json:
         text = json.dumps(as_numbers(plan) | {"meta_build": built}, indent=2)
@@ -113,19 +109,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """GPU, layers and assumptions from flags, assumptions file and defaults."""
-
-    gpu: str
-    """A key of `GPUS`."""
-    layers: Layers
-    assumed: Assumptions
-    origins: Mapping[str, Origin]
-
-
-def inputs_of(options: argparse.Namespace) -> Inputs:
-    """Flags take precedence over the file, the file over the defaults.
+def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict[str, Origin]]:
+    """A key of `GPUS`, layers, assumptions and their origins; flags precede the file, the file the defaults.
 
     Raises ValueError for an invalid file, and if --gpu or --layers differ from the file's: constants measured on one
     GPU do not apply to another.
@@ -144,15 +129,12 @@ def inputs_of(options: argparse.Namespace) -> Inputs:
         given = getattr(options, f.name)
         if given is not None:
             values[f.name], origins[f.name] = given, Origin(kind="flag", source="given on the command line")
-        elif file and f.name in file.values:
-            values[f.name] = float(file.values[f.name].value)
-            origins[f.name] = Origin(kind="file", source=file.source(f.name))
-    return Inputs(
-        gpu=options.gpu or (file.gpu if file else GPU),
-        layers=options.layers or (file and file.layers) or "te",
-        assumed=Assumptions(**values),
-        origins=origins,
-    )
+        elif file and f.name in file.assumptions:
+            values[f.name] = float(file.assumptions[f.name].value)
+            origins[f.name] = Origin(kind="file", source=file.source(options.assumptions, f.name))
+    gpu = options.gpu or (file.gpu if file else GPU)
+    layers = options.layers or (file and file.layers) or "te"
+    return gpu, layers, Assumptions(**values), origins
 
 
 def config_folder(policy: str, recipe: str | Path, given: str | Path | None = None) -> Path:

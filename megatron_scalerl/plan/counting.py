@@ -7,7 +7,7 @@ checkpoints. `meta_build` verifies the counts against Megatron's own modules.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -65,57 +65,46 @@ def count(family: Family, config: Any = None) -> Parameters:
     first = sum(elements(r) for r in rules if r.place == "first")
     number = family.transformer.get("num_moe_experts") or 1
     used = family.transformer.get("moe_router_topk", 1) if experts else 1
+    passthrough = family.untrained
+    if config is not None and family.passthrough:
+        passthrough = _passthrough(config.to_json_string(), family.passthrough)
     return Parameters(
         total=total,
         active=total - experts + experts * used // number,
         experts=experts,
         embedding=first,
         head=next(elements(r) for r in family.rules if r.megatron == "output_layer.weight"),
-        passthrough=_passthrough(family, config) if config is not None and family.passthrough else family.untrained,
+        passthrough=passthrough,
     )
 
 
 def elements(rule: Rule, size: int = 1) -> int:
     """Elements of a parameter on rank 0 of a group of `size`; rank 0 never has fewer than the others."""
-    found = 0
-    for piece in rule.pieces(0, size):
-        area = 1
-        for index in piece.hf_index:
-            area *= index.stop - index.start if isinstance(index, slice) else 1
-        found += area
-    return found
+    slices = ([index for index in piece.hf_index if isinstance(index, slice)] for piece in rule.pieces(0, size))
+    return sum(math.prod(index.stop - index.start for index in piece) for piece in slices)
 
 
 def of_stage(family: Family, layout: Layout, stage: int) -> RankParameters:
     """Parameters on each rank of a pipeline stage. Raises ValueError for sizes that do not divide."""
-    dense, expert = [0], [0]
-    for rule in _rules_of_stage(family, layout, stage):
-        if rule.expert is None:
-            dense.append(elements(rule, layout.tp))
-        else:
-            expert.append(elements(rule, layout.etp))
-    return RankParameters(dense=sum(dense), expert=sum(expert), largest=max(*dense, *expert))
-
-
-def _rules_of_stage(family: Family, layout: Layout, stage: int) -> Iterator[Rule]:
     last = layout.pp - 1
     experts = family.transformer.get("num_moe_experts") or 1
+    dense, expert = [0], [0]
     for rule in family.rules:
         place = {"first": 0, "last": last}.get(rule.place)
         mine = stage == place if place is not None else rule.layer in layout.stages[stage]
         # a single stage shares tied embeddings; with several, the last one holds a copy
-        copied = rule.exported or layout.pp > 1
-        if mine and copied and (rule.expert is None or rule.expert < experts // layout.ep):
-            yield rule
-
-
-def _passthrough(family: Family, config: Any) -> int:
-    """Parameters outside the policy, from transformers' own modules on the meta device, with one text layer."""
-    return _passthrough_of(config.to_json_string(), family.passthrough)
+        if not mine or not (rule.exported or layout.pp > 1):
+            continue
+        if rule.expert is None:
+            dense.append(elements(rule, layout.tp))
+        elif rule.expert < experts // layout.ep:
+            expert.append(elements(rule, layout.etp))
+    return RankParameters(dense=sum(dense), expert=sum(expert), largest=max(*dense, *expert))
 
 
 @cache
-def _passthrough_of(config_json: str, prefixes: tuple[str, ...]) -> int:
+def _passthrough(config_json: str, prefixes: tuple[str, ...]) -> int:
+    """Parameters outside the policy, from transformers' own modules on the meta device, with one text layer."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 

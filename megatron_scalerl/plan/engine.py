@@ -6,7 +6,6 @@ bandwidth that the devices reach. With n running completions it takes fixed + pe
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron_scalerl.models.family import Family
@@ -14,6 +13,7 @@ from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import Parameters
 from megatron_scalerl.plan.hardware import GIB, Gpu
 from megatron_scalerl.plan.memory import WIDTH
+from megatron_scalerl.plan.update import EngineShape
 from megatron_scalerl.plan.work import Lengths
 from megatron_scalerl.recipe import Recipe
 
@@ -31,7 +31,7 @@ class EngineMemory:
     copies: int
     """Data-parallel copies of the policy; they share the experts."""
     context_tokens: int
-    """Maximum length of prompt and completion."""
+    """engine.vllm.max_model_len if set, else the maximum length of prompt and completion."""
     weights_bytes: float
     overhead_bytes: float
     kv_bytes: float
@@ -95,29 +95,29 @@ def engine_memory(
 ) -> EngineMemory:
     """Weights, overhead and KV cache of one device. Raises ValueError for contradicting parallel sizes."""
     options, devices = recipe.engine.vllm, recipe.engine.devices_per_engine
-    product = math.prod(int(options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
+    shape = EngineShape.of(options)
+    product = shape.tensor * shape.pipeline * shape.data
     if product != devices:
         raise ValueError(
             f"engine.vllm.tensor_parallel_size: expected sizes that multiply to devices_per_engine {devices}, "
             f"found {product}"
         )
-    tp, dp = (int(options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "data"))
     t, layers = family.transformer, len(family.layers)
     if "kv_lora_rank" in t:  # the cache has the narrow keys and values, which every device holds whole
-        per_layer = float(t["kv_lora_rank"] + t["qk_pos_emb_head_dim"]) * tp
+        per_layer = float(t["kv_lora_rank"] + t["qk_pos_emb_head_dim"]) * shape.tensor
     else:
         groups = t["num_query_groups"]
-        copies = max(1, tp // groups)  # key-value heads are replicated if there are fewer than devices
+        copies = max(1, shape.tensor // groups)  # key-value heads are replicated if there are fewer than devices
         per_layer = 2.0 * groups * copies * t["kv_channels"]
     width = 1 if "fp8" in str(options.get("kv_cache_dtype", "auto")) else WIDTH[recipe.policy.dtype]
     limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILIZATION))
-    weights = (dp * (p.total - p.experts) + p.experts) * WIDTH[recipe.policy.dtype] / devices
+    weights = (shape.data * (p.total - p.experts) + p.experts) * WIDTH[recipe.policy.dtype] / devices
     overhead = assumed.engine_overhead_gib * GIB
     cache = options.get("kv_cache_memory_bytes")
     return EngineMemory(
         devices=devices,
-        copies=dp,
-        context_tokens=longest_tokens(recipe),
+        copies=shape.data,
+        context_tokens=int(options.get("max_model_len") or recipe.longest_sequence()),
         weights_bytes=weights,
         overhead_bytes=overhead,
         kv_bytes=float(cache) if cache else limit - weights - overhead,
@@ -125,11 +125,6 @@ def engine_memory(
         limit_bytes=limit,
         group_bytes=group_bytes,
     )
-
-
-def longest_tokens(recipe: Recipe) -> int:
-    """engine.vllm.max_model_len if set, else the maximum length of prompt and completion."""
-    return int(recipe.engine.vllm.get("max_model_len") or recipe.longest_sequence())
 
 
 def decoding(

@@ -113,7 +113,10 @@ def _stage_memory(
     group_bytes: float,
 ) -> RankMemory:
     p = of_stage(family, layout, stage)
-    static = _static(recipe, layout, p)
+    width = WIDTH[recipe.policy.dtype]
+    gradient = 4 if recipe.megatron.ddp.get("grad_reduce_in_fp32", True) else width
+    # parameters whose optimizer state this rank holds
+    sharded = p.dense / layout.dense_shards + p.expert / layout.expert_shards
     saved, layer_work = _activations(recipe, family, layout, assumed, kernels, micro_batches, stage)
     stays, logits = 0.0, 0.0
     if stage == layout.pp - 1:
@@ -121,42 +124,30 @@ def _stage_memory(
     work = max(logits, layer_work)
     moving = saved + stays + work
     if kernels.device == "cpu":
-        cache = CPU_KERNEL_CACHE_BYTES if p.expert and recipe.policy.dtype == "bfloat16" else 0
+        cache = CPU_KERNEL_CACHE_BYTES if p.expert and width == 2 else 0
         rest = Term(name="runtime", bytes=CPU_RUNTIME_BYTES + cache)
     else:
         loss = assumed.fragmentation * moving
         rest = Term(name="CUDA, NCCL, fragmentation", bytes=assumed.runtime_gib * GIB + loss)
-    terms = (
-        *static,
+    terms = [
+        Term(name="weights", bytes=width * p.total),
+        Term(name="gradients", bytes=gradient * p.total),
+        Term(name="main weights (fp32)", bytes=(4 if width == 2 else 0) * sharded),
+        Term(name="Adam moments", bytes=8 * sharded),
         Term(name="saved activations", bytes=saved, moving=True),
         Term(name="logit input gradients", bytes=stays, moving=True),
         Term(name="logit workspace" if logits > layer_work else "layer workspace", bytes=work, moving=True),
         rest,
         Term(name="weight groups (NCCL)", bytes=group_bytes),
-    )
+    ]
     if kernels == PLAIN_ON_GPU:  # temporary memory is freed before gradients are clipped
-        terms += (Term(name="gradient clipping copy", bytes=max(0.0, 4 * p.largest - moving)),)
-    return RankMemory(stage=stage, parameters=p, terms=terms)
+        terms.append(Term(name="gradient clipping copy", bytes=max(0.0, 4 * p.largest - moving)))
+    return RankMemory(stage=stage, parameters=p, terms=tuple(terms))
 
 
 def tokens_of(recipe: Recipe, layout: Layout) -> int:
     """Tokens of a full micro-batch on one context-parallel rank."""
     return -(-recipe.micro_batch_tokens // layout.cp)
-
-
-def _static(recipe: Recipe, layout: Layout, p: RankParameters) -> tuple[Term, ...]:
-    width = WIDTH[recipe.policy.dtype]
-    grad = 4 if recipe.megatron.ddp.get("grad_reduce_in_fp32", True) else width
-    sharded = (
-        p.dense / layout.dense_shards + p.expert / layout.expert_shards
-    )  # parameters whose optimizer state this rank holds
-    main = 4 if width == 2 else 0
-    return (
-        Term(name="weights", bytes=width * p.total),
-        Term(name="gradients", bytes=grad * p.total),
-        Term(name="main weights (fp32)", bytes=main * sharded),
-        Term(name="Adam moments", bytes=8 * sharded),
-    )
 
 
 def _activations(

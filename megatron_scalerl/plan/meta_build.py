@@ -35,10 +35,8 @@ def compare_with_build(plan: RunPlan, config: str | Path) -> str:
         raise ValueError(f"megatron: the trainer's ranks cannot be built: {built}")
     counted = [{"dense": s.parameters.dense, "expert": s.parameters.expert} for s in plan.trainer]
     assert built == counted, f"counted {counted}, built {built}"
-    ranks = f"rank of {plan.layout.world_size}"
-    return (
-        f"equal on the first {ranks} of each pipeline stage" if plan.layout.pp > 1 else f"equal on the first {ranks}"
-    )
+    stages = " of each pipeline stage" if plan.layout.pp > 1 else ""
+    return f"equal on the first rank of {plan.layout.world_size}{stages}"
 
 
 def _in_a_child(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]] | str:
@@ -77,18 +75,14 @@ def _answer(answer: Connection, recipe: Recipe, config_path: str, world_size: in
 
 def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]]:
     """[{"dense": n, "expert": n}] by pipeline stage. Raises ValueError as building the policy does."""
-    recipe = _for_one_process(recipe, world_size)
-    stages = int(recipe.megatron.parallel.get("pipeline_model_parallel_size", 1))
-    return [_count(recipe, config_path, rank=stage * world_size // stages) for stage in range(stages)]
-
-
-def _for_one_process(recipe: Recipe, world_size: int) -> Recipe:
     data: dict[str, Any] = recipe.model_dump()
     parallel = data["megatron"]["parallel"]
     parallel.pop("context_parallel_size", None)
     parallel["create_gloo_process_groups"] = False  # gloo requires real peers
     data["trainer"]["world_size"] = world_size
-    return Recipe.model_validate(data)
+    recipe = Recipe.model_validate(data)
+    stages = int(parallel.get("pipeline_model_parallel_size", 1))
+    return [_count(recipe, config_path, rank=stage * world_size // stages) for stage in range(stages)]
 
 
 def _count(recipe: Recipe, config_path: str, *, rank: int) -> dict[str, int]:

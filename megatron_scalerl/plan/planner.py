@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_scalerl.plan.hardware import GIB, Gpu, Kernels, Layers
 from megatron_scalerl.plan.memory import RankMemory, trainer_memory
 from megatron_scalerl.plan.sharding import Layout, layout_of
 from megatron_scalerl.plan.simulate import QueueSettings, Timing, simulate
-from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, queue_of, recipe_split, splits
+from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, queue_of, splits
 from megatron_scalerl.plan.update import CHANGED, GROUP_BYTES, UpdateWork, update_work
 from megatron_scalerl.plan.work import Lengths, StepWork, assumed_lengths, step_work
 from megatron_scalerl.recipe import Recipe
@@ -45,7 +45,6 @@ class RunPlan:
     split: Split
     split_is_recipes: bool
     layout: Layout
-    recompute: str
     trainer: tuple[RankMemory, ...]
     engine: EngineMemory
     decoding: Decoding
@@ -57,6 +56,11 @@ class RunPlan:
     timing: Timing
     best: tuple[Simulated, ...]
     """The fastest splits of the same GPUs, fastest first."""
+
+    @property
+    def recompute(self) -> str:
+        """The recipe's recompute settings as text."""
+        return str(recompute_of(self.recipe))
 
     @property
     def gpu_hours_per_1000_steps(self) -> float:
@@ -133,7 +137,6 @@ def make_plan(
     gpu: Gpu,
     assumed: Assumptions,
     *,
-    lengths: Lengths | None = None,
     layers: Layers = "te",
     origins: Mapping[str, Origin] | None = None,
 ) -> RunPlan:
@@ -143,8 +146,9 @@ def make_plan(
     """
     family, hf_config = load_family(config)
     parameters = count(family, hf_config)
-    lengths = lengths or assumed_lengths(recipe, assumed)
-    own, possible = recipe_split(recipe), _possible(recipe, gpus, gpu)
+    lengths = assumed_lengths(recipe, assumed)
+    own = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
+    possible = splits(recipe, gpus, gpu)
     is_own = gpus_of(recipe, own) == gpus
     first = own if is_own else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
@@ -163,6 +167,7 @@ def make_plan(
     best = _search({split: trainer_of(split) for split in possible}, _room(recipe, gpu, engine), base)
     split = own if is_own else best[0].split
     trainer = trainer_of(split)
+    timing = next((simulated.timing for simulated in best if simulated.split == split), None)
     return RunPlan(
         recipe=recipe,
         gpu=gpu,
@@ -176,7 +181,6 @@ def make_plan(
         split=split,
         split_is_recipes=is_own,
         layout=trainer.layout,
-        recompute=str(recompute_of(recipe)),
         trainer=trainer.memory,
         engine=engine,
         decoding=speed,
@@ -184,7 +188,7 @@ def make_plan(
         work=trainer.work,
         update=update if split == first else update_work(recipe, family, trainer.layout),
         publish_seconds=base.publish_seconds,
-        timing=_timing(split, trainer.work.train_seconds, base, best),
+        timing=timing or simulate(queue_of(base, split, trainer.work.train_seconds)),
         best=tuple(best),
     )
 
@@ -204,18 +208,14 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
     warm_up = 4 + r.max_staleness_steps if r.schedule == "pipeline" else phase
     counted = max(10, COMPLETIONS // (r.groups_per_batch * r.group_size))
     return QueueSettings(
-        groups_per_batch=r.groups_per_batch,
-        group_size=r.group_size,
-        max_staleness_steps=r.max_staleness_steps,
+        rollouts=r,
         engines=1,
-        max_in_flight=r.max_in_flight,
         decoding=speed,
         lengths=lengths,
         train_seconds=1.0,
         publish_seconds=publish,
         steps=warm_up + -(-counted // phase) * phase,
         warm_up=warm_up,
-        updates_per_phase=None if r.schedule == "pipeline" else phase,
         takes_turns=recipe.engine.colocate and r.schedule == "pipeline" and r.max_staleness_steps > 0,
     )
 
@@ -225,17 +225,6 @@ def _pause(update: UpdateWork, gpu: Gpu, assumed: Assumptions) -> float:
     if assumed.publish_seconds is not None:
         return assumed.publish_seconds
     return update.bound_seconds(gpu.nic_bytes_per_second / 2)
-
-
-def _possible(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
-    """Every split of the GPUs. Raises ValueError if there is none."""
-    found = list(splits(recipe, gpus, gpu))
-    if not found:
-        raise ValueError(
-            f"--gpus: expected a number that splits into trainer ranks (a multiple of their model-parallel sizes and "
-            f"of {gpu.per_node} per node) and engines of {recipe.engine.devices_per_engine}, found {gpus}"
-        )
-    return found
 
 
 def _group_bytes(recipe: Recipe, groups: int) -> float:
@@ -254,11 +243,6 @@ def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings
     seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
     fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= room}
     return best_splits(list((fitting or seconds).items()), base)
-
-
-def _timing(split: Split, train_seconds: float, base: QueueSettings, simulated: Sequence[Simulated]) -> Timing:
-    found = next((each.timing for each in simulated if each.split == split), None)
-    return found or simulate(queue_of(base, split, train_seconds))
 
 
 def as_numbers(plan: RunPlan) -> dict[str, Any]:

@@ -10,23 +10,22 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from megatron_scalerl.plan.engine import Decoding
 from megatron_scalerl.plan.work import Lengths
-from megatron_scalerl.rollouts.gate import PhaseGate, StalenessGate
+from megatron_scalerl.recipe.sections import RolloutsSection
+from megatron_scalerl.rollouts.gate import gate_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueSettings:
     """What is simulated."""
 
-    groups_per_batch: int
-    group_size: int
-    max_staleness_steps: int
+    rollouts: RolloutsSection
     engines: int
-    max_in_flight: int
     decoding: Decoding
     lengths: Lengths
     train_seconds: float
@@ -34,25 +33,16 @@ class QueueSettings:
     publish_seconds: float
     other_seconds: float = 0.0
     """Between two trainer steps, while engines run."""
-    steps: int = 40
-    warm_up: int = 12
+    steps: int
+    warm_up: int
     """Leading steps that are excluded while the pipeline fills; whole phases where there are some, as `steps`."""
-    updates_per_phase: int | None = None
-    """Of the schedule ppo_off_policy; None: pipeline."""
     takes_turns: bool = False
     """Trainer and engines run at the same time on the same devices (`split.queue_of`)."""
-    seed: int = 0
 
     @property
-    def batches_per_update(self) -> int:
-        """Batches from one weight update to the next."""
-        return self.updates_per_phase or 1
-
-    def gate(self) -> StalenessGate:
-        """The gate of the schedule."""
-        if self.updates_per_phase is not None:
-            return PhaseGate(groups_per_batch=self.groups_per_batch, updates_per_phase=self.updates_per_phase)
-        return StalenessGate(groups_per_batch=self.groups_per_batch, max_staleness_steps=self.max_staleness_steps)
+    def batch_tokens(self) -> float:
+        """Completion tokens of a batch, mean."""
+        return self.rollouts.groups_per_batch * self.rollouts.group_size * self.lengths.mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +94,9 @@ class _Engine:
             self.idle += elapsed
         self.clock = now
 
-    def add(self, length: int, group: int) -> None:
-        self.waiting.append((length, group))
-        self.load += 1
+    def add(self, lengths: Sequence[int], group: int) -> None:
+        self.waiting.extend((length, group) for length in lengths)
+        self.load += len(lengths)
         self.fill()
 
     def fill(self) -> None:
@@ -122,9 +112,11 @@ class _Engine:
 
 class _Run:
     def __init__(self, s: QueueSettings) -> None:
-        self.s = s
-        self.rng = random.Random(s.seed)
-        self.gate = s.gate()
+        self.rollouts = s.rollouts
+        self.publish_seconds = s.publish_seconds
+        self.lengths = s.lengths.tokens
+        self.rng = random.Random(0)
+        self.gate = gate_of(s.rollouts)
         self.engines = [_Engine(s.decoding) for _ in range(s.engines)]
         self.events: list[tuple[float, int, int]] = []
         """Heap of (time, engine, stamp)."""
@@ -143,19 +135,23 @@ class _Run:
             loads = [engine.load for engine in self.engines]
             index = loads.index(min(loads))
             engine = self.engines[index]
-            self.lacks_room = engine.load + self.s.group_size > self.s.max_in_flight
+            self.lacks_room = not self.has_room(engine)
             if self.lacks_room:
                 return
             group = self.groups
             self.groups += 1
             self.gate.start(group, self.served)
-            self.started[group], self.left[group], self.tokens[group] = self.served, self.s.group_size, 0
+            self.started[group] = self.served
+            self.left[group] = self.rollouts.group_size
             engine.advance(self.now)
-            for _ in range(self.s.group_size):
-                length = self.rng.choice(self.s.lengths.tokens)
-                self.tokens[group] += length
-                engine.add(length, group)
+            drawn = [self.rng.choice(self.lengths) for _ in range(self.rollouts.group_size)]
+            self.tokens[group] = sum(drawn)
+            engine.add(drawn, group)
             self.schedule(index)
+
+    def has_room(self, engine: _Engine) -> bool:
+        """Whether the engine may get one more group."""
+        return engine.load + self.rollouts.group_size <= self.rollouts.max_in_flight
 
     def schedule(self, index: int) -> None:
         engine = self.engines[index]
@@ -187,33 +183,27 @@ class _Run:
                 self.gate.finish(group, self.started[group])
         engine.fill()
         self.schedule(index)
-        if self.lacks_room and engine.load + self.s.group_size <= self.s.max_in_flight:
+        if self.lacks_room and self.has_room(engine):
             self.admit()
         return self.gate.ready > ready
 
     def end_step(self) -> None:
-        """A step is made; with it ends a phase, or the next batch of the phase may train."""
+        """A step is made; a weight update that is due pauses all engines, and then new groups may start."""
         self.version += 1
-        if self.version % self.s.batches_per_update == 0:
-            self.publish()
+        if self.version % self.rollouts.batches_per_update == 0:
+            for index, engine in enumerate(self.engines):
+                engine.advance(self.now)
+                engine.clock = max(engine.clock, self.now) + self.publish_seconds
+                self.schedule(index)
+            self.now += self.publish_seconds
+            self.served = self.version
         self.gate.trained()
         self.admit()
-
-    def publish(self) -> None:
-        """Pause all engines for a weight update."""
-        end = self.now + self.s.publish_seconds
-        for index, engine in enumerate(self.engines):
-            engine.advance(self.now)
-            engine.clock = max(engine.clock, self.now) + self.s.publish_seconds
-            self.schedule(index)
-        self.now = end
-        self.served = self.version
 
 
 def simulate(s: QueueSettings) -> Timing:
     """Run the queue for `steps` steps; returns the means after the warm-up."""
     run = _Run(s)
-    mean_tokens = s.groups_per_batch * s.group_size * s.lengths.mean
     run.admit()
     ages: list[int] = []
     waited = begun = idle = busy = 0.0
@@ -229,7 +219,7 @@ def simulate(s: QueueSettings) -> Timing:
         run.gate.take(batch)
         run.admit()
         ages += [run.version - run.started.pop(g) for g in batch]
-        work = sum(run.tokens.pop(g) for g in batch) / mean_tokens
+        work = sum(run.tokens.pop(g) for g in batch) / s.batch_tokens
         run.until(run.now + s.train_seconds * work + s.other_seconds)
         run.end_step()
     wall, counted = run.now - begun, s.steps - s.warm_up
@@ -242,5 +232,5 @@ def simulate(s: QueueSettings) -> Timing:
         running=(sum(e.busy for e in run.engines) - busy) / engine_time,
         staleness_mean=fmean(ages),
         staleness_max=max(ages),
-        engine_tokens_per_second=mean_tokens * counted / wall / s.engines,
+        engine_tokens_per_second=s.batch_tokens * counted / wall / s.engines,
     )

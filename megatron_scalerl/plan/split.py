@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_scalerl.plan.hardware import Gpu
@@ -33,29 +32,31 @@ class Simulated:
     timing: Timing
 
 
-def recipe_split(recipe: Recipe) -> Split:
-    """The split in the recipe."""
-    return Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
-
-
 def gpus_of(recipe: Recipe, split: Split) -> int:
     """GPUs of trainer and engines together."""
     return split.trainer + (0 if recipe.engine.colocate else split.engines * recipe.engine.devices_per_engine)
 
 
-def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> Iterator[Split]:
-    """Every split of `gpus`; trainers are multiples of their model-parallel sizes and, if possible, whole nodes."""
+def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
+    """Every split of `gpus`; trainers are multiples of their model-parallel sizes and, if possible, whole nodes.
+
+    Raises ValueError if there is none.
+    """
     unit = math.lcm(*sizes_of(recipe.megatron.parallel).unit)
     if gpus >= 2 * gpu.per_node:
         unit = math.lcm(unit, gpu.per_node)
     each = recipe.engine.devices_per_engine
     if recipe.engine.colocate:
-        if gpus % math.lcm(unit, each) == 0:
-            yield Split(trainer=gpus, engines=gpus // each)
-        return
-    for trainer in range(unit, gpus, unit):
-        if (gpus - trainer) % each == 0:
-            yield Split(trainer=trainer, engines=(gpus - trainer) // each)
+        sizes = [(gpus, gpus)] if gpus % unit == 0 else []
+    else:
+        sizes = [(trainer, gpus - trainer) for trainer in range(unit, gpus, unit)]
+    found = [Split(trainer=ranks, engines=left // each) for ranks, left in sizes if left % each == 0]
+    if not found:
+        raise ValueError(
+            f"--gpus: expected a number that splits into trainer ranks (a multiple of their model-parallel sizes and "
+            f"of {gpu.per_node} per node) and engines of {each}, found {gpus}"
+        )
+    return found
 
 
 def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSettings:
@@ -69,21 +70,17 @@ def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSe
         return queue
     generate = generate_seconds(base, split)
     both, speed = train_seconds + generate, base.decoding
-    slower = replace(
-        speed,
-        fixed_seconds=speed.fixed_seconds * both / generate,
-        per_completion_seconds=speed.per_completion_seconds * both / generate,
-        prefill_seconds=speed.prefill_seconds * both / generate,
-    )
+    names = ("fixed_seconds", "per_completion_seconds", "prefill_seconds")
+    slower = replace(speed, **{name: getattr(speed, name) * both / generate for name in names})
     return replace(queue, train_seconds=both, decoding=slower)
 
 
 def generate_seconds(base: QueueSettings, split: Split) -> float:
     """Seconds in which the engines generate a batch if they never wait."""
-    outstanding = (base.updates_per_phase or base.max_staleness_steps + 1) * base.groups_per_batch * base.group_size
-    running = min(base.decoding.running, base.max_in_flight, max(1, outstanding // split.engines))
-    tokens = base.groups_per_batch * base.group_size * base.lengths.mean
-    return tokens / (split.engines * base.decoding.tokens_per_second(running))
+    r = base.rollouts
+    outstanding = (r.staleness_bound + 1) * r.groups_per_batch * r.group_size
+    running = min(base.decoding.running, r.max_in_flight, max(1, outstanding // split.engines))
+    return base.batch_tokens / (split.engines * base.decoding.tokens_per_second(running))
 
 
 def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> list[Simulated]:
@@ -91,20 +88,14 @@ def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> l
 
     Of splits equal within a percent, the one with more engines wins: a trainer that waits has fresher data.
     """
-    estimate = estimator(base)
-    chosen = sorted(candidates, key=lambda c: estimate(c[0], c[1]))[:SIMULATED]
+    chosen = sorted(candidates, key=lambda candidate: estimated_seconds(base, *candidate))[:SIMULATED]
     found = [Simulated(split=s, train_seconds=t, timing=simulate(queue_of(base, s, t))) for s, t in chosen]
     return sorted(found, key=lambda x: (round(math.log(x.timing.step_seconds) * 100), -x.split.engines))
 
 
-def estimator(base: QueueSettings) -> Callable[[Split, float], float]:
-    """(split, train seconds) -> seconds per step if the slower side never waits, or both in turn with phases."""
-    phase = base.updates_per_phase
-
-    def seconds(split: Split, train_seconds: float) -> float:
-        generate = generate_seconds(base, split)
-        if phase or base.takes_turns:
-            return train_seconds + generate + base.publish_seconds / (phase or 1)
-        return max(train_seconds, generate) + base.publish_seconds
-
-    return seconds
+def estimated_seconds(base: QueueSettings, split: Split, train_seconds: float) -> float:
+    """Seconds per step if the slower side never waits, or both in turn with phases."""
+    generate = generate_seconds(base, split)
+    if base.rollouts.schedule == "ppo_off_policy" or base.takes_turns:
+        return train_seconds + generate + base.publish_seconds / base.rollouts.batches_per_update
+    return max(train_seconds, generate) + base.publish_seconds

@@ -28,11 +28,11 @@ def show(plan: RunPlan, built: str, console: Console) -> None:
         console.print(f"[red]does not fit:[/red] {escape(line)}", highlight=False)
 
 
-def _table(title: str, *columns: str) -> Section:
+def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
-    return title, table
+    return table
 
 
 def _pairs(title: str, *rows: tuple[str, str]) -> Section:
@@ -109,8 +109,7 @@ def _trainer(plan: RunPlan) -> Section:
     stages = [first] if first is last else [first, last]
     layers = "" if plan.layers == "te" else f", {plan.layers} layers"
     title = f"trainer rank (GiB): {sizes}, recompute {plan.recompute}{layers}"
-    part = _table(title, "", *(f"stage {s.stage}" for s in stages))
-    table = part[1]
+    table = _table("", *(f"stage {s.stage}" for s in stages))
     table.add_row("parameters of the rank", *(f"{s.parameters.total:,}" for s in stages))
     for name in dict.fromkeys(term.name for s in stages for term in s.terms):
         found = [sum(t.bytes for t in s.terms if t.name == name) for s in stages]
@@ -120,7 +119,7 @@ def _trainer(plan: RunPlan) -> Section:
         table.add_row("engine on the same device", *(f"{plan.engine.total / GIB:,.2f}" for _ in stages))
     free = [f"{(plan.room - s.total) / GIB:,.2f}" for s in stages]
     table.add_row(f"free of {plan.gpu.memory_bytes / GIB:.1f}", *free)
-    return part
+    return title, table
 
 
 def _engine(plan: RunPlan) -> Section:
@@ -174,11 +173,11 @@ def _balance(plan: RunPlan) -> Section:
     r = plan.recipe.rollouts
     pipeline = r.schedule == "pipeline"
     name = f"PipelineRL-{r.max_staleness_steps}" if pipeline else f"PPO-off-policy-{r.updates_per_phase}"
-    part = _table(f"balance: GPUs of trainer and engines, simulated {name} queue", "train + generate", *columns)
+    table = _table("train + generate", *columns)
     rows = [(plan.split, plan.work.train_seconds, plan.timing, " (this)")]
     rows += [(s.split, s.train_seconds, s.timing, "") for s in plan.best[:4] if s.split != plan.split]
     for split, seconds, t, note in rows:
-        part[1].add_row(
+        table.add_row(
             f"{split.trainer} + {split.engines * plan.engine.devices}{note}",
             f"{seconds:.1f}",
             f"{t.step_seconds:.1f}",
@@ -188,7 +187,7 @@ def _balance(plan: RunPlan) -> Section:
             f"{t.staleness_mean:.1f}, max {t.staleness_max}",
             f"{plan.gpus * t.step_seconds / 3.6:,.0f}",
         )
-    return part
+    return f"balance: GPUs of trainer and engines, simulated {name} queue", table
 
 
 def _assumptions(plan: RunPlan) -> Section:

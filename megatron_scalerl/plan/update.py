@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +83,7 @@ def update_work(recipe: Recipe, family: Family, layout: Layout) -> UpdateWork:
     return moved(
         family,
         recipe.policy.dtype,
-        places_of(layout),
-        {layer: stage for stage, layers in enumerate(layout.stages) for layer in layers},
+        layout,
         EngineShape.of(recipe.engine.vllm),
         bucket_mib=recipe.weights.bucket_mib,
         most_senders=recipe.weights.max_senders,
@@ -92,19 +91,13 @@ def update_work(recipe: Recipe, family: Family, layout: Layout) -> UpdateWork:
 
 
 def moved(
-    family: Family,
-    dtype: str,
-    places: Sequence[Place],
-    stage_of_layer: Mapping[int, int],
-    engine: EngineShape,
-    *,
-    bucket_mib: int,
-    most_senders: int,
+    family: Family, dtype: str, layout: Layout, engine: EngineShape, *, bucket_mib: int, most_senders: int
 ) -> UpdateWork:
-    """What an update from ranks at `places` to engines of this shape moves. stage_of_layer: of the trainer."""
+    """What an update from a trainer in this layout to engines of this shape moves."""
     parameters = manifest(family, dtype)
     needs = worker_needs(family, engine)
-    plan = send_plan(family, places, stage_of_layer, needs, dtype=dtype, most_senders=most_senders).plan
+    stages = {layer: stage for stage, layers in enumerate(layout.stages) for layer in layers}
+    plan = send_plan(family, places_of(layout), stages, needs, dtype=dtype, most_senders=most_senders).plan
     sent = Counter[int]()
     received = Counter[int]()
     for bucket in buckets(plan, bucket_mib):

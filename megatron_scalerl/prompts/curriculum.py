@@ -49,12 +49,13 @@ class Curriculum:
         self._weights = dict(weights)
         self._credit = dict.fromkeys(self._tasks, 0.0)
         self._ended: dict[str, str] = {}
-        self._epoch = 0
+        self.epoch = 0
+        """Epoch of the last draw in its task, from 0."""
 
     @property
     def removed(self) -> int:
         """Number of prompts removed so far; a solved prompt is removed when it would be drawn again."""
-        return sum(task.removed for task in self._tasks.values())
+        return sum(len(task.removed) for task in self._tasks.values())
 
     @property
     def skipped(self) -> int:
@@ -64,23 +65,18 @@ class Curriculum:
         """
         return sum(task.skipped for task in self._tasks.values())
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the last draw in its task, from 0."""
-        return self._epoch
-
     def draw(self) -> tuple[Prompt, int]:
         """The next prompt and its epoch, from 0. Raises CurriculumDry, at every call, when none is left."""
         while len(self._ended) < len(self._tasks):
             name = self._next_task()
             try:
-                prompt, self._epoch = self._tasks[name].draw()
+                prompt, self.epoch = self._tasks[name].draw()
             except CurriculumDry as end:
                 self._ended[name] = f"{name}: {end}" if name else str(end)
                 self._credit = dict.fromkeys(self._tasks, 0.0)
                 continue
             self._credit[name] -= 1.0
-            return prompt, self._epoch
+            return prompt, self.epoch
         raise CurriculumDry("; ".join(self._ended[name] for name in self._tasks))
 
     def observe(self, prompt_id: str, pass_rate: float) -> None:
@@ -100,35 +96,26 @@ class _Task:
     """The epochs of one task's prompts."""
 
     def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        seed: int,
-        no_positive_resampling: float | None,
-        max_epochs: int | None = None,
+        self, prompts: Sequence[Prompt], seed: int, no_positive_resampling: float | None, max_epochs: int | None
     ) -> None:
         assert prompts, "a curriculum needs prompts"
         self._prompts = {prompt.prompt_id: prompt for prompt in sorted(prompts, key=lambda p: p.prompt_id)}
         self._seed = seed
         self._threshold = no_positive_resampling
         self._max_epochs = max_epochs
-        self._epoch = 0
-        self._position = 0
-        self._order = self._order_of(0)
+        self._epoch = -1
+        self._left: list[str] = []
+        """The rest of the epoch, the next prompt last."""
         self._latest: dict[str, float] = {}
-        self._removed: set[str] = set()
+        self.removed: set[str] = set()
         self.skipped = 0
-
-    @property
-    def removed(self) -> int:
-        return len(self._removed)
 
     def draw(self) -> tuple[Prompt, int]:
         """As `Curriculum.draw`."""
         while True:
-            if self._position == len(self._order):
+            if not self._left:
                 self._begin_next_epoch()
-            identity = self._order[self._position]
-            self._position += 1
+            identity = self._left.pop()
             if self._is_removed(identity):
                 self.skipped += 1
                 continue
@@ -139,7 +126,7 @@ class _Task:
         self._latest[prompt_id] = pass_rate
 
     def _begin_next_epoch(self) -> None:
-        if len(self._removed) == len(self._prompts):
+        if len(self.removed) == len(self._prompts):
             raise CurriculumDry(
                 f"all {len(self._prompts)} prompts reached pass rate {self._threshold} "
                 f"(curriculum.no_positive_resampling) by epoch {self._epoch}"
@@ -147,16 +134,12 @@ class _Task:
         if self._epoch + 1 == self._max_epochs:
             raise CurriculumDry(f"curriculum.max_epochs {self._max_epochs} reached")
         self._epoch += 1
-        self._position = 0
-        self._order = self._order_of(self._epoch)
+        order = list(self._prompts)
+        random.Random(f"curriculum {self._seed} epoch {self._epoch}").shuffle(order)
+        self._left = order[::-1]
 
     def _is_removed(self, identity: str) -> bool:
         """Checked at draw time; a removed prompt stays removed whatever is scored later."""
         if self._threshold is not None and self._latest.get(identity, -1.0) >= self._threshold:
-            self._removed.add(identity)
-        return identity in self._removed
-
-    def _order_of(self, epoch: int) -> list[str]:
-        order = list(self._prompts)
-        random.Random(f"curriculum {self._seed} epoch {epoch}").shuffle(order)
-        return order
+            self.removed.add(identity)
+        return identity in self.removed

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_scalerl.prompts.layouts import OtherTask, Question, other_task, read_layout
@@ -127,12 +127,9 @@ def _sum(reports: Sequence[PromptReport]) -> PromptReport:
     """One report for all tasks."""
     if len(reports) == 1:
         return reports[0]
+    counts = ("rows", "training", "held_out", "duplicates", "leaked")
     return PromptReport(
-        rows=sum(r.rows for r in reports),
-        training=sum(r.training for r in reports),
-        held_out=sum(r.held_out for r in reports),
-        duplicates=sum(r.duplicates for r in reports),
-        leaked=sum(r.leaked for r in reports),
+        **{name: sum(getattr(report, name) for report in reports) for name in counts},
         too_long=tuple(line for r in reports for line in r.too_long),
         unusable=tuple(line for r in reports for line in r.unusable),
         tasks=tuple(reports),
@@ -167,14 +164,8 @@ def _text_hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Usable:
-    """A row with a problem and an answer."""
-
-    where: str
-    question: Question
-    answer: str
-    extra: dict[str, Any]
+_Usable = tuple[str, Question, Prompt]
+"""Where a row is, its question, and its prompt without tokens."""
 
 
 class _Loader:
@@ -227,25 +218,29 @@ class _Loader:
             try:
                 if other_task(row.readable(), layout):
                     raise OtherTask(f"{row.where}: expected a row for the verifier {verifier}, found another task's")
-                question, answer, extra = (
-                    layout.question_of(row),
-                    layout.reference_of(row, verifier),
-                    layout.others(row),
-                )
-                if token := self._renderer.special_token_in(question.text):
-                    raise ValueError(f"{row.where}: {layout.question[0]!r} contains the special token {token}")
-                self._renderer.check(question, row.where)
+                question = layout.question_of(row)
+                answer = layout.reference_of(row, verifier)
+                extra = layout.others(row)
+                self._renderer.check(question, row.where, layout.question[0])
             except ValueError as error:
                 self._unusable.append(str(error))
                 elsewhere += isinstance(error, OtherTask)
                 continue
             identity = prompt_id(question.text, answer, self.task.name)
             self._duplicates += identity in unique
-            unique.setdefault(identity, _Usable(where=row.where, question=question, answer=answer, extra=extra))
-        answers = [(row.question.text, row.answer, row.extra) for row in unique.values()]
+            prompt = Prompt(
+                prompt_id=identity,
+                text=question.text,
+                answer=answer,
+                token_ids=(),
+                extra=extra,
+                task=self.task.name,
+            )
+            unique.setdefault(identity, (row.where, question, prompt))
+        answers = [(prompt.text, prompt.answer, prompt.extra) for _, _, prompt in unique.values()]
         for identity, problem in zip(list(unique), self._check_answers(self.task, answers)):
             if problem:
-                self._unusable.append(f"{unique.pop(identity).where}: {layout.reference[-1]!r}: {problem}")
+                self._unusable.append(f"{unique.pop(identity)[0]}: {layout.reference[-1]!r}: {problem}")
         read, skipped = self._rows - before - elsewhere, len(self._unusable) - unusable - elsewhere
         if not read:
             why = "all rows are for other verifiers" if elsewhere else "the file is empty"
@@ -262,20 +257,11 @@ class _Loader:
 
     def _render(self, unique: dict[str, _Usable]) -> list[Prompt]:
         limit = self._prompts.max_prompt_tokens
-        all_token_ids = self._renderer.token_ids([row.question for row in unique.values()])
+        all_token_ids = self._renderer.token_ids([question for _, question, _ in unique.values()])
         kept = []
-        for (identity, row), token_ids in zip(unique.items(), all_token_ids):
+        for (where, _, prompt), token_ids in zip(unique.values(), all_token_ids):
             if len(token_ids) > limit:
-                self._too_long.append(f"{row.where}: {len(token_ids)} tokens, at most {limit} allowed")
-                continue
-            kept.append(
-                Prompt(
-                    prompt_id=identity,
-                    text=row.question.text,
-                    answer=row.answer,
-                    token_ids=token_ids,
-                    extra=row.extra,
-                    task=self.task.name,
-                )
-            )
+                self._too_long.append(f"{where}: {len(token_ids)} tokens, at most {limit} allowed")
+            else:
+                kept.append(replace(prompt, token_ids=token_ids))
         return kept

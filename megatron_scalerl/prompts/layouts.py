@@ -82,7 +82,7 @@ class Layout:
 
     def question_of(self, row: Row) -> Question:
         """The row's question. Raises ValueError, naming row and column."""
-        first, *others = _values(row, self.question)
+        first, *others = values_of(row, self.question)
         if isinstance(parsed := _parsed(first), list) and parsed and all(isinstance(part, dict) for part in parsed):
             return _conversation(row, self.question[0], parsed)
         parts = (first, *("\n".join(map(str, part)) if isinstance(part, list) else part for part in others))
@@ -96,7 +96,7 @@ class Layout:
 
     def reference_of(self, row: Row, verifier: str) -> str:
         """The row's reference as text. Raises ValueError, naming row and column."""
-        parts = _values(row, self.reference)
+        parts = values_of(row, self.reference)
         language, _ = _at(row.values, self.reference[0].rpartition(".")[0] + ".language")
         if verifier == "code" and language and "python" not in str(language).lower():
             raise OtherTask(f"{row.where}: expected tests of a program in Python, found {language}")
@@ -162,7 +162,7 @@ def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layo
     Raises ValueError, in one line, as `read_rows`, for a file of no known layout, for one whose references need
     another verifier, and for one that fits several layouts with different questions or references.
     """
-    rows = read_rows(path, (), prompts.split)
+    rows = read_rows(path, prompts.split)
     sample = list(islice(rows, SAMPLE))
     readable = [row for row in sample if not row.problem]
     for column in filter(None, (prompts.prompt_column, prompts.answer_column)):
@@ -265,7 +265,7 @@ def _missing(row: Row, column: str) -> str:
     return f"expected the column {column!r}, found {', '.join(map(str, row.values)) or 'no columns'}"
 
 
-def _values(row: Row, columns: Sequence[str]) -> list[Any]:
+def values_of(row: Row, columns: Sequence[str]) -> list[Any]:
     """The values of all columns but for optional ones that are absent or empty."""
     if missing := next(filter(None, (_missing(row, column) for column in columns)), ""):
         raise ValueError(f"{row.where}: {missing}")

@@ -51,8 +51,11 @@ class PromptRenderer:
             key = "template_arguments" if prompts.system is None else "system"
             raise ValueError(f"prompts.{key}: has no effect without prompts.chat_template true")
 
-    def check(self, question: Question, where: str) -> None:
-        """Raises ValueError for several messages without a chat template."""
+    def check(self, question: Question, where: str, column: str) -> None:
+        """Raises ValueError for several messages without a chat template, and for a text with a special token."""
+        if token := next((token for token in self._special if token in question.text), ""):
+            # the policy would read it as one
+            raise ValueError(f"{where}: {column!r} contains the special token {token}")
         if question.messages and not self._prompts.chat_template:
             raise ValueError(f"{where}: has several messages, which need prompts.chat_template true")
 
@@ -117,10 +120,6 @@ class PromptRenderer:
                 f"reads {readable} (to train it so: prompts.think_start and think_end empty, and "
                 "interruption.enabled false)"
             )
-
-    def special_token_in(self, problem: str) -> str:
-        """A special token that the text of a problem spells out, or nothing: the policy would read it as one."""
-        return next((token for token in self._special if token in problem), "")
 
     def token_ids(self, problems: Sequence[Question | str]) -> list[tuple[int, ...]]:
         """[problems][P] tokens of the rendered prompts."""

@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megatron_scalerl.prompts.end_tokens import end_token_ids, text_config
+from megatron_scalerl.prompts.layouts import values_of
 from megatron_scalerl.prompts.rendering import PromptRenderer, check_think_tags
 from megatron_scalerl.prompts.sources import Row, listing, read_json_lines, refuse_surrogates
 from megatron_scalerl.recipe import Recipe
@@ -40,14 +41,6 @@ class Examples:
         return [head, *listing(self.too_long)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
-    where: str
-    """File and line, for errors."""
-    prompt: str
-    completion: str
-
-
 def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
     """Read, render and encode the rows of `sft.path`.
 
@@ -57,16 +50,26 @@ def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
     """
     rows = _rows(recipe.sft.path)
     check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end)
-    prompts = PromptRenderer(tokenizer, recipe.prompts).token_ids([row.prompt for row in rows])
-    completions = tokenizer([row.completion for row in rows], add_special_tokens=False)["input_ids"]
+    prompts = PromptRenderer(tokenizer, recipe.prompts).token_ids([row.values["prompt"] for row in rows])
+    completions = tokenizer([row.values["completion"] for row in rows], add_special_tokens=False)["input_ids"]
     forced = _ForcedPhrase(recipe, tokenizer)
     ends = end_token_ids(recipe.policy.path, tokenizer) if recipe.sft.add_eos else ()
     key, limit = _longest(recipe)
     samples, too_long = [], []
     for row, prompt, ids in zip(rows, prompts, completions, strict=True):
         mask = forced.loss_mask(row, ids)
-        rollout = _as_rollout(*_ended(row, tuple(ids), mask, ends))
-        length = len(prompt) + len(rollout.token_ids)
+        token_ids, loss_mask = _ended(row, tuple(ids), mask, ends)
+        rollout = Rollout(
+            token_ids=token_ids,
+            rollout_logprobs=(0.0,) * len(token_ids),
+            policy_versions=(0,) * len(token_ids),
+            loss_mask=tuple(loss_mask),
+            interrupted=not all(loss_mask),
+            truncated=False,
+            thinking_cut=0,
+            seed=0,
+        )
+        length = len(prompt) + len(token_ids)
         if length <= limit:
             samples.append((prompt, rollout))
             continue
@@ -90,12 +93,13 @@ class _ForcedPhrase:
         self._pattern = re.compile(f"(?:{blanks})?{re.escape(self._phrase)}\\s*{re.escape(tag)}")
         self._encoder: Tokenizer | None = None
 
-    def loss_mask(self, row: _Row, ids: Sequence[int]) -> list[bool]:
+    def loss_mask(self, row: Row, ids: Sequence[int]) -> list[bool]:
         """[T] False for every token with a character of phrase or tag. Raises ValueError, naming the line."""
-        if not self._phrase or self._phrase not in row.completion:
+        completion = row.values["completion"]
+        if not self._phrase or self._phrase not in completion:
             return [True] * len(ids)
-        spans = [match.span() for match in self._pattern.finditer(row.completion)]
-        if len(spans) != row.completion.count(self._phrase):
+        spans = [match.span() for match in self._pattern.finditer(completion)]
+        if len(spans) != completion.count(self._phrase):
             raise ValueError(
                 f"{row.where}: expected {self._tag!r} after the forced phrase {self._phrase!r}, found another text"
             )
@@ -106,7 +110,7 @@ class _ForcedPhrase:
                 raise ValueError(f"{row.where}: expected tokens for the phrase at characters {a}-{b}, found none")
         return mask
 
-    def _offsets(self, row: _Row, ids: Sequence[int]) -> list[tuple[int, int]]:
+    def _offsets(self, row: Row, ids: Sequence[int]) -> list[tuple[int, int]]:
         """[T] (first character, last character + 1) of each token, whitespace included."""
         if not getattr(self._tokenizer, "is_fast", False):
             raise ValueError(
@@ -119,14 +123,14 @@ class _ForcedPhrase:
             self._encoder.post_processor = None
             self._encoder.no_padding()
             self._encoder.no_truncation()
-        encoded = self._encoder.encode(row.completion, add_special_tokens=False)
+        encoded = self._encoder.encode(row.values["completion"], add_special_tokens=False)
         if encoded.ids != list(ids):
             raise ValueError(f"{row.where}: expected the tokens of the tokenizer's own tokenizer.json, found others")
         return encoded.offsets
 
 
 def _ended(
-    row: _Row, ids: tuple[int, ...], mask: list[bool], ends: tuple[int, ...]
+    row: Row, ids: tuple[int, ...], mask: list[bool], ends: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[bool]]:
     """Tokens and mask with the end of sequence appended where it is missing; `ends` empty: unchanged."""
     if not ends:
@@ -149,37 +153,26 @@ def _longest(recipe: Recipe) -> tuple[str, int]:
     return min(limits, key=lambda limit: limit[1])
 
 
-def _rows(path: str | None) -> list[_Row]:
+def _rows(path: str | None) -> list[Row]:
+    """The rows of a file, whose prompts and completions are texts."""
     if path is None:
         raise ValueError("sft.path: is missing; name a .jsonl file with the columns prompt and completion")
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file of warm-start examples")
-    rows = [
-        _Row(where=row.where, prompt=_text(row, "prompt"), completion=_text(row, "completion"))
-        for row in map(Row.readable, read_json_lines(file, ("prompt", "completion")))
-    ]
+    rows = []
+    for row in map(Row.readable, read_json_lines(file)):
+        _check_texts(row)
+        rows.append(row)
     if not rows:
         raise ValueError(f"{file}: has no warm-start examples")
     return rows
 
 
-def _text(row: Row, column: str) -> str:
-    text = row.values[column]
-    if not isinstance(text, str) or not text:
-        raise ValueError(f"{row.where}: expected a text in column {column!r}, found {text!r}")
-    refuse_surrogates(row.where, column, text)
-    return text
-
-
-def _as_rollout(ids: tuple[int, ...], mask: Sequence[bool]) -> Rollout:
-    return Rollout(
-        token_ids=ids,
-        rollout_logprobs=(0.0,) * len(ids),
-        policy_versions=(0,) * len(ids),
-        loss_mask=tuple(mask),
-        interrupted=not all(mask),
-        truncated=False,
-        thinking_cut=0,
-        seed=0,
-    )
+def _check_texts(row: Row) -> None:
+    columns = ("prompt", "completion")
+    values = values_of(row, columns)
+    for column, text in zip(columns, values):
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{row.where}: expected a text in column {column!r}, found {text!r}")
+        refuse_surrogates(row.where, column, text)

@@ -44,30 +44,29 @@ class Row:
         return self
 
 
-def read_rows(path: str | Path, columns: Sequence[str], split: str | None = None) -> Iterator[Row]:
+def read_rows(path: str | Path, split: str | None = None) -> Iterator[Row]:
     """The rows of a file of one of the kinds in `READERS`, or of a folder.
 
     A folder was written by `datasets.save_to_disk` or contains such files; `split` selects one of several splits. An
-    invalid line, and one without one of `columns`, is a row with a problem. Raises ValueError, in one line, for a
-    missing path, a file of another type, an invalid file, several splits without a selection, and a table without
-    one of `columns`.
+    invalid line is a row with a problem. Raises ValueError, in one line, for a missing path, a file of another type,
+    an invalid file, and several splits without a selection.
     """
     path = Path(path)
     if path.is_dir():
-        yield from _read_folder(path, columns, split)
+        yield from _read_folder(path, split)
     elif path.is_file():
-        yield from _read_file(path, columns)
+        yield from _read_file(path)
     else:
         raise ValueError(f"{path}: there is no such file or folder of prompts")
 
 
-def _read_file(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _read_file(path: Path) -> Iterator[Row]:
     if not (kind := _kind(path)):
         raise ValueError(
             f"{path}: expected a file ending in {', '.join(READERS)}, found {path.suffix or 'no ending'!r}"
         )
     try:
-        yield from READERS[kind](path, columns)
+        yield from READERS[kind](path)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: expected a whole gzip file, found {error}") from None
 
@@ -77,7 +76,7 @@ def _kind(path: Path) -> str:
     return next((kind for kind in READERS if path.name.endswith(kind)), "")
 
 
-def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _read_json(path: Path) -> Iterator[Row]:
     """The rows of a JSON array, of the array `data` of an object, or of JSON lines."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -87,22 +86,22 @@ def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     if isinstance(whole, dict):
         whole = whole["data"] if isinstance(whole.get("data"), list) else [whole]
     if not isinstance(whole, list):
-        yield from read_json_lines(path, columns)
+        yield from read_json_lines(path)
         return
     for number, value in enumerate(whole, start=1):
-        yield _row(f"{path}: row {number}", value, columns)
+        yield _row(f"{path}: row {number}", value)
 
 
-def _row(where: str, value: Any, columns: Sequence[str]) -> Row:
+def _row(where: str, value: Any) -> Row:
     """A row from a JSON object, or from a list of objects, whose columns are 0, 1 ..."""
     if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
         value = dict(zip(map(str, range(len(value))), value))
     if not isinstance(value, dict):
         return Row(where=where, values={}, problem=f"expected a JSON object, found a {type(value).__name__}")
-    return Row(where=where, values=value, problem=_missing(value, columns))
+    return Row(where=where, values=value)
 
 
-def _read_csv(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _read_csv(path: Path) -> Iterator[Row]:
     """All values are texts: an answer 007 stays one."""
     csv.field_size_limit(2**31 - 1)
     try:
@@ -112,29 +111,28 @@ def _read_csv(path: Path, columns: Sequence[str]) -> Iterator[Row]:
                 more = values.pop(None, None)  # type: ignore[call-overload]
                 problem = f"expected {len(values)} values, found {len(values) + len(more)}" if more else ""
                 where = f"{path}: line {reader.line_num}"
-                yield Row(where=where, values=dict(values), problem=problem or _missing(values, columns))
+                yield Row(where=where, values=dict(values), problem=problem)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected CSV in UTF-8, found {error}") from None
 
 
-def _read_arrow(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _read_arrow(path: Path) -> Iterator[Row]:
     import datasets  # slow to import
 
     try:
         table = datasets.Dataset.from_file(str(path))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path}: expected Arrow, found {str(error).splitlines()[0]}") from None
-    yield from _table_rows(path, table, columns)
+    yield from _table_rows(path, table)
 
 
-def _table_rows(path: Path, table: Any, columns: Sequence[str]) -> Iterator[Row]:
+def _table_rows(path: Path, table: Any) -> Iterator[Row]:
     """table: of the package `datasets`."""
-    _require(str(path), table.column_names, columns)
     for number, values in enumerate(table.with_format(None), start=1):
         yield Row(where=f"{path}: row {number}", values=values)
 
 
-def read_json_lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def read_json_lines(path: Path) -> Iterator[Row]:
     """The rows of a .jsonl file, which gzip may have compressed; blank lines are skipped."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -142,7 +140,7 @@ def read_json_lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
                 continue
             where = f"{path}: line {number}"
             try:
-                yield _row(where, json.loads(line), columns)
+                yield _row(where, json.loads(line))
                 continue
             except UnicodeDecodeError as error:
                 problem = f"expected UTF-8, found {error.reason}"
@@ -153,11 +151,10 @@ def read_json_lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             yield Row(where=where, values={}, problem=problem)
 
 
-def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _require(str(path), file.schema_arrow.names, columns)
             for batch in file.iter_batches(batch_size=1024):
                 for values in batch.to_pylist():
                     number += 1
@@ -167,7 +164,7 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise ValueError(f"{path}: row {number + 1}: expected Parquet, found {reason}") from None
 
 
-READERS: dict[str, Callable[[Path, Sequence[str]], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": read_json_lines,
     ".ndjson": read_json_lines,
     ".jsonl.gz": read_json_lines,
@@ -180,9 +177,9 @@ READERS: dict[str, Callable[[Path, Sequence[str]], Iterator[Row]]] = {
 """Ending of a file -> what reads its rows."""
 
 
-def _read_folder(path: Path, columns: Sequence[str], split: str | None) -> Iterator[Row]:
+def _read_folder(path: Path, split: str | None) -> Iterator[Row]:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        yield from _read_saved_dataset(path, columns, split)
+        yield from _read_saved_dataset(path, split)
         return
     files: dict[str, list[Path]] = {}
     for file in sorted(path.rglob("*")):
@@ -198,7 +195,7 @@ def _read_folder(path: Path, columns: Sequence[str], split: str | None) -> Itera
             f"{path}: expected one dataset, found several: {', '.join(folders)}; name one of the folders"
         )
     for file in chosen:
-        yield from _read_file(file, columns)
+        yield from _read_file(file)
 
 
 def _split_of(file: Path) -> str:
@@ -209,7 +206,7 @@ def _split_of(file: Path) -> str:
     return name if name in SPLIT_NAMES else "train"
 
 
-def _read_saved_dataset(path: Path, columns: Sequence[str], split: str | None) -> Iterator[Row]:
+def _read_saved_dataset(path: Path, split: str | None) -> Iterator[Row]:
     import datasets  # slow to import, and most prompts are plain files
 
     try:
@@ -218,7 +215,7 @@ def _read_saved_dataset(path: Path, columns: Sequence[str], split: str | None) -
         raise ValueError(f"{path}: expected a saved dataset, found {str(error).splitlines()[0]}") from None
     if isinstance(saved, datasets.DatasetDict):
         saved = saved[_choose_split(path, list(saved), split)]
-    yield from _table_rows(path, saved, columns)
+    yield from _table_rows(path, saved)
 
 
 def _choose_split(path: Path, splits: Sequence[str], split: str | None) -> str:
@@ -229,17 +226,6 @@ def _choose_split(path: Path, splits: Sequence[str], split: str | None) -> str:
         expected = f"prompts.split {split!r}" if split else "one split, or prompts.split to choose"
         raise ValueError(f"{path}: expected {expected}, found {found}")
     return split
-
-
-def _require(where: str, names: Sequence[str], columns: Sequence[str]) -> None:
-    if problem := _missing(names, columns):
-        raise ValueError(f"{where}: {problem}")
-
-
-def _missing(names: Collection[str], columns: Sequence[str]) -> str:
-    """What is said of a table or a row without one of the columns; empty if it has all."""
-    missing = [column for column in columns if column not in names]
-    return f"expected the column {missing[0]!r}, found {', '.join(names) or 'no columns'}" if missing else ""
 
 
 def refuse_surrogates(where: str, column: str, text: str) -> None:

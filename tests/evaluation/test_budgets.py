@@ -1,5 +1,7 @@
 """Where more thinking stops paying: known answers on synthetic policies, and honest ones where nothing is known."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from megatron_scalerl.evaluation.budgets import saturation
@@ -45,7 +47,7 @@ def made_cell(budget, correct, tokens):
                 key=Key(file="f", number=n, index=i, budget=budget),
                 problem_id=str(n),
                 correct=i < c,
-                tokens=tokens,
+                tokens=tokens + i,
                 interrupted=budget == 16,
             )
             for i in range(4)
@@ -69,8 +71,9 @@ def test_the_sweep_as_tables_and_figure(tmp_path):
     )
     file = ProblemFile(path="f.jsonl", schema="math500", problems=problems)
     made = [made_cell(16, [0] * 40, 20), made_cell(64, [4, 2] * 20, 50), made_cell(256, [4, 2] * 20, 60)]
-    summaries = [summarize(cell, file, k=4, hit=frozenset({"f.jsonl: line 1"})) for cell in made]
+    summaries = [summarize(cell, file, SimpleNamespace(problems_hit={"f.jsonl: line 1"}), k=4) for cell in made]
     assert [s.mean_at_k.value for s in summaries] == [0, 0.75, 0.75]
+    assert [s.mean_tokens for s in summaries] == [21.5, 51.5, 61.5]
     assert summaries[1].labels["level"]["1"].value == 1 and summaries[1].labels["level"]["0"].prompts == 20
     assert summaries[1].clean.prompts == 39 and summaries[0].interrupted_share == 1
     assert scores_table(summaries).rows[1][:3] == ("64", "40", "0.750")

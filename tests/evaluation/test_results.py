@@ -15,7 +15,6 @@ from megatron_scalerl.evaluation.results import (
     Key,
     OtherResult,
     ResultFile,
-    ResultInUse,
     Row,
     cells,
 )
@@ -24,14 +23,12 @@ from megatron_scalerl.types import CompletionLost, Prompt
 HEADER = Header(policy="p", digest="d", version=0, files=(("a", "1"),), seed=1, settings={"k": 2, "dtype": "float32"})
 
 
-def key(number, index=0, budget=None):
-    return Key(file="a", number=number, index=index, budget=budget)
+def key(number, index=0):
+    return Key(file="a", number=number, index=index)
 
 
-def row(number, index=0, *, correct=True, tokens=4, budget=None, lost=""):
-    return Row(
-        key=key(number, index, budget), problem_id=str(number), correct=correct, tokens=tokens, lost=lost, text="x"
-    )
+def row(number, index=0, *, correct=True, lost=""):
+    return Row(key=key(number, index), problem_id=str(number), correct=correct, tokens=4, lost=lost, text="x")
 
 
 def test_rows_are_kept_and_a_torn_one_is_dropped(tmp_path):
@@ -67,11 +64,6 @@ def test_another_evaluation_is_refused_and_changes_nothing(tmp_path, changed, na
         assert len(moved.rows) == 1, "the digest says what the policy is"
 
 
-def test_two_processes_do_not_write_one_result(tmp_path):
-    with ResultFile(tmp_path, HEADER), pytest.raises(ResultInUse, match="one evaluation in it at a time"):
-        ResultFile(tmp_path, HEADER)
-
-
 def test_a_damaged_row_names_its_line(tmp_path):
     with ResultFile(tmp_path, HEADER) as result:
         result.append(row(1))
@@ -90,9 +82,9 @@ def test_the_summary_is_written_whole(tmp_path):
 
 def test_a_cell_needs_every_completion():
     keys = [key(1), key(1, 1), key(2), key(2, 1)]
-    rows = [row(1, tokens=10), row(1, 1, correct=False, tokens=20), row(2, lost="no_logprobs"), row(2, 1, tokens=30)]
+    rows = [row(1), row(1, 1, correct=False), row(2, lost="no_logprobs"), row(2, 1)]
     [cell] = cells(rows, keys)
-    assert (cell.counts.correct, cell.counts.completions, cell.lost, cell.mean_tokens) == ((1, 1), (2, 1), 1, 20)
+    assert (cell.counts.correct, cell.counts.completions, cell.lost) == ((1, 1), (2, 1), 1)
     with pytest.raises(ValueError, match="expected completion 1 of problem 2, found none"):
         cells(rows[:3], keys)
     with pytest.raises(ValueError, match="problem 2: expected a completion, found all of them lost"):

@@ -59,7 +59,7 @@ def test_a_session_leaves_a_page_and_the_planners_constants(tmp_path: Path) -> N
     assert "| failed |" in rows["test_fails"] and "a \\| b" in rows["test_fails"]
     assert "needs 2 GPUs, found 1" in rows["test_needs_two"] and "is not installed" in rows["test_needs_te"]
     found = read_assumptions(tmp_path / "report" / "assumptions.yaml")
-    assert (found.gpu, found.layers, {n: m.value for n, m in found.values.items()}) == (
+    assert (found.gpu, found.layers, {n: m.value for n, m in found.assumptions.items()}) == (
         "h100-80g",
         "te",
         {"dense_utilization": 0.4},

@@ -112,12 +112,8 @@ REFUSED = {
     "no thinking": (
         QWEN3,
         {"template_arguments": {"enable_thinking": False}},
-        r"ends with </think>, so the policy could not think.* reads enable_thinking",
-    ),
-    "no thinking, trained so": (
-        QWEN3,
-        {"template_arguments": {"enable_thinking": False}},
-        r"to train it so: prompts\.think_start and think_end empty, and interruption\.enabled false",
+        r"ends with </think>, so the policy could not think.* reads enable_thinking "
+        r"\(to train it so: prompts\.think_start and think_end empty, and interruption\.enabled false",
     ),
     "thinks on demand": (
         TURNS + "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}",
@@ -150,7 +146,13 @@ def test_a_setting_that_has_no_effect_or_loses_the_answer_is_refused(case):
 
 @pytest.mark.parametrize(
     "source",
-    ["{% include 'x' %}", "{{ 1 / 0 }}", "{{ 1 + 'a' }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"],
+    [
+        "{% include 'x' %}",
+        "{{ 1 / 0 }}",
+        "{{ 1 + 'a' }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ raise_exception('the first message must be of the system') }}",
+    ],
 )
 def test_a_template_that_fails_is_one_line(source):
     with pytest.raises(ValueError, match=r"^prompts\.chat_template: the tokenizer's template fails: "):
@@ -160,7 +162,5 @@ def test_a_template_that_fails_is_one_line(source):
 def test_names_that_a_template_reads_are_found():
     own = "{% set role = 'a' %}{% if x %}{% set content = 'b' %}{% endif %}{{ content }}{% set y = y | default(1) %}"
     assert template_names(own) == {"x", "y"}
-    assert template_names(LLAMA) == {"date_string", "strftime_now", "messages", "add_generation_prompt"} - {
-        "add_generation_prompt"
-    }
+    assert template_names(LLAMA) == {"date_string", "strftime_now", "messages"}
     assert template_names(MAGISTRAL) == {"messages", "add_generation_prompt"}

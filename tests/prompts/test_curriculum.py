@@ -1,5 +1,7 @@
 """The curriculum: every prompt once per epoch, solved ones never again, the same after a replay."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,17 +88,25 @@ def test_a_dry_curriculum_gives_the_reason_and_stays_dry():
             limited.draw()
 
 
-def run_events(count, threshold, events, restart_before):
+def curriculum_of(count, threshold, mixed):
+    """Of one task, or of two of which the second has the weight 3."""
+    if not mixed or count == 1:
+        return Curriculum(prompts(count), 1, threshold)
+    tasks = [replace(prompt, task="ab"[number % 2]) for number, prompt in enumerate(prompts(count))]
+    return Curriculum(tasks, 1, threshold, None, {"a": 1.0, "b": 3.0})
+
+
+def run_events(count, threshold, mixed, events, restart_before):
     """Outcomes of draws ("dry" included) and scores in the given order, with a restart before some of them.
 
     An event is None for a draw, or (which, pass rate) that scores the which-th youngest drawn prompt. A restart
     replays draws and scores on a new curriculum, as a run does from its journal.
     """
-    curriculum = Curriculum(prompts(count), 1, threshold)
+    curriculum = curriculum_of(count, threshold, mixed)
     outcomes, scores, drawn = [], {}, []
     for number, event in enumerate(events):
         if number in restart_before:
-            curriculum = Curriculum(prompts(count), 1, threshold)
+            curriculum = curriculum_of(count, threshold, mixed)
             for past in range(number):
                 if past in scores:
                     curriculum.observe(*scores[past])
@@ -130,12 +140,13 @@ EVENTS = st.lists(
 @given(
     count=st.integers(1, 6),
     threshold=st.sampled_from([0.9, None]),
+    mixed=st.booleans(),
     events=EVENTS,
     restart_before=st.sets(st.integers(0, 59)),
 )
-def test_a_replay_of_draws_and_scores_restores_the_curriculum(count, threshold, events, restart_before):
-    whole = run_events(count, threshold, events, set())
-    assert run_events(count, threshold, events, restart_before) == whole
+def test_a_replay_of_draws_and_scores_restores_the_curriculum(count, threshold, mixed, events, restart_before):
+    whole = run_events(count, threshold, mixed, events, set())
+    assert run_events(count, threshold, mixed, events, restart_before) == whole
 
 
 @settings(max_examples=200, deadline=None)
@@ -146,13 +157,12 @@ def test_no_draw_returns_a_prompt_whose_latest_group_was_solved(count, events):
     latest, drawn = {}, []
     for event in events:
         if event is None:
-            try:
-                prompt, epoch = curriculum.draw()
-            except CurriculumDry:
+            outcome = draw(curriculum)
+            if outcome == "dry":
                 continue
-            assert latest.get(prompt.prompt_id, 0.0) < 0.9
-            assert (prompt.prompt_id, epoch) not in drawn
-            drawn.append((prompt.prompt_id, epoch))
+            assert latest.get(outcome[0], 0.0) < 0.9
+            assert outcome not in drawn
+            drawn.append(outcome)
         elif drawn:
             identity = drawn[-1 - event[0] % len(drawn)][0]
             latest[identity] = event[1]

@@ -76,31 +76,6 @@ def test_the_end_names_the_reason_of_every_task():
             curriculum.draw()
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 11), st.sampled_from([0.5, 1.0])), max_size=150))
-@settings(max_examples=40, deadline=None)
-def test_replaying_draws_and_scores_restores_the_mixture(steps):
-    """As `controller.loop` does after a restart, at every moment."""
-
-    def play(curriculum, events):
-        ids = [p.prompt_id for p in prompts(math=8, code=4)]
-        out = []
-        for is_draw, index, rate in events:
-            if not is_draw:
-                curriculum.observe(ids[index], rate)
-                continue
-            try:
-                prompt, epoch = curriculum.draw()
-                out.append((prompt.prompt_id, epoch))
-            except CurriculumDry:
-                out.append(None)
-        return out
-
-    half = len(steps) // 2
-    whole = play(mixture(0.9, math=8, code=4), steps)
-    again = mixture(0.9, math=8, code=4)
-    assert play(again, steps[:half]) + play(again, steps[half:]) == whole
-
-
 def task(tmp_path, name, rows, **values):
     path = tmp_path / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -140,7 +115,7 @@ def test_no_task_trains_on_what_another_holds_out(tmp_path):
     assert not held_out & {p.text for p in found.training}
     assert [p.task for p in first_of_each_task(found.held_out, 1)] == ["code", "math"]
     assert first_of_each_task(found.held_out, None) == list(found.held_out)
-    with pytest.raises(ValueError, match=r"^prompts.tasks.code.held_out: holds out .* of the 6 prompts of"):
+    with pytest.raises(ValueError, match=r"^prompts.tasks.code.held_out: holds out 6 of the 6 prompts of"):
         load_prompts(build_tokenizer(), [task(tmp_path, "code", rows[:6], held_out=6), math])
 
 

@@ -134,14 +134,6 @@ def test_a_template_with_the_date_renders_the_same_tokens_every_day(tmp_path, da
     assert (of_default, of_day) == ("Today: 26 Jul 2024|1;+2=", "Today: 31 Jan 2025|1;+2=")
 
 
-def test_a_template_that_refuses_the_message_is_one_line(tmp_path):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('the first message must be of the system') }}"
-    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"prompts.chat_template: the tokenizer's template fails: the first message"):
-        load_prompts(tokenizer, section(path, chat_template=True))
-
-
 def test_a_tokenizer_without_chat_template_and_a_template_without_prompt_are_refused(tmp_path):
     bare = build_tokenizer()
     bare.chat_template = None
@@ -201,12 +193,6 @@ def test_texts_of_the_held_out_file_are_not_trained_on(tokenizer, tmp_path):
     assert [prompt.text for prompt in prompts.training] == ["3;*3;-2="]
     assert [prompt.text for prompt in prompts.held_out] == ["7;+2="]
     assert prompts.report.leaked == 1
-
-
-def test_a_split_that_leaves_nothing_to_train_on_is_refused(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"prompts\.held_out: holds out 2 of the 2 prompts of"):
-        load_prompts(tokenizer, section(path, held_out=1000))
 
 
 GOOD = json.dumps(ROWS[0])
@@ -283,9 +269,6 @@ def test_a_special_token_in_a_problem_is_no_special_token(tokenizer, tmp_path):
     assert prompts.report.unusable[0].endswith("line 3: 'prompt' contains the special token <eos>")
 
 
-@pytest.mark.parametrize("tag", ["<think>", "<think>\n"])
-def test_a_template_that_opens_thinking_is_not_followed_by_another_tag(tokenizer, tmp_path, tag):
-    path = write_jsonl(tmp_path / "p.jsonl", ROWS[:1])
-    [one] = section(path, think_start=tag, prompt_template="{prompt}<think>")
-    renderer = PromptRenderer(tokenizer, one.prompts)
-    assert renderer.text("7;+2=").count("<think>") == 1
+def test_a_template_that_opens_thinking_is_not_followed_by_another_tag(tokenizer):
+    prompts = PromptsSection(think_start="<think>\n", prompt_template="{prompt}<think>")
+    assert PromptRenderer(tokenizer, prompts).text("7;+2=").count("<think>") == 1

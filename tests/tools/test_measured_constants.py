@@ -25,7 +25,7 @@ def test_medians_but_the_largest_reserve_of_one_kind_of_layers(tmp_path: Path) -
     found = write_constants(tmp_path / "file.yaml", measured, gpu=H100, source="a test")
     assert found == pytest.approx({"dense_utilization": 0.3, "runtime_gib": 2.5, "engine_step_ms": 4.0})
     read = read_assumptions(tmp_path / "file.yaml")
-    assert (read.gpu, read.layers, {n: m.value for n, m in read.values.items()}) == ("h100-80g", "te", found)
+    assert (read.gpu, read.layers, {n: m.value for n, m in read.assumptions.items()}) == ("h100-80g", "te", found)
 
 
 def test_nothing_measured_leaves_no_file(tmp_path: Path) -> None:
