@@ -98,7 +98,7 @@ def test_the_wheel_installs_and_its_quickstart_runs(archives, tmp_path):
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(str(python), "-c", "import megatron_scalerl; print(megatron_scalerl.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(site)
-    curve = site / "megatron_scalerl" / "fit" / "data" / "points.csv"
+    curve = ROOT / "examples" / "curves" / "points.csv"
     told = run(str(program), "fit", str(curve), "--series", "figure=fig1a_scalerl_100k", "--series",
                "series=ScaleRL-bs2048-8B", "--r0", "0.4018", "--html", "report.html", folder=tmp_path)  # fmt: skip
     assert "verdict: " in told and (tmp_path / "report.html").stat().st_size

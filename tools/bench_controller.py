@@ -66,7 +66,7 @@ with explained():
     from megatron_scalerl.controller.loop import Controller
     from megatron_scalerl.controller.meter import Meter, metering
     from megatron_scalerl.controller.progress import Progress
-    from megatron_scalerl.controller.run_folder import RunFolder, resume_point
+    from megatron_scalerl.controller.run_folder import Resumed, RunFolder, resume_point
     from megatron_scalerl.distributed.rendezvous import private_folder
     from megatron_scalerl.engine.client import EngineClient
     from megatron_scalerl.engine.membership import Membership
@@ -223,8 +223,7 @@ async def controller_of(folder: Path, recipe: Recipe, prompts: PromptSet, o: arg
             prompts=prompts,
             folder=run,
             fleet=Fleet(trainer=trainer, info=INFO, engines=engines, devices=devices),
-            start=start,
-            history=read_history(run.path),
+            resumed=Resumed(start, read_history(run.path)),
             sampler=Sampler(plans, decoders=decoders, verifier=verifier),
             sync=sync,
             probe=StandInProbe(),

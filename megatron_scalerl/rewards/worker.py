@@ -178,7 +178,7 @@ def _status(error: BaseException) -> int | None:
         for place in (error, getattr(error, "response", None)):
             try:
                 status = getattr(place, name, None)
-            except Exception:  # a property of the user's
+            except (AttributeError, RuntimeError, ValueError):  # a property without its value
                 continue
             if isinstance(status, int) and 100 <= status < 600:
                 return status
