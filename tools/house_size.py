@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = ("megatron_scalerl", "tools", "tests", "examples")
-CEILINGS = {"package": 367_600, "tree": 855_000}
+CEILINGS = {"package": 327_500, "tree": 791_600}
 """Tokens; they change in a commit of its own."""
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LAYOUT |= {tokenize.ENCODING}
