@@ -116,11 +116,7 @@ class Tests:
             _run_test(name, value)
         if callable(check := found.get("check")) and entry_point:
             check(names[entry_point] if entry_point in names else getattr(names["Solution"](), entry_point))
-        for thread in _threads():
-            if thread.daemon:
-                _begun()  # its assertions may never come
-            else:
-                thread.join()
+        _end_threads()
         assert VERDICTS and all(held for [held] in VERDICTS), "an assertion did not hold, or none was evaluated"
 
     def ask(self, what: str, number: int, args: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> Any:
@@ -273,12 +269,13 @@ class _Failed(AssertionError):
         super().__init__(*args)
 
 
-def _threads() -> list[Any]:
-    """Threads of the tests that have not ended."""
+def _end_threads() -> None:
+    """Wait for the threads of the tests. A daemon that has not ended fails them: its assertions may never come."""
     threading = sys.modules.get("threading")
-    if threading is None:
-        return []
-    return [thread for thread in threading.enumerate() if thread.ident != _thread.get_ident()]
+    if threading is not None:
+        if any(thread.daemon for thread in threading.enumerate()):
+            _begun()
+        threading._shutdown()  # as at the end of a program: idle threads of executors end, too
 
 
 def _instrumented(tree: ast.Module) -> ast.Module:

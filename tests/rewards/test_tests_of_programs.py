@@ -85,6 +85,12 @@ FORMS = {
         "def f():\n    print(3)\n",
         "3",
     ),
+    "an executor that is not shut down": (
+        "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(2)\n"
+        "assert list(pool.map(f, [1, 2])) == [2, 3]",
+        "def f(x):\n    return x + 1\n",
+        "x + 1",
+    ),
     "pytest.raises": (
         "import pytest\ndef test_it():\n    with pytest.raises(ValueError, match='no'):\n        f()",
         "def f():\n    raise ValueError('no')\n",
