@@ -90,7 +90,10 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "telemetry.metrics_port",
         "telemetry.metrics_host",
         "telemetry.metrics_access",
-        "telemetry.trace_steps",  # has left; of runs that were begun with it
+        # three that have left, of runs that were begun with them
+        "telemetry.trace_steps",
+        "weights.store",
+        "weights.store_gib",
         "telemetry.profile_steps",
         "weights.timeout_s",
         "weights.connect_timeout_s",

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+from pathlib import Path
 
 import pytest
 import yaml
@@ -78,6 +79,16 @@ def test_what_no_test_loads_is_refused(tmp_path, megatron, said):
     RunFolder(recipe(tmp_path)).close()
     with pytest.raises(RecipeError, match=said):
         RunFolder(recipe(tmp_path, megatron=megatron))
+
+
+def test_a_run_goes_on_whose_recipe_has_keys_that_have_left(tmp_path):
+    RunFolder(recipe(tmp_path)).close()
+    file = Path(recipe(tmp_path).run_dir) / "recipe.yaml"
+    written = yaml.safe_load(file.read_text())
+    written["weights"] |= {"store": "", "store_gib": 64.0}
+    written["telemetry"] |= {"trace_steps": []}
+    file.write_text(yaml.safe_dump(written))
+    RunFolder(recipe(tmp_path)).close()
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
