@@ -15,7 +15,9 @@ def closures():
         ("tests/rollouts/test_gate.py", "megatron_scalerl/rollouts/gate.py", "megatron_scalerl/fit/sigmoid.py"),
         ("tests/fit/test_sigmoid.py", "megatron_scalerl/fit/sigmoid.py", "megatron_scalerl/trainer/step.py"),
         # a run starts ranks and engines by the names of their modules
-        ("tests/e2e/test_train.py", "megatron_scalerl/trainer/step.py", "megatron_scalerl/no_such_file.py"),
+        ("tests/e2e/test_train.py", "megatron_scalerl/trainer/step.py", "tests/fit/test_sigmoid.py"),
+        # by a fixture
+        ("tests/e2e/test_train.py", "tests/e2e/conftest.py", "tests/fit/conftest.py"),
         ("tests/slurm/test_submit.py", "megatron_scalerl/cluster/templates/job.sbatch", "tests/fit/conftest.py"),
     ],
 )

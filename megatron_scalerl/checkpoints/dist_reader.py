@@ -49,7 +49,7 @@ def addresses(rule: Rule, family: Family) -> tuple[Address, ...]:
     name = _key(rule, family)
     frequency = family.transformer.get("moe_layer_freq", 1)
     stacked = isinstance(frequency, int) and frequency <= 1
-    return tuple(dict.fromkeys(_address(rule, family, name, stacked=s) for s in (stacked, not stacked)))
+    return tuple(dict.fromkeys(_address(family, name, stacked=s) for s in (stacked, not stacked)))
 
 
 def extra_states(family: Family) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _key(rule: Rule, family: Family) -> str:
     return rule.megatron
 
 
-def _address(rule: Rule, family: Family, name: str, *, stacked: bool) -> Address:
+def _address(family: Family, name: str, *, stacked: bool) -> Address:
     offset: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     layer = LAYER.match(name)

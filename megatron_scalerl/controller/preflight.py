@@ -40,7 +40,6 @@ class Inputs:
     """The checked inputs of a run."""
 
     tokenizer: PreTrainedTokenizerBase
-    hf_config: PretrainedConfig
     prompts: PromptSet
     evaluation: Evaluated | None
     longest_sequence: int
@@ -96,7 +95,6 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     longest = longest_sequence(recipe, hf_config, tokenizer, capacity=capacity)
     return Inputs(
         tokenizer=tokenizer,
-        hf_config=hf_config,
         prompts=prompts,
         evaluation=evaluation,
         longest_sequence=longest,

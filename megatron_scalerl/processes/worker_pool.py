@@ -128,7 +128,7 @@ class WorkerPool(Generic[Head]):
         reply_type: type[Head],
         *,
         counters: Counter[str],
-        settles: Callable[[WorkerDied], bool] = lambda death: False,
+        settles: Callable[[WorkerDied], bool],
     ) -> None:
         """reply_type: of the heads of replies. settles: whether a death ends its request, without a repeat."""
         self._program = program

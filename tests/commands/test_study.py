@@ -168,7 +168,6 @@ def test_signals_end_it_with_the_code_of_the_other_commands(task, number, code):
             ["--set", "plain:validation.every_steps=3"],
             "plain_seed1: validation.every_steps: 3 is not that of dapo_seed1",
         ),
-        (["--redo"], "unrecognized arguments: --redo"),
     ],
 )
 def test_mistakes_are_one_line(task, more, said, capsys):

@@ -129,10 +129,6 @@ class MiniCluster:
         """SIGKILL to a node's slurmd: Slurm loses the node, whose processes go on."""
         self._inside("kill", "-9", (self.folder / "run" / f"{node}.pid").read_text().strip())
 
-    def start_daemon(self, node: str) -> None:
-        """Start a node's slurmd again."""
-        self._inside(*slurmd(self.folder, node))
-
     def _inside(self, *words: str) -> None:
         enter = ["nsenter", "--target", self._inner, "--net", "--mount", "--uts", "--ipc", "--pid", "--"]
         conf = f"SLURM_CONF={self.folder / 'etc' / 'slurm.conf'}"

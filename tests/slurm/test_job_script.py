@@ -226,7 +226,6 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
         ('sbatch: {comment: "a\\nrm -rf /"}', "sbatch.comment: expected options of sbatch by their long names"),
         ('modules: ["a\\nb"]', "modules.0: expected a list of texts, found 'a\\nb'"),
         ("sbatch: {nodes: 3}", "sbatch: nodes is set by the option --nodes of submit"),
-        ("engine_sbatch: {account: a}", unknown_key("engine_sbatch", KEYS, expected=KEY)),
         ("environment: {https_proxy: 'http://me:pass@proxy:80'}", "expected no secret"),
         ("local: $(id)/x", "local: expected an absolute path, or one that begins with a variable"),
         ("template: my.sbatch", "template: expected a file, found none at "),

@@ -1,7 +1,8 @@
-"""`tools/fit_curve.py` reads a CSV as `megatron-scalerl fit` does, and ends with its exit code."""
+"""`tools/fit_curve.py` runs its own clone, reads a CSV as `megatron-scalerl fit` does, and ends with its exit code."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +28,18 @@ def test_a_csv_is_fitted_and_bad_input_is_one_line(tmp_path):
     assert abs(fit["asymptote"] - 0.7) < 0.02 and fit["unit"] == "steps" and fit["n_points"] == 20
     refused = ran("curve.csv", "--score", "reward", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "'reward' (--score)" in refused.stderr
+
+
+def test_the_clone_needs_no_installation(tmp_path):
+    """Beside a copy of the tool stands a stub of the package, which the installed one does not replace."""
+    package = tmp_path / "megatron_scalerl"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("explained = None\ndef main(argv):\n    print('stub', *argv)\n")
+    (tmp_path / "tools").mkdir()
+    for name in ("fit_curve.py", "checkout.py"):
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "tools" / "fit_curve.py", "x"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "stub fit x\n"
