@@ -1,4 +1,4 @@
-"""`tools/fit_curve.py` runs its own clone, reads a CSV as `megatron-scalerl fit` does, and ends with its exit code."""
+"""`tools/fit_curve.py` runs its own clone, reads a CSV as `megatron-scalerl fit` does and ends with its exit code."""
 
 import json
 import os
