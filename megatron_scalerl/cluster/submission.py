@@ -125,7 +125,7 @@ def _resolved(
 
     resolved: list[Recipe] = []
     warnings: dict[str, None] = {}
-    fits = ""
+    checks, fits = "passed", "not reached"
     for recipe, run in zip(recipes, plan.runs, strict=True):
         whole = recipe
         try:
@@ -135,12 +135,12 @@ def _resolved(
         except ValueError as error:
             if here:
                 raise
-            fits = f"not finished here: {error}"
+            checks = f"not finished here: {error}"
         resolved.append(whole)
         anywhere = plan.request.any_file_system or not here
         if line := check_shared(run, several=plan.nodes.nodes > 1, anywhere=anywhere):
             warnings[f"warning: {line}"] = None
-    return resolved, [*warnings, f"plan --check: {fits}"]
+    return resolved, [*warnings, f"checks of settings, policy and prompts: {checks}", f"plan --check: {fits}"]
 
 
 def _plan(

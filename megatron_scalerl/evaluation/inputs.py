@@ -22,7 +22,7 @@ from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy
 from megatron_scalerl.recipe.tasks import tasks_of
-from megatron_scalerl.rollouts.plans import forced_ids
+from megatron_scalerl.rollouts.plans import longest_sequence
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.types import Prompt
 
@@ -141,29 +141,6 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
         files=tuple(files),
         prompts=rendered(files, tokenizer, recipe, key="--data"),
     )
-
-
-def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity: int | None = None) -> int:
-    """The tokens of the longest sequence that the recipe can have.
-
-    capacity: trainer.micro_batch_tokens. Raises ValueError for a limit that is shorter.
-    """
-    phrase_ids, _ = forced_ids(recipe, tokenizer)
-    longest = recipe.longest_sequence(len(phrase_ids))
-    for key, limit in (
-        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len")),
-        (
-            "max_position_embeddings of the policy",
-            getattr(hf_config.get_text_config(), "max_position_embeddings", None),
-        ),
-        ("trainer.micro_batch_tokens", capacity),
-    ):
-        if limit and longest > limit:
-            raise ValueError(
-                f"{key}: {limit} is too short for the longest sequence, {longest} tokens (prompts.max_prompt_tokens "
-                f"{recipe.prompts.max_prompt_tokens} + thinking + phrase + answer)"
-            )
-    return longest
 
 
 def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]) -> Evaluated | None:

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_scalerl.prompts.layouts import OtherTask, Question, other_task, read_layout
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.sources import listing
+from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.types import Prompt
 
@@ -109,9 +110,11 @@ def load_prompts(
     for loader, (found, held_out) in zip(loaders, splits):
         kept = [prompt for prompt in found if prompt.text not in texts]
         if not kept:
+            rows, default = len(found) + loader.split_off, PromptsSection.model_fields["held_out"].default
             raise ValueError(
-                f"{loader.task.key}.held_out: holds out {len(held_out)} of the "
-                f"{len(found) + loader.split_off} prompts of {loader.task.prompts.path}, and none is left to train on"
+                f"{loader.task.key}.held_out: holds out {len(held_out)} of the {rows} prompts of "
+                f"{loader.task.prompts.path}, and none is left to train on; the default is {default}, set fewer, "
+                f"such as {max(1, rows // 10)}"
             )
         training += kept
         reports.append(loader.report(kept, held_out, leaked=len(found) - len(kept)))

@@ -166,14 +166,6 @@ class Recipe(Section):
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and r.kv_cache == "keep":
             raise ValueError("rollouts.routing_replay: needs rollouts.kv_cache recompute; it is keep")
-        context = self.engine.vllm.get("max_model_len")
-        need = self.longest_sequence(phrase_tokens=0)
-        if context is not None and need > context:
-            raise ValueError(
-                f"engine.vllm.max_model_len: {context} is too short for the longest sequence, {need} tokens "
-                f"(prompts.max_prompt_tokens {self.prompts.max_prompt_tokens} + thinking "
-                f"{self.interruption.thinking_tokens[1]} + answer {self.interruption.answer_tokens} + forced tokens)"
-            )
         return self
 
 
