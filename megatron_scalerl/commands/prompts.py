@@ -47,15 +47,18 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.controller.preflight import checked_prompts  # imports transformers
     from megatron_scalerl.models import read_hf_config
     from megatron_scalerl.processes.logs import printable
+    from megatron_scalerl.prompts.chat import chat_of_recipe
     from megatron_scalerl.prompts.end_tokens import end_token_ids
     from megatron_scalerl.prompts.tokenizer import policy_tokenizer
     from megatron_scalerl.recipe.tasks import tasks_of
     from megatron_scalerl.rollouts.plans import forced_ids
 
     tokenizer = policy_tokenizer(recipe, read_hf_config(recipe.policy.path))
+    chat = chat_of_recipe(recipe, tokenizer)
+    recipe = chat.settled(recipe)
     prompts = checked_prompts(recipe, tokenizer)
     phrase_ids, _ = forced_ids(recipe, tokenizer)
-    for line in prompts.report.lines():
+    for line in [f"prompts: {chat.why}", *prompts.report.lines()]:
         console.print(printable(line), highlight=False)
     for task in tasks_of(recipe):
         _show_task(task, [prompt for prompt in prompts.training if prompt.task == task.name], arguments.count,

@@ -20,6 +20,7 @@ from megatron_scalerl.evaluation.inputs import Evaluated, evaluation_inputs, lon
 from megatron_scalerl.launch.local_server import bind_server
 from megatron_scalerl.losses import make_loss
 from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.prompts.chat import Chat, chat_of_recipe
 from megatron_scalerl.prompts.dataset import PROMPTS_CHANGED, PromptSet, load_prompts
 from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
@@ -40,6 +41,7 @@ class Inputs:
     """The checked inputs of a run."""
 
     tokenizer: PreTrainedTokenizerBase
+    chat: Chat
     prompts: PromptSet
     evaluation: Evaluated | None
     longest_sequence: int
@@ -48,7 +50,9 @@ class Inputs:
     """Capacity of one packed micro-batch (tokens)."""
 
     def resolved(self, recipe: Recipe) -> Recipe:
-        """The recipe with digests of policy and prompts, the engine's context length and the trainer's capacity."""
+        """The settled recipe with digests of policy and prompts, the engine's context length and the trainer's
+        capacity."""
+        recipe = self.chat.settled(recipe)
         options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
         trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})
         engine = recipe.engine.model_copy(update={"vllm": options})
@@ -89,12 +93,15 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     _check_layout(recipe, hf_config)
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
+    chat = chat_of_recipe(recipe, tokenizer)
+    recipe = chat.settled(recipe)
     prompts = checked_prompts(recipe, tokenizer)
     evaluation = evaluation_inputs(recipe, tokenizer, prompts.training)
     capacity = _micro_batch_tokens(recipe)
     longest = longest_sequence(recipe, hf_config, tokenizer, capacity=capacity)
     return Inputs(
         tokenizer=tokenizer,
+        chat=chat,
         prompts=prompts,
         evaluation=evaluation,
         longest_sequence=longest,
