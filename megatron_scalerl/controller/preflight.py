@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_scalerl.checkpoints.weight_map import check_weights
 from megatron_scalerl.evaluation.inputs import Evaluated, evaluation_inputs
 from megatron_scalerl.launch.local_server import bind_server
-from megatron_scalerl.plan.settings import check_settings
+from megatron_scalerl.plan.settings import Settings, check_settings
 from megatron_scalerl.prompts.dataset import PROMPTS_CHANGED, PromptSet, load_prompts
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy, check_prompts
@@ -33,19 +33,17 @@ _END = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Inputs(Settings):
     """The checked inputs of a run."""
 
-    tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
     evaluation: Evaluated | None
-    longest_sequence: int
-    """Longest prompt and completion together, with forced phrase and end (tokens)."""
-    micro_batch_tokens: int
-    """Capacity of one packed micro-batch (tokens)."""
 
     def resolved(self, recipe: Recipe) -> Recipe:
-        """The recipe with digests of policy and prompts, the engine's context length and the trainer's capacity."""
+        """The settled recipe with digests of policy and prompts, the engine's context length and the trainer's
+        capacity."""
+        assert self.chat is not None, "the policy has a tokenizer"
+        recipe = self.chat.settled(recipe)
         options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
         trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})
         engine = recipe.engine.model_copy(update={"vllm": options})
@@ -82,15 +80,9 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     if on_this_host:
         _check_host(recipe)
     check_weights(recipe.policy.path)
-    prompts = checked_prompts(recipe, settings.tokenizer)
-    evaluation = evaluation_inputs(recipe, settings.tokenizer, prompts.training)
-    return Inputs(
-        tokenizer=settings.tokenizer,
-        prompts=prompts,
-        evaluation=evaluation,
-        longest_sequence=settings.longest_sequence,
-        micro_batch_tokens=settings.micro_batch_tokens,
-    )
+    prompts = checked_prompts(settings.recipe, settings.tokenizer)
+    evaluation = evaluation_inputs(settings.recipe, settings.tokenizer, prompts.training)
+    return Inputs(**vars(settings), prompts=prompts, evaluation=evaluation)
 
 
 def checked_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSet:

@@ -17,6 +17,7 @@ from megatron_scalerl.evaluation.problems import ProblemFile, read_problems, spl
 from megatron_scalerl.evaluation.results import Header, Key
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.processes.logs import printable
+from megatron_scalerl.prompts.chat import chat_of_recipe
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
@@ -129,6 +130,9 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     hf_config = read_hf_config(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
+    # problems are texts; a recipe with prompts of its own says how the run renders them
+    messages = False if recipe.prompts.path in [file.path for file in files] else None
+    recipe = chat_of_recipe(recipe, tokenizer, messages=messages).settled(recipe)
     longest = longest_sequence(at_budget(recipe, max(budgets, default=None)), hf_config, tokenizer)
     engine = recipe.engine.model_copy(update={"vllm": {"max_model_len": longest, **recipe.engine.vllm}})
     # neither changes a completion or whether it is correct

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.losses import make_loss
 from megatron_scalerl.models import FAMILIES, family, read_hf_config
+from megatron_scalerl.prompts.chat import Chat, chat_of_recipe
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
@@ -25,6 +26,10 @@ from megatron_scalerl.rollouts.plans import longest_sequence
 class Settings:
     """What the checks of a recipe's settings read and computed. Produced by `check_settings`."""
 
+    recipe: Recipe
+    """With what `chat` fills in."""
+    chat: Chat | None
+    """How the policy is talked to; None without a tokenizer."""
     tokenizer: Any
     """Of the policy's folder, from transformers; None where only its config.json is known."""
     longest_sequence: int
@@ -46,14 +51,18 @@ def check_settings(recipe: Recipe, config: str | Path | None = None) -> Settings
     make_loss(recipe.loss.name, recipe.loss.arguments)
     hf_config = read_hf_config(config or recipe.policy.path, planned=config is not None)
     _check_layout(recipe, hf_config, faults=config is None)
-    tokenizer = None
+    tokenizer = chat = None
     if config is None or Path(config) == Path(recipe.policy.path):
         tokenizer = policy_tokenizer(recipe, hf_config)
+        chat = chat_of_recipe(recipe, tokenizer)
+        recipe = chat.settled(recipe)
         for task in tasks_of(recipe):
             PromptRenderer(tokenizer, task.prompts)
     capacity = _micro_batch_tokens(recipe)
     longest = longest_sequence(recipe, hf_config, tokenizer, capacity=capacity)
-    return Settings(tokenizer=tokenizer, longest_sequence=longest, micro_batch_tokens=capacity)
+    return Settings(
+        recipe=recipe, chat=chat, tokenizer=tokenizer, longest_sequence=longest, micro_batch_tokens=capacity
+    )
 
 
 def _check_layout(recipe: Recipe, hf_config: PretrainedConfig, *, faults: bool) -> None:

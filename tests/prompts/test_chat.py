@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from recipe_files import SETTLED
 
 from megatron_scalerl.prompts.layouts import Question
 from megatron_scalerl.prompts.rendering import PromptRenderer, template_names
@@ -38,7 +39,7 @@ GPT_OSS_END = "<|end|><|start|>assistant<|channel|>final<|message|>"
 def renderer(template, **settings):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
-    return PromptRenderer(tokenizer, PromptsSection(**{"chat_template": True, **settings}))
+    return PromptRenderer(tokenizer, PromptsSection(**SETTLED | {"chat_template": True} | settings))
 
 
 ACCEPTED = {

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipe_files import SETTLED
 
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.prompts.dataset import first_of_each_task, load_prompts, prompt_id
@@ -79,7 +80,7 @@ def test_the_end_names_the_reason_of_every_task():
 def task(tmp_path, name, rows, **values):
     path = tmp_path / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section = PromptsSection(path=str(path), **{"held_out": 0, **values})
+    section = PromptsSection(path=str(path), **SETTLED | {"held_out": 0} | values)
     return Task(name=name, weight=1.0, prompts=section, rewards=RewardsSection())
 
 

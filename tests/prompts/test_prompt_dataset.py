@@ -8,6 +8,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from recipe_files import SETTLED
 
 from megatron_scalerl.prompts.dataset import load_prompts, split_held_out
 from megatron_scalerl.prompts.rendering import PromptRenderer
@@ -30,7 +31,7 @@ def write_jsonl(path, rows):
 
 
 def task(path, name="", weight=1.0, **values):
-    prompts = PromptsSection(path=str(path), **{"held_out": 0, **values})
+    prompts = PromptsSection(path=str(path), **SETTLED | {"held_out": 0} | values)
     return Task(name=name, weight=weight, prompts=prompts, rewards=RewardsSection())
 
 
@@ -128,7 +129,9 @@ def test_a_template_with_the_date_renders_the_same_tokens_every_day(tmp_path, da
     tokenizer = build_tokenizer()
     tokenizer.chat_template = f"Today: {day}|{{{{ messages[0].content }}}}"
     of_default, of_day = (
-        PromptRenderer(tokenizer, PromptsSection(chat_template=True, think_start="", **changes)).text("1;+2=")
+        PromptRenderer(
+            tokenizer, PromptsSection(**SETTLED | {"chat_template": True, "think_start": ""} | changes)
+        ).text("1;+2=")
         for changes in ({}, {"template_date": "2025-01-31"})
     )
     assert (of_default, of_day) == ("Today: 26 Jul 2024|1;+2=", "Today: 31 Jan 2025|1;+2=")
@@ -270,5 +273,5 @@ def test_a_special_token_in_a_problem_is_no_special_token(tokenizer, tmp_path):
 
 
 def test_a_template_that_opens_thinking_is_not_followed_by_another_tag(tokenizer):
-    prompts = PromptsSection(think_start="<think>\n", prompt_template="{prompt}<think>")
+    prompts = PromptsSection(**SETTLED | {"think_start": "<think>\n", "prompt_template": "{prompt}<think>"})
     assert PromptRenderer(tokenizer, prompts).text("7;+2=").count("<think>") == 1
