@@ -122,8 +122,9 @@ def _transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
 def check_megatron(family: Family, recipe: Recipe, *, faults: bool = True) -> None:
     """Build the first rank's configuration objects in this process, to find errors before any rank starts.
 
-    faults: refuse what the installed Megatron-Core computes wrongly; a plan may be for another. Raises ValueError, in one line, for unknown keys of the four sections and for whatever Megatron's configuration
-    classes refuse or assert.
+    faults: refuse what the installed Megatron-Core computes wrongly; a plan may be for another. Raises ValueError, in
+    one line, for unknown keys of the four sections and for whatever Megatron's configuration classes refuse or
+    assert.
     """
     parallel_keywords(recipe)
     ddp_config(recipe)
