@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     place = f"{gpus} x {GPUS[arguments.gpu].name}" if gpus else "CPUs"
     out.write_text(f"# Written by `megatron-scalerl init` for {place}.\n{_text(choices)}", encoding="utf8")
     for key, (value, why) in choices.items():
-        console.print(f"{key}: {_json(value)}  {why}".rstrip(), highlight=False)
+        console.print(f"{f'{key}: {_json(value)}':<44}  {why}".rstrip(), highlight=False)
     number = f"--gpus {recipe.devices} --gpu {arguments.gpu}"
     console.print(
         f"{out} is written for {place}; next:\n  megatron-scalerl plan {out} {number} --check\n"
@@ -89,6 +89,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
     from megatron_scalerl.plan.counting import count
     from megatron_scalerl.prompts.tokenizer import policy_tokenizer
     from megatron_scalerl.recipe.file import check_policy, check_prompts, parsed_override
+    from megatron_scalerl.recipe.hub import local_recipe
 
     given = {key: (value, "as given") for key, value in map(parsed_override, arguments.overrides)}
     choices: Choices = {
@@ -99,6 +100,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
         "prompts.path": (arguments.data, ""),
     }
     recipe = _recipe(choices | given)
+    recipe = local_recipe(recipe, download=recipe.download)
     check_policy(recipe)
     check_prompts(recipe)
     hf_config = read_hf_config(recipe.policy.path)
@@ -108,6 +110,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
     choices["policy.path"] = (arguments.policy, about)
     verifiers = ("math", "code") if "rewards.verifier" not in given else (recipe.rewards.verifier,)
     recipe, chat, prompts = _read(recipe, tokenizer, verifiers)
+    choices["prompts.path"] = (arguments.data, prompts.report.layouts[0].partition(": ")[2])
     positions = hf_config.get_text_config().max_position_embeddings
     choices |= _of_prompts(recipe, chat, prompts, tokenizer, positions, gpus) | given
     if not gpus:
@@ -170,7 +173,6 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
     batch = min(rollouts.groups_per_batch if gpus else CPU_BATCH, usable - held_out)
     interrupts = "thinking has a tag to close" if interruption.enabled else "thinking has no tag to close"
     return {
-        "prompts.path": (recipe.prompts.path, prompts.report.layouts[0].partition(": ")[2]),
         "prompts.chat_template": (chat.chat_template, chat.why),
         "prompts.think_start": (chat.think_start, ""),
         "prompts.think_end": (chat.think_end, ""),

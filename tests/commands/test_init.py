@@ -8,6 +8,7 @@ import pytest
 import random_policies
 import yaml
 from e2e.whole_runs import run
+from huggingface_hub import constants
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -48,7 +49,7 @@ def file_of(rows, name="data.jsonl"):
 
 def policy_of(name, folder, *, template=None):
     """A shipped config with the tiny tokenizer."""
-    Path(folder).mkdir()
+    Path(folder).mkdir(parents=True)
     shutil.copy(CONFIGS / name / "config.json", folder)
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
@@ -172,6 +173,20 @@ def test_a_column_that_is_given_is_written_and_read(tiny):
     words = ["prompts.prompt_column=text", "prompts.answer_column=gold"]
     assert init(tiny / "base_policy", file_of(rows), *words) == 0
     assert yaml.safe_load(Path("my_run.yaml").read_text())["prompts"]["answer_column"] == "gold"
+    assert main(["prompts", "my_run.yaml", "--count", "1"]) == 0
+
+
+def test_names_on_the_hub_stay_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("models--Qwen--Qwen3-8B", "datasets--my--sums"):
+        (tmp_path / name / "refs").mkdir(parents=True)
+        (tmp_path / name / "refs" / "main").write_text("0" * 40)
+    policy_of("Qwen3-8B", tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / ("0" * 40))
+    (tmp_path / "datasets--my--sums" / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    file_of(sums(30), tmp_path / "datasets--my--sums" / "snapshots" / ("0" * 40) / "train.jsonl")
+    assert init("Qwen/Qwen3-8B", "my/sums") == 0
+    data = yaml.safe_load(Path("my_run.yaml").read_text())
+    assert (data["policy"]["path"], data["prompts"]["path"]) == ("Qwen/Qwen3-8B", "my/sums")
     assert main(["prompts", "my_run.yaml", "--count", "1"]) == 0
 
 
