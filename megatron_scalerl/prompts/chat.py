@@ -33,7 +33,8 @@ THINK_TAGS = (
 )
 """Tags that open and close thinking in the chat templates of reasoning models."""
 QUESTION = {"role": "user", "content": "1+1"}
-"""Shows what a template makes of a message."""
+ANSWER = {"role": "assistant", "content": "2"}
+"""Messages that show what a template makes of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +70,7 @@ def chat_of_recipe(recipe: Recipe, tokenizer: Any, *, messages: bool | None = No
     """
     if messages is None:
         messages = any(map(_has_messages, tasks_of(recipe)))
-    chat = chat_of(tokenizer, recipe.prompts, messages=messages, warm_start=_completions(recipe.sft.path))
+    chat = chat_of(tokenizer, recipe.prompts, messages=messages, warm_start=_completions(recipe))
     check_think_tags(tokenizer, chat.think_start, chat.think_end)
     return chat
 
@@ -82,10 +83,13 @@ def _has_messages(task: Task) -> bool:
     return any(layout.has_messages(row) for row in islice(rows, SAMPLE))
 
 
-def _completions(path: str | None) -> list[str]:
-    """The first completions of the warm start, as far as there is a file."""
-    if path is None or not Path(path).is_file():
+def _completions(recipe: Recipe) -> list[str]:
+    """The first completions of the warm start. A file that is gone has the recipe's closing tag, or the paper's."""
+    path, end = recipe.sft.path, recipe.prompts.think_end
+    if path is None:
         return []
+    if not Path(path).is_file():
+        return [THINK_TAGS[0][1] if end == AUTO else end]
     return [str(row.values.get("completion", "")) for row in islice(read_json_lines(Path(path)), SAMPLE)]
 
 
@@ -96,7 +100,8 @@ def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_sta
     The template: rows of messages take it where there is one, rows of text do not. The tags: those of the template;
     else those of the warm start; else those that a tokenizer has as tokens, unless the prompts take a template,
     which would write them; else none. A template that closes thinking in the prompt has none. Raises ValueError for
-    a template that fails.
+    a template that fails, and for a closing tag that neither the template in use nor vocabulary, prompt or warm
+    start has.
     """
     template = bool(tokenizer.chat_template)
     takes = messages and template if prompts.chat_template == AUTO else bool(prompts.chat_template)
@@ -106,18 +111,28 @@ def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_sta
         start = tags[0] if end in (AUTO, tags[1]) else ""
     if end == AUTO:
         end = tags[1]
-    rows = "messages" if messages else "text"
+    known = [tokenizer.get_chat_template() if template else "", prompts.prompt_template, prompts.system or ""]
+    written = end.strip() in {tags[1], *tokenizer.get_vocab()}
+    written = written or any(end.strip() in text for text in (*known, *warm_start))
+    if takes and not written:
+        raise ValueError(
+            f"prompts.think_end: nobody writes {end!r}: it is not in the chat template, the vocabulary, "
+            "prompts.prompt_template, prompts.system or the warm start (sft.path); set prompts.think_start and "
+            "think_end to '' for a policy that does not think in tags, or make a warm start"
+        )
+    rows = f"rows of {'messages' if messages else 'text'}"
     if takes:
-        rows = f"rows of {rows} take the tokenizer's chat template"
+        rows += " take the tokenizer's chat template"
     elif template:
-        rows = f"rows of {rows} do not take the tokenizer's chat template, which prompts.chat_template true applies"
+        rows += " do not take the tokenizer's chat template, which prompts.chat_template true applies"
     else:
-        rows = f"rows of {rows} are sent as text, since the tokenizer has no chat template"
+        rows += " are sent as text, since the tokenizer has no chat template"
     if not end.strip():
         thinks = "the policy thinks in no tags, and its whole completion is the answer"
     else:
-        source = source if (start, end) == tags else "recipe"
-        thinks = f"thinking is closed by {end!r}, as the {source} has it"
+        thinks = f"thinking is closed by {end!r}, as the {source if end == tags[1] else 'recipe'} has it"
+    if not written:
+        thinks += "; the tokenizer does not know it, so that only a warm start can have taught it"
     return Chat(chat_template=takes, think_start=start, think_end=end, why=f"{rows}; {thinks}")
 
 
@@ -144,6 +159,33 @@ def _tags(
 def tags_in(text: str) -> tuple[str, str] | None:
     """The tags of which a text, such as the source of a template, has one."""
     return next((pair for pair in THINK_TAGS if any(tag.strip() in text for tag in pair)), None)
+
+
+def check_turn(tokenizer: Any, prompts: PromptsSection) -> None:
+    """Raises ValueError for a template whose prompt does not open the assistant's turn.
+
+    It opens one if the generation prompt adds text. A template may also open it without: where the answer follows
+    the question at once (Mistral), or the prompt cannot be the beginning of another question.
+    """
+
+    def shown(*messages: Mapping[str, str], generation: bool = False) -> str:
+        try:
+            return apply_template(tokenizer, prompts, messages, generation=generation)
+        except ValueError:  # the roles have to alternate
+            return prompt
+
+    prompt = apply_template(tokenizer, prompts, [QUESTION]).rstrip()
+    answered = shown(QUESTION, ANSWER).removeprefix(prompt).lstrip()
+    if (
+        shown(QUESTION).rstrip() == prompt
+        and not answered.startswith(ANSWER["content"])
+        and shown(QUESTION, QUESTION).startswith(prompt)
+    ):
+        raise ValueError(
+            "prompts.chat_template: the tokenizer's template ignores add_generation_prompt: the prompt ends with "
+            f"{prompt[-20:]!r} and does not open the assistant's turn; mend the template, or set "
+            "prompts.chat_template false"
+        )
 
 
 def apply_template(tokenizer: Any, prompts: PromptsSection, messages: Messages, *, generation: bool = True) -> str:

@@ -250,6 +250,8 @@ class _Loader:
             raise ValueError(f"{path}: has no prompt: {why}")
         if 2 * skipped > read:
             raise ValueError(f"{path}: {skipped} of {read} rows cannot be learned from, such as {self._unusable[-1]}")
+        if not unique:
+            raise ValueError(f"{path}: none of its {read} rows can be learned from, such as {self._unusable[-1]}")
         kept = self._render(unique)
         if not kept:
             raise ValueError(
@@ -263,6 +265,8 @@ class _Loader:
         all_token_ids = self._renderer.token_ids([question for _, question, _ in unique.values()])
         kept = []
         for (where, _, prompt), token_ids in zip(unique.values(), all_token_ids):
+            if not token_ids:
+                raise ValueError(f"{where}: the prompt has 0 tokens; mend the tokenizer or its chat template")
             if len(token_ids) > limit:
                 self._too_long.append(f"{where}: {len(token_ids)} tokens, at most {limit} allowed")
             else:

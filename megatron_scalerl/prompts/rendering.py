@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.meta import find_undeclared_variables
 
-from megatron_scalerl.prompts.chat import QUESTION, apply_template, tags_in
+from megatron_scalerl.prompts.chat import QUESTION, apply_template, check_turn, tags_in
 from megatron_scalerl.prompts.layouts import Question
 from megatron_scalerl.recipe.sections import PromptsSection
 
@@ -77,6 +77,7 @@ class PromptRenderer:
     def _check_chat(self) -> None:
         if not self._tokenizer.chat_template:
             raise ValueError("prompts.chat_template: the tokenizer has no chat template")
+        check_turn(self._tokenizer, self._prompts)
         source = self._tokenizer.get_chat_template()
         names = template_names(source) - GIVEN - set(self._tokenizer.special_tokens_map)
         readable = ", ".join(sorted(names)) or "none"

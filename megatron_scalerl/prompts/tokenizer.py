@@ -27,6 +27,12 @@ def load_tokenizer(path: str | Path) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"policy.path: {path} has no tokenizer that can be read ({error})") from None
+    files = list(tokenizer.vocab_files_names.values())
+    if files and not any(Path(path, name).is_file() for name in files):  # transformers then makes an empty one
+        raise ValueError(
+            f"policy.path: there is no tokenizer in {path}: it has none of {', '.join(files)}; copy the tokenizer's "
+            "files of the policy that it was made from"
+        )
     if not (file := Path(path) / "tokenizer.json").is_file():
         return tokenizer
     from tokenizers import Tokenizer

@@ -202,6 +202,10 @@ def _first_line(error: ValidationError) -> str:
         return unknown_key(key, known, expected="a recipe key", setting=setting, listed=LISTED) + more
     if first["type"] == "missing":
         return f"{key}: is missing, and has no default{more}"
+    if first["type"] == "string_type" and first["input"] is None:
+        return f"{key}: has no value; an empty text is '' in a file, and \"{key}=''\" in a shell{more}"
+    if first["type"] == "string_type" and isinstance(first["input"], list):
+        return f"{key}: is a list, and takes one text; files of one kind belong into one folder{more}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return (f"{key}: " if key and not message.startswith(str(first["loc"][-1])) else "") + message + more

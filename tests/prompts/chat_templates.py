@@ -12,8 +12,8 @@ QWEN3 = (
     + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 )
 R1_DISTILL = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<User>{{ m.content }}{% else %}"
-    "<Assistant>{{ m.content.split('</think>')[-1] }}<end>{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<User>{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<Assistant>{{ m.content.split('</think>')[-1] }}<end>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<Assistant><think>\n' }}{% endif %}"
 )
 LLAMA3 = (
