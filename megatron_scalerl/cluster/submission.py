@@ -79,8 +79,16 @@ def submit(
     More than one recipe, or a throttle: an array. name: of the job. recipe_file: of the only recipe. Raises
     ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
-    site, here = read_site(request.site), cluster.present()
-    partition = check_partition(request.partition, cluster.partitions()) if here else assumed(request, site.gres)
+    site = read_site(request.site)
+    partition, here = assumed(request, site.gres), cluster.present()
+    silent = "this machine has no Slurm"
+    try:
+        if here:
+            partition = check_partition(request.partition, cluster.partitions())
+    except RuntimeError as error:
+        if not dry_run:
+            raise
+        here, silent = False, f"Slurm does not answer ({error})"
     plan = _plan(recipes, name, request, site, partition)
     if request.throttle is not None:
         check_script(plan.script, plan.runs)
@@ -104,7 +112,7 @@ def submit(
         else:
             nodes = f"{partition.gpus} GPUs and {partition.cpus} CPUs"
             yield (
-                f"not checked, since this machine has no Slurm: that {partition.name} exists, with nodes of {nodes} "
+                f"not checked, since {silent}: that {partition.name} exists, with nodes of {nodes} "
                 "(assumed), its time limit, that Slurm accepts the job, that the run has no other one, and that the "
                 f"nodes see {plan.cwd} and {plan.runs[0]}"
             )

@@ -52,11 +52,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.rollouts.plans import forced_ids
 
     settings = check_settings(recipe)
-    recipe, tokenizer, chat = settings.recipe, settings.tokenizer, settings.chat
-    assert chat is not None, "the policy has a tokenizer"
+    recipe, tokenizer = settings.recipe, settings.tokenizer
     prompts = checked_prompts(recipe, tokenizer)
     phrase_ids, _ = forced_ids(recipe, tokenizer)
-    for line in [f"prompts: {chat.why}", *prompts.report.lines()]:
+    for line in [f"prompts: {settings.chat.why}", *prompts.report.lines()]:
         console.print(printable(line), highlight=False)
     for task in tasks_of(recipe):
         _show_task(task, [prompt for prompt in prompts.training if prompt.task == task.name], arguments.count,

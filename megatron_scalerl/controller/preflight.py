@@ -42,7 +42,6 @@ class Inputs(Settings):
     def resolved(self, recipe: Recipe) -> Recipe:
         """The settled recipe with digests of policy and prompts, the engine's context length and the trainer's
         capacity."""
-        assert self.chat is not None, "the policy has a tokenizer"
         recipe = self.chat.settled(recipe)
         options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
         trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})

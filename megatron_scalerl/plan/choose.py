@@ -49,7 +49,9 @@ def _first(recipe: Recipe, config: str | Path, gpus: int, gpu: Gpu) -> RunPlan |
     family, _ = load_family(config)
     for colocate in (True,) if gpus == 1 else (False, True):
         engine = _smallest_engine(recipe, family, gpus, gpu, colocate=colocate)
-        for size, megatron in _trainers(family, gpus) if engine else ():
+        if engine is None:
+            continue
+        for size, megatron in _trainers(family, gpus):
             trainer = {"trainer": {"world_size": gpus if colocate else size}, "megatron": megatron}
             try:
                 laid = Recipe.model_validate(recipe.model_dump() | {"engine": engine} | trainer)
@@ -69,7 +71,7 @@ def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, col
     """The section `engine` with the fewest devices, and the smallest share of them, in which the KV cache fits."""
     heads = family.transformer["num_attention_heads"]
     for size in (size for size in SIZES if heads % size == 0 and (gpus % size == 0 if colocate else size < gpus)):
-        vllm = {"tensor_parallel_size": size} if size > 1 else {}
+        vllm: Layout = {"tensor_parallel_size": size} if size > 1 else {}
         engine = {"devices_per_engine": size, "vllm": vllm}
         sized = Recipe.model_validate(recipe.model_dump() | {"engine": engine})
         memory = engine_memory(sized, family, count(family), gpu, Assumptions())
@@ -88,10 +90,11 @@ def _trainers(family: Family, gpus: int) -> Iterator[tuple[int, Layout]]:
     """(size of a group, section `megatron`), cheapest first: MLPs recomputed, larger groups, layers recomputed."""
     experts = family.transformer.get("num_moe_experts")
     key = "expert_model_parallel_size" if experts else "tensor_model_parallel_size"
-    selective = {"recompute_granularity": "selective", "recompute_modules": ["moe" if experts else "mlp"]}
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    for recomputed in (({}, selective), (full,)):
+    selective: Layout = {"recompute_granularity": "selective", "recompute_modules": ["moe" if experts else "mlp"]}
+    full: Layout = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    none: Layout = {}
+    for settings in ((none, selective), (full,)):
         for size in (size for size in SIZES if size <= gpus):
             sequence = {"sequence_parallel": True} if size > 1 and not experts else {}
-            for model in recomputed:
+            for model in settings:
                 yield size, {"parallel": {key: size} if size > 1 else {}, "model": sequence | model}

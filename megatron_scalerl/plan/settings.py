@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.losses import make_loss
 from megatron_scalerl.models import FAMILIES, family, read_hf_config
-from megatron_scalerl.prompts.chat import Chat, chat_of_recipe
+from megatron_scalerl.prompts.chat import chat_of_recipe
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import read_run_recipe
-from megatron_scalerl.recipe.parallel_layout import check_sharding
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rewards.worker import check_verifier
 from megatron_scalerl.rollouts.plans import longest_sequence
@@ -28,8 +25,8 @@ class Settings:
 
     recipe: Recipe
     """With what `chat` fills in."""
-    chat: Chat | None
-    """How the policy is talked to; None without a tokenizer."""
+    chat: Any
+    """A `Chat`: how the policy is talked to; None without a tokenizer."""
     tokenizer: Any
     """Of the policy's folder, from transformers; None where only its config.json is known."""
     longest_sequence: int
@@ -50,7 +47,12 @@ def check_settings(recipe: Recipe, config: str | Path | None = None) -> Settings
     check_options(recipe.engine.vllm)
     make_loss(recipe.loss.name, recipe.loss.arguments)
     hf_config = read_hf_config(config or recipe.policy.path, planned=config is not None)
-    _check_layout(recipe, hf_config, faults=config is None)
+    policy = family(hf_config, planned=config is not None)
+    given = recipe.megatron
+    if policy.name in FAMILIES and (given.model or given.parallel or given.ddp or given.optimizer):
+        from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
+
+        check_megatron(policy, recipe, faults=config is None)
     tokenizer = chat = None
     if config is None or Path(config) == Path(recipe.policy.path):
         tokenizer = policy_tokenizer(recipe, hf_config)
@@ -63,17 +65,6 @@ def check_settings(recipe: Recipe, config: str | Path | None = None) -> Settings
     return Settings(
         recipe=recipe, chat=chat, tokenizer=tokenizer, longest_sequence=longest, micro_batch_tokens=capacity
     )
-
-
-def _check_layout(recipe: Recipe, hf_config: PretrainedConfig, *, faults: bool) -> None:
-    """Raises ValueError for settings that Megatron would reject on every rank."""
-    policy = family(hf_config, planned=True)
-    m = recipe.megatron
-    check_sharding(policy, m.parallel, m.model)
-    if policy.name in FAMILIES and (m.model or m.parallel or m.ddp or m.optimizer):
-        from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
-
-        check_megatron(policy, recipe, faults=faults)
 
 
 def _micro_batch_tokens(recipe: Recipe) -> int:
