@@ -80,7 +80,8 @@ def submit(
     ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
     site = read_site(request.site)
-    partition, here = assumed(request, site.gres), cluster.present()
+    partition = assumed(request, site.gres)
+    here = cluster.present()
     silent = "this machine has no Slurm"
     try:
         if here:
@@ -88,7 +89,8 @@ def submit(
     except RuntimeError as error:
         if not dry_run:
             raise
-        here, silent = False, f"Slurm does not answer ({error})"
+        here = False
+        silent = f"Slurm does not answer ({error})"
     plan = _plan(recipes, name, request, site, partition)
     if request.throttle is not None:
         check_script(plan.script, plan.runs)

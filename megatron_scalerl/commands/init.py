@@ -148,10 +148,10 @@ def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Rec
 
 def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, positions: int, gpus: int) -> Choices:
     """Template, tags, held-out prompts, lengths, batches, validations and verifier."""
-    from megatron_scalerl.recipe.sections import PromptsSection, RolloutsSection
+    from megatron_scalerl.recipe.sections import PromptsSection
     from megatron_scalerl.rollouts.plans import forced_ids
 
-    defaults, rollouts, interruption = PromptsSection(), RolloutsSection(), recipe.interruption
+    defaults = PromptsSection()
     lengths = [len(prompt.token_ids) for prompt in prompts.training]
     longest = min(max(lengths), defaults.max_prompt_tokens, positions // 2)
     usable = sum(length <= longest for length in lengths)
@@ -165,24 +165,25 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
             f"policy.path: {positions} positions leave {max(0, room)} tokens for a completion, after prompts of "
             f"{longest} and {forced} forced ones; take a policy with a longer context"
         )
-    asked, why = (recipe.max_completion_tokens, "the paper's") if gpus else (CPU_LONGEST, "CPUs are slow")
-    if room < asked:
+    asked = recipe.max_completion_tokens if gpus else CPU_LONGEST
+    completion = min(asked, room)
+    why = "the paper's" if gpus else "CPUs are slow"
+    if completion < asked:
         why = f"what {positions:,} positions leave"
-    answer = min(asked, room) // 7
-    thinking = min(asked, room) - answer
-    batch = min(rollouts.groups_per_batch if gpus else CPU_BATCH, usable - held_out)
-    interrupts = "thinking has a tag to close" if interruption.enabled else "thinking has no tag to close"
+    answer = completion // 7
+    thinking = completion - answer
+    batch = recipe.rollouts.groups_per_batch if gpus else CPU_BATCH
     return {
         "prompts.chat_template": (chat.chat_template, chat.why),
         "prompts.think_start": (chat.think_start, ""),
         "prompts.think_end": (chat.think_end, ""),
         "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts are no longer"),
         "prompts.held_out": (held_out, f"a tenth of them, at most {defaults.held_out}; validations use them"),
-        "interruption.enabled": (interruption.enabled, interrupts),
+        "interruption.enabled": (recipe.interruption.enabled, "whether thinking has a tag to close"),
         "interruption.thinking_tokens": ([thinking * 5 // 6, thinking], why),
         "interruption.answer_tokens": (answer, "a seventh of the completion"),
-        "rollouts.groups_per_batch": (batch, "prompts of a step"),
-        "rollouts.group_size": (rollouts.group_size if gpus else CPU_BATCH, "completions of each"),
+        "rollouts.groups_per_batch": (min(batch, usable - held_out), "prompts of a step"),
+        "rollouts.group_size": (recipe.rollouts.group_size if gpus else CPU_BATCH, "completions of each"),
         "rewards.verifier": (recipe.rewards.verifier, "what the references are for"),
         "validation.every_steps": (FIRST_STEPS, "ten times in the run"),
         "validation.prompts": (min(held_out, VALIDATED if gpus else CPU_BATCH), "of those held out"),

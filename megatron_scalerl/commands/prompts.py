@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.rollouts.plans import forced_ids
 
     settings = check_settings(recipe)
-    recipe, tokenizer = settings.recipe, settings.tokenizer
+    recipe = settings.recipe
+    tokenizer = settings.tokenizer
     prompts = checked_prompts(recipe, tokenizer)
     phrase_ids, _ = forced_ids(recipe, tokenizer)
     for line in [f"prompts: {settings.chat.why}", *prompts.report.lines()]:

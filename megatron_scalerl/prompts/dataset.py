@@ -110,7 +110,8 @@ def load_prompts(
     for loader, (found, held_out) in zip(loaders, splits):
         kept = [prompt for prompt in found if prompt.text not in texts]
         if not kept:
-            rows, default = len(found) + loader.split_off, PromptsSection.model_fields["held_out"].default
+            rows = len(found) + loader.split_off
+            default = PromptsSection.model_fields["held_out"].default
             raise ValueError(
                 f"{loader.task.key}.held_out: holds out {len(held_out)} of the {rows} prompts of "
                 f"{loader.task.prompts.path}, and none is left to train on; the default is {default}, set fewer, "
