@@ -3,31 +3,34 @@
 # it with the ScaleRL recipe (Megatron-Core trainer, vLLM engine, weights broadcast while completions are being
 # generated), and compares a forecast from the first half of the run with the second half.
 #
-#   examples/quickstart.sh [--seed N] [--smoke]
+#   examples/quickstart.sh [--seed N] [--gpu] [--smoke]
 #
+# --gpu trains in bf16 on one GPU, on which trainer and engine take turns.
 # --smoke runs every step at the smallest scale: a weak policy, six optimizer steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seed=1
 smoke=()
+gpu=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --seed) seed="$2"; shift 2 ;;
     --smoke) smoke=(smoke); shift ;;
-    *) echo "quickstart.sh: expected --seed N or --smoke, found '$1'" >&2; exit 2 ;;
+    --gpu) gpu=(policy.dtype=bfloat16 engine.colocate=true engine.vllm.gpu_memory_utilization=0.3 engine.vllm.enforce_eager=true); shift ;;
+    *) echo "quickstart.sh: expected --seed N, --gpu or --smoke, found '$1'" >&2; exit 2 ;;
   esac
 done
 began=$SECONDS
 say() { printf '\n[%4d s] %s\n' $((SECONDS - began)) "$*"; }
 
 say "installing"
-tools/install.sh cpu
+if [ -n "${gpu:-}" ]; then tools/install.sh gpu; else tools/install.sh cpu; fi
 python=.venv/bin/python
 
 tiny="runs/tiny_$seed${smoke:+_smoke}"
 name="quickstart_$seed${smoke:+_smoke}"
 set -- "name=$name" "seed=$seed" "prompts.path=$tiny/prompts.jsonl" "prompts.held_out_path=$tiny/held_out.jsonl" \
-  "sft.path=$tiny/sft.jsonl"
+  "sft.path=$tiny/sft.jsonl" "${gpu[@]}"
 if [ -n "${smoke:-}" ]; then
   set -- "$@" steps=6 sft.steps=60 rollouts.groups_per_batch=4 validation.every_steps=1 validation.prompts=40 \
     validation.generations=2 checkpoint.every_steps=3 forecast.fit_from_steps=0 optimizer.warmup_steps=1

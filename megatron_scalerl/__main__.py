@@ -71,6 +71,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "init": Command("write a recipe for a policy, a file of prompts and a number of GPUs", "commands.init"),
     "train": Command("run a recipe on this machine, or resume its run", "commands.train", runs_policies=True),
     "study": Command("run recipes with several seeds each, one after another, and compare them", "commands.study"),
     "submit": Command(

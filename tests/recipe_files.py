@@ -11,12 +11,14 @@ from megatron_scalerl.recipe import Recipe
 ROOT = Path(__file__).parent.parent
 OVERLAYS = ("ablations", "baselines", "course")
 """Folders of overlays, which are no whole recipes."""
+SETTLED = {"chat_template": False, "think_start": "<think>", "think_end": "</think>"}
+"""Settings of prompts that follow from the tokenizer, where no tokenizer is asked."""
 
 
 def small_recipe(**sections: Any) -> Recipe:
     """A recipe with these sections; its policy and prompts are not there."""
     return Recipe.model_validate(
-        {"name": "r", "steps": 1, "policy": {"path": "p"}, "prompts": {"path": "q"}} | sections
+        {"name": "r", "steps": 1, "policy": {"path": "p"}, "prompts": {"path": "q", **SETTLED}} | sections
     )
 
 

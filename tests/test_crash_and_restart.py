@@ -289,6 +289,25 @@ def test_a_run_with_nothing_to_train_on_ends_without_a_step(tmp_path):
     assert {v for g in groups.values() for c in g.completions for v in (c.first_version, c.last_version)} == {0}
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {},
+            r"none of the first 8 completions that end closes its thinking with '</think>', so no answer can be right",
+        ),
+        ({"sft": {"path": "warm.jsonl"}}, "had nothing left to train on"),
+        ({"prompts": {"think_start": "", "think_end": ""}}, "had nothing left to train on"),
+    ],
+)
+def test_a_first_batch_in_which_no_thinking_is_closed_ends_the_run(tmp_path, settings, message):
+    """Nothing has taught the policy the tags."""
+    settings = {"prompts": {"think_start": "<think>", "think_end": "</think>"}} | settings
+    made = recipe(tmp_path, rollouts={"max_staleness_steps": 0}, filters={"max_empty_batches": 2}, **settings)
+    with pytest.raises(RuntimeError, match=message):
+        attempt(made, answers=False)
+
+
 def test_a_journal_behind_its_checkpoint_is_refused(tmp_path):
     settings = recipe(tmp_path)
     attempt(settings, kill_at_s=26)

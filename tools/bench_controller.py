@@ -99,7 +99,7 @@ def recipe_for(folder: Path, o: argparse.Namespace) -> Recipe:
             "output_dir": str(folder),
             "steps": 10**6,
             "policy": {"path": str(folder / "policy")},
-            "prompts": {"path": "none"},
+            "prompts": {"path": "none", "think_start": "<think>", "think_end": "</think>"},
             "rollouts": {
                 "groups_per_batch": o.groups_per_batch,
                 "group_size": GROUP,

@@ -79,8 +79,18 @@ def submit(
     More than one recipe, or a throttle: an array. name: of the job. recipe_file: of the only recipe. Raises
     ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
-    site, here = read_site(request.site), cluster.present()
-    partition = check_partition(request.partition, cluster.partitions()) if here else assumed(request, site.gres)
+    site = read_site(request.site)
+    partition = assumed(request, site.gres)
+    here = cluster.present()
+    silent = "this machine has no Slurm"
+    try:
+        if here:
+            partition = check_partition(request.partition, cluster.partitions())
+    except RuntimeError as error:
+        if not dry_run:
+            raise
+        here = False
+        silent = f"Slurm does not answer ({error})"
     plan = _plan(recipes, name, request, site, partition)
     if request.throttle is not None:
         check_script(plan.script, plan.runs)
@@ -104,7 +114,7 @@ def submit(
         else:
             nodes = f"{partition.gpus} GPUs and {partition.cpus} CPUs"
             yield (
-                f"not checked, since this machine has no Slurm: that {partition.name} exists, with nodes of {nodes} "
+                f"not checked, since {silent}: that {partition.name} exists, with nodes of {nodes} "
                 "(assumed), its time limit, that Slurm accepts the job, that the run has no other one, and that the "
                 f"nodes see {plan.cwd} and {plan.runs[0]}"
             )
@@ -125,7 +135,7 @@ def _resolved(
 
     resolved: list[Recipe] = []
     warnings: dict[str, None] = {}
-    fits = ""
+    checks, fits = "passed", "not reached"
     for recipe, run in zip(recipes, plan.runs, strict=True):
         whole = recipe
         try:
@@ -135,12 +145,12 @@ def _resolved(
         except ValueError as error:
             if here:
                 raise
-            fits = f"not finished here: {error}"
+            checks = f"not finished here: {error}"
         resolved.append(whole)
         anywhere = plan.request.any_file_system or not here
         if line := check_shared(run, several=plan.nodes.nodes > 1, anywhere=anywhere):
             warnings[f"warning: {line}"] = None
-    return resolved, [*warnings, f"plan --check: {fits}"]
+    return resolved, [*warnings, f"checks of settings, policy and prompts: {checks}", f"plan --check: {fits}"]
 
 
 def _plan(

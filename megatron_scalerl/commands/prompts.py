@@ -45,17 +45,18 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     recipe = recipe_of(arguments)
     check_prompts(recipe)
     from megatron_scalerl.controller.preflight import checked_prompts  # imports transformers
-    from megatron_scalerl.models import read_hf_config
+    from megatron_scalerl.plan.settings import check_settings
     from megatron_scalerl.processes.logs import printable
     from megatron_scalerl.prompts.end_tokens import end_token_ids
-    from megatron_scalerl.prompts.tokenizer import policy_tokenizer
     from megatron_scalerl.recipe.tasks import tasks_of
     from megatron_scalerl.rollouts.plans import forced_ids
 
-    tokenizer = policy_tokenizer(recipe, read_hf_config(recipe.policy.path))
+    settings = check_settings(recipe)
+    recipe = settings.recipe
+    tokenizer = settings.tokenizer
     prompts = checked_prompts(recipe, tokenizer)
     phrase_ids, _ = forced_ids(recipe, tokenizer)
-    for line in prompts.report.lines():
+    for line in [f"prompts: {settings.chat.why}", *prompts.report.lines()]:
         console.print(printable(line), highlight=False)
     for task in tasks_of(recipe):
         _show_task(task, [prompt for prompt in prompts.training if prompt.task == task.name], arguments.count,

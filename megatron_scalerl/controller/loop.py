@@ -178,6 +178,8 @@ class Controller:
             if groups is None:
                 return await self._finish(self._stream.exhausted or "no prompt is left", final=True)
             waited = self._meter.elapsed - begin
+            if self._state.batches == 0 and self._recipe.sft.path is None:
+                check_thinking(groups, self._recipe.prompts.think_end)
             async with self._saving.uninterrupted():
                 await self._record(groups)
             await self._train_on(groups, waited)
@@ -323,6 +325,25 @@ class Controller:
         self._meter.charge_validation()
         self._folder.end(reason, step=self._state.step, final=final)
         return reason
+
+
+def check_thinking(groups: Sequence[RolloutGroup], think_end: str) -> None:
+    """Raises RuntimeError where completions end by themselves, and none of them has an answer after its thinking.
+
+    think_end: the closing tag; without one, the whole completion is the answer.
+    """
+    ended = [
+        score.reason
+        for group in groups
+        for completion, score in zip(group.completions, group.scores)
+        if not completion.interrupted and not completion.truncated
+    ]
+    if think_end and set(ended) == {"no_answer"}:
+        raise RuntimeError(
+            f"none of the first {len(ended)} completions that end closes its thinking with {think_end!r}, so no "
+            "answer can be right; set prompts.think_start and prompts.think_end to the tags that the policy writes, "
+            "apply its chat template (prompts.chat_template), or make a warm start (sft)"
+        )
 
 
 def _curriculum(recipe: Recipe, prompts: Sequence[Prompt]) -> Curriculum:

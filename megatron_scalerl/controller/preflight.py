@@ -1,4 +1,4 @@
-"""Checks before any process starts: files, policy, parallel layout, tokenizer, think tags, lengths.
+"""Checks before any process starts: files, weights, prompts, this host, and those of `plan.settings`.
 
 Every check fails with a one-line error and leaves no files behind.
 """
@@ -12,43 +12,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatron_scalerl.checkpoints.weight_map import check_weights
-from megatron_scalerl.engine.options import check_options
-from megatron_scalerl.evaluation.inputs import Evaluated, evaluation_inputs, longest_sequence
+from megatron_scalerl.evaluation.inputs import Evaluated, evaluation_inputs
 from megatron_scalerl.launch.local_server import bind_server
-from megatron_scalerl.losses import make_loss
-from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.plan.settings import Settings, check_settings
 from megatron_scalerl.prompts.dataset import PROMPTS_CHANGED, PromptSet, load_prompts
-from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import check_policy, check_prompts, read_run_recipe
-from megatron_scalerl.recipe.parallel_layout import check_sharding
+from megatron_scalerl.recipe.file import check_policy, check_prompts
 from megatron_scalerl.recipe.tasks import Task, tasks_of
 from megatron_scalerl.rewards.code_tests import parse_tests
 from megatron_scalerl.rewards.math import check_references
 from megatron_scalerl.rewards.pool import limits_of
 from megatron_scalerl.rewards.sandbox_probe import check_sandbox
+from megatron_scalerl.trainer.ranks import check_device
 
 _END = 1 << 16
 """Bytes at the end of a file of weights that its digest reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Inputs(Settings):
     """The checked inputs of a run."""
 
-    tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
     evaluation: Evaluated | None
-    longest_sequence: int
-    """Longest prompt and completion together, with forced phrase and end (tokens)."""
-    micro_batch_tokens: int
-    """Capacity of one packed micro-batch (tokens)."""
 
     def resolved(self, recipe: Recipe) -> Recipe:
-        """The recipe with digests of policy and prompts, the engine's context length and the trainer's capacity."""
+        """The settled recipe with digests of policy and prompts, the engine's context length and the trainer's
+        capacity."""
+        recipe = self.chat.settled(recipe)
         options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
         trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})
         engine = recipe.engine.model_copy(update={"vllm": options})
@@ -81,25 +75,13 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     """
     check_policy(recipe)
     check_prompts(recipe)
-    check_options(recipe.engine.vllm)
-    make_loss(recipe.loss.name, recipe.loss.arguments)
+    settings = check_settings(recipe)
     if on_this_host:
         _check_host(recipe)
-    hf_config = read_hf_config(recipe.policy.path)
-    _check_layout(recipe, hf_config)
-    tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
-    prompts = checked_prompts(recipe, tokenizer)
-    evaluation = evaluation_inputs(recipe, tokenizer, prompts.training)
-    capacity = _micro_batch_tokens(recipe)
-    longest = longest_sequence(recipe, hf_config, tokenizer, capacity=capacity)
-    return Inputs(
-        tokenizer=tokenizer,
-        prompts=prompts,
-        evaluation=evaluation,
-        longest_sequence=longest,
-        micro_batch_tokens=capacity,
-    )
+    prompts = checked_prompts(settings.recipe, settings.tokenizer)
+    evaluation = evaluation_inputs(settings.recipe, settings.tokenizer, prompts.training)
+    return Inputs(**vars(settings), prompts=prompts, evaluation=evaluation)
 
 
 def checked_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
@@ -117,7 +99,8 @@ def checked_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Promp
 
 
 def _check_host(recipe: Recipe) -> None:
-    """Raises ValueError if this host lacks a port or the verifier code's sandbox."""
+    """Raises ValueError if this host lacks a port, a GPU or the verifier code's sandbox."""
+    check_device(recipe)
     for task in tasks_of(recipe):
         if task.rewards.verifier == "code":
             check_sandbox(limits_of(task.rewards))
@@ -138,22 +121,3 @@ def check_answers(task: Task, answers: Sequence[tuple[str, str, Mapping[str, Any
         except ValueError as error:
             problems[number] = str(error)
     return problems
-
-
-def _check_layout(recipe: Recipe, hf_config: PretrainedConfig) -> None:
-    """Raises ValueError for settings that Megatron would reject on every rank."""
-    policy = family(hf_config)
-    check_sharding(policy, recipe.megatron.parallel, recipe.megatron.model)
-    m = recipe.megatron
-    if m.model or m.parallel or m.ddp or m.optimizer:
-        from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
-
-        check_megatron(policy, recipe)
-
-
-def _micro_batch_tokens(recipe: Recipe) -> int:
-    """A run that resumes keeps its capacity if the recipe does not set one."""
-    if recipe.trainer.micro_batch_tokens is None and Path(recipe.run_dir, "recipe.yaml").exists():
-        found = (read_run_recipe(recipe.run_dir).get("trainer") or {}).get("micro_batch_tokens")
-        return found or recipe.micro_batch_tokens
-    return recipe.micro_batch_tokens

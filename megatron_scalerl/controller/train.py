@@ -131,7 +131,8 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     placement.check_present(hosts, engines=recipe.engine.min_engines)
     inputs = check_inputs(recipe)
     evaluated = inputs.evaluation
-    for line in [*inputs.prompts.report.lines(), *(evaluated.lines() if evaluated else ())]:
+    reports = [f"prompts: {inputs.chat.why}", *inputs.prompts.report.lines()]
+    for line in [*reports, *(evaluated.lines() if evaluated else ())]:
         console.print(line, highlight=False)
     recipe = inputs.resolved(recipe)
     check_recipe(recipe)

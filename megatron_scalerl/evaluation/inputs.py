@@ -17,12 +17,13 @@ from megatron_scalerl.evaluation.problems import ProblemFile, read_problems, spl
 from megatron_scalerl.evaluation.results import Header, Key
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.processes.logs import printable
+from megatron_scalerl.prompts.chat import chat_of_recipe
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy
 from megatron_scalerl.recipe.tasks import tasks_of
-from megatron_scalerl.rollouts.plans import forced_ids
+from megatron_scalerl.rollouts.plans import longest_sequence
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.types import Prompt
 
@@ -129,6 +130,9 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     hf_config = read_hf_config(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
+    # problems are texts; a recipe with prompts of its own says how the run renders them
+    messages = False if recipe.prompts.path in [file.path for file in files] else None
+    recipe = chat_of_recipe(recipe, tokenizer, messages=messages).settled(recipe)
     longest = longest_sequence(at_budget(recipe, max(budgets, default=None)), hf_config, tokenizer)
     engine = recipe.engine.model_copy(update={"vllm": {"max_model_len": longest, **recipe.engine.vllm}})
     # neither changes a completion or whether it is correct
@@ -141,29 +145,6 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
         files=tuple(files),
         prompts=rendered(files, tokenizer, recipe, key="--data"),
     )
-
-
-def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity: int | None = None) -> int:
-    """The tokens of the longest sequence that the recipe can have.
-
-    capacity: trainer.micro_batch_tokens. Raises ValueError for a limit that is shorter.
-    """
-    phrase_ids, _ = forced_ids(recipe, tokenizer)
-    longest = recipe.longest_sequence(len(phrase_ids))
-    for key, limit in (
-        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len")),
-        (
-            "max_position_embeddings of the policy",
-            getattr(hf_config.get_text_config(), "max_position_embeddings", None),
-        ),
-        ("trainer.micro_batch_tokens", capacity),
-    ):
-        if limit and longest > limit:
-            raise ValueError(
-                f"{key}: {limit} is too short for the longest sequence, {longest} tokens (prompts.max_prompt_tokens "
-                f"{recipe.prompts.max_prompt_tokens} + thinking + phrase + answer)"
-            )
-    return longest
 
 
 def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]) -> Evaluated | None:

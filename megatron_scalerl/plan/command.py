@@ -88,8 +88,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     with no_collections():
         from megatron_scalerl.plan.meta_build import compare_with_build  # these imports take seconds
         from megatron_scalerl.plan.planner import as_numbers, make_plan
+        from megatron_scalerl.plan.settings import check_settings
         from megatron_scalerl.plan.text import show, verdict
 
+        check_settings(recipe, folder)
         plan = make_plan(recipe, folder, options.gpus, GPUS[gpu], assumed, layers=layers, origins=origins)
         built = "skipped" if options.no_build else compare_with_build(plan, folder)
     if options.json:

@@ -121,12 +121,6 @@ class RunPlan:
                 f"engine.vllm.gpu_memory_utilization: vLLM's share and the weight groups' "
                 f"{self.engine.group_bytes / GIB:.1f} GiB are {over / GIB:.1f} GiB more than a device has"
             )
-        need = self.recipe.longest_sequence(phrase_tokens=0)
-        if self.recipe.micro_batch_tokens < need:
-            found.append(
-                f"trainer.micro_batch_tokens: expected at least {need}, the longest prompt and completion, found "
-                f"{self.recipe.micro_batch_tokens}"
-            )
         return found
 
 

@@ -52,9 +52,9 @@ def _summary(plan: RunPlan, built: str) -> Section:
     if p.passthrough:
         what = f"{p.total + p.passthrough:,}; a vision tower or multi-token prediction, not loaded"
         rows.append(("  with what is not trained", what))
-    origin = "from the recipe" if plan.split_is_recipes else "chosen by the planner"
     same = "the same " if plan.recipe.engine.colocate else ""
     generate = f"{same}{split.engines * each} generate: {split.engines} engines of {each}"
+    origin = _other_split(plan) or "from the recipe"
     rows += [
         ("  built on the meta device", built),
         ("architecture", plan.config),
@@ -70,7 +70,19 @@ def _summary(plan: RunPlan, built: str) -> Section:
 def verdict(plan: RunPlan) -> str:
     """One line: whether it fits, headroom, bottleneck, cost."""
     cost = f"{plan.gpu_hours_per_1000_steps:,.0f} GPU-hours per 1,000 steps{_money(plan)}"
-    return f"{fits(plan)}; {bottleneck(plan)}; {cost}{'' if plan.trained else '; planned only, train refuses it'}"
+    parts = [fits(plan), _other_split(plan), bottleneck(plan), cost]
+    parts.append("" if plan.trained else "planned only, train refuses it")
+    return "; ".join(part for part in parts if part)
+
+
+def _other_split(plan: RunPlan) -> str:
+    """What the recipe has to set for the planner's split, where its own does not take these GPUs; else nothing."""
+    if plan.split_is_recipes:
+        return ""
+    return (
+        f"chosen by the planner, since the recipe's split takes {plan.recipe.devices} GPUs; set trainer.world_size="
+        f"{plan.split.trainer} engine.count={plan.split.engines}"
+    )
 
 
 def _money(plan: RunPlan) -> str:

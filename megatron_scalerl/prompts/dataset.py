@@ -16,6 +16,7 @@ from typing import Any
 from megatron_scalerl.prompts.layouts import OtherTask, Question, other_task, read_layout
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.sources import listing
+from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.types import Prompt
 
@@ -109,9 +110,12 @@ def load_prompts(
     for loader, (found, held_out) in zip(loaders, splits):
         kept = [prompt for prompt in found if prompt.text not in texts]
         if not kept:
+            rows = len(found) + loader.split_off
+            default = PromptsSection.model_fields["held_out"].default
             raise ValueError(
-                f"{loader.task.key}.held_out: holds out {len(held_out)} of the "
-                f"{len(found) + loader.split_off} prompts of {loader.task.prompts.path}, and none is left to train on"
+                f"{loader.task.key}.held_out: holds out {len(held_out)} of the {rows} prompts of "
+                f"{loader.task.prompts.path}, and none is left to train on; the default is {default}, set fewer, "
+                f"such as {max(1, rows // 10)}"
             )
         training += kept
         reports.append(loader.report(kept, held_out, leaked=len(found) - len(kept)))
@@ -247,6 +251,8 @@ class _Loader:
             raise ValueError(f"{path}: has no prompt: {why}")
         if 2 * skipped > read:
             raise ValueError(f"{path}: {skipped} of {read} rows cannot be learned from, such as {self._unusable[-1]}")
+        if not unique:
+            raise ValueError(f"{path}: none of its {read} rows can be learned from, such as {self._unusable[-1]}")
         kept = self._render(unique)
         if not kept:
             raise ValueError(
@@ -260,6 +266,8 @@ class _Loader:
         all_token_ids = self._renderer.token_ids([question for _, question, _ in unique.values()])
         kept = []
         for (where, _, prompt), token_ids in zip(unique.values(), all_token_ids):
+            if not token_ids:
+                raise ValueError(f"{where}: the prompt has 0 tokens; mend the tokenizer or its chat template")
             if len(token_ids) > limit:
                 self._too_long.append(f"{where}: {len(token_ids)} tokens, at most {limit} allowed")
             else:

@@ -44,7 +44,7 @@ class Question:
     text: str
     """As text, for ids and for the split; of several messages, each with its role."""
     messages: tuple[Mapping[str, str], ...] = ()
-    """Role and content of each message; empty for a text and for one message of the user."""
+    """Role and content of each message; empty for a text."""
 
 
 class OtherTask(ValueError):
@@ -83,7 +83,7 @@ class Layout:
     def question_of(self, row: Row) -> Question:
         """The row's question. Raises ValueError, naming row and column."""
         first, *others = values_of(row, self.question)
-        if isinstance(parsed := _parsed(first), list) and parsed and all(isinstance(part, dict) for part in parsed):
+        if _is_conversation(parsed := _parsed(first)):
             return _conversation(row, self.question[0], parsed)
         parts = (first, *("\n".join(map(str, part)) if isinstance(part, list) else part for part in others))
         text = "\n\n".join(as_text(row, self.question[0], part) for part in parts)
@@ -93,6 +93,10 @@ class Layout:
             text = "\n".join((f"{text}\n", *(f"{letter}. {each}" for letter, each in choices.items())))
         before = [each for each in about if isinstance(each, str) and each.strip() and each not in text]
         return Question(text="\n\n".join((*before, text)))
+
+    def has_messages(self, row: Row) -> bool:
+        """Whether the row's question is a list of messages."""
+        return not row.problem and self.fits(row) and _is_conversation(_parsed(values_of(row, self.question)[0]))
 
     def reference_of(self, row: Row, verifier: str) -> str:
         """The row's reference as text. Raises ValueError, naming row and column."""
@@ -300,6 +304,10 @@ def _choices(row: Row) -> dict[str, str]:
     return texts if all(re.fullmatch(r"\w", letter) for letter in texts) else {}
 
 
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(part, dict) for part in value)
+
+
 def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> Question:
     messages = []
     for part in parts:
@@ -314,10 +322,8 @@ def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> 
         raise ValueError(
             f"{row.where}: expected a last message of the user in {column!r}, found {messages[-1]}"[:200]
         )
-    if len(messages) == 1:
-        return Question(text=messages[0]["content"])
     text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-    return Question(text=text, messages=tuple(messages))
+    return Question(text=text if len(messages) > 1 else messages[0]["content"], messages=tuple(messages))
 
 
 def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:

@@ -9,20 +9,12 @@ from typing import Any
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.meta import find_undeclared_variables
 
+from megatron_scalerl.prompts.chat import QUESTION, apply_template, check_turn, tags_in
 from megatron_scalerl.prompts.layouts import Question
 from megatron_scalerl.recipe.sections import PromptsSection
 
 CHUNK = 1024
 """Problems that are tokenized in one call."""
-THINK_TAGS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
-    ("<|channel>thought", "<channel|>"),
-    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
-)
-"""Tags that open and close thinking in the chat templates of reasoning models."""
 ASKS = ("defined", "undefined", "none", "default", "d")
 """Tests and filters by which a template asks for an argument before it sets one of its own."""
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"}
@@ -32,8 +24,9 @@ GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_no
 class PromptRenderer:
     """Renders problems as the recipe says: template, chat template, think prefill, first token.
 
-    `tokenizer` is a Hugging Face tokenizer. Raises ValueError for a template without `{prompt}`, for settings of a
-    chat template that is absent or does not read them, and for one that thinks in other tags than the recipe's.
+    `tokenizer` is a Hugging Face tokenizer; `prompts` is settled (`prompts.chat`). Raises ValueError for a template
+    without `{prompt}`, for settings of a chat template that is absent or does not read them, and for one that thinks
+    in other tags than the recipe's.
     """
 
     def __init__(self, tokenizer: Any, prompts: PromptsSection) -> None:
@@ -56,7 +49,7 @@ class PromptRenderer:
         if token := next((token for token in self._special if token in question.text), ""):
             # the policy would read it as one
             raise ValueError(f"{where}: {column!r} contains the special token {token}")
-        if question.messages and not self._prompts.chat_template:
+        if len(question.messages) > 1 and not self._prompts.chat_template:
             raise ValueError(f"{where}: has several messages, which need prompts.chat_template true")
 
     def text(self, question: Question | str) -> str:
@@ -79,21 +72,12 @@ class PromptRenderer:
         if self._prompts.system is not None:
             others = [message for message in messages if message["role"] != "system"]
             messages = [{"role": "system", "content": self._prompts.system}, *others]
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=True,
-                strftime_now=self._prompts.template_date.strftime,
-                **self._prompts.template_arguments,
-            )
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"prompts.chat_template: the tokenizer's template fails: {error}") from None
-        return text
+        return apply_template(self._tokenizer, self._prompts, messages)
 
     def _check_chat(self) -> None:
         if not self._tokenizer.chat_template:
             raise ValueError("prompts.chat_template: the tokenizer has no chat template")
+        check_turn(self._tokenizer, self._prompts)
         source = self._tokenizer.get_chat_template()
         names = template_names(source) - GIVEN - set(self._tokenizer.special_tokens_map)
         readable = ", ".join(sorted(names)) or "none"
@@ -102,13 +86,13 @@ class PromptRenderer:
                 f"prompts.template_arguments: the chat template does not read {unread[0]} (what it reads: {readable})"
             )
         system, start, end = self._prompts.system, self._prompts.think_start.strip(), self._prompts.think_end.strip()
-        shown = self._text("1+1")
+        shown = self._text(QUESTION["content"])
         if system and system.strip() not in shown:
             raise ValueError("prompts.system: the chat template leaves the system message out")
-        tags = next((pair for pair in THINK_TAGS if pair[0] in source or pair[0] in shown), None)
+        tags = tags_in(source + shown)
         if tags and not end and shown.rstrip().endswith(tags[1]):
             return  # the prompt closes thinking, and the policy answers without
-        if tags and (end != tags[1] or start not in ("", tags[0])):
+        if tags and (end != tags[1] or start not in ("", tags[0].strip())):
             raise ValueError(
                 f"prompts.think_start, prompts.think_end: the chat template thinks in {tags[0]!r} and "
                 f"{tags[1]!r}, not in {start!r} and {end!r}"
@@ -150,21 +134,6 @@ def template_names(source: str) -> set[str]:
         return find_undeclared_variables(tree) - own
     except TemplateError as error:
         raise ValueError(f"prompts.chat_template: the tokenizer's template cannot be read: {error}") from None
-
-
-def check_think_tags(tokenizer: Any, start: str, end: str) -> None:
-    """Check that each think tag decodes to itself; it may be several tokens.
-
-    Whitespace around a tag may differ, since tokenizers move it. The forced phrase, whose whitespace may not differ,
-    is checked by `engine.interruption.plan_ids`. Raises ValueError for a text that does not decode to itself.
-    """
-    for key, text in (("prompts.think_start", start), ("prompts.think_end", end)):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if decoded.strip() != text.strip():
-            raise ValueError(
-                f"{key}: {text!r} becomes {decoded!r} when the tokenizer encodes and decodes it; choose another text"
-            )
 
 
 def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from megatron_scalerl.prompts.end_tokens import end_token_ids, text_config
 from megatron_scalerl.prompts.layouts import values_of
-from megatron_scalerl.prompts.rendering import PromptRenderer, check_think_tags
+from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.sources import Row, listing, read_json_lines, refuse_surrogates
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Rollout
@@ -49,7 +49,6 @@ def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
     that contains the forced phrase without the closing tag, and, unless sft.too_long is skip, one that is too long.
     """
     rows = _rows(recipe.sft.path)
-    check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end)
     prompts = PromptRenderer(tokenizer, recipe.prompts).token_ids([row.values["prompt"] for row in rows])
     completions = tokenizer([row.values["completion"] for row in rows], add_special_tokens=False)["input_ids"]
     forced = _ForcedPhrase(recipe, tokenizer)

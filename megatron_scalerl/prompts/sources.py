@@ -133,8 +133,16 @@ def _table_rows(path: Path, table: Any) -> Iterator[Row]:
 
 
 def read_json_lines(path: Path) -> Iterator[Row]:
-    """The rows of a .jsonl file, which gzip may have compressed; blank lines are skipped."""
+    """The rows of a .jsonl file, which gzip may have compressed; blank lines are skipped.
+
+    Raises ValueError for a file in UTF-16 or UTF-32, whose lines cannot be told apart.
+    """
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        encoding = json.detect_encoding(file.peek(4)[:4])
+        if not encoding.startswith("utf-8"):
+            raise ValueError(
+                f"{path}: is in {encoding.upper()}; JSON lines are read in UTF-8: iconv -f {encoding} -t utf-8"
+            )
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

@@ -1,4 +1,4 @@
-"""The tokenizer of a policy's folder, checked against its tokenizer.json, its model and the recipe's think tags."""
+"""The tokenizer of a policy's folder, checked against its tokenizer.json and its model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
-from megatron_scalerl.prompts.rendering import check_think_tags, check_vocabulary
+from megatron_scalerl.prompts.rendering import check_vocabulary
 from megatron_scalerl.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,12 @@ def load_tokenizer(path: str | Path) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"policy.path: {path} has no tokenizer that can be read ({error})") from None
+    files = list(tokenizer.vocab_files_names.values())
+    if files and not any(Path(path, name).is_file() for name in files):  # transformers then makes an empty one
+        raise ValueError(
+            f"policy.path: there is no tokenizer in {path}: it has none of {', '.join(files)}; copy the tokenizer's "
+            "files of the policy that it was made from"
+        )
     if not (file := Path(path) / "tokenizer.json").is_file():
         return tokenizer
     from tokenizers import Tokenizer
@@ -52,10 +58,8 @@ def _ids(tokenizer: Any) -> list[int]:
 def policy_tokenizer(recipe: Recipe, hf_config: PretrainedConfig) -> Any:
     """The tokenizer in policy.path.
 
-    Raises ValueError where there is none, where the model has fewer rows than it has tokens, and for think tags that
-    do not survive it.
+    Raises ValueError where there is none, and where the model has fewer rows than it has tokens.
     """
     tokenizer = load_tokenizer(recipe.policy.path)
     check_vocabulary(tokenizer, hf_config.get_text_config().vocab_size)
-    check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end)
     return tokenizer

@@ -79,7 +79,7 @@ def _overridden(data: dict[str, Any], files: dict[Path, dict[str, Any]], overrid
             data = _merged(data, deepcopy(over) | named)
         else:
             _override(data, item)
-    return _validated(data, files)
+    return validated(data, files)
 
 
 def _merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -94,11 +94,14 @@ def _merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def load_run_recipe(run_dir: str | Path) -> Recipe:
     """The recipe of an existing run; raises as `load_recipe`."""
     data = read_yaml(Path(run_dir) / "recipe.yaml")
-    return _validated(data, {Path(run_dir) / "recipe.yaml": data})
+    return validated(data, {Path(run_dir) / "recipe.yaml": data})
 
 
-def _validated(data: dict[str, Any], files: dict[Path, dict[str, Any]]) -> Recipe:
-    """files: those that `data` comes from, in their order; an error names the one or the ones that state its key."""
+def validated(data: dict[str, Any], files: dict[Path, dict[str, Any]]) -> Recipe:
+    """The recipe of the sections in `data`. Raises `RecipeError`.
+
+    files: those that `data` comes from, in their order; an error names the one or the ones that state its key.
+    """
     try:
         return local_recipe(Recipe.model_validate(data))
     except ValidationError as error:
@@ -165,17 +168,23 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return f"{where}not valid YAML: {' '.join(str(getattr(error, 'problem', None) or error).split())}"
 
 
-def _override(data: dict[str, Any], item: str) -> None:
+def parsed_override(item: str) -> tuple[str, Any]:
+    """(key, value) of `key.path=value`. Raises `RecipeError` for another text."""
     key, separator, text = item.partition("=")
     if not separator or not key:
         raise RecipeError(f"override {item!r}: write it as key.path=value")
+    return key, _parsed(text, f"override {item if len(item) <= 100 else item[:97] + '...'!r}") if text else None
+
+
+def _override(data: dict[str, Any], item: str) -> None:
+    key, value = parsed_override(item)
     *parents, last = key.split(".")
     node = data
     for name in parents:
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
             raise RecipeError(f"override {item!r}: {name} is a value, not a section")
-    node[last] = _parsed(text, f"override {item if len(item) <= 100 else item[:97] + '...'!r}") if text else None
+    node[last] = value
 
 
 def _first(error: ValidationError) -> ErrorDetails:
@@ -193,6 +202,10 @@ def _first_line(error: ValidationError) -> str:
         return unknown_key(key, known, expected="a recipe key", setting=setting, listed=LISTED) + more
     if first["type"] == "missing":
         return f"{key}: is missing, and has no default{more}"
+    if first["type"] == "string_type" and first["input"] is None:
+        return f"{key}: has no value; an empty text is '' in a file, and \"{key}=''\" in a shell{more}"
+    if first["type"] == "string_type" and isinstance(first["input"], list):
+        return f"{key}: is a list, and takes one text; files of one kind belong into one folder{more}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return (f"{key}: " if key and not message.startswith(str(first["loc"][-1])) else "") + message + more

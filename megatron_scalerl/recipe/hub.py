@@ -42,7 +42,9 @@ def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
 
 
 def hint(path: str, kind: Kind) -> str:
-    """What an error about a path that does not exist adds where it may be a name on the hub."""
+    """What an error about a path that does not exist adds: it may be a pattern, or a name on the hub."""
+    if path.startswith("~") or any(sign in path for sign in "*?["):
+        return "; ~ and patterns are not expanded: name one file, or a folder of files"
     name = _NAME.fullmatch(path)
     if name is None or _FILE.fullmatch(path) or Path(path.partition("/")[0]).exists():
         return ""

@@ -20,6 +20,7 @@ from megatron_scalerl.recipe.process_sections import (
     WeightsSection,
 )
 from megatron_scalerl.recipe.sections import (
+    AUTO,
     MICRO_BATCH_MULTIPLE,
     AdvantagesSection,
     CheckpointSection,
@@ -109,7 +110,8 @@ class Recipe(Section):
         """
         forced = 0
         if self.interruption.enabled:
-            text = self.interruption.phrase + self.prompts.think_end
+            tag = self.prompts.think_end
+            text = self.interruption.phrase + ("</think>" if tag == AUTO else tag)
             forced = (len(text.encode()) if phrase_tokens is None else phrase_tokens) + 1
         return self.prompts.max_prompt_tokens + self.max_completion_tokens + forced
 
@@ -143,11 +145,7 @@ class Recipe(Section):
                 f"rollouts.max_in_flight: {r.max_in_flight} does not hold one group; use at least "
                 f"group_size {r.group_size}"
             )
-        if not self.prompts.think_end.strip() and (self.interruption.enabled or self.prompts.think_start.strip()):
-            raise ValueError(
-                "prompts.think_end: is empty, but a tag has to close thinking. For a policy that thinks in no tags "
-                "set prompts.think_start to an empty text as well, and interruption.enabled to false"
-            )
+        check_tags(self)
         _check_tasks(self)
         _check_evaluation(self)
         _check_one_host(self)
@@ -166,15 +164,17 @@ class Recipe(Section):
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and r.kv_cache == "keep":
             raise ValueError("rollouts.routing_replay: needs rollouts.kv_cache recompute; it is keep")
-        context = self.engine.vllm.get("max_model_len")
-        need = self.longest_sequence(phrase_tokens=0)
-        if context is not None and need > context:
-            raise ValueError(
-                f"engine.vllm.max_model_len: {context} is too short for the longest sequence, {need} tokens "
-                f"(prompts.max_prompt_tokens {self.prompts.max_prompt_tokens} + thinking "
-                f"{self.interruption.thinking_tokens[1]} + answer {self.interruption.answer_tokens} + forced tokens)"
-            )
         return self
+
+
+def check_tags(recipe: Recipe) -> None:
+    """Raises ValueError where thinking is opened or interrupted, and no tag closes it."""
+    opens = recipe.prompts.think_start.strip() not in ("", AUTO)
+    if not recipe.prompts.think_end.strip() and (opens or recipe.interruption.enabled is True):
+        raise ValueError(
+            "prompts.think_end: is empty, but a tag has to close thinking. For a policy that thinks in no tags "
+            "set prompts.think_start to an empty text as well, and interruption.enabled to false"
+        )
 
 
 def _check_evaluation(recipe: Recipe) -> None:

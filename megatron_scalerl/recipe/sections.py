@@ -13,7 +13,7 @@ A key that is not set, or null, has the value of `prompts` or `rewards`: no defa
 from __future__ import annotations
 
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -79,6 +79,10 @@ PAPER_PHRASE = "Okay, time is up. Let me stop thinking and formulate a final ans
 trailing space is the one that the paper prints before the tag."""
 
 
+AUTO: Final = "auto"
+"""Value of a setting that follows from tokenizer and prompts, which `prompts.chat.with_chat` fills in."""
+
+
 class PolicySection(Section):
     """The policy that is trained."""
 
@@ -116,9 +120,10 @@ class PromptsSection(Section):
     """Column with the reference answer, passed to the verifier. null: that of the layout."""
     prompt_template: str = "{prompt}"
     """Format string of the prompt; `{prompt}` is replaced by the problem's text."""
-    chat_template: bool = False
-    """Apply the tokenizer's chat template: the rendered prompt is the user's message. Required for rows with several
-    messages, whose last one prompt_template renders."""
+    chat_template: bool | Literal["auto"] = AUTO
+    """Apply the tokenizer's chat template: the rendered prompt is the user's message. auto: rows of messages take it
+    where there is one, rows of text do not. Required for rows with several messages, whose last one prompt_template
+    renders."""
     system: str | None = None
     """Message of the system, in place of the file's. Requires chat_template."""
     template_arguments: dict[str, Any] = {}
@@ -132,11 +137,12 @@ class PromptsSection(Section):
     refused, at a resume too: a file, the tokenizer, its template or the code that renders it has changed."""
     add_bos: bool = True
     """Prepend the tokenizer's beginning-of-sequence token, if it has one and the prompt does not start with it."""
-    think_start: str = "<think>"
-    """Tag that opens thinking; appended to the rendered prompt as a prefill. Empty: no prefill."""
-    think_end: str = "</think>"
-    """Tag that closes thinking; the answer is the text after it. Empty, with think_start empty and
-    interruption.enabled false: the policy thinks in no tags, and the whole completion is its answer."""
+    think_start: str = AUTO
+    """Tag that opens thinking; appended to the rendered prompt as a prefill. Empty: no prefill. auto: that of the
+    chat template, else of the warm start, else of the vocabulary where no template is applied, else none."""
+    think_end: str = AUTO
+    """Tag that closes thinking; the answer is the text after it. Empty: the policy thinks in no tags, and the whole
+    completion is its answer. auto: as think_start."""
     max_prompt_tokens: PositiveInt = 2048
     """Longer prompts are skipped and reported (tokens; section 2 of the paper: 2,048)."""
     held_out_path: str | None = None
@@ -240,8 +246,9 @@ class InterruptionSection(Section):
     `after_natural_end`.
     """
 
-    enabled: bool = True
-    """False: thinking and answer share one budget of thinking_tokens[1] + answer_tokens."""
+    enabled: bool | Literal["auto"] = AUTO
+    """False: thinking and answer share one budget of thinking_tokens[1] + answer_tokens. auto: true for a policy that
+    thinks in tags, false for one without."""
     thinking_tokens: tuple[NonNegativeInt, NonNegativeInt] = (10240, 12288)
     """Range of the interruption point, both ends included (tokens; section 2 of the paper: [10k, 12k]). Not specified
     by the paper: it is drawn uniformly per completion from the run's seed."""

@@ -91,6 +91,16 @@ def load_verifier(spec: str, limits: Limits) -> Verifier:
 
         sandbox_probe.check_sandbox(limits)
         return functools.partial(code.verify_code, limits=limits)
+    return _custom(spec)
+
+
+def check_verifier(spec: str) -> None:
+    """Raises ValueError, in one line, for a verifier that cannot be loaded; does not ask for the host's sandbox."""
+    if spec not in ("math", "code"):
+        _custom(spec)
+
+
+def _custom(spec: str) -> Verifier:
     module_name, separator, name = spec.partition(":")
     head = f"rewards.verifier {spec!r}"
     if not (module_name and separator and name):

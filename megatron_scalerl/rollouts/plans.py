@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -44,6 +45,29 @@ def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tupl
             f"(tokenizer and generation_config.json of {recipe.policy.path})"
         )
     return phrase_ids, think_end_ids
+
+
+def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity: int | None = None) -> int:
+    """The tokens of the longest sequence that the recipe can have; without a tokenizer a lower bound.
+
+    capacity: trainer.micro_batch_tokens. Raises ValueError for a limit that is shorter.
+    """
+    phrase = len(forced_ids(recipe, tokenizer)[0]) if tokenizer else 0
+    longest = recipe.longest_sequence(phrase)
+    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    for key, limit, remedy in (
+        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len"), "raise it"),
+        ("policy.path: max_position_embeddings of the policy", positions, "take a policy with a longer context"),
+        ("trainer.micro_batch_tokens", capacity, "raise it"),
+    ):
+        if limit and longest > limit:
+            raise ValueError(
+                f"{key}: {limit} is too short for the longest sequence, {longest} tokens "
+                f"(prompts.max_prompt_tokens {recipe.prompts.max_prompt_tokens} + interruption.thinking_tokens "
+                f"{recipe.interruption.thinking_tokens[1]} + interruption.answer_tokens "
+                f"{recipe.interruption.answer_tokens} + forced phrase and end); lower these, or {remedy}"
+            )
+    return longest
 
 
 class Plans:

@@ -22,6 +22,7 @@ def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Paral
     GPU; RuntimeError if the ranks do not meet.
     """
     keywords = parallel_keywords(recipe)
+    check_device(recipe)
     trainer = recipe.trainer
     rank_in_world(trainer.world_size, rendezvous)
     check_world(sizes_of(keywords), trainer.world_size)
@@ -36,19 +37,21 @@ def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Paral
 
 
 def parallel_keywords(recipe: Recipe) -> dict[str, Any]:
-    """Keywords of initialize_model_parallel.
-
-    Raises ValueError for an unknown one, naming the nearest, and for an interleaved pipeline without a GPU.
-    """
+    """Keywords of initialize_model_parallel. Raises ValueError for an unknown one, naming the nearest."""
     keywords = dict(recipe.megatron.parallel)
     expected = "a keyword of initialize_model_parallel"
     check_keys("megatron.parallel", keywords, known_keywords(), expected=expected, in_recipe=True)
-    if not device.HAVE_GPU and keywords.get("virtual_pipeline_model_parallel_size"):
+    return keywords
+
+
+def check_device(recipe: Recipe) -> None:
+    """Raises ValueError for an interleaved pipeline without a GPU."""
+    chunks = recipe.megatron.parallel.get("virtual_pipeline_model_parallel_size")
+    if chunks and not device.HAVE_GPU:
         raise ValueError(
             "megatron.parallel.virtual_pipeline_model_parallel_size: expected none without a GPU (the interleaved "
-            f"schedule hangs over gloo), found {keywords['virtual_pipeline_model_parallel_size']}"
+            f"schedule hangs over gloo), found {chunks}"
         )
-    return keywords
 
 
 def environment(recipe: Recipe) -> dict[str, str]:

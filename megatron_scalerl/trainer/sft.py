@@ -24,6 +24,7 @@ from megatron_scalerl.distributed.parallel import shutdown_parallel
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, masked, weighted_sum
 from megatron_scalerl.losses.reduction import token_weights
 from megatron_scalerl.models import read_hf_config
+from megatron_scalerl.prompts.chat import chat_of_recipe
 from megatron_scalerl.prompts.sft_examples import read_examples
 from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
@@ -76,9 +77,11 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
     recipe = _of_warm_start(recipe)
     check_weights(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, read_hf_config(recipe.policy.path))
+    chat = chat_of_recipe(recipe, tokenizer)
+    recipe = chat.settled(recipe)
     examples = read_examples(recipe, tokenizer)
     parallel = init_parallel(recipe)
-    for line in examples.lines() if parallel.rank == 0 else ():
+    for line in [f"sft: {chat.why}", *examples.lines()] if parallel.rank == 0 else ():
         report(line)
     trainer = make_trainer(recipe, parallel, loss=cross_entropy, learning_rate=schedule(recipe.sft))
     begin, seen = time.monotonic(), 0

@@ -35,9 +35,11 @@ def test_the_prompts_of_a_recipe_are_shown(tiny, capsys):
     code, shown = output(tiny, capsys, f"sft.path={tiny / 'sft.jsonl'}", "prompts.chat_template=true")
     assert code == 0
     lines = shown.out.splitlines()
-    assert lines[0].endswith("p.jsonl: layout problem/solution: question in problem, reference in solution")
-    assert lines[2].startswith("prompts: 1 of 3 rows cannot be learned from")
-    assert "line 2: 'solution': expected a number" in lines[3]
+    closed = "thinking is closed by '</think>', as the warm start has it"
+    assert lines[0] == f"prompts: rows of text take the tokenizer's chat template; {closed}"
+    assert lines[1].endswith("p.jsonl: layout problem/solution: question in problem, reference in solution")
+    assert lines[3].startswith("prompts: 1 of 3 rows cannot be learned from")
+    assert "line 2: 'solution': expected a number" in lines[4]
     assert "prompts: 7 to 7 tokens, median 7, at most 32 allowed" in lines
     assert "<bos>|7|;|+|2|=|<think>" in lines
     at = lines.index("reference: 9")
@@ -63,9 +65,33 @@ def test_what_train_would_refuse_is_refused(tiny, capsys):
             "prompts.template_arguments={a: 1}",
             "prompts.template_arguments: has no effect without prompts.chat_template true",
         ),
+        ("prompts.think_start=", "prompts.think_start: has no value; an empty text is '' in a file"),
+        ("prompts.path=[a.jsonl, b.jsonl]", "prompts.path: is a list, and takes one text"),
+        (
+            "prompts.path=~/p.jsonl",
+            "p.jsonl: there is no such file or folder of prompts; ~ and patterns are not expa",
+        ),
+        ("prompts.path=data/*.jsonl", "*.jsonl: there is no such file or folder of prompts; ~ and patterns are not"),
         ("interruption.phrase=Ende", "interruption.phrase: expected a text that survives"),
         ("prompts.digest=0", "prompts.digest: "),
         ("validation.every_steps=1", "validation.every_steps: there are no held-out prompts"),
     ):
         code, shown = output(tiny, capsys, setting)
         assert code == 2 and message in shown.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "takes"),
+    [((), "take"), (("prompts.chat_template=false",), "do not take"), (("sft.path=null",), "take")],
+)
+def test_messages_take_the_template_and_it_is_said(tiny, capsys, settings, takes):
+    rows = [{"prompt": [{"role": "user", "content": "7;+2="}], "answer": "9"}]
+    (tiny / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, shown = output(tiny, capsys, f"prompts.path={tiny / 'm.jsonl'}", *settings)
+    assert code == 0, shown.err
+    first, *lines = shown.out.splitlines()
+    assert first.startswith(f"prompts: rows of messages {takes} the tokenizer's chat template")
+    tags = "</think>" in first
+    assert tags == ("sft.path=null" not in settings)
+    assert f"<bos>|7|;|+|2|={'|<think>' if tags else ''}" in lines
+    assert any(line.startswith("forced after") for line in lines) == tags, "without tags nothing is interrupted"

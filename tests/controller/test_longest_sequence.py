@@ -4,6 +4,7 @@ import math
 
 import pytest
 import yaml
+from recipe_files import SETTLED
 
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import RunFolder
@@ -24,6 +25,7 @@ def recipe(tiny, **sections):
             "path": str(tiny / "prompts.jsonl"),
             "held_out_path": str(tiny / "held_out.jsonl"),
             "max_prompt_tokens": 32,
+            **SETTLED,
         },
         "interruption": {"thinking_tokens": [44, 52], "answer_tokens": 4},
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from recipe_files import SETTLED
+
 from megatron_scalerl.recipe import Recipe
 
 SECRET = "the-run-s-secret"
@@ -14,7 +16,7 @@ def recipe_for(folder: Path, *, vllm: dict[str, Any] | None = None, **sections: 
     """A recipe whose engine serves a tiny policy."""
     defaults: dict[str, dict[str, Any]] = {
         "policy": {"path": str(folder), "dtype": "float32"},
-        "prompts": {"path": "none", "max_prompt_tokens": 64},
+        "prompts": {"path": "none", "max_prompt_tokens": 64, **SETTLED},
         "interruption": {"thinking_tokens": [1, 1800], "answer_tokens": 100},
         "weights": {"bucket_mib": 1, "timeout_s": 120},
         "engine": {

@@ -5,7 +5,7 @@ from byte_pair import PAPER_TEXT, byte_level, sentence_piece
 from tokenizers import AddedToken
 
 from megatron_scalerl.engine.interruption import Plan, plan_ids, tag_variants
-from megatron_scalerl.recipe.sections import InterruptionSection, PromptsSection
+from megatron_scalerl.recipe.sections import InterruptionSection
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 
 
@@ -25,7 +25,7 @@ TOKENIZERS = {
 
 def forced(tokenizer, phrase=None):
     phrase = InterruptionSection().phrase if phrase is None else phrase
-    return plan_ids(tokenizer, phrase, PromptsSection(path="p").think_end)
+    return plan_ids(tokenizer, phrase, "</think>")
 
 
 def decoded(tokenizer, ids):

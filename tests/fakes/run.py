@@ -59,11 +59,13 @@ def in_virtual_time(main):
         loop.close()
 
 
-def run_sampler(flat_groups: Container[int], lost: dict[tuple[int, int, int], int]) -> StandInSampler:
+def run_sampler(
+    flat_groups: Container[int], lost: dict[tuple[int, int, int], int], *, answers: bool = True
+) -> StandInSampler:
     """A completion takes 1 to 6 s, drawn from its group and index; every second one is correct.
 
     flat_groups: groups whose completions are all correct. lost: (seed, group, index) of lost completions, and how
-    often they are lost.
+    often they are lost. answers: else every completion ends while it thinks.
     """
 
     async def wait(engine, draw, priority):
@@ -77,10 +79,11 @@ def run_sampler(flat_groups: Container[int], lost: dict[tuple[int, int, int], in
 
     return StandInSampler(
         wait,
-        correct=lambda draw: draw.index % 2 == 0 or draw.group in flat_groups,
+        correct=lambda draw: answers and (draw.index % 2 == 0 or draw.group in flat_groups),
         tokens=lambda draw: (5,) * 10,
         logprobs=lambda draw, size: (-0.5,) * (size - 1) + (0.0,),
-        mask=(True,) * 9 + (False,),
+        mask=(True,) * 9 + (not answers,),
+        reason="" if answers else "no_answer",
     )
 
 
@@ -140,6 +143,7 @@ def attempt(
     collector: RunCollector | None = None,
     sinks: Sequence[Sink] = (),
     evaluation: Evaluated | None = None,
+    answers: bool = True,
 ) -> Outcome:
     """One attempt, to its end or until it is killed at a moment or in a write, or asked to save and exit.
 
@@ -150,7 +154,7 @@ def attempt(
     if not gc.get_freeze_count():
         gc.freeze()  # the controller's own collections would go through all that the tests have imported
     loop = VirtualTimeLoop()
-    trainer, sampler = StandInTrainer(send_s=send_s), run_sampler(flat_groups, lost or {})
+    trainer, sampler = StandInTrainer(send_s=send_s), run_sampler(flat_groups, lost or {}, answers=answers)
     killer = _Killer(loop, kill_at_s, kill_at_write)
     write, os.write = os.write, killer.guard(os.write)
     disk = _Disk(Path(settings.run_dir))

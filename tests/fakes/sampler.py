@@ -42,8 +42,10 @@ class StandInSampler:
         tokens: Callable[[StandInDraw], tuple[int, ...]] = lambda draw: (draw.group + 1, draw.index + 1),
         logprobs: Callable[[StandInDraw, int], tuple[float, ...]] = lambda draw, size: (-1.0,) * size,
         mask: tuple[bool, ...] | None = None,
+        reason: str = "",
     ) -> None:
         self._wait, self._correct, self._tokens, self._logprobs, self._mask = wait, correct, tokens, logprobs, mask
+        self._reason = reason
         self.asked: list[tuple[object, StandInDraw]] = []
         """(engine, draw) of every completion."""
         self.limits: set[int | None] = set()
@@ -70,4 +72,4 @@ class StandInSampler:
             thinking_cut=draw.group,
             seed=draw.index,
         )
-        return scored(rollout, Score(correct=correct, reward=1.0 if correct else -1.0))
+        return scored(rollout, Score(correct=correct, reward=1.0 if correct else -1.0, reason=self._reason))

@@ -3,42 +3,21 @@
 import re
 
 import pytest
+from chat_templates import CHATML, GPT_OSS, LLAMA3, MAGISTRAL, QWEN3, R1_DISTILL, TURNS
+from recipe_files import SETTLED
 
 from megatron_scalerl.prompts.layouts import Question
 from megatron_scalerl.prompts.rendering import PromptRenderer, template_names
 from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 
-TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-QWEN3 = (
-    "{%- if tools %}<tools>{% endif %}"
-    + TURNS
-    + "{% set kept = '</think>' %}"
-    + OPEN
-    + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
-)
-DISTILL = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    "{{ '<think>\n' }}"
-)
-LLAMA = (
-    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-    "Today {{ date_string }}\n" + TURNS
-)
-GPT_OSS = (
-    "Reasoning: {{ reasoning_effort | default('medium') }}"
-    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
-    "{% endfor %}{# <|channel|>analysis<|message|> #}<|start|>assistant"
-)
-MAGISTRAL = TURNS + "{% generation %}{{ '' if true else '[THINK]' }}{% endgeneration %}" + OPEN
 GPT_OSS_END = "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
 def renderer(template, **settings):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
-    return PromptRenderer(tokenizer, PromptsSection(**{"chat_template": True, **settings}))
+    return PromptRenderer(tokenizer, PromptsSection(**SETTLED | {"chat_template": True} | settings))
 
 
 ACCEPTED = {
@@ -54,11 +33,11 @@ ACCEPTED = {
         {"system": "Be brief."},
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1<|im_end|>",
     ),
-    "R1 distill": (DISTILL, {}, "<bos>1+1<think>\n"),
+    "R1 distill": (R1_DISTILL, {}, "<bos><User>1+1<Assistant><think>\n"),
     "Llama 3": (
-        LLAMA,
+        LLAMA3,
         {"template_arguments": {"date_string": "1 Jan 2030"}},
-        "Today 1 Jan 2030\n<|im_start|>user\n1+1",
+        "Today 1 Jan 2030\n<|start_header_id|>user<|end_header_id|>\n\n1+1",
     ),
     "gpt-oss": (
         GPT_OSS,
@@ -105,7 +84,7 @@ REFUSED = {
         r"the chat template does not read think \(what it reads: enable_thinking\)",
     ),
     "none": (
-        TURNS,
+        CHATML,
         {"template_arguments": {"think": 1}},
         r"the chat template does not read think \(what it reads: none\)",
     ),
@@ -121,13 +100,13 @@ REFUSED = {
         r"ends with <channel\|>, so the policy could not think.* reads enable_thinking",
     ),
     "no system": (
-        DISTILL,
+        R1_DISTILL,
         {"system": "Be brief."},
         r"prompts\.system: the chat template leaves the system message out",
     ),
     "other tags": (MAGISTRAL, {}, r"prompts\.think_end: .*thinks in '\[THINK\]' and '\[/THINK\]', not in '<think>'"),
     "channels": (GPT_OSS, {}, re.escape(GPT_OSS_END)),
-    "other closing": (DISTILL, {"think_end": "</thought>"}, "thinks in '<think>' and '</think>'"),
+    "other closing": (R1_DISTILL, {"think_end": "</thought>"}, "thinks in '<think>' and '</think>'"),
     "no chat": (
         QWEN3,
         {"chat_template": False, "system": "x"},
@@ -162,5 +141,5 @@ def test_a_template_that_fails_is_one_line(source):
 def test_names_that_a_template_reads_are_found():
     own = "{% set role = 'a' %}{% if x %}{% set content = 'b' %}{% endif %}{{ content }}{% set y = y | default(1) %}"
     assert template_names(own) == {"x", "y"}
-    assert template_names(LLAMA) == {"date_string", "strftime_now", "messages"}
+    assert template_names(LLAMA3) == {"date_string", "strftime_now", "messages", "add_generation_prompt"}
     assert template_names(MAGISTRAL) == {"messages", "add_generation_prompt"}

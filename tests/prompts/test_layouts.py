@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from layout_rows import ADD, ASK, CODE, MATH, SYSTEM, USER, write
+from recipe_files import SETTLED
 from sampling import sampled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -37,7 +38,7 @@ def tokenizer():
 
 
 def load(tokenizer, path, verifier="math", **settings):
-    prompts = PromptsSection(path=path, **{"held_out": 0, "chat_template": True, **settings})
+    prompts = PromptsSection(path=path, **SETTLED | {"held_out": 0, "chat_template": True} | settings)
     task = Task(name="", weight=1.0, prompts=prompts, rewards=RewardsSection(verifier=verifier))
     return load_prompts(tokenizer, [task], check_answers)
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipe_files import SETTLED
 
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.prompts.dataset import first_of_each_task, load_prompts, prompt_id
@@ -79,7 +80,7 @@ def test_the_end_names_the_reason_of_every_task():
 def task(tmp_path, name, rows, **values):
     path = tmp_path / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section = PromptsSection(path=str(path), **{"held_out": 0, **values})
+    section = PromptsSection(path=str(path), **SETTLED | {"held_out": 0} | values)
     return Task(name=name, weight=1.0, prompts=section, rewards=RewardsSection())
 
 
@@ -117,6 +118,9 @@ def test_no_task_trains_on_what_another_holds_out(tmp_path):
     assert first_of_each_task(found.held_out, None) == list(found.held_out)
     with pytest.raises(ValueError, match=r"^prompts.tasks.code.held_out: holds out 6 of the 6 prompts of"):
         load_prompts(build_tokenizer(), [task(tmp_path, "code", rows[:6], held_out=6), math])
+    many = [{"prompt": f"{n};-2=", "answer": "1"} for n in range(40)]
+    with pytest.raises(ValueError, match=r"none is left to train on; the default is 1000, set fewer, such as 4$"):
+        load_prompts(build_tokenizer(), [task(tmp_path, "math", many, held_out=1000)])
 
 
 def test_an_answer_that_its_verifier_cannot_use_is_named_by_file_and_line(tmp_path):

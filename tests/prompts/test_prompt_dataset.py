@@ -1,5 +1,6 @@
 """Prompts do not depend on the file format, and every error in a file is one line with its location."""
 
+import gzip
 import json
 import random
 import re
@@ -8,6 +9,9 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from recipe_files import SETTLED
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from megatron_scalerl.prompts.dataset import load_prompts, split_held_out
 from megatron_scalerl.prompts.rendering import PromptRenderer
@@ -30,7 +34,7 @@ def write_jsonl(path, rows):
 
 
 def task(path, name="", weight=1.0, **values):
-    prompts = PromptsSection(path=str(path), **{"held_out": 0, **values})
+    prompts = PromptsSection(path=str(path), **SETTLED | {"held_out": 0} | values)
     return Task(name=name, weight=weight, prompts=prompts, rewards=RewardsSection())
 
 
@@ -126,9 +130,12 @@ def test_first_token_prefill_and_chat_template(tokenizer, tmp_path):
 )
 def test_a_template_with_the_date_renders_the_same_tokens_every_day(tmp_path, day):
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = f"Today: {day}|{{{{ messages[0].content }}}}"
+    turn = "{{ messages[0].content }}{% if add_generation_prompt %}={% endif %}"
+    tokenizer.chat_template = f"Today: {day}|{turn}"
     of_default, of_day = (
-        PromptRenderer(tokenizer, PromptsSection(chat_template=True, think_start="", **changes)).text("1;+2=")
+        PromptRenderer(
+            tokenizer, PromptsSection(**SETTLED | {"chat_template": True, "think_start": ""} | changes)
+        ).text("1;+2")
         for changes in ({}, {"template_date": "2025-01-31"})
     )
     assert (of_default, of_day) == ("Today: 26 Jul 2024|1;+2=", "Today: 31 Jan 2025|1;+2=")
@@ -235,6 +242,28 @@ def test_an_invalid_file_is_one_line_with_its_location(case, tokenizer, tmp_path
         )
 
 
+@pytest.mark.parametrize("name", ["p.jsonl", "p.json", "p.jsonl.gz"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_file_in_another_encoding_loses_no_row(encoding, name, tokenizer, tmp_path):
+    content = "".join(json.dumps(row) + "\n" for row in ROWS).encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(ValueError, match=rf"{name}: is in UTF-(16|32).*: iconv -f utf-(16|32).* -t utf-8"):
+        load_prompts(tokenizer, section(tmp_path / name))
+
+
+def test_a_file_of_which_nothing_is_left_says_why(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl", [ROWS[0]] * 4)
+    with pytest.raises(ValueError, match="none of its 4 rows can be learned from, such as .*line 1: .*: never right"):
+        load_prompts(tokenizer, section(path), lambda task, answers: ["never right"] * len(answers))
+
+
+def test_a_prompt_without_tokens_is_refused(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    with pytest.raises(ValueError, match="line 1: the prompt has 0 tokens"):
+        load_prompts(bare, section(path, think_start=""))
+
+
 def test_missing_paths_columns_and_splits_are_named(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"absent\.jsonl: there is no such file or folder of prompts"):
         load_prompts(tokenizer, section(tmp_path / "absent.jsonl"))
@@ -270,5 +299,5 @@ def test_a_special_token_in_a_problem_is_no_special_token(tokenizer, tmp_path):
 
 
 def test_a_template_that_opens_thinking_is_not_followed_by_another_tag(tokenizer):
-    prompts = PromptsSection(think_start="<think>\n", prompt_template="{prompt}<think>")
+    prompts = PromptsSection(**SETTLED | {"think_start": "<think>\n", "prompt_template": "{prompt}<think>"})
     assert PromptRenderer(tokenizer, prompts).text("7;+2=").count("<think>") == 1

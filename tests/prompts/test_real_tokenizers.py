@@ -12,7 +12,7 @@ import tarfile
 from dataclasses import dataclass
 
 import pytest
-from recipe_files import ROOT
+from recipe_files import ROOT, SETTLED
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.prompts.end_tokens import end_token_ids
@@ -117,7 +117,7 @@ def policy(request, tmp_path_factory):
 
 
 def renderer(folder, **settings):
-    return PromptRenderer(load_tokenizer(folder), PromptsSection(**{"chat_template": True, **settings}))
+    return PromptRenderer(load_tokenizer(folder), PromptsSection(**SETTLED | {"chat_template": True} | settings))
 
 
 def test_the_chat_template_renders_and_no_text_is_lost(policy):
@@ -147,7 +147,7 @@ def test_the_templates_tags_and_arguments_are_known(policy):
 def test_the_forced_phrase_and_the_ends_of_a_turn(policy):
     published, folder = policy
     tokenizer = load_tokenizer(folder)
-    recipe = load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", [f"policy.path={folder}"])
+    recipe = load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", [f"policy.path={folder}", "prompts.think_end=</think>"])
     phrase, tag = forced_ids(recipe, tokenizer)
     assert tokenizer.decode(phrase) == PAPER_PHRASE + "</think>" and tokenizer.decode(tag) == "</think>"
     assert len(tag) == published.tag

@@ -4,7 +4,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_scalerl.prompts.rendering import check_think_tags, check_vocabulary
+from megatron_scalerl.prompts.chat import check_think_tags
+from megatron_scalerl.prompts.rendering import check_vocabulary
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 
 

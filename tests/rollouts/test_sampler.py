@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from fakes.engine import StandInEngine
+from recipe_files import SETTLED
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,7 +24,7 @@ from megatron_scalerl.types import Prompt
 
 SECTIONS = {
     "policy": {"path": "p"},
-    "prompts": {"path": "q"},
+    "prompts": {"path": "q", **SETTLED},
     "interruption": {"thinking_tokens": [44, 52], "answer_tokens": 4},
 }
 
@@ -98,7 +99,9 @@ def test_without_seeds_for_training_only_validation_sends_its_seed(tiny, monkeyp
     assert (training["seed"], validation["seed"]) == (draw.seed if cpus else None, draw.seed)
 
 
-@pytest.mark.parametrize("change", [{"think_start": "<think>"}, {"interruption": SECTIONS["interruption"]}])
+@pytest.mark.parametrize(
+    "change", [{"think_start": "<think>"}, {"interruption": {**SECTIONS["interruption"], "enabled": True}}]
+)
 def test_without_a_closing_tag_nothing_opens_thinking_or_cuts_it(tiny, change):
     tags = {key: value for key, value in change.items() if key == "think_start"}
     sections = NO_TAGS | {"prompts": NO_TAGS["prompts"] | tags} | {k: v for k, v in change.items() if k not in tags}

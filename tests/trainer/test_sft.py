@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from recipe_files import SETTLED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_scalerl.checkpoints.to_hf import to_hf
@@ -31,7 +32,7 @@ def recipe(tiny, **sft) -> Recipe:
             "name": "warm",
             "steps": 1,
             "policy": {"path": str(tiny / "base_policy"), "dtype": "float32"},
-            "prompts": {"path": str(tiny / "prompts.jsonl")},
+            "prompts": {"path": str(tiny / "prompts.jsonl"), **SETTLED},
             "trainer": {"micro_batch_tokens": 512, "world_size": 2},
             "megatron": {"parallel": {"tensor_model_parallel_size": 2}, "model": {"sequence_parallel": True}},
             "sft": {"path": str(tiny / "sft.jsonl"), "threads": 1, "warmup_steps": 0, **sft},
@@ -88,7 +89,11 @@ def test_the_loss_is_the_cross_entropy_and_training_lowers_it(tiny, tmp_path):
     assert report.loss == pytest.approx(reference_loss(base, first), rel=1e-5)
     lines: list[str] = []
     report = run_sft(settings, twelve, report=lines.append)
-    assert len(lines) == 1 and lines[0].startswith(f"sft step 12/12  loss {report.loss:.4f}")
+    assert (
+        len(lines) == 2
+        and lines[0].startswith("sft: rows of text")
+        and lines[1].startswith(f"sft step 12/12  loss {report.loss:.4f}")
+    )
     assert report.learning_rate == pytest.approx(2e-4)
     assert report.loss < 0.8 * reference_loss(base, last)
     assert reference_loss(twelve, last) < report.loss
@@ -106,7 +111,7 @@ def test_skipped_rows_are_reported_and_the_rollouts_temperature_plays_no_part(ti
         }
     )
     report = run_sft(cool, tmp_path / "cool", report=lines.append)
-    assert lines[0].startswith("sft: ") and " too long and skipped" in lines[0]
+    assert lines[1].startswith("sft: ") and " too long and skipped" in lines[1]
     tokenizer = AutoTokenizer.from_pretrained(cool.policy.path)
     [first] = _batches(cool, read_examples(cool, tokenizer).samples)
     assert report.loss == pytest.approx(reference_loss(tiny / "base_policy", first), rel=1e-5)

@@ -1,0 +1,231 @@
+"""`megatron-scalerl init`: write a recipe for a policy, a file of prompts and a number of GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megatron_scalerl.plan.command import GPU
+from megatron_scalerl.plan.hardware import GPUS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_scalerl.plan.planner import RunPlan
+    from megatron_scalerl.prompts.chat import Chat
+    from megatron_scalerl.prompts.dataset import PromptSet
+    from megatron_scalerl.recipe import Recipe
+
+EPILOG = """examples:
+  megatron-scalerl init --policy models/my_policy --data data/math.jsonl --gpus 8
+  megatron-scalerl init --policy Qwen/Qwen3-8B --data data/dapo --gpus 8 prompts.split=train steps=400
+
+Settings that are given are written as they are; the others are chosen, and the reason stands beside each."""
+
+Choices = dict[str, tuple[Any, str]]
+"""Key of the recipe, at most two names -> its value and why it has it."""
+STEPS, FIRST_STEPS = 200, 20
+"""Steps of the run, and of a first look at it."""
+SHORTEST, CPU_LONGEST = 16, 256
+"""Completions for which a policy has to have room, and the longest where CPUs generate (tokens)."""
+CPU_BATCH = 8
+"""Prompts of a step, and completions of each, where CPUs generate."""
+FEWEST_HELD_OUT, VALIDATED = 4, 200
+"""Prompts that are held out at least, and those of a validation at most."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = "Write a recipe for a policy and a file of prompts, and say why each line is as it is."
+    parser.epilog = EPILOG
+    parser.add_argument("--policy", required=True, metavar="NAME", help="Hugging Face folder, or its name on the hub")
+    parser.add_argument("--data", required=True, metavar="FILE", help="prompts, as prompts.path (docs/prompts.md)")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs of trainer and engines; 0: CPUs (default: what this machine has)"
+    )
+    parser.add_argument("--gpu", choices=sorted(GPUS), default=GPU, help="their model (default: %(default)s)")
+    parser.add_argument("--out", default="my_run.yaml", metavar="FILE", help="recipe to write (default: %(default)s)")
+    parser.add_argument("--force", action="store_true", help="overwrite it")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that are written as given")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Write the recipe, print why it is so and what to do next. Raises ValueError for user errors."""
+    out = Path(arguments.out)
+    if out.exists() and not arguments.force:
+        raise ValueError(f"--out: {out} exists; name another file, or overwrite it with --force")
+    from megatron_scalerl.launch.placement import visible_gpus
+    from megatron_scalerl.plan.settings import check_settings
+
+    gpus = len(visible_gpus()) if arguments.gpus is None else arguments.gpus
+    if gpus < 0:
+        raise ValueError(f"--gpus: {gpus} is no number of GPUs; 0 stands for CPUs")
+    choices = _choose(arguments, gpus)
+    recipe = _recipe(choices)
+    check_settings(recipe)
+    place = f"{gpus} x {GPUS[arguments.gpu].name}" if gpus else "CPUs"
+    out.write_text(f"# Written by `megatron-scalerl init` for {place}.\n{_text(choices)}", encoding="utf8")
+    for key, (value, why) in choices.items():
+        console.print(f"{f'{key}: {_json(value)}':<44}  {why}".rstrip(), highlight=False)
+    number = f"--gpus {recipe.devices} --gpu {arguments.gpu}"
+    console.print(
+        f"{out} is written for {place}; next:\n  megatron-scalerl plan {out} {number} --check\n"
+        f"  megatron-scalerl prompts {out}\n  megatron-scalerl train {out} steps={FIRST_STEPS}",
+        highlight=False,
+    )
+    return 0
+
+
+def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
+    """Every line of the recipe. Raises ValueError for a policy, a file or GPUs that cannot be used."""
+    from megatron_scalerl.models import family, read_hf_config
+    from megatron_scalerl.plan.counting import count
+    from megatron_scalerl.prompts.tokenizer import policy_tokenizer
+    from megatron_scalerl.recipe.file import check_policy, check_prompts, parsed_override
+    from megatron_scalerl.recipe.hub import local_recipe
+
+    given = {key: (value, "as given") for key, value in map(parsed_override, arguments.overrides)}
+    choices: Choices = {
+        "name": (Path(arguments.out).stem, ""),
+        "steps": (STEPS, f"a first run; {FIRST_STEPS} of them are a first look"),
+        "policy.path": (arguments.policy, ""),
+        "policy.dtype": ("bfloat16", "for GPUs") if gpus else ("float32", "for CPUs"),
+        "prompts.path": (arguments.data, ""),
+    }
+    recipe = _recipe(choices | given)
+    recipe = local_recipe(recipe, download=recipe.download)
+    check_policy(recipe)
+    check_prompts(recipe)
+    hf_config = read_hf_config(recipe.policy.path)
+    policy = family(hf_config)
+    tokenizer = policy_tokenizer(recipe, hf_config)
+    about = f"family {policy.name}, {count(policy).total:,} parameters"
+    choices["policy.path"] = (arguments.policy, about)
+    verifiers = ("math", "code") if "rewards.verifier" not in given else (recipe.rewards.verifier,)
+    recipe, chat, prompts = _read(recipe, tokenizer, verifiers)
+    choices["prompts.path"] = (arguments.data, prompts.report.layouts[0].partition(": ")[2])
+    positions = hf_config.get_text_config().max_position_embeddings
+    choices |= _of_prompts(recipe, chat, prompts, tokenizer, positions, gpus) | given
+    if not gpus:
+        return choices
+    from megatron_scalerl.plan.choose import choose
+
+    return choices | _of_layout(choose(_recipe(choices), recipe.policy.path, gpus, GPUS[arguments.gpu])) | given
+
+
+def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Recipe, Chat, PromptSet]:
+    """The settled recipe with the first verifier that can use the references, and all prompts for training.
+
+    Raises ValueError where none can, with the reason of each.
+    """
+    from megatron_scalerl.controller.preflight import check_answers
+    from megatron_scalerl.prompts.chat import chat_of_recipe
+    from megatron_scalerl.prompts.dataset import load_prompts
+    from megatron_scalerl.recipe.tasks import tasks_of
+
+    section = recipe.prompts.model_copy(update={"held_out": 0, "max_prompt_tokens": sys.maxsize})
+    problems: list[ValueError] = []
+    for verifier in verifiers:
+        rewards = recipe.rewards.model_copy(update={"verifier": verifier})
+        tried = recipe.model_copy(update={"prompts": section, "rewards": rewards})
+        try:
+            chat = chat_of_recipe(tried, tokenizer)
+            tried = chat.settled(tried)
+            return tried, chat, load_prompts(tokenizer, tasks_of(tried), check_answers)
+        except ValueError as error:
+            problems.append(error)
+    for problem in problems[1:]:
+        problems[0].add_note(f"with rewards.verifier=code: {problem}")
+    raise problems[0]
+
+
+def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, positions: int, gpus: int) -> Choices:
+    """Template, tags, held-out prompts, lengths, batches, validations and verifier."""
+    from megatron_scalerl.recipe.sections import PromptsSection
+    from megatron_scalerl.rollouts.plans import forced_ids
+
+    defaults = PromptsSection()
+    lengths = [len(prompt.token_ids) for prompt in prompts.training]
+    longest = min(max(lengths), defaults.max_prompt_tokens, positions // 2)
+    usable = sum(length <= longest for length in lengths)
+    if usable < 2:
+        raise ValueError(f"{recipe.prompts.path}: one prompt is too few to train on one and to validate on another")
+    held_out = min(int(defaults.held_out), max(usable // 10, min(FEWEST_HELD_OUT, usable // 2)))
+    forced = len(forced_ids(recipe, tokenizer)[0]) + 1
+    room = positions - longest - forced
+    if room < SHORTEST:
+        raise ValueError(
+            f"policy.path: {positions} positions leave {max(0, room)} tokens for a completion, after prompts of "
+            f"{longest} and {forced} forced ones; take a policy with a longer context"
+        )
+    asked = recipe.max_completion_tokens if gpus else CPU_LONGEST
+    completion = min(asked, room)
+    why = "the paper's" if gpus else "CPUs are slow"
+    if completion < asked:
+        why = f"what {positions:,} positions leave"
+    answer = completion // 7
+    thinking = completion - answer
+    batch = recipe.rollouts.groups_per_batch if gpus else CPU_BATCH
+    return {
+        "prompts.chat_template": (chat.chat_template, chat.why),
+        "prompts.think_start": (chat.think_start, ""),
+        "prompts.think_end": (chat.think_end, ""),
+        "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts are no longer"),
+        "prompts.held_out": (held_out, f"a tenth of them, at most {defaults.held_out}; validations use them"),
+        "interruption.enabled": (recipe.interruption.enabled, "whether thinking has a tag to close"),
+        "interruption.thinking_tokens": ([thinking * 5 // 6, thinking], why),
+        "interruption.answer_tokens": (answer, "a seventh of the completion"),
+        "rollouts.groups_per_batch": (min(batch, usable - held_out), "prompts of a step"),
+        "rollouts.group_size": (recipe.rollouts.group_size if gpus else CPU_BATCH, "completions of each"),
+        "rewards.verifier": (recipe.rewards.verifier, "what the references are for"),
+        "validation.every_steps": (FIRST_STEPS, "ten times in the run"),
+        "validation.prompts": (min(held_out, VALIDATED if gpus else CPU_BATCH), "of those held out"),
+        "validation.generations": (4, "completions of each"),
+    }
+
+
+def _of_layout(plan: RunPlan) -> Choices:
+    """Sizes of trainer and engines."""
+    from megatron_scalerl.plan.text import fits
+
+    recipe = plan.recipe
+    colocated = "trainer and engine take turns on a GPU" if recipe.engine.colocate else ""
+    choices = {
+        "trainer.world_size": (recipe.trainer.world_size, fits(plan)),
+        "megatron.parallel": (recipe.megatron.parallel, "the smallest groups that fit"),
+        "megatron.model": (recipe.megatron.model, "the least recomputation that fits"),
+        "engine.count": (recipe.engine.count, "the fastest split of the GPUs, by the planner"),
+        "engine.devices_per_engine": (recipe.engine.devices_per_engine, ""),
+        "engine.colocate": (recipe.engine.colocate, colocated),
+        "engine.vllm": (recipe.engine.vllm, ""),
+    }
+    return {key: choice for key, choice in choices.items() if choice[0] not in ({}, False)}
+
+
+def _recipe(choices: Choices) -> Recipe:
+    from megatron_scalerl.recipe.file import validated
+
+    return validated(yaml.safe_load(_text(choices)), {})
+
+
+def _text(choices: Choices) -> str:
+    """The recipe's file: a line for each choice, its reason behind it."""
+    sections: dict[str, list[str]] = {}
+    for key, (value, why) in choices.items():
+        section, _, name = key.partition(".")
+        lines = sections.setdefault(section, [f"{section}:"] if name else [])
+        line = f"  {name}: {_json(value)}" if name else f"{section}: {_json(value)}"
+        lines.append(f"{line:<40}  # {why}" if why else line)
+    return "\n".join(chain(*sections.values())) + "\n"
+
+
+def _json(value: Any) -> str:
+    """YAML reads it, too."""
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,75 @@
+"""Checks of a recipe that need no GPU, no weights and no data: `plan`, `prompts`, `submit` and `train` make them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.engine.options import check_options
+from megatron_scalerl.losses import make_loss
+from megatron_scalerl.models import FAMILIES, family, read_hf_config
+from megatron_scalerl.prompts.chat import chat_of_recipe
+from megatron_scalerl.prompts.rendering import PromptRenderer
+from megatron_scalerl.prompts.tokenizer import policy_tokenizer
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.file import read_run_recipe
+from megatron_scalerl.recipe.tasks import tasks_of
+from megatron_scalerl.rewards.worker import check_verifier
+from megatron_scalerl.rollouts.plans import longest_sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the checks of a recipe's settings read and computed. Produced by `check_settings`."""
+
+    recipe: Recipe
+    """With what `chat` fills in."""
+    chat: Any
+    """A `Chat`: how the policy is talked to; None without a tokenizer."""
+    tokenizer: Any
+    """Of the policy's folder, from transformers; None where only its config.json is known."""
+    longest_sequence: int
+    """Longest prompt and completion together, with forced phrase and end (tokens); without a tokenizer a lower
+    bound."""
+    micro_batch_tokens: int
+    """Capacity of one packed micro-batch (tokens)."""
+
+
+def check_settings(recipe: Recipe, config: str | Path | None = None) -> Settings:
+    """Check options of vLLM and Megatron, loss, verifiers, layout, think tags, templates and lengths.
+
+    config: folder of the policy's config.json, for a plan: there need not be a tokenizer, nor a family that can be
+    trained. Raises ValueError, in one line with the key.
+    """
+    for task in tasks_of(recipe):
+        check_verifier(task.rewards.verifier)
+    check_options(recipe.engine.vllm)
+    make_loss(recipe.loss.name, recipe.loss.arguments)
+    hf_config = read_hf_config(config or recipe.policy.path, planned=config is not None)
+    policy = family(hf_config, planned=config is not None)
+    given = recipe.megatron
+    if policy.name in FAMILIES and (given.model or given.parallel or given.ddp or given.optimizer):
+        from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
+
+        check_megatron(policy, recipe, faults=config is None)
+    tokenizer = chat = None
+    if config is None or Path(config) == Path(recipe.policy.path):
+        tokenizer = policy_tokenizer(recipe, hf_config)
+        chat = chat_of_recipe(recipe, tokenizer)
+        recipe = chat.settled(recipe)
+        for task in tasks_of(recipe):
+            PromptRenderer(tokenizer, task.prompts)
+    capacity = _micro_batch_tokens(recipe)
+    longest = longest_sequence(recipe, hf_config, tokenizer, capacity=capacity)
+    return Settings(
+        recipe=recipe, chat=chat, tokenizer=tokenizer, longest_sequence=longest, micro_batch_tokens=capacity
+    )
+
+
+def _micro_batch_tokens(recipe: Recipe) -> int:
+    """A run that resumes keeps its capacity if the recipe does not set one."""
+    if recipe.trainer.micro_batch_tokens is None and Path(recipe.run_dir, "recipe.yaml").exists():
+        found = (read_run_recipe(recipe.run_dir).get("trainer") or {}).get("micro_batch_tokens")
+        return found or recipe.micro_batch_tokens
+    return recipe.micro_batch_tokens

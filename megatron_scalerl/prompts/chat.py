@@ -1,0 +1,221 @@
+"""How a policy is talked to: whether prompts take its chat template, and the tags in which it thinks.
+
+`chat_of` decides for a tokenizer and rows of a kind, `chat_of_recipe` for a recipe. `Chat.settled` fills in what the
+recipe leaves open, so that nothing after it meets a setting that is auto.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from megatron_scalerl.prompts.layouts import SAMPLE, read_layout
+from megatron_scalerl.prompts.sources import read_json_lines
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.recipe import check_tags
+from megatron_scalerl.recipe.sections import AUTO, PromptsSection
+from megatron_scalerl.recipe.tasks import Task, tasks_of
+
+Messages = Sequence[Mapping[str, str]]
+
+THINK_TAGS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+    ("<|channel>thought\n", "<channel|>"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+)
+"""Tags that open and close thinking in the chat templates of reasoning models."""
+QUESTION = {"role": "user", "content": "1+1"}
+ANSWER = {"role": "assistant", "content": "2"}
+"""Messages that show what a template makes of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """How a policy is talked to. Produced by `chat_of`."""
+
+    chat_template: bool
+    """Prompts take the tokenizer's chat template."""
+    think_start: str
+    """Tag that opens thinking; empty: none."""
+    think_end: str
+    """Tag that closes thinking; empty: the whole completion is the answer."""
+    why: str
+    """The decision in one sentence, for the user."""
+
+    def settled(self, recipe: Recipe) -> Recipe:
+        """The recipe with what it leaves open. Raises ValueError where an interruption has no tag to close."""
+        tags = {"think_start": self.think_start, "think_end": self.think_end}
+        prompts = recipe.prompts.model_copy(update={"chat_template": self.chat_template, **tags})
+        interruption = recipe.interruption
+        if interruption.enabled == AUTO:
+            interruption = interruption.model_copy(update={"enabled": bool(self.think_end.strip())})
+        recipe = recipe.model_copy(update={"prompts": prompts, "interruption": interruption})
+        check_tags(recipe)
+        return recipe
+
+
+def chat_of_recipe(recipe: Recipe, tokenizer: Any, *, messages: bool | None = None) -> Chat:
+    """Decide as `chat_of`; all tasks of a mixture are rendered alike.
+
+    messages: whether the rows are; None: looked up in the first rows of the prompts, as far as there is a file.
+    Raises ValueError as `chat_of` and `read_layout`, and for tags that do not survive the tokenizer.
+    """
+    if messages is None:
+        messages = any(map(_has_messages, tasks_of(recipe)))
+    chat = chat_of(tokenizer, recipe.prompts, messages=messages, warm_start=_completions(recipe))
+    check_think_tags(tokenizer, chat.think_start, chat.think_end)
+    return chat
+
+
+def _has_messages(task: Task) -> bool:
+    path = task.prompts.path
+    if path is None or not Path(path).exists():
+        return False
+    layout, rows = read_layout(path, task.prompts, task.rewards.verifier)
+    return any(layout.has_messages(row) for row in islice(rows, SAMPLE))
+
+
+def _completions(recipe: Recipe) -> list[str]:
+    """The first completions of the warm start. A file that is gone has the recipe's closing tag, or the paper's."""
+    path, end = recipe.sft.path, recipe.prompts.think_end
+    if path is None:
+        return []
+    if not Path(path).is_file():
+        return [THINK_TAGS[0][1] if end == AUTO else end]
+    return [str(row.values.get("completion", "")) for row in islice(read_json_lines(Path(path)), SAMPLE)]
+
+
+def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_start: Sequence[str] = ()) -> Chat:
+    """Decide how a policy is talked to; what `prompts` sets stays as it is.
+
+    tokenizer: of Hugging Face. messages: the rows have lists of messages. warm_start: completions of its examples.
+    The template: rows of messages take it where there is one, rows of text do not. The tags: those of the template;
+    else those of the warm start; else those that a tokenizer has as tokens, unless the prompts take a template,
+    which would write them; else none. A template that closes thinking in the prompt has none. Raises ValueError for
+    a template that fails, and for a closing tag that neither the template in use nor vocabulary, prompt or warm
+    start has.
+    """
+    template = bool(tokenizer.chat_template)
+    takes = messages and template if prompts.chat_template == AUTO else bool(prompts.chat_template)
+    tags, source = _tags(tokenizer, prompts, takes=takes and template, warm_start=warm_start)
+    start, end = prompts.think_start, prompts.think_end
+    if start == AUTO:
+        start = tags[0] if end in (AUTO, tags[1]) else ""
+    if end == AUTO:
+        end = tags[1]
+    known = [tokenizer.get_chat_template() if template else "", prompts.prompt_template, prompts.system or ""]
+    written = end.strip() in {tags[1], *tokenizer.get_vocab()}
+    written = written or any(end.strip() in text for text in (*known, *warm_start))
+    if takes and not written:
+        raise ValueError(
+            f"prompts.think_end: nobody writes {end!r}: it is not in the chat template, the vocabulary, "
+            "prompts.prompt_template, prompts.system or the warm start (sft.path); set prompts.think_start and "
+            "think_end to '' for a policy that does not think in tags, or make a warm start"
+        )
+    rows = f"rows of {'messages' if messages else 'text'}"
+    if takes:
+        rows += " take the tokenizer's chat template"
+    elif template:
+        rows += " do not take the tokenizer's chat template, which prompts.chat_template true applies"
+    else:
+        rows += " are sent as text, since the tokenizer has no chat template"
+    if not end.strip():
+        thinks = "the policy thinks in no tags, and its whole completion is the answer"
+    else:
+        thinks = f"thinking is closed by {end!r}, as the {source if end == tags[1] else 'recipe'} has it"
+    if not written:
+        thinks += "; the tokenizer does not know it, so that only a warm start can have taught it"
+    return Chat(chat_template=takes, think_start=start, think_end=end, why=f"{rows}; {thinks}")
+
+
+def _tags(
+    tokenizer: Any, prompts: PromptsSection, *, takes: bool, warm_start: Sequence[str]
+) -> tuple[tuple[str, str], str]:
+    """(the tags that open and close thinking, where they are from); both empty where nothing has any."""
+    if tokenizer.chat_template:
+        if takes:
+            shown = apply_template(tokenizer, prompts, [QUESTION]).rstrip()
+            if any(shown.endswith(end) for _, end in THINK_TAGS):
+                return ("", ""), ""
+        else:
+            shown = ""
+        if tags := tags_in(tokenizer.get_chat_template() + shown):
+            return tags, "chat template"
+    if tags := next(filter(None, map(tags_in, warm_start)), None):
+        return tags, "warm start"
+    vocabulary = {} if takes else tokenizer.get_vocab()
+    tags = next((pair for pair in THINK_TAGS if all(tag.strip() in vocabulary for tag in pair)), None)
+    return (tags, "vocabulary") if tags else (("", ""), "")
+
+
+def tags_in(text: str) -> tuple[str, str] | None:
+    """The tags of which a text, such as the source of a template, has one."""
+    return next((pair for pair in THINK_TAGS if any(tag.strip() in text for tag in pair)), None)
+
+
+def check_turn(tokenizer: Any, prompts: PromptsSection) -> None:
+    """Raises ValueError for a template whose prompt does not open the assistant's turn.
+
+    It opens one if the generation prompt adds text. A template may also open it without: where the answer follows
+    the question at once (Mistral), or the prompt cannot be the beginning of another question.
+    """
+
+    def shown(*messages: Mapping[str, str], generation: bool = False) -> str:
+        try:
+            return apply_template(tokenizer, prompts, messages, generation=generation)
+        except ValueError:  # the roles have to alternate
+            return prompt
+
+    prompt = apply_template(tokenizer, prompts, [QUESTION]).rstrip()
+    answered = shown(QUESTION, ANSWER).removeprefix(prompt).lstrip()
+    if (
+        shown(QUESTION).rstrip() == prompt
+        and not answered.startswith(ANSWER["content"])
+        and shown(QUESTION, QUESTION).startswith(prompt)
+    ):
+        raise ValueError(
+            "prompts.chat_template: the tokenizer's template ignores add_generation_prompt: the prompt ends with "
+            f"{prompt[-20:]!r} and does not open the assistant's turn; mend the template, or set "
+            "prompts.chat_template false"
+        )
+
+
+def apply_template(tokenizer: Any, prompts: PromptsSection, messages: Messages, *, generation: bool = True) -> str:
+    """Messages in the tokenizer's template. generation: with the opening of the assistant's turn.
+
+    Raises ValueError for a template that fails.
+    """
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=generation,
+            strftime_now=prompts.template_date.strftime,
+            **prompts.template_arguments,
+        )
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"prompts.chat_template: the tokenizer's template fails: {error}") from None
+    return text
+
+
+def check_think_tags(tokenizer: Any, start: str, end: str) -> None:
+    """Check that each think tag decodes to itself; it may be several tokens.
+
+    Whitespace around a tag may differ, since tokenizers move it. The forced phrase, whose whitespace may not differ,
+    is checked by `engine.interruption.plan_ids`. Raises ValueError for a text that does not decode to itself.
+    """
+    for key, text in (("prompts.think_start", start), ("prompts.think_end", end)):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if decoded.strip() != text.strip():
+            raise ValueError(
+                f"{key}: {text!r} becomes {decoded!r} when the tokenizer encodes and decodes it; choose another text"
+            )

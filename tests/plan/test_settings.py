@@ -1,0 +1,72 @@
+"""`plan`, `prompts`, `submit` and `train` refuse the same settings with the same line."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.plan.settings import check_settings
+from megatron_scalerl.recipe.file import load_recipe
+
+ROOT = Path(__file__).parents[2]
+PIPELINE = "{pipeline_model_parallel_size: 3, virtual_pipeline_model_parallel_size: 1}"
+MISTAKES = [
+    ("interruption.thinking_tokens=[4000, 5000]", "max_position_embeddings of the policy: 512 is too short for the"),
+    ("prompts.max_prompt_tokens=4096", "; lower these, or take a policy with a longer context"),
+    ("trainer.micro_batch_tokens=64", "trainer.micro_batch_tokens: 64 is too short for the longest sequence, 91"),
+    (
+        "engine.vllm.max_model_len=89",
+        "engine.vllm.max_model_len: 89 is too short for the longest sequence, 91 tokens",
+    ),
+    ("engine.vllm.max_num_seq=8", "engine.vllm: max_num_seq is not an option of vLLM; the nearest is max_num_seqs"),
+    ("engine.vllm.temperature=0.5", "engine.vllm.temperature"),
+    ("megatron.optimizer.adam_eps2=1", "megatron.optimizer: adam_eps2 is not a field"),
+    ("megatron.parallel.tp=2", "megatron.parallel: tp is not a keyword"),
+    ("megatron.model.recompute_granularty=full", "megatron.model: recompute_granularty is not a field"),
+    ("megatron.model.fp8=hybrid", "megatron.model.fp8"),
+    ("megatron.ddp.overlap=true", "megatron.ddp: overlap is not a field"),
+    ("rewards.verifier=maths", "rewards.verifier 'maths'"),
+    ("rewards.verifier=json:dump_s", "rewards.verifier 'json:dump_s'"),
+    ("loss.name=cipso", "cipso"),
+    ("prompts.think_end=</th\u00efnk>", "prompts.think_end"),
+    ("prompts.system=Think.", "prompts.system: has no effect without prompts.chat_template true"),
+]
+
+
+@pytest.mark.parametrize(("override", "said"), MISTAKES)
+def test_four_commands_refuse_a_setting_with_one_line(override, said, tiny, tmp_path, capsys, monkeypatch):
+    (tmp_path / "programs").mkdir()
+    for name in ("bash", "env", "sh"):
+        (tmp_path / "programs" / name).symlink_to(shutil.which(name))
+    files = {"policy.path": "base_policy", "prompts.path": "prompts.jsonl", "prompts.held_out_path": "held_out.jsonl"}
+    given = [f"{key}={tiny / name}" for key, name in files.items()]
+    words = [str(ROOT / "recipes" / "tiny_cpu.yaml"), *given, f"output_dir={tmp_path / 'runs'}", override]
+    lines = {}
+    for command in (["plan", "--gpus", "2", "--check", "--no-build"], ["prompts"], ["train"]):
+        assert main([*command, *words]) == 2, command
+        lines[command[0]] = capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    assert said in lines["plan"] and lines["plan"].count("\n") == 1
+    assert len(set(lines.values())) == 1, lines
+    monkeypatch.setenv("PATH", str(tmp_path / "programs"))
+    job = ["--dry-run", "--partition", "a", "--time", "1-0", "--gpus", "0"]
+    assert main(["submit", *job, *words]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    refused = lines["plan"].removeprefix("megatron-scalerl: ").strip()
+    assert f"checks of settings, policy and prompts: not finished here: {refused}" in shown
+
+
+def test_a_plan_of_another_split_says_what_to_set(capsys):
+    words = [str(ROOT / "recipes" / "qwen3_8b_8gpus.yaml"), "--check", "--no-build", "--gpus"]
+    assert main(["plan", *words, "8"]) == 0
+    assert "chosen by the planner" not in capsys.readouterr().out
+    assert main(["plan", *words, "6"]) == 0
+    said = "chosen by the planner, since the recipe's split takes 8 GPUs; set trainer.world_size=4 engine.count=2"
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_interleaved_pipeline_is_planned_without_a_gpu(tiny):
+    paths = [f"policy.path={tiny / 'base_policy'}", f"prompts.path={tiny / 'prompts.jsonl'}"]
+    layout = [f"megatron.parallel={PIPELINE}", "trainer.world_size=3", "megatron.model.variable_seq_lengths=true"]
+    check_settings(load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", [*paths, *layout]))

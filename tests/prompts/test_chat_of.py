@@ -1,0 +1,133 @@
+"""Chat template and think tags follow from tokenizer, rows and warm start; what nobody can answer is refused."""
+
+import json
+
+import pytest
+from chat_templates import CHATML, GPT_OSS, IGNORING, LLAMA3, MAGISTRAL, MISTRAL, OPEN, QWEN3, R1_DISTILL, TURNS
+from recipe_files import SETTLED, small_recipe
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_scalerl.prompts.chat import chat_of, chat_of_recipe
+from megatron_scalerl.prompts.rendering import PromptRenderer
+from megatron_scalerl.recipe.sections import PromptsSection
+
+THINK = ("<think>", "</think>")
+NONE = ("", "")
+
+
+def tokenizer_with(template, tokens=()):
+    """Without tags in its vocabulary unless `tokens` has some."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template)
+    tokenizer.add_tokens(list(tokens))
+    return tokenizer
+
+
+DECIDED = {
+    # template, tokens, settings, messages, warm start -> takes the template, tags, a part of the sentence
+    "Qwen2.5": (CHATML, (), {}, True, (), True, NONE, "whole completion is the answer"),
+    "Qwen2.5, text": (CHATML, (), {}, False, (), False, NONE, "prompts.chat_template true applies"),
+    "Qwen2.5, warm start": (CHATML, (), {}, True, ("no", "2</think>3"), True, THINK, "as the warm start has it"),
+    "a template is not its vocabulary": (CHATML, THINK, {}, True, (), True, NONE, "whole completion"),
+    "Qwen3": (QWEN3, THINK, {}, True, (), True, THINK, "as the chat template has it"),
+    "Qwen3, text": (QWEN3, THINK, {}, False, (), False, THINK, "rows of text do not take"),
+    "Qwen3, flattened": (QWEN3, THINK, {"chat_template": False}, True, (), False, THINK, "messages do not take"),
+    "Qwen3 does not think": (
+        QWEN3, THINK, {"template_arguments": {"enable_thinking": False}}, True, (), True, NONE, "whole completion"
+    ),
+    "R1 distill": (R1_DISTILL, (), {"chat_template": True}, False, (), True, THINK, "rows of text take"),
+    "Llama 3": (LLAMA3, (), {}, True, (), True, NONE, "whole completion"),
+    "Magistral": (MAGISTRAL, (), {}, True, (), True, ("[THINK]", "[/THINK]"), "'[/THINK]'"),
+    "gpt-oss": (
+        GPT_OSS, (), {}, True, (), True,
+        ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"), "chat template",
+    ),
+    "base": (None, (), {}, True, (), False, NONE, "the tokenizer has no chat template"),
+    "base, warm start": (None, (), {}, False, ("x</think>",), False, THINK, "as the warm start has it"),
+    "base, tokens": (None, ("[THINK]", "[/THINK]"), {}, False, (), False, ("[THINK]", "[/THINK]"), "vocabulary"),
+    "the recipe's": (QWEN3, (), {"think_start": "", "think_end": ""}, True, (), True, NONE, "whole completion"),
+    "the recipe's closing tag": (None, (), {"think_end": "</t>"}, False, (), False, ("", "</t>"), "as the recipe"),
+    "the recipe's, as the prompt asks": (
+        CHATML, (), {"think_end": "</think>", "system": "Think, then </think>"}, True, (), True,
+        ("", "</think>"), "as the recipe",
+    ),
+    "the recipe's, taught elsewhere": (
+        None, (), {"think_start": "<t>", "think_end": "</t>"}, False, (), False, ("<t>", "</t>"), "only a warm start"
+    ),
+    "the recipe's opening tag": (QWEN3, (), {"think_start": ""}, True, (), True, ("", "</think>"), "'</think>'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DECIDED)
+def test_template_and_tags_follow_from_tokenizer_rows_and_warm_start(case):
+    template, tokens, settings, messages, warm_start, takes, tags, why = DECIDED[case]
+    tokenizer = tokenizer_with(template, tokens)
+    chat = chat_of(tokenizer, PromptsSection(**settings), messages=messages, warm_start=warm_start)
+    assert (chat.chat_template, (chat.think_start, chat.think_end)) == (takes, tags)
+    assert why in chat.why
+
+
+@pytest.mark.parametrize("settings", [{"think_end": "</think>"}, {"think_start": "<think>", "think_end": "</thnik>"}])
+@pytest.mark.parametrize("warm_start", [(), ("2</done>3",)])
+def test_a_closing_tag_that_nobody_writes_is_refused(settings, warm_start):
+    prompts = PromptsSection(**settings)
+    with pytest.raises(ValueError, match=rf"prompts\.think_end: nobody writes '{prompts.think_end}'"):
+        chat_of(tokenizer_with(CHATML), prompts, messages=True, warm_start=warm_start)
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN3, LLAMA3, R1_DISTILL, GPT_OSS, MISTRAL, CHATML + "<assistant>"])
+def test_a_template_that_opens_the_assistants_turn_is_accepted(template):
+    tokenizer = tokenizer_with(template)
+    chat = chat_of(tokenizer, PromptsSection(), messages=True)
+    settings = {"think_start": chat.think_start, "think_end": chat.think_end, "chat_template": True}
+    assert "1+1" in PromptRenderer(tokenizer, PromptsSection(**settings)).text("1+1")
+
+
+ALTERNATING = "{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template", [IGNORING, IGNORING + "\n", ALTERNATING + TURNS, OPEN.replace("add_generation_prompt", "gen") + TURNS]
+)
+def test_a_template_that_ignores_the_generation_prompt_is_refused(template):
+    settings = SETTLED | {"chat_template": True, "think_start": "", "think_end": ""}
+    with pytest.raises(ValueError, match=r"ignores add_generation_prompt: the prompt ends with '.*<\|im_end\|>'"):
+        PromptRenderer(tokenizer_with(template), PromptsSection(**settings))
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+TEXT = {"problem": "1+1", "answer": "2"}
+MESSAGES = {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}
+
+
+@pytest.mark.parametrize("rows", [[TEXT], [MESSAGES], [{"other": 1}, MESSAGES], None])
+def test_a_recipe_is_settled_by_its_rows_and_its_warm_start(tmp_path, rows):
+    path = str(tmp_path / "gone.jsonl") if rows is None else write(tmp_path / "p.jsonl", rows)
+    taught = write(tmp_path / "sft.jsonl", [{"prompt": "1+1", "completion": "one and one[/THINK]2"}])
+    for sft, tags in ((taught, ("[THINK]", "[/THINK]")), ("gone.jsonl", THINK), (None, NONE)):
+        recipe = small_recipe(prompts={"path": path}, sft={"path": sft})
+        settled = chat_of_recipe(recipe, tokenizer_with(CHATML)).settled(recipe)
+        assert settled.prompts.chat_template is (rows is not None and MESSAGES in rows)
+        assert (settled.prompts.think_start, settled.prompts.think_end) == tags
+        assert settled.interruption.enabled is (tags != NONE)
+
+
+def test_all_tasks_of_a_mixture_are_rendered_alike(tmp_path):
+    tasks = {name: {"path": write(tmp_path / f"{name}.jsonl", [row]), "weight": 1}
+             for name, row in (("a", TEXT), ("b", MESSAGES))}  # fmt: skip
+    recipe = small_recipe(prompts={"tasks": tasks})
+    assert chat_of_recipe(recipe, tokenizer_with(QWEN3)).settled(recipe).prompts.chat_template is True
+
+
+def test_an_interruption_of_thinking_that_no_tag_closes_is_refused():
+    recipe = small_recipe(prompts={"path": "p"}, interruption={"enabled": True})
+    with pytest.raises(ValueError, match=r"prompts\.think_end: is empty, but a tag has to close thinking"):
+        chat_of_recipe(recipe, tokenizer_with(CHATML), messages=True).settled(recipe)
