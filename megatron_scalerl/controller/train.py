@@ -56,6 +56,7 @@ from megatron_scalerl.launch.placement import Devices, Fleet, Placement
 from megatron_scalerl.processes.child_process import ProcessDied, open_log
 from megatron_scalerl.processes.garbage import map_large_blocks
 from megatron_scalerl.processes.logs import log_to_file
+from megatron_scalerl.processes.loop_watch import LoopLag, watched_loop
 from megatron_scalerl.processes.signals import SaveAndExit, Takeover, held_uncharged, run_until_signal
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError
@@ -152,11 +153,12 @@ async def _train(
     placement: Placement,
     takeover: Takeover,
 ) -> str:
-    async with TaskPools(tasks_of(recipe)) as verifier:
+    async with watched_loop() as lag, TaskPools(tasks_of(recipe)) as verifier:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
             write_contamination(folder.path, inputs.evaluation)
-            resumed = _resume(folder, console)  # a damaged folder is found before any device is held
+            # a damaged folder is found before any device is held
+            resumed = await asyncio.to_thread(_resume, folder, console)
             plans = Plans(recipe, inputs.tokenizer)
             async with (
                 serving_metrics(recipe, folder.path, run_id=folder.attempt.run_id) as collector,
@@ -174,6 +176,7 @@ async def _train(
                     placement=placement,
                     takeover=takeover,
                     collector=collector,
+                    lag=lag,
                 )
                 return await _attempts(run, resumed)
 
@@ -193,6 +196,7 @@ class _Run:
     takeover: Takeover
     collector: RunCollector | None
     """What the Prometheus endpoint shows, None without one."""
+    lag: LoopLag
 
 
 async def _attempts(run: _Run, resumed: Resumed) -> str:
@@ -295,6 +299,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_sinc
                     sync=WeightSync(fleet.trainer, fleet.engines, recipe),
                     probe=Probe(recipe, run.sampler, fleet, [*prompts.training, *prompts.held_out]),
                     meter=meter,
+                    lag=run.lag,
                     progress=progress,
                     saving=run.saving,
                     sinks=[] if run.collector is None else [run.collector],

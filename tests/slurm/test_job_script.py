@@ -14,6 +14,7 @@ import pytest
 from slurm_runs import write_recipe
 
 from megatron_scalerl.__main__ import main
+from megatron_scalerl.checkpoints.jsonl import rewrite
 from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster.allocation import Allocation, Request
 from megatron_scalerl.cluster.job import JobPlan, render
@@ -408,6 +409,29 @@ def test_a_controller_of_an_earlier_attempt_is_waited_for(tmp_path):
     assert said.count("No such file") == 3, "a status in between would show an error"
     assert done.stdout.count(f"another controller has {tmp_path}") == 2
     assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "0\n"
+
+
+@pytest.mark.parametrize(("gave_up", "code"), [(True, 1), (False, 0)])
+def test_the_next_job_of_a_chain_ends_as_the_run_did(tmp_path, gave_up, code):
+    program = f"touch {tmp_path}/started"
+    script = written(tmp_path, program, chain=True)
+    rewrite(tmp_path / "end.json", [{"reason": "why", "gave_up": gave_up}])
+    os.utime(script, (0, 0))
+    done = subprocess.run(["bash", script], env=os.environ | {"SLURM_JOB_ID": "7"}, capture_output=True, text=True)
+    assert done.returncode == code and 'the run has ended: {"reason":"why"' in done.stdout
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize(("beat_s_ago", "hangs"), [(90, True), (5, False)])
+def test_a_controller_that_hangs_at_the_time_limit_is_queued_again(tmp_path, beat_s_ago, hangs):
+    """It does not answer; the ledger's last heartbeat says whether it hangs, or still saves."""
+    ledger, asked = tmp_path / "ledger.jsonl", tmp_path / "asked"
+    wait_for = "for _ in {1..100}; do [ -e %s ] || read -t 0.05 <> <(:); done"
+    program = f"trap 'touch {asked}' USR1; touch -d '-{beat_s_ago} seconds' {ledger}; kill -USR1 $PPID; "
+    program += f"{wait_for % asked}; {wait_for % (tmp_path / 'requeued')}; exit 1"
+    done = alone(tmp_path, program)
+    assert done.returncode == 1 and ("the controller hangs; queued again" in done.stdout) is hangs, done.stdout
+    assert (tmp_path / "requeued").exists() is hangs
 
 
 def test_a_program_that_is_missing_has_the_shells_exit_code(tmp_path):
