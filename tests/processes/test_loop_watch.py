@@ -67,7 +67,9 @@ def test_a_loop_that_stands_still_is_ended_with_its_stacks(how):
     process = started(how)
     out, err = process.communicate(timeout=240)
     assert (process.returncode, out) == (-signal.SIGKILL, "begun\n")
-    assert err.startswith("megatron-scalerl: the event loop stood still for 3 s: its process is killed; its stacks:\n")
+    assert err.startswith(
+        "megatron-scalerl: the event loop stood still for 3 s: its process is killed; its stacks:\n"
+    )
     assert f"in {how}\n" in err and "in main\n" in err
 
 
