@@ -29,7 +29,8 @@ if end == "taken over":
     (Path(run) / "slurm" / "attempt").write_text("7.1")
     sys.exit(1)
 if end.startswith("end"):
-    (Path(run) / "end.json").write_text('{"reason": "", "gave_up": %s}' % ("true" if end == "end, gave up" else "false"))
+    gave_up = "true" if end == "end, gave up" else "false"
+    (Path(run) / "end.json").write_text('{"reason": "", "gave_up": %s}' % gave_up)
     sys.exit(1)
 if end.startswith("SIG"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -99,7 +99,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"not compared: {error}", highlight=False)
     if failed:
         raise RuntimeError(
-            f"{len(failed)} runs failed: {', '.join(failed)}; the same command goes on with those that did not give up"
+            f"{len(failed)} runs failed: {', '.join(failed)}; the same command goes on with those that did not give "
+            "up"
         )
     return 0
 

@@ -1,11 +1,11 @@
 """`megatron-scalerl train --supervise`: runs the controller as a child process and starts it again when it fails.
 
 The child is `megatron-scalerl train` without the option. It is not started again when it is done (exit code 0) or has
-given up, of which RUN/end.json tells, after a user error at its first start (2) or where another controller had the run then (76), once a later attempt of its
-job has begun (`processes.signals`), where Slurm has taken a host of the trainer out of the job (77), when SIGINT or
-SIGTERM stopped it (130, 143), and after SIGUSR1 (75: it was to save and exit), also before it had handlers for them.
-A child that was killed or failed resumes from its newest checkpoint. The child ends when this process does, however
-that exits (`processes.parent_death`).
+given up, of which RUN/end.json tells, after a user error at its first start (2) or where another controller had the
+run then (76), once a later attempt of its job has begun (`processes.signals`), where Slurm has taken a host of the
+trainer out of the job (77), when SIGINT or SIGTERM stopped it (130, 143), and after SIGUSR1 (75: it was to save and
+exit), also before it had handlers for them. A child that was killed or failed resumes from its newest checkpoint. The
+child ends when this process does, however that exits (`processes.parent_death`).
 """
 
 from __future__ import annotations

@@ -186,8 +186,8 @@ class Controller:
             await self._train_on(groups, waited)
             if len(self._empty) >= self._recipe.filters.max_empty_batches:
                 reason = (
-                    f"gave up at step {self._state.step} of {self._recipe.steps}: {len(self._empty)} batches in a row "
-                    f"had nothing left to train on: {self._empty[-1]}; look at completions with `show`"
+                    f"gave up at step {self._state.step} of {self._recipe.steps}: {len(self._empty)} batches in a "
+                    f"row had nothing left to train on: {self._empty[-1]}; look at completions with `show`"
                 )
                 await self._finish(reason, gave_up=True)
                 raise RuntimeError(reason)

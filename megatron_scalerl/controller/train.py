@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import io
 import logging
 import secrets
@@ -84,10 +83,14 @@ def log_failures(log: str | Path) -> Iterator[None]:
     exception group the first exception is raised. What the controller logs is appended to `log`, as is the traceback
     of every failure, and a note on the exception names that file.
     """
-    with open_log(Path(log)) as file:
-        text = io.TextIOWrapper(file, "utf8", "backslashreplace")  # a path may hold bytes that are not UTF-8
+    # a path may hold bytes that are not UTF-8
+    text = io.TextIOWrapper(open_log(Path(log)), "utf8", "backslashreplace")
+    try:
         with log_to_file(text, "controller"), _failures(log):
             yield
+    finally:
+        with contextlib.suppress(OSError):  # of a full disk, which would take the place of the run's failure
+            text.close()
 
 
 @contextmanager
@@ -228,7 +231,8 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                     held_since = time.monotonic()
                     too_few = launcher.engines.members.left < minimum
                     await asyncio.to_thread(present, run.hosts, engines=minimum if too_few else 0)
-                    if too_few or _is_full(error):  # engines that are given up do not come back, nor does space
+                    # engines that are given up do not come back, nor does space
+                    if too_few or _is_full(error, run.folder.path):
                         raise
                     resumed = await asyncio.to_thread(_resume, run.folder, run.console)  # engines are watched
                     reached = resumed.start.step
@@ -241,10 +245,10 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                 run.folder.attempt = run.folder.begin_attempt()
 
 
-def _is_full(error: BaseException) -> bool:
-    """Whether a rank found no space for a checkpoint, whose path its error has."""
-    full = any(f"[Errno {code}]" in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
-    return full and "checkpoints" in str(error)
+def _is_full(error: BaseException, run: Path) -> bool:
+    """Whether a rank found no space for a file of the run: the next one would not, either."""
+    full = error.full if isinstance(error, TrainerError) else ""
+    return full != "" and Path(full).absolute().is_relative_to(run.absolute())
 
 
 def _record(engines: JsonlWriter, member: Member) -> None:

@@ -190,7 +190,7 @@ class StoreWriter:
         self._fd = -1
         self._complete = False
         self._failure: OSError | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         newest = max(segments(folder), default=-1)
         durable_segment = durable.segment if durable else -1
         self._segment = max(newest, durable_segment)
@@ -210,34 +210,29 @@ class StoreWriter:
         It is on the disk after the next `sync`.
         """
         with self._lock:
-            return self._append(block)
-
-    def _append(self, block: bytes) -> BlockRef:
-        if self._failure is not None:
-            raise self._failure
-        full = self._end > SEGMENT_START and self._end + len(block) > self._limit
-        if self._fd < 0 or full or self._complete:
-            self._begin_segment()
-        try:
-            with naming(segment_path(self.folder, self._segment)):
-                write_all(self._fd, block)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._end)
-            raise
-        stored = BlockRef(segment=self._segment, offset=self._end, nbytes=len(block))
-        self._end += len(block)
-        return stored
+            if self._failure is not None:
+                raise self._failure
+            full = self._end > SEGMENT_START and self._end + len(block) > self._limit
+            if self._fd < 0 or full or self._complete:
+                self._begin_segment()
+            try:
+                with naming(segment_path(self.folder, self._segment)):
+                    write_all(self._fd, block)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, self._end)
+                raise
+            stored = BlockRef(segment=self._segment, offset=self._end, nbytes=len(block))
+            self._end += len(block)
+            return stored
 
     def sync(self) -> None:
         """Return once every block is on the disk. Raises OSError, then and at every later call."""
         with self._lock:
-            self._sync()
-
-    def _sync(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._fd >= 0:
+            if self._failure is not None:
+                raise self._failure
+            if self._fd < 0:
+                return
             try:
                 path = segment_path(self.folder, self._segment)
                 with naming(path):
@@ -258,7 +253,7 @@ class StoreWriter:
             self._fd = -1
 
     def _begin_segment(self) -> None:
-        self._sync()
+        self.sync()
         path = segment_path(self.folder, self._segment + 1)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         handle = os.open(path, flags, 0o600)

@@ -221,7 +221,10 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
             "container: expected one of none, pyxis, apptainer, or a list of words, found 'docker'",
         ),
         ("container: pyxis", "image: expected with pyxis or apptainer"),
-        ("environment: {HF_TOKEN: abc}", "expected no secret"),
+        *(
+            (f"environment: {{{name}: abc}}", f"since the job script is readable by others, found {name};")
+            for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "GITHUB_PAT", "DB_PASS", "API_KEY_2", "AZURE_CLIENT_SECRET")
+        ),
         ("environment: {A: [1]}", "environment.A: expected names of variables with one line of text each, found [1]"),
         ("sbatch: ['constraint=h100']", "sbatch: expected options of sbatch"),
         ('sbatch: {comment: "a\\nrm -rf /"}', "sbatch.comment: expected options of sbatch by their long names"),
@@ -316,6 +319,21 @@ def test_a_dry_run_without_slurm_renders_the_job_and_says_what_was_not_checked(
     before = script.with_name("recipe.yaml").read_bytes()
     assert main([*words, "--dry-run", "steps=5"]) == 2
     assert script.with_name("recipe.yaml").read_bytes() == before, "of a job that may be queued"
+
+
+def test_a_dry_run_goes_on_where_slurm_does_not_answer(tmp_path, tiny, without_slurm, capsys):
+    """Its programs are installed, and find no controller."""
+    run = write_recipe(tmp_path / "r.yaml", tiny, output_dir=tmp_path)
+    why = "sinfo: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host"
+    for name in ("sbatch", "sinfo", "squeue", "scontrol"):
+        (tmp_path / "programs" / name).write_text(f'#!/bin/sh\necho "{why}" >&2; exit 1\n')
+        (tmp_path / "programs" / name).chmod(0o755)
+    words = ["submit", str(tmp_path / "r.yaml"), "--partition", "a", "--time", "1-0", "--gpus", "0"]
+    assert main([*words, "--dry-run"]) == 0
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert f"not checked, since sinfo failed: {why}: that a exists" in said
+    cluster.check_syntax(run / "slurm" / "job.sbatch")
+    assert main(words) == 1 and why in capsys.readouterr().err, "nothing is submitted"
 
 
 def test_the_status_of_a_folder_without_slurm(tmp_path, tiny, without_slurm, capsys):
