@@ -4,6 +4,8 @@ Real controller, journal, ledger, metrics and folder in virtual time; `fakes.run
 """
 
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 from fakes.run import PUBLISH_S, START_S, VALIDATE_S, attempt, check_records, recipe
@@ -276,7 +278,7 @@ def test_skipped_batches_after_a_checkpoint_are_recorded_once(tmp_path):
 
 def test_a_run_with_nothing_to_train_on_ends_without_a_step(tmp_path):
     settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0}, filters={"max_empty_batches": 2})
-    said = "2 batches in a row had nothing left to train on: 2 of 2 groups .*, before the first step"
+    said = "gave up at step 0 of 6: 2 batches in a row had nothing left to train on: 2 of 2 groups all "
     with pytest.raises(RuntimeError, match=said):
         attempt(settings, flat_groups=range(99))
     records = read_jsonl(tmp_path / "r" / "metrics.jsonl")
@@ -306,6 +308,19 @@ def test_a_first_batch_in_which_no_thinking_is_closed_ends_the_run(tmp_path, set
     made = recipe(tmp_path, rollouts={"max_staleness_steps": 0}, filters={"max_empty_batches": 2}, **settings)
     with pytest.raises(RuntimeError, match=message):
         attempt(made, answers=False)
+
+
+def test_a_run_that_gives_up_fails_and_says_so(tmp_path):
+    settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0}, filters={"max_empty_batches": 2})
+    said = "gave up at step 2 of 6: 2 batches in a row had nothing left to train on: 2 of 2 groups all "
+    with pytest.raises(RuntimeError, match=said):
+        attempt(settings, flat_groups=range(4, 99))
+    [end] = read_jsonl(tmp_path / "r" / "end.json")
+    assert end["reason"].startswith(said) and end["gave_up"] and not end["final"] and end["step"] == 2
+    assert resume_point(tmp_path / "r", read_commit).step == 2
+    assert attempt(settings).reason == "all 6 steps are made", "the same command may go on"
+    [end] = read_jsonl(tmp_path / "r" / "end.json")
+    assert not end["gave_up"]
 
 
 def test_a_journal_behind_its_checkpoint_is_refused(tmp_path):
@@ -386,3 +401,40 @@ def test_a_record_that_is_gone_or_cut_is_not_taken_for_a_new_run(tmp_path, name,
         attempt(settings)
     file.write_text("".join(lines))
     assert attempt(settings).reason == "all 6 steps are made"
+
+
+def replaced(path):
+    path.with_name("new").write_text("")
+    path.with_name("new").rename(path)
+
+
+@pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl", "validation.jsonl", "validation_by_prompt.jsonl",
+                                  "journal.jsonl", "rollouts/segment-00000.bin"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (Path.unlink, "was removed or replaced while the run wrote it; what the run wrote is in"),
+        (replaced, "was removed or replaced while the run wrote it; what the run wrote is in"),
+        (lambda path: os.truncate(path, 1), "was shortened while the run wrote it, to less than "),
+    ],
+    ids=["removed", "replaced", "shortened"],
+)
+def test_a_record_that_is_lost_under_a_running_run_ends_it_before_its_checkpoint(tmp_path, name, damage, said):
+    """The validation of step 0 is over then, and no checkpoint begun."""
+    settings, record = recipe(tmp_path), tmp_path / "r" / name
+    with pytest.raises(OSError, match=f"{record}: {said}"):
+        attempt(settings, changes=[(17.0, lambda _: damage(record))])
+    assert not committed(tmp_path / "r" / "checkpoints")
+    if "removed" in said:
+        record.with_name(f"{record.name}.kept").rename(record)
+        assert attempt(settings).reason == "all 6 steps are made"
+        check_records(tmp_path / "r", 6)
+
+
+def test_a_ledger_that_is_lost_before_the_first_checkpoint_is_missed(tmp_path):
+    settings = recipe(tmp_path)
+    attempt(settings, kill_at_s=17)
+    assert not committed(tmp_path / "r" / "checkpoints") and read_history(tmp_path / "r").batches
+    (tmp_path / "r" / "ledger.jsonl").unlink()
+    with pytest.raises(RuntimeError, match=r"ledger.jsonl: has charges of 0 batches, and the journal \d batches"):
+        attempt(settings)

@@ -28,6 +28,10 @@ if end == "taken over":
     (Path(run) / "slurm").mkdir()
     (Path(run) / "slurm" / "attempt").write_text("7.1")
     sys.exit(1)
+if end.startswith("end"):
+    gave_up = "true" if end == "end, gave up" else "false"
+    (Path(run) / "end.json").write_text('{"reason": "", "gave_up": %s}' % gave_up)
+    sys.exit(1)
 if end.startswith("SIG"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.Signals[end])
@@ -60,6 +64,9 @@ def no_delay(monkeypatch):
         (["1", "1", "1", "0"], 2, 1, 3),
         (["1", "SIGKILL", "0"], 1, 1, 2),
         (["1", "commit", "1", "commit", "1", "0"], 2, 0, 6),
+        (["1", "end, gave up", "0"], 2, 1, 2),
+        (["end, done", "0"], 2, 0, 2),
+        (["end, gave up"] * 2, 2, 1, 1),
     ],
 )
 def test_a_failed_run_is_started_again_while_it_makes_progress(tmp_path, ends, restarts, code, starts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,26 @@ def lock_file(path: Path) -> int:
         os.close(handle)
         raise
     return handle
+
+
+def check_in_place(path: Path, handle: int, size: int) -> None:
+    """Raises OSError unless `path` still is the open file `handle`, of which `size` bytes were written.
+
+    Where it is another one, what was written is copied to `path`.kept, since no name leads to it any more.
+    """
+    if path.exists() and os.path.samestat(os.stat(path), os.fstat(handle)):
+        if os.fstat(handle).st_size < size:
+            raise OSError(
+                f"{path}: was shortened while the run wrote it, to less than {size} bytes; restore it from a copy, "
+                "then start the run again"
+            )
+        return
+    kept = path.with_name(f"{path.name}.kept")
+    shutil.copy(f"/proc/self/fd/{handle}", kept)  # with its mode
+    raise OSError(
+        f"{path}: was removed or replaced while the run wrote it; what the run wrote is in {kept}: rename that file "
+        f"to {path.name}, then start the run again"
+    )
 
 
 def write_all(handle: int, data: bytes) -> None:

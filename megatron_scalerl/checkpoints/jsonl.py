@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_scalerl.checkpoints.atomic_io import naming, sync, write_all, write_durably
+from megatron_scalerl.checkpoints.atomic_io import check_in_place, naming, sync, write_all, write_durably
 
 _BLOCK = 1 << 16
 
@@ -35,6 +35,8 @@ class JsonlWriter:
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
         if created:
             sync(self.path.parent)
+        self.size = os.fstat(self._fd).st_size
+        """Bytes of the file."""
         self._encoder = msgspec.json.Encoder()
 
     def append(self, *rows: Any) -> None:
@@ -43,28 +45,26 @@ class JsonlWriter:
         Raises OSError naming the file; no part of the rows is left in it then.
         """
         data = b"".join(self._encoder.encode(row) + b"\n" for row in rows)
-        start = os.fstat(self._fd).st_size
         try:
             with naming(self.path):
                 write_all(self._fd, data)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, start)
+                os.ftruncate(self._fd, self.size)
             raise
+        self.size += len(data)
 
     def sync(self) -> None:
-        """Return once every row is on the disk. Raises OSError naming the file."""
+        """Return once every row is on the disk, under the file's name. Raises OSError naming the file."""
         with naming(self.path):
             os.fsync(self._fd)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return os.fstat(self._fd).st_size
+        check_in_place(self.path, self._fd, self.size)
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file, and keep what was written where it was removed; a second call does nothing."""
         if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                check_in_place(self.path, self._fd, self.size)
             os.close(self._fd)
             self._fd = -1
 

@@ -89,6 +89,7 @@ def render(plan: JobPlan) -> str:
             cpus=None if "cpus-per-gpu" in plan.site.sbatch else plan.nodes.cpus,
             gpu_hours=asked.gpu_hours,
             startup_s=plan.startup_s,
+            save_s=plan.lead_s - MARGIN_S,
             container=_container(plan),
             local=plan.site.local,
             stage=plan.site.stage,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -63,6 +64,8 @@ def status(run_dir: str | Path) -> Iterator[str]:
     yield from _job_lines(run, newest, jobs) if cluster.present() else _attempt_lines(run, newest)
     yield from node_lines(run, jobs)
     yield from _progress(run, (newest or {}).get("gpu_hours"))
+    if any(job.state == "RUNNING" for job in jobs) and (run / "ledger.jsonl").exists():
+        yield _heartbeat(run)
     error = last_error(run)
     if error is not None:
         yield f"last error: {error}"
@@ -168,6 +171,14 @@ def _progress(run: Path, budget: float | None) -> Iterator[str]:
     cost = spent(run)
     left = f", {max(0.0, budget - cost.hours):.4g} left of {budget:g}" if budget else ""
     yield f"{cost.hours:.4g} {cost.unit} spent{money(cost.hours, recipe['cost'])}{left}"
+
+
+def _heartbeat(run: Path) -> str:
+    """What the controller's event loop shows of itself: it writes to the ledger every HEARTBEAT_S."""
+    since = timedelta(seconds=time.time() - os.path.getmtime(run / "ledger.jsonl"))
+    lags = [row["loop_lag_seconds"] for row in read_jsonl(run / "metrics.jsonl") if "loop_lag_seconds" in row]
+    longest = f"; its event loop was up to {lags[-1]:.1f} s late in the last batch" if lags else ""
+    return f"last heartbeat of the controller: {_duration(since)} ago{longest}"
 
 
 def last_error(run: Path) -> str | None:

@@ -80,17 +80,9 @@ def submit(
     ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
     site = read_site(request.site)
-    partition = assumed(request, site.gres)
-    here = cluster.present()
-    silent = "this machine has no Slurm"
-    try:
-        if here:
-            partition = check_partition(request.partition, cluster.partitions())
-    except RuntimeError as error:
-        if not dry_run:
-            raise
-        here = False
-        silent = f"Slurm does not answer ({error})"
+    partitions, missing = _partitions(dry_run=dry_run)
+    here = not missing
+    partition = check_partition(request.partition, partitions) if here else assumed(request, site.gres)
     plan = _plan(recipes, name, request, site, partition)
     if request.throttle is not None:
         check_script(plan.script, plan.runs)
@@ -114,7 +106,7 @@ def submit(
         else:
             nodes = f"{partition.gpus} GPUs and {partition.cpus} CPUs"
             yield (
-                f"not checked, since {silent}: that {partition.name} exists, with nodes of {nodes} "
+                f"not checked, since {missing}: that {partition.name} exists, with nodes of {nodes} "
                 "(assumed), its time limit, that Slurm accepts the job, that the run has no other one, and that the "
                 f"nodes see {plan.cwd} and {plan.runs[0]}"
             )
@@ -125,6 +117,18 @@ def submit(
     yield f"submitted: job {', '.join(jobs)}; asked to save {plan.lead_s} s before its time limit"
     yield f"output: {plan.outputs}; logs: RUN/slurm and RUN/logs"
     yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in plan.runs)
+
+
+def _partitions(*, dry_run: bool) -> tuple[dict[str, Partition], str]:
+    """The cluster's partitions, or why a dry run is without them. Raises RuntimeError where Slurm fails otherwise."""
+    if not cluster.present():
+        return {}, "this machine has no Slurm"
+    try:
+        return cluster.partitions(), ""
+    except RuntimeError as error:
+        if not dry_run:
+            raise
+        return {}, str(error)
 
 
 def _resolved(

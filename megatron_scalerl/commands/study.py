@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Run the study until it ends. Raises ValueError for user errors, RuntimeError where a run failed."""
     from megatron_scalerl.checkpoints.atomic_io import write_durably
+    from megatron_scalerl.checkpoints.jsonl import read_jsonl
     from megatron_scalerl.commands.supervise import supervise
     from megatron_scalerl.controller.run_folder import END
     from megatron_scalerl.processes.signals import SAVED_CODE, SIGNALS
@@ -80,8 +81,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     failed: list[str] = []
     finished: list[str] = []
     for recipe in recipes:
-        code = 0
-        if not (Path(recipe.run_dir) / END).exists():
+        ends = read_jsonl(Path(recipe.run_dir) / END)
+        code = int(any(end.get("gave_up") for end in ends))
+        if not ends:
             console.print(f"{recipe.name}: starts or goes on", highlight=False)
             code = supervise([*PROGRAM, str(files[recipe.name])], recipe.run_dir, restarts=0)
         if code == SAVED_CODE or code - 128 in SIGNALS:
@@ -96,7 +98,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             raise
         console.print(f"not compared: {error}", highlight=False)
     if failed:
-        raise RuntimeError(f"{len(failed)} runs failed: {', '.join(failed)}; the same command goes on with them")
+        raise RuntimeError(
+            f"{len(failed)} runs failed: {', '.join(failed)}; the same command goes on with those that did not give "
+            "up"
+        )
     return 0
 
 

@@ -1,11 +1,11 @@
 """`megatron-scalerl train --supervise`: runs the controller as a child process and starts it again when it fails.
 
-The child is `megatron-scalerl train` without the option. It is not started again when it is done (exit code 0), after
-a user error at its first start (2) or where another controller had the run then (76), once a later attempt of its
-job has begun (`processes.signals`), where Slurm has taken a host of the trainer out of the job (77), when SIGINT or
-SIGTERM stopped it (130, 143), and after SIGUSR1 (75: it was to save and exit), also before it had handlers for them.
-A child that was killed or failed resumes from its newest checkpoint. The child ends when this process does, however
-that exits (`processes.parent_death`).
+The child is `megatron-scalerl train` without the option. It is not started again when it is done (exit code 0) or has
+given up, of which RUN/end.json tells, after a user error at its first start (2) or where another controller had the
+run then (76), once a later attempt of its job has begun (`processes.signals`), where Slurm has taken a host of the
+trainer out of the job (77), when SIGINT or SIGTERM stopped it (130, 143), and after SIGUSR1 (75: it was to save and
+exit), also before it had handlers for them. A child that was killed or failed resumes from its newest checkpoint. The
+child ends when this process does, however that exits (`processes.parent_death`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_scalerl.checkpoints.commit import latest
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.processes.parent_death import tied_command
 from megatron_scalerl.processes.signals import (
     HOSTS_LEFT_CODE,
@@ -67,17 +68,18 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
         takeover = Takeover(run_dir)
         while True:
             # a session of its own: a terminal's SIGINT reaches the child once, from here
-            charged = _size(Path(run_dir) / "ledger.jsonl")
+            charged, ended = _written(run_dir, "ledger.jsonl"), _written(run_dir, "end.json")
             child = subprocess.Popen(tied_command(list(command)), start_new_session=True, env={**os.environ, **held})
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))
             code, child = _exit_code(child.wait()), None
-            if _size(Path(run_dir) / "ledger.jsonl") != charged:
+            if _written(run_dir, "ledger.jsonl") != charged:
                 held = held_from_now()
             if SAVE_SIGNAL in stopped_by and code not in _ENDED and not (code in _NOT_STARTED and first):
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)
                 return SAVED_CODE
-            if code in _FINAL or stopped_by or (code in _NOT_STARTED and first):
+            gave_up = _written(run_dir, "end.json") != ended and _gave_up(run_dir)
+            if code in _FINAL or stopped_by or gave_up or (code in _NOT_STARTED and first):
                 return code if code >= 0 else 1
             first = False
             reached = latest(Path(run_dir) / "checkpoints")
@@ -99,9 +101,17 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
             signal.signal(number, handler)
 
 
-def _size(file: Path) -> int:
-    """Bytes of a file, -1 of one that is missing."""
-    return file.stat().st_size if file.exists() else -1
+def _gave_up(run_dir: str | Path) -> bool:
+    return any(row.get("gave_up") for row in read_jsonl(Path(run_dir) / "end.json"))
+
+
+def _written(run_dir: str | Path, name: str) -> tuple[int, int] | None:
+    """What changes when a file of the run is appended to or written anew; None for one that is missing."""
+    file = Path(run_dir) / name
+    if not file.exists():
+        return None
+    status = file.stat()
+    return status.st_ino, status.st_size
 
 
 def _exit_code(code: int) -> int:

@@ -63,6 +63,7 @@ from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.evaluation.inputs import Evaluated
 from megatron_scalerl.launch.placement import Fleet
 from megatron_scalerl.processes.garbage import rare_full_collections
+from megatron_scalerl.processes.loop_watch import LoopLag
 from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
@@ -92,6 +93,7 @@ class Controller:
         sync: WeightSync,
         probe: Probe,
         meter: Meter,
+        lag: LoopLag,
         progress: Progress,
         saving: SaveAndExit,
         evaluation: Evaluated | None = None,
@@ -106,6 +108,7 @@ class Controller:
         self._sync, self._probe, self._saving = sync, probe, saving
         self._scorer = TokenScores(recipe, fleet, folder.path)
         self._meter, self._ledger, self._progress = meter, meter.ledger, progress
+        self._lag = lag
         self._state = RunState(step=start.step, batches=start.batches)
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
         last = max([start.step, *(b.step for b in history.batches)])
@@ -184,10 +187,12 @@ class Controller:
                 await self._record(groups)
             await self._train_on(groups, waited)
             if len(self._empty) >= self._recipe.filters.max_empty_batches:
-                reason = f"{len(self._empty)} batches in a row had nothing left to train on: {self._empty[-1]}"
-                if self._state.step == 0:
-                    raise RuntimeError(f"{reason}, before the first step; look at completions with `show`")
-                return await self._finish(reason)
+                reason = (
+                    f"gave up at step {self._state.step} of {self._recipe.steps}: {len(self._empty)} batches in a "
+                    f"row had nothing left to train on: {self._empty[-1]}; look at completions with `show`"
+                )
+                await self._finish(reason, gave_up=True)
+                raise RuntimeError(reason)
         return await self._finish(f"all {self._recipe.steps} steps are made")
 
     async def _record(self, groups: Sequence[RolloutGroup]) -> None:
@@ -277,6 +282,7 @@ class Controller:
         batch = self._meter.charge_train(self._state.batches - 1, self._state.step)
         return {
             "step_seconds": batch.seconds,
+            "loop_lag_seconds": self._lag.take(),
             "generated_tokens_per_second": batch.tokens / max(batch.seconds, 1e-9),
             "engine_idle_seconds": self._stream.take_idle_seconds(),
             **engine_metrics(self._fleet.engines),
@@ -315,15 +321,15 @@ class Controller:
         await self._saver.save_last(self._state.step, self._state.batches)
         logger.info("asked to save and exit: checkpoint of step %d", self._saver.step)
 
-    async def _finish(self, reason: str, *, final: bool = False) -> str:
-        """The last validation, checkpoint and charge. final: the run cannot resume, even with more steps."""
+    async def _finish(self, reason: str, *, final: bool = False, gave_up: bool = False) -> str:
+        """The last validation, checkpoint and charge; final, gave_up: as `RunFolder.end`."""
         await self._stream.close()
         await self._measurements.finish(self._overlap.while_waiting, self._publish)
         async with self._saving.uninterrupted():
             await self._saver.save_last(self._state.step, self._state.batches)
         await self._journal.removed()
         self._meter.charge_validation()
-        self._folder.end(reason, step=self._state.step, final=final)
+        self._folder.end(reason, step=self._state.step, final=final, gave_up=gave_up)
         return reason
 
 

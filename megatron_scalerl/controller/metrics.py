@@ -215,8 +215,9 @@ class Metrics:
         return read_jsonl(self._validations.path)
 
     def sync(self) -> None:
-        """Return when every step record is on disk."""
-        self._steps.sync()
+        """Return when every record is on disk."""
+        for file in (self._steps, self._validations, self._by_prompt):
+            file.sync()
 
     def has_validation(self, step: int) -> bool:
         """True if the validation of this step is recorded."""

@@ -214,10 +214,13 @@ class RunFolder:
             logger.warning("rollouts are kept: %s", error)
             return 0
 
-    def end(self, reason: str, *, step: int, final: bool) -> None:
-        """Record that the attempt finished. final: the run cannot resume, even with a larger `steps`."""
-        end = {"reason": reason, "step": step, "final": final, "incarnation": self.attempt.incarnation}
-        rewrite(self.path / END, [end])
+    def end(self, reason: str, *, step: int, final: bool, gave_up: bool) -> None:
+        """Record that the attempt finished.
+
+        final: the run cannot resume, even with a larger `steps`. gave_up: it made no progress any more.
+        """
+        state = {"step": step, "final": final, "gave_up": gave_up, "incarnation": self.attempt.incarnation}
+        rewrite(self.path / END, [{"reason": reason} | state])
 
     def saved(self, step: int, *, seconds: float, stopped_seconds: float) -> None:
         """Record how long the checkpoint of `step` took to write, and for how much of it the trainer was stopped."""
@@ -327,6 +330,12 @@ def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> 
                 f"{record}: has {left} rows, and had {rows} when {start.checkpoint} was saved; the run's curve "
                 "would be wrong: restore the file from a copy"
             )
+    charged = max((row["batch"] for row in read_jsonl(Path(run_dir) / "ledger.jsonl") if "role" in row), default=0)
+    if charged < len(history.batches):
+        raise RuntimeError(
+            f"{run_dir}/ledger.jsonl: has charges of {charged} batches, and the journal {len(history.batches)} "
+            "batches; the run's curve would be wrong: restore the file from a copy"
+        )
     position = start.position
     if position is not None:
         found = journal.stat().st_size if journal.exists() else 0

@@ -61,6 +61,7 @@ class Saver:
         """
         await self.commit(wait=True)
         begin = self._meter.elapsed
+        rows = {name: rows_of(self._folder.path / name) for name in RECORDS}  # before each is found in its place
         self._meter.ledger.sync()
         self._metrics.sync()
         run_id, position = self._folder.attempt.run_id, await self._journal.position()
@@ -69,7 +70,7 @@ class Saver:
             batches=batches,
             run_id=run_id,
             position=position,
-            record_rows={name: rows_of(self._folder.path / name) for name in RECORDS},
+            record_rows=rows,
         )
         path, extra = str(self._folder.checkpoint(step)), msgspec.to_builtins(state)
         asynchronous = self._recipe.async_save and not last

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import io
 import logging
 import secrets
@@ -56,6 +55,7 @@ from megatron_scalerl.launch.placement import Devices, Fleet, Placement
 from megatron_scalerl.processes.child_process import ProcessDied, open_log
 from megatron_scalerl.processes.garbage import map_large_blocks
 from megatron_scalerl.processes.logs import log_to_file
+from megatron_scalerl.processes.loop_watch import LoopLag, watched_loop
 from megatron_scalerl.processes.signals import SaveAndExit, Takeover, held_uncharged, run_until_signal
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError
@@ -83,10 +83,14 @@ def log_failures(log: str | Path) -> Iterator[None]:
     exception group the first exception is raised. What the controller logs is appended to `log`, as is the traceback
     of every failure, and a note on the exception names that file.
     """
-    with open_log(Path(log)) as file:
-        text = io.TextIOWrapper(file, "utf8", "backslashreplace")  # a path may hold bytes that are not UTF-8
+    # a path may hold bytes that are not UTF-8
+    text = io.TextIOWrapper(open_log(Path(log)), "utf8", "backslashreplace")
+    try:
         with log_to_file(text, "controller"), _failures(log):
             yield
+    finally:
+        with contextlib.suppress(OSError):  # of a full disk, which would take the place of the run's failure
+            text.close()
 
 
 @contextmanager
@@ -153,11 +157,12 @@ async def _train(
     placement: Placement,
     takeover: Takeover,
 ) -> str:
-    async with TaskPools(tasks_of(recipe)) as verifier:
+    async with watched_loop() as lag, TaskPools(tasks_of(recipe)) as verifier:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
             write_contamination(folder.path, inputs.evaluation)
-            resumed = _resume(folder, console)  # a damaged folder is found before any device is held
+            # a damaged folder is found before any device is held
+            resumed = await asyncio.to_thread(_resume, folder, console)
             plans = Plans(recipe, inputs.tokenizer)
             async with (
                 serving_metrics(recipe, folder.path, run_id=folder.attempt.run_id) as collector,
@@ -175,6 +180,7 @@ async def _train(
                     placement=placement,
                     takeover=takeover,
                     collector=collector,
+                    lag=lag,
                 )
                 return await _attempts(run, resumed)
 
@@ -194,6 +200,7 @@ class _Run:
     takeover: Takeover
     collector: RunCollector | None
     """What the Prometheus endpoint shows, None without one."""
+    lag: LoopLag
 
 
 async def _attempts(run: _Run, resumed: Resumed) -> str:
@@ -225,7 +232,8 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                     held_since = time.monotonic()
                     too_few = launcher.engines.members.left < minimum
                     await asyncio.to_thread(present, run.hosts, engines=minimum if too_few else 0)
-                    if too_few or _is_full(error):  # engines that are given up do not come back, nor does space
+                    # engines that are given up do not come back, nor does space
+                    if too_few or _is_full(error, run.folder.path):
                         raise
                     resumed = await asyncio.to_thread(_resume, run.folder, run.console)  # engines are watched
                     reached = resumed.start.step
@@ -238,10 +246,10 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                 run.folder.attempt = run.folder.begin_attempt()
 
 
-def _is_full(error: BaseException) -> bool:
-    """Whether a rank found no space for a checkpoint, whose path its error has."""
-    full = any(f"[Errno {code}]" in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
-    return full and "checkpoints" in str(error)
+def _is_full(error: BaseException, run: Path) -> bool:
+    """Whether a rank found no space for a file of the run: the next one would not, either."""
+    full = error.full if isinstance(error, TrainerError) else ""
+    return full != "" and Path(full).absolute().is_relative_to(run.absolute())
 
 
 def _record(engines: JsonlWriter, member: Member) -> None:
@@ -296,6 +304,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_sinc
                     sync=WeightSync(fleet.trainer, fleet.engines, recipe),
                     probe=Probe(recipe, run.sampler, fleet, [*prompts.training, *prompts.held_out]),
                     meter=meter,
+                    lag=run.lag,
                     progress=progress,
                     saving=run.saving,
                     sinks=[] if run.collector is None else [run.collector],

@@ -35,6 +35,7 @@ import msgspec
 from megatron_scalerl.engine.answers import REFUSED, EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.processes.child_process import time_limit
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.types import StepReport
@@ -132,7 +133,7 @@ class _Phases:
 
     async def _limited(self, call: Awaitable[Any]) -> Any:
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with time_limit(self._limit_s):
                 return await call
         except TimeoutError as err:
             raise RuntimeError(f"no answer within {self._limit_s:g} s (weights.timeout_s)") from err

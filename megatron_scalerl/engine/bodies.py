@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 
 from megatron_scalerl.engine.answers import EngineError
-from megatron_scalerl.processes.child_process import within
+from megatron_scalerl.processes.child_process import time_limit
 
 TOKEN_BYTES = 1024
 """Limit of a generation's response per token; vLLM 0.32 writes at most 200 bytes."""
@@ -29,7 +29,8 @@ async def read_body(response: aiohttp.ClientResponse, *, limit: int, timeout_s: 
     beyond either, and aiohttp.ClientError for a body that breaks off.
     """
     try:
-        return await within(timeout_s, _read(response, limit, where))
+        async with time_limit(timeout_s):
+            return await _read(response, limit, where)
     except TimeoutError:
         expected = f"expected the whole response within {timeout_s:g} s of its header (engine.stall_timeout_s)"
         raise EngineError(f"{where}: {expected}, found a part") from None

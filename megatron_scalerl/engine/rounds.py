@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.processes.child_process import time_limit
 
 _POLL_S = 0.01
 """Seconds between two polls of the requests that an engine holds: vLLM has no call that waits for them."""
@@ -53,7 +54,7 @@ class Round:
     async def _go(self, engine: EngineClient, count: int) -> None:
         held = 0
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with time_limit(self._timeout_s):
                 while (held := await _held(engine)) < count:
                     await asyncio.sleep(_POLL_S)
                 await engine.resume()
@@ -89,7 +90,7 @@ class Rounds:
 
     async def _pause(self, engine: EngineClient) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with time_limit(self._timeout_s):
                 await engine.pause(clear_cache=False)
         except TimeoutError:
             self._engines.evict(

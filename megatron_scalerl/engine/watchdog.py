@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from megatron_scalerl.engine.answers import CoreProgress, EngineError
 from megatron_scalerl.engine.client import EngineClient
-from megatron_scalerl.processes.child_process import within
+from megatron_scalerl.processes.child_process import time_limit
 from megatron_scalerl.recipe.process_sections import EngineSection
 
 _POLLS = 20
@@ -144,7 +144,8 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
     while True:
         await asyncio.sleep(interval)
         try:
-            progress = await within(limit, client.progress())
+            async with time_limit(limit):
+                progress = await client.progress()
         except (EngineError, TimeoutError) as err:
             if time.monotonic() - answered >= limit:
                 why = f": {err}" if str(err) else ""

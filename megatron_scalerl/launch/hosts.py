@@ -38,8 +38,12 @@ _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-
 """A step on one host, which shares its resources with the other steps there."""
 _CARRIED = re.compile(r"MSRL_|NCCL_|UCX_|VLLM_|TORCH_|HF_|PYTHON|(LD_LIBRARY_PATH|CUDA_HOME|OMP_NUM_THREADS|TMPDIR)$")
 """Variables of the controller that a program on another host gets; srun hands all of them on."""
-PRIVATE = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|(TOKEN|KEY)S?$", re.IGNORECASE)
-"""Variables whose values no other user may see."""
+PRIVATE = re.compile(
+    r"^(?!.*_(PATH|FILE|DIR)$).*(SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(TOKEN|KEY)S?(?![A-Z])"
+    r"|(^|_)(PAT|PASS|AUTH|PWD|BEARER)(?![A-Z]))",
+    re.IGNORECASE,
+)
+"""Variables whose values no other user may see; where a secret is, everybody may."""
 _TIMEOUT_S = 60.0
 _LOOK_S = 5.0
 """While a run goes on: its end waits for the answer."""

@@ -18,7 +18,7 @@ from megatron_scalerl.engine.numerics import check_engine
 from megatron_scalerl.engine.watchdog import EngineDied, LagClock, watch_progress
 from megatron_scalerl.launch.agents import RemoteServer
 from megatron_scalerl.launch.local_server import STOP_S, LocalServer, ServerEnded, ServerPlace
-from megatron_scalerl.processes.child_process import race
+from megatron_scalerl.processes.child_process import race, time_limit
 from megatron_scalerl.recipe import Recipe
 
 
@@ -52,7 +52,7 @@ class EngineProcess:
         """
         limit = self._recipe.engine.start_timeout_s
         try:
-            async with asyncio.timeout(limit):
+            async with time_limit(limit):
                 self.client.url = await self.server.start()
                 await self._first_answer()
                 await self.client.set_version(version)

@@ -42,6 +42,9 @@ MISSING = {
 }
 """`model_type` of families that people ask for -> what we lack. Others lack a file in this folder."""
 
+MOST_PARTS = 10_000
+"""Layers, heads or experts of a model: each is an object here."""
+
 __all__ = ["FAMILIES", "PLANNED", "Family", "family", "read_hf_config"]
 
 
@@ -76,6 +79,10 @@ def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
         raise ValueError(f"{path}: expected JSON, found {str(error).partition(';')[0]}") from error
     kind = found.get("model_type") if isinstance(found, dict) else None
     _check_known(kind, planned=planned)
+    parts = [part for part in (found, found.get("text_config")) if isinstance(part, dict)]
+    for key, value in (item for part in parts for item in part.items()):
+        if key.startswith(("num_", "n_")) and isinstance(value, int | float) and value > MOST_PARTS:
+            raise ValueError(f"{path}: {key}: {value:,} is more than any model has; at most {MOST_PARTS:,} are read")
     try:
         if kind == "kimi_k2":  # DeepSeek-V3's architecture; transformers has no class for its name
             return DeepseekV3Config.from_dict(found)

@@ -4,7 +4,8 @@ A child dies with the controller, however that exits (`processes.parent_death`).
 process group, which `stop` and `kill` signal as a whole.
 
 Also here: waits for whichever of several things comes first (`race`), time limits that do not count the time in which
-this process itself was stopped (`within`), and the end of a process that formed torch's process groups (`end_with`).
+this process itself was stopped (`time_limit`), and the end of a process that formed torch's process groups
+(`end_with`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import signal
 import stat
 import sys
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn
 
 from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.processes.parent_death import tied_command
@@ -208,16 +209,15 @@ async def race(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-T = TypeVar("T")
-
 _SLICES = 4
 
 
-async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled after `seconds`. Raises TimeoutError then.
+@contextlib.asynccontextmanager
+async def time_limit(seconds: float) -> AsyncIterator[None]:
+    """A block that is cancelled after `seconds`. Raises TimeoutError then.
 
     The limit is waited for in _SLICES parts: where this process is stopped for hours (a suspended job), that counts
-    as one of them, and `work` has the others to finish.
+    as one of them, and the block has the others to finish.
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
@@ -232,7 +232,7 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
     async with asyncio.timeout(None) as limit:
         timer = loop.call_later(seconds / _SLICES, wait_for_slices, _SLICES - 1)
         try:
-            return await work
+            yield
         finally:
             timer.cancel()
 

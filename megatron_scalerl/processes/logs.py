@@ -47,10 +47,18 @@ def log_to_stderr(*others: str) -> None:
     logging.getLogger(PACKAGE).setLevel(log_level())
 
 
+class _Stream(logging.StreamHandler[TextIO]):
+    """A record that a full disk does not take is lost: 30 lines on each would hide what ends the run."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 @contextmanager
 def log_to_file(file: TextIO, process_name: str) -> Iterator[None]:
     """Log to an open file within the block."""
-    with _handler(logging.StreamHandler(file), process_name, log_level()):
+    with _handler(_Stream(file), process_name, log_level()):
         yield
 
 
@@ -60,7 +68,7 @@ def log_to_terminal(process_name: str) -> Iterator[None]:
 
     Tracebacks are left out: the command prints one line about an error, and a run's log file has the traceback.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stream(sys.stderr)
     handler.addFilter(lambda record: not record.exc_info)
     level = log_level()
     with _handler(handler, process_name, level if LEVEL_VARIABLE in os.environ else logging.WARNING):

@@ -39,7 +39,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_end, within
+from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_end, time_limit
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.processes.worker import FRAME, LAST_REPLY, READ, REPLY, REQUEST, SOCKET_VARIABLE
 
@@ -324,7 +324,8 @@ class _Worker:
         begin = time.monotonic()
         used_before = self._processor_s()
         try:
-            last, reply, data = await within(timeout_s, self._exchange(head, body))
+            async with time_limit(timeout_s):
+                last, reply, data = await self._exchange(head, body)
             found = decode(reply)
         except TimeoutError:
             busy = (self._processor_s() - used_before) / (time.monotonic() - begin)

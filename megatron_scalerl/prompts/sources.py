@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import re
 import zlib
@@ -24,6 +25,8 @@ SHARD_NAME = re.compile(r"^(?P<split>.+)-\d+-of-\d+(-[0-9a-f]{16})?$")
 """`train-00000-of-00002` belongs to the split `train`, as on the Hugging Face hub."""
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev")
 """Files with these names are splits; all other files are parts of `train`."""
+MOST_TIMES, LEAST_BOUND = 200, 1 << 28
+"""A compressed file of prompts may hold so many times its size, and at least so many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +63,23 @@ def read_rows(path: str | Path, split: str | None = None) -> Iterator[Row]:
         raise ValueError(f"{path}: there is no such file or folder of prompts")
 
 
+def _check_size(path: Path, nbytes: int) -> None:
+    """Raises ValueError for far more bytes than compression saves on texts."""
+    most = max(LEAST_BOUND, MOST_TIMES * path.stat().st_size)
+    if nbytes > most:
+        raise ValueError(f"{path}: holds more than {most:,} bytes in {path.stat().st_size:,}: these are no texts")
+
+
+def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
+    """A file that gzip may have compressed. Raises ValueError."""
+    if path.suffix != ".gz":
+        return path.open("rb")
+    with gzip.open(path) as file:
+        while file.read(1 << 20):  # before any line is: one may be the whole file
+            _check_size(path, file.tell())
+    return gzip.open(path)
+
+
 def _read_file(path: Path) -> Iterator[Row]:
     if not (kind := _kind(path)):
         raise ValueError(
@@ -79,7 +99,7 @@ def _kind(path: Path) -> str:
 def _read_json(path: Path) -> Iterator[Row]:
     """The rows of a JSON array, of the array `data` of an object, or of JSON lines."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with _opened(path) as file:
             whole = json.load(file)
     except (ValueError, RecursionError):
         whole = None
@@ -137,7 +157,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
 
     Raises ValueError for a file in UTF-16 or UTF-32, whose lines cannot be told apart.
     """
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+    with _opened(path) as file:
         encoding = json.detect_encoding(file.peek(4)[:4])
         if not encoding.startswith("utf-8"):
             raise ValueError(
@@ -160,10 +180,12 @@ def read_json_lines(path: Path) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    number = 0
+    number = nbytes = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
+                nbytes += batch.nbytes
+                _check_size(path, nbytes)
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(where=f"{path}: row {number}", values=values)

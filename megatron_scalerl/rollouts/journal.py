@@ -141,6 +141,7 @@ class Journal:
         """Sync the journal and return what of it and of the store is on the disk. Raises OSError naming the file."""
         size, (segment, offset) = self._events.size, self._on_disk
         await self._in_thread(self._events.sync)
+        await self._in_thread(self._store.sync)  # which finds a segment that was removed
         return Position(journal_bytes=size, segment=segment, offset=offset)
 
     async def retain(self, batches: int) -> None:

@@ -26,6 +26,7 @@ import contextlib
 import os
 import re
 import struct
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ import msgspec
 
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays
-from megatron_scalerl.checkpoints.atomic_io import naming, sync, write_all
+from megatron_scalerl.checkpoints.atomic_io import check_in_place, naming, sync, write_all
 from megatron_scalerl.types import BlockRef, Completion, Prompt, Score
 
 _SEGMENT_START = struct.Struct("<8sI")
@@ -177,7 +178,7 @@ def segments(folder: Path) -> list[int]:
 
 
 class StoreWriter:
-    """Appends groups to the newest segment. Not for several threads at a time."""
+    """Appends groups to the newest segment. `sync` may be called while another thread appends."""
 
     def __init__(self, folder: Path, *, durable: BlockRef | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Open RUN/rollouts. durable: the last block that the journal names.
@@ -189,6 +190,7 @@ class StoreWriter:
         self._fd = -1
         self._complete = False
         self._failure: OSError | None = None
+        self._lock = threading.RLock()
         newest = max(segments(folder), default=-1)
         durable_segment = durable.segment if durable else -1
         self._segment = max(newest, durable_segment)
@@ -207,30 +209,35 @@ class StoreWriter:
 
         It is on the disk after the next `sync`.
         """
-        if self._failure is not None:
-            raise self._failure
-        full = self._end > SEGMENT_START and self._end + len(block) > self._limit
-        if self._fd < 0 or full or self._complete:
-            self._begin_segment()
-        try:
-            with naming(segment_path(self.folder, self._segment)):
-                write_all(self._fd, block)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._end)
-            raise
-        stored = BlockRef(segment=self._segment, offset=self._end, nbytes=len(block))
-        self._end += len(block)
-        return stored
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            full = self._end > SEGMENT_START and self._end + len(block) > self._limit
+            if self._fd < 0 or full or self._complete:
+                self._begin_segment()
+            try:
+                with naming(segment_path(self.folder, self._segment)):
+                    write_all(self._fd, block)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, self._end)
+                raise
+            stored = BlockRef(segment=self._segment, offset=self._end, nbytes=len(block))
+            self._end += len(block)
+            return stored
 
     def sync(self) -> None:
         """Return once every block is on the disk. Raises OSError, then and at every later call."""
-        if self._failure is not None:
-            raise self._failure
-        if self._fd >= 0:
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._fd < 0:
+                return
             try:
-                with naming(segment_path(self.folder, self._segment)):
+                path = segment_path(self.folder, self._segment)
+                with naming(path):
                     os.fsync(self._fd)
+                check_in_place(path, self._fd, self._end)
             except OSError as error:
                 self._failure = error  # the system may have dropped what it could not write: no later sync is proof
                 raise

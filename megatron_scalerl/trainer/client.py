@@ -14,6 +14,7 @@ import msgspec
 from megatron_scalerl.batching.assignment import ReadCompletions, StepPlan
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
+from megatron_scalerl.processes.child_process import time_limit
 from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
@@ -29,6 +30,9 @@ BLAME_S = 2.0
 
 class TrainerError(RuntimeError):
     """The trainer failed: a rank raised, exited or did not answer. The message names the rank."""
+
+    full = ""
+    """The file for which a rank found no space, if that is what failed."""
 
 
 class WeightGroupFailed(RuntimeError):
@@ -351,7 +355,9 @@ class TrainerClient:
                     failed.add(message.rank)
             elif lost is not None:
                 return _gone(lost, f" ({failure})")
-        return TrainerError(f"trainer {failure}")
+        error = TrainerError(f"trainer {failure}")
+        error.full = first.full
+        return error
 
     async def _lost(self, *, heard: Set[int] = frozenset()) -> int | None:
         """The first rank, not one of `heard`, that has joined and is no longer connected; None if all are."""
@@ -364,7 +370,7 @@ class TrainerClient:
     async def _deadline(self, seconds: float, what: str, answered: Callable[[], set[int]]) -> AsyncIterator[None]:
         """Raises TrainerError, naming the ranks without an answer, if the block takes longer than `seconds`."""
         try:
-            async with asyncio.timeout(seconds):
+            async with time_limit(seconds):
                 yield
         except TimeoutError:
             silent = ", ".join(str(r) for r in range(self.world_size) if r not in answered())

@@ -89,6 +89,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     rank: int
     error: str
     """Last line of the traceback."""
+    full: str = ""
+    """The file for which there was no space, if that ended it."""
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -225,11 +225,13 @@ def main() -> int:
         serve(link, settings, listening)
     except BaseException as error:
         line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        full = ""
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            full = str(error.filename or "")
             logger.error("%s", line)  # a full disk: where it was raised says nothing more
         else:
             logger.exception("failed, exiting")
-        link.send(messages.Failed(rank=settings.rank, error=line))
+        link.send(messages.Failed(rank=settings.rank, error=line, full=full))
         link.exit(EXIT_FAILED)
     link.exit(0)
 

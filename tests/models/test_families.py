@@ -225,6 +225,14 @@ def test_unknown_and_broken_configs_are_one_line(tmp_path: Path) -> None:
             rf"'kimi_k2' is not supported; missing: multi-head latent attention.*; {KNOWN}",
         ),
         ("[]", rf"config.json: model_type None is not supported; {KNOWN}"),
+        *(
+            (text % 10**9, r"config.json: \w+: 1,000,000,000 is more than any model has; at most 10,000 are read")
+            for text in (
+                '{"model_type": "llama", "num_hidden_layers": %d}',
+                '{"model_type": "qwen3_moe", "num_experts": %d}',
+                '{"model_type": "llama4", "text_config": {"num_local_experts": %d}}',
+            )
+        ),
         ("{", r"config.json: expected JSON, found Expecting property name"),
         ('{"model_type": "llama4_text", "attn_temperature_tuning": 4}', r"attn_temperature_tuning.* expected bool"),
     ):

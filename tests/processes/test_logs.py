@@ -6,9 +6,11 @@ import logging
 import os
 import re
 import stat
+import subprocess
 import sys
 
 import pytest
+from launch.stand_ins import environment
 
 from megatron_scalerl.processes import logs
 from megatron_scalerl.processes.child_process import ChildProcess
@@ -83,3 +85,20 @@ def test_text_of_a_policy_cannot_pose_as_a_record_or_command_a_terminal():
     first, second = file.getvalue().splitlines()
     assert first.endswith("answer: 1")
     assert second == "    2026-11-21 00:00:00,000 INFO x\\x1b[2J"
+
+
+FULL = """
+import logging, pathlib, sys
+from megatron_scalerl.controller.train import log_failures
+with log_failures("/dev/full"):
+    logging.getLogger("megatron_scalerl.part").warning("a step")
+    raise OSError(28, "No space left on device", "/run/journal.jsonl")
+"""
+
+
+def test_a_full_disk_with_the_log_on_it_leaves_the_failure_with_its_path():
+    done = subprocess.run(
+        [sys.executable, "-c", FULL], env=environment(), capture_output=True, text=True, timeout=240
+    )
+    last = "OSError: [Errno 28] No space left on device: '/run/journal.jsonl'\ntraceback in /dev/full\n"
+    assert done.stderr.endswith(last) and done.stderr.count("Error") == 1, done.stderr

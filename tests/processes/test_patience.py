@@ -5,7 +5,14 @@ import asyncio
 import pytest
 from waiting import passes
 
-from megatron_scalerl.processes.child_process import within
+from megatron_scalerl.controller.weight_sync import _Phases
+from megatron_scalerl.processes.child_process import time_limit
+from megatron_scalerl.trainer.client import TrainerClient
+
+
+async def within(seconds, work):
+    async with time_limit(seconds):
+        return await work
 
 
 def test_work_that_takes_too_long_is_cancelled():
@@ -35,7 +42,17 @@ def test_a_result_and_an_error_are_passed_on():
         asyncio.run(within(60, error()))
 
 
-def test_the_time_in_which_this_process_stood_still_leaves_time_for_the_work():
+async def of_the_trainer(seconds, work):
+    async with TrainerClient._deadline(None, seconds, "command", set):
+        return await work
+
+
+async def of_a_weight_update(seconds, work):
+    return await _Phases(seconds)._limited(work)
+
+
+@pytest.mark.parametrize("limited", [within, of_the_trainer, of_a_weight_update])
+def test_the_time_in_which_this_process_stood_still_leaves_time_for_the_work(limited):
     async def work():
         loop = asyncio.get_running_loop()
         now = loop.time
@@ -43,4 +60,4 @@ def test_the_time_in_which_this_process_stood_still_leaves_time_for_the_work():
         await passes()
         return "done"
 
-    assert asyncio.run(within(600.0, work())) == "done"
+    assert asyncio.run(limited(600.0, work())) == "done"

@@ -4,6 +4,8 @@ import gzip
 import json
 import random
 import re
+from itertools import islice
+from unittest.mock import ANY
 
 import datasets
 import pyarrow
@@ -13,8 +15,10 @@ from recipe_files import SETTLED
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from megatron_scalerl.prompts import sources
 from megatron_scalerl.prompts.dataset import load_prompts, split_held_out
 from megatron_scalerl.prompts.rendering import PromptRenderer
+from megatron_scalerl.prompts.sources import Row, read_rows
 from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.tiny.task import prompt_rows
@@ -301,3 +305,26 @@ def test_a_special_token_in_a_problem_is_no_special_token(tokenizer, tmp_path):
 def test_a_template_that_opens_thinking_is_not_followed_by_another_tag(tokenizer):
     prompts = PromptsSection(**SETTLED | {"think_start": "<think>\n", "prompt_template": "{prompt}<think>"})
     assert PromptRenderer(tokenizer, prompts).text("7;+2=").count("<think>") == 1
+
+
+def bomb(path):
+    """Many times the bytes that texts of the file's size have; the first row is an ordinary one."""
+    row = {"prompt": "1+1=", "answer": "2"}
+    if path.suffix == ".parquet":
+        more = {"prompt": "1" * 10**5, "answer": "2"}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, *[more] * 200]), path, compression="zstd")
+    elif "one_line" in path.name:
+        path.write_bytes(gzip.compress(json.dumps(row).encode() + b"\n" + b"1" * 10**7))
+    else:
+        path.write_bytes(gzip.compress((json.dumps(row).encode() + b"\n") * 4 * 10**5))
+
+
+@pytest.mark.parametrize("name", ["p.parquet", "rows.jsonl.gz", "one_line.jsonl.gz", "rows.json.gz"])
+def test_a_file_that_holds_far_more_than_its_size_is_refused(tmp_path, monkeypatch, name):
+    bomb(tmp_path / name)
+    assert list(islice(read_rows(tmp_path / name), 1)) == [
+        Row(where=ANY, values={"prompt": "1+1=", "answer": "2"})
+    ], "one of 256 MiB and less may"
+    monkeypatch.setattr(sources, "LEAST_BOUND", 10**6)
+    with pytest.raises(ValueError, match=rf"{name}: holds more than [\d,]+ bytes in [\d,]+: these are no texts"):
+        list(read_rows(tmp_path / name))

@@ -14,6 +14,7 @@ import pytest
 from slurm_runs import write_recipe
 
 from megatron_scalerl.__main__ import main
+from megatron_scalerl.checkpoints.jsonl import rewrite
 from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster.allocation import Allocation, Request
 from megatron_scalerl.cluster.job import JobPlan, render
@@ -220,7 +221,10 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
             "container: expected one of none, pyxis, apptainer, or a list of words, found 'docker'",
         ),
         ("container: pyxis", "image: expected with pyxis or apptainer"),
-        ("environment: {HF_TOKEN: abc}", "expected no secret"),
+        *(
+            (f"environment: {{{name}: abc}}", f"since the job script is readable by others, found {name};")
+            for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "GITHUB_PAT", "DB_PASS", "API_KEY_2", "AZURE_CLIENT_SECRET")
+        ),
         ("environment: {A: [1]}", "environment.A: expected names of variables with one line of text each, found [1]"),
         ("sbatch: ['constraint=h100']", "sbatch: expected options of sbatch"),
         ('sbatch: {comment: "a\\nrm -rf /"}', "sbatch.comment: expected options of sbatch by their long names"),
@@ -317,18 +321,19 @@ def test_a_dry_run_without_slurm_renders_the_job_and_says_what_was_not_checked(
     assert script.with_name("recipe.yaml").read_bytes() == before, "of a job that may be queued"
 
 
-def test_a_dry_run_renders_the_job_where_slurm_does_not_answer(tmp_path, tiny, without_slurm, capsys):
-    for name in ("sbatch", "sinfo"):
-        (tmp_path / "programs" / name).write_text("#!/bin/sh\necho no controller >&2; exit 1\n")
-        (tmp_path / "programs" / name).chmod(0o755)
+def test_a_dry_run_goes_on_where_slurm_does_not_answer(tmp_path, tiny, without_slurm, capsys):
+    """Its programs are installed, and find no controller."""
     run = write_recipe(tmp_path / "r.yaml", tiny, output_dir=tmp_path)
+    why = "sinfo: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host"
+    for name in ("sbatch", "sinfo", "squeue", "scontrol"):
+        (tmp_path / "programs" / name).write_text(f'#!/bin/sh\necho "{why}" >&2; exit 1\n')
+        (tmp_path / "programs" / name).chmod(0o755)
     words = ["submit", str(tmp_path / "r.yaml"), "--partition", "a", "--time", "1-0", "--gpus", "0"]
     assert main([*words, "--dry-run"]) == 0
-    shown = capsys.readouterr().out.replace("\n", " ")
-    assert "not checked, since Slurm does not answer (sinfo failed: no controller): that a exists" in shown
-    assert "checks of settings, policy and prompts: passed" in shown
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert f"not checked, since sinfo failed: {why}: that a exists" in said
     cluster.check_syntax(run / "slurm" / "job.sbatch")
-    assert main(words) == 1, "nothing is submitted"
+    assert main(words) == 1 and why in capsys.readouterr().err, "nothing is submitted"
 
 
 def test_the_status_of_a_folder_without_slurm(tmp_path, tiny, without_slurm, capsys):
@@ -422,6 +427,29 @@ def test_a_controller_of_an_earlier_attempt_is_waited_for(tmp_path):
     assert said.count("No such file") == 3, "a status in between would show an error"
     assert done.stdout.count(f"another controller has {tmp_path}") == 2
     assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "0\n"
+
+
+@pytest.mark.parametrize(("gave_up", "code"), [(True, 1), (False, 0)])
+def test_the_next_job_of_a_chain_ends_as_the_run_did(tmp_path, gave_up, code):
+    program = f"touch {tmp_path}/started"
+    script = written(tmp_path, program, chain=True)
+    rewrite(tmp_path / "end.json", [{"reason": "why", "gave_up": gave_up}])
+    os.utime(script, (0, 0))
+    done = subprocess.run(["bash", script], env=os.environ | {"SLURM_JOB_ID": "7"}, capture_output=True, text=True)
+    assert done.returncode == code and 'the run has ended: {"reason":"why"' in done.stdout
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize(("beat_s_ago", "hangs"), [(90, True), (5, False)])
+def test_a_controller_that_hangs_at_the_time_limit_is_queued_again(tmp_path, beat_s_ago, hangs):
+    """It does not answer; the ledger's last heartbeat says whether it hangs, or still saves."""
+    ledger, asked = tmp_path / "ledger.jsonl", tmp_path / "asked"
+    wait_for = "for _ in {1..100}; do [ -e %s ] || read -t 0.05 <> <(:); done"
+    program = f"trap 'touch {asked}' USR1; touch -d '-{beat_s_ago} seconds' {ledger}; kill -USR1 $PPID; "
+    program += f"{wait_for % asked}; {wait_for % (tmp_path / 'requeued')}; exit 1"
+    done = alone(tmp_path, program)
+    assert done.returncode == 1 and ("the controller hangs; queued again" in done.stdout) is hangs, done.stdout
+    assert (tmp_path / "requeued").exists() is hangs
 
 
 def test_a_program_that_is_missing_has_the_shells_exit_code(tmp_path):

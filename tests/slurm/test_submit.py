@@ -10,7 +10,10 @@ from slurm_runs import (
     ROOT,
     STAND_IN_PROGRAM,
     WITH_STAND_INS,
+    rows,
     starts,
+    status,
+    steps,
     submitted,
     wait_for,
     wait_for_end,
@@ -205,3 +208,19 @@ def test_a_run_that_is_saved_and_queued_again_equals_one_that_is_not(tmp_path, t
     batches = [[b.group_ids for b in read_history(run).batches] for run in runs.values()]
     assert rates[0] == rates[1] and batches[0] == batches[1] and len(batches[0]) == 6
     assert json.loads((runs["saved"] / "end.json").read_text())["step"] == 6
+
+
+def test_a_hung_controller_is_ended_and_its_job_goes_on(tmp_path, tiny, on_login_node, capsys):
+    program, recipe = WITH_STAND_INS.with_name("run_with_a_hung_loop.py"), tmp_path / "r.yaml"
+    site = write_site(tmp_path / "site.yaml", program, environment={"PYTHONPATH": str(ROOT)})
+    run = write_recipe(recipe, tiny, output_dir=tmp_path, checkpoint={"every_steps": 1})
+    [job] = submitted(["submit", str(recipe), *JOB, "--site", site, "--gpus", "0"], capsys)
+    wait_for(lambda: steps(run) >= 1, "a step", 600)
+    said = status(run, capsys)
+    assert "last heartbeat of the controller: 0:00:" in said and "s late in the last batch" in said
+    assert wait_for_end(slurm.last_state, job, 600) == "COMPLETED", (run / "slurm" / f"{job}.out").read_text()
+    assert (run / "hung").exists() and "last heartbeat" not in status(run, capsys)
+    [log] = (run / "slurm").glob("*/controller.log")
+    assert "in hang_once\n" in log.read_text() and "the run was killed by SIGKILL: restart 1" in log.read_text()
+    assert [row["incarnation"] for row in rows(run / "attempts.jsonl")] == [f"{job}.0", f"{job}.0-1"]
+    assert steps(run) == 6

@@ -55,9 +55,10 @@ def test_a_failure_is_not_held_up_by_peers_that_stay(monkeypatch):
         with StandInRank(trainer) as first, StandInRank(trainer) as second:
             await join(start, first, second)
             asking = asyncio.create_task(trainer.manifest())
-            await first.socket.send(messages.encode(messages.Failed(rank=0, error="no memory")))
-            with pytest.raises(TrainerError, match=r"^trainer rank 0: no memory$"):
+            await first.socket.send(messages.encode(messages.Failed(rank=0, error="no space", full="runs/r/x")))
+            with pytest.raises(TrainerError, match=r"^trainer rank 0: no space$") as failed:
                 await asyncio.wait_for(asking, 300)
+            assert failed.value.full == "runs/r/x"
 
     conversation(scenario)
 

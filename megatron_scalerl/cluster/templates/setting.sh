@@ -31,7 +31,7 @@ everywhere=(srun --overlap --ntasks-per-node=1 --cpus-per-task=1 --input=none)
 {% else %}
 everywhere=()
 {% endif %}
-relay= again= begun=
+relay= again=
 leave() {
   [ -z "$relay" ] || kill "$relay" 2>/dev/null
   [ -n "$again" ] || superseded || "${everywhere[@]}" rm -rf "$MSRL_LOCAL"  # nothing of this job comes after

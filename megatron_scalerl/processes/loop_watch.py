@@ -1,0 +1,114 @@
+"""Ends this process when its event loop stands still: `watched_loop`, and the program that watches it.
+
+A loop that waits for a file system that hangs, for a lock or for a C function answers no signal. So a process of its
+own gets a byte from the loop every second, through a pipe, which no file system holds up. After HUNG_S without one it
+has the stacks of all threads written to stderr and sends SIGKILL: to `train --supervise` that is a failure, after
+which it starts the run again.
+
+Time in which the watched process is stopped (SIGSTOP, `scontrol suspend`) does not count, nor does time in which the
+watching one does not run, since it counts its own waits of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from megatron_scalerl.processes.child_process import ChildProcess
+
+logger = logging.getLogger(__name__)
+
+HUNG_S = 300
+"""Seconds without a sign of the loop after which the process is killed: as much as a restart costs."""
+STACKS_SIGNAL = signal.SIGUSR2
+_BEAT_S = 1.0
+_STACKS_S = 5.0
+"""Seconds for the stacks to be written: stderr may be a file of the file system that hangs."""
+
+
+class LoopLag:
+    """How late the event loop came back to a task that waits for a second at a time."""
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+
+    def take(self) -> float:
+        """The longest delay since the last call (s)."""
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+    async def beat(self, pipe: int) -> None:
+        """Write a byte to `pipe` every second, until cancelled, or until nobody reads it."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            begin = clock()
+            try:
+                os.write(pipe, b".")
+            except BlockingIOError:  # its reader is stopped
+                pass
+            except BrokenPipeError:
+                logger.warning("the process that watches the event loop has ended: nothing ends a loop that hangs")
+                return
+            await asyncio.sleep(_BEAT_S)
+            self._longest = max(self._longest, clock() - begin - _BEAT_S)
+
+
+@contextlib.asynccontextmanager
+async def watched_loop() -> AsyncIterator[LoopLag]:
+    """A block in which a process watches this event loop, which runs in the main thread. Raises OSError."""
+    faulthandler.register(STACKS_SIGNAL, file=2)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    try:
+        words = [sys.executable, "-m", __name__, str(reader), str(HUNG_S)]
+        log = Path(os.devnull)
+        watcher = await ChildProcess.start("loop-watch", words, os.environ, log, pass_fds=[reader], output=2)
+    finally:
+        os.close(reader)
+    lag = LoopLag()
+    beats = asyncio.create_task(lag.beat(writer), name="loop watch")
+    try:
+        yield lag
+    finally:
+        beats.cancel()
+        os.close(writer)
+        await watcher.stop()
+
+
+def main() -> None:
+    """Watch the parent of this process: argv has the pipe's descriptor and the limit in seconds."""
+    pipe, limit = map(int, sys.argv[1:])
+    watched = os.getppid()
+    silent = 0
+    while silent < limit:
+        if select.select([pipe], [], [], _BEAT_S)[0]:
+            silent = 0
+            if not os.read(pipe, select.PIPE_BUF):
+                return
+        elif not _is_stopped(watched):
+            silent += 1
+    line = f"megatron-scalerl: the event loop stood still for {limit} s: its process is killed; its stacks:\n"
+    threading.Thread(target=os.write, args=(2, line.encode()), daemon=True).start()  # it may wait for ever
+    time.sleep(_BEAT_S)
+    os.kill(watched, STACKS_SIGNAL)
+    time.sleep(_STACKS_S)
+    os.kill(watched, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the process is stopped as a whole; one whose main thread alone is held by a tracer is not."""
+    return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0] == "T"
+
+
+if __name__ == "__main__":
+    main()
