@@ -50,7 +50,7 @@ def build_family(
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "unknown method")
         raise ValueError(
-            f"config.json: the weights are quantized ({method}); take the policy's bf16 release, or convert it to bf16"
+            f"config.json: the weights are quantized ({method}); take the policy's bf16 release, or convert it"
         )
     for key, allowed in READ_BY_ENGINES.items():
         require(config, key, *allowed)
