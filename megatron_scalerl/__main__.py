@@ -23,7 +23,10 @@ import megatron_scalerl
 
 OLDEST = (3, 11)
 """The oldest supported Python version."""
-_HOW = "make the environment with tools/install.sh cpu (or gpu) and enter it with source .venv/bin/activate"
+_INSTALLER = Path(__file__).parents[1] / "tools" / "install.sh"
+_MADE = "make the environment with tools/install.sh cpu (or gpu) and enter it with source .venv/bin/activate"
+_EXTRA = "pip install 'megatron_scalerl[run]' brings it; to train, clone the repository and run its tools/install.sh"
+"""What to do where the package was installed without the repository."""
 
 
 @contextmanager
@@ -35,14 +38,15 @@ def explained() -> Iterator[None]:
     """
     if tuple(sys.version_info[:2]) < OLDEST:
         wanted, found = (".".join(map(str, version[:2])) for version in (OLDEST, sys.version_info))
-        _end(f"expected Python {wanted} or newer, found {found} at {sys.executable}; {_HOW}")
+        _end(f"expected Python {wanted} or newer, found {found} at {sys.executable}; {_MADE}")
     try:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "megatron_scalerl"):
             raise
-        _end(f"package {package!r} is not installed for {sys.executable}; {_HOW}")
+        remedy = _MADE if _INSTALLER.exists() else _EXTRA
+        _end(f"package {package!r} is not installed for {sys.executable}; {remedy}")
 
 
 def _end(line: str) -> None:

@@ -152,6 +152,22 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it():
         assert re.fullmatch(r".*package '\w+' is not installed .*tools/install\.sh cpu.*\n", err), (argv, err)
 
 
+def test_a_missing_package_of_a_wheel_names_the_extra(tmp_path):
+    """Without the repository there is no tools/install.sh."""
+    (tmp_path / "megatron_scalerl").symlink_to(ROOT / "megatron_scalerl")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('none', name='transformers')")
+    answer = subprocess.run(
+        [sys.executable, "-m", *PLAN, "recipes/scalerl_llama3_8b.yaml", "--gpus", "80"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (2, "", 1)
+    assert re.search(r"'\w+' is not installed .*; pip install 'megatron_scalerl\[run\]' brings it", answer.stderr)
+
+
 def test_an_old_python_is_one_line():
     """Old Pythons parse what they meet before the check, and end there."""
     scripts = [["megatron_scalerl/__main__.py"]]

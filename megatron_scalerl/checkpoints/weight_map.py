@@ -6,7 +6,6 @@ and that is what checkpoints hold, whatever layout they are loaded under.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -52,13 +51,10 @@ def check_weights(path: str | Path) -> None:
     Raises ValueError for quantized weights, for tensors that are missing or unknown or have another shape, and for a
     head that differs from the embedding though config.json ties them: one of the two would be lost in an export.
     """
-    config = json.loads((Path(path) / "config.json").read_text(encoding="utf8"))
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown method")
-        raise ValueError(f"{path}: the weights are quantized ({method}); convert the folder to bf16 first")
+    family = family_of_folder(path)
     folder = open_folder(path)
     reader = HfReader(folder)
-    for copy, original in other_tensors(folder, family_of_folder(path))[0].items():
+    for copy, original in other_tensors(folder, family)[0].items():
         if folder.tensors[copy].dtype != folder.tensors[original].dtype or not np.array_equal(
             reader.bits(copy), reader.bits(original)
         ):

@@ -51,12 +51,10 @@ def probe_machine(*, hide_gpus: bool) -> Machine:
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_PROBE_S)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(
-            f"environment: expected to import torch within {_PROBE_S:g} s, found that it takes longer"
-        ) from None
+        raise RuntimeError(f"environment: importing torch takes longer than {_PROBE_S:g} s") from None
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise RuntimeError(f"environment: expected a Python that imports torch, found {sys.executable}: {why}")
+        raise RuntimeError(f"environment: {sys.executable} cannot import torch: {why}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return Machine(gpus=tuple(found.pop("gpus")), details=found)
 

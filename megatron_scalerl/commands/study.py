@@ -26,7 +26,7 @@ EPILOG = """examples:
   megatron-scalerl study a.yaml b.yaml --seeds 3 --out runs/a_or_b          two whole recipes
 
 The same command goes on with a study that was stopped; more recipes and more seeds may be added. At the end the
-folder has comparison.json, study.html, and the figures curves.png and curves_comparison.png. docs/ablations.md."""
+folder has comparison.json, study.html, and the figure curves.png. docs/ablations.md."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -180,7 +180,10 @@ class RunFolder:
         """Create or reopen. Raises RecipeError if the folder belongs to another recipe, RunInUse if it is locked."""
         self.path = Path(recipe.run_dir)
         check_recipe(recipe)
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecipeError(f"output_dir: {self.path} cannot be made: {error.strerror}") from None
         self._lock = self._take_lock()
         try:
             check_recipe(recipe)  # again, now that no other controller can write

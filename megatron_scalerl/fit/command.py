@@ -61,7 +61,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--worth", type=float, metavar="X", help="gain that the budget has to buy; default 0.01")
     p.add_argument("--target", type=float, metavar="X", help="pass rate whose compute is estimated")
     p.add_argument("--backtest", action="store_true", help="refit at every prefix; in the HTML report, too")
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the intervals; default 0")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -172,7 +171,7 @@ def _run_report(curve: Curve, options: argparse.Namespace) -> RunReport:
 
 
 def _how(options: argparse.Namespace) -> dict[str, Any]:
-    return {"method": options.method, "seed": options.seed, "fit_from": options.fit_from}
+    return {"method": options.method, "fit_from": options.fit_from}
 
 
 def _fit(curve: Curve, options: argparse.Namespace, asymptote: float | None) -> FitResult:
@@ -229,7 +228,7 @@ def _print(runs: Sequence[RunReport], comparison: Comparison | None) -> None:
 def _draw(runs: Sequence[RunReport], comparison: Comparison | None, options: argparse.Namespace) -> None:
     import numpy as np
 
-    from megatron_scalerl.fit.plot import plot_comparison, plot_forecast
+    from megatron_scalerl.fit.plot import plot_forecast
     from megatron_scalerl.fit.tables import html_page
 
     fits, unseen = [run.fit for run in runs], {}
@@ -239,30 +238,14 @@ def _draw(runs: Sequence[RunReport], comparison: Comparison | None, options: arg
     computes = [p.compute for run in runs for p in run.predictions] if options.predict else []
     until = max([2.0 * max(float(run.curve.compute.max()) for run in runs), *computes])
 
-    def drawn(path: Path) -> tuple[Path, str]:
-        plot_forecast(path, fits, unseen=unseen, until=until, target=options.target)
-        return path, "Points, fitted curve, forecast with its 90 % interval, and asymptote"
+    def drawn(path: Path) -> Path:
+        return plot_forecast(path, fits, unseen=unseen, until=until, target=options.target)
 
     if options.plot:
-        path = Path(options.plot)
-        drawn(path)
+        path = drawn(Path(options.plot))
         if path.suffix == ".png":
             drawn(path.with_suffix(".svg"))
-        if comparison is not None:
-            plot_comparison(path.with_name(f"{path.stem}_comparison{path.suffix}"), comparison)
     if not options.html:
         return
     with tempfile.TemporaryDirectory() as folder:
-        compared = []
-        if comparison is not None:
-            figure = plot_comparison(Path(folder) / "comparison.svg", comparison)
-            compared.append((figure, "A, B and compute of every recipe"))
-        page = html_page(
-            f"Forecast of {runs[0].fit.name if len(runs) == 1 else f'{len(runs)} runs'}",
-            [f"{run.curve.read[:1].upper()}{run.curve.read[1:]}." for run in runs],
-            runs=runs,
-            figures=[drawn(Path(folder) / "forecast.svg")],
-            comparison=comparison,
-            comparison_figures=compared,
-        )
-        _write(options.html, page)
+        _write(options.html, html_page(runs, comparison, figure=drawn(Path(folder) / "forecast.svg")))

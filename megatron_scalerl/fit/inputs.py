@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.noise import HIGHEST_VARIANCE
 from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.fit.table_file import (
+    FEW_ROWS,
     SCORES,
     Row,
     TableFile,
@@ -31,6 +31,7 @@ from megatron_scalerl.fit.table_file import (
     is_time_of_day,
     may_be_score,
     number_in,
+    plain,
     read_tables,
     refused,
     score_rank,
@@ -56,8 +57,16 @@ SEED_COLUMN = "seed"
 """Name of the column with the seed of a run."""
 _TOTAL = re.compile(r"\b(?:total|attempted|attempts|n|num problems|problems)\b")
 """In the name of a column with the number of problems, beside which whole numbers are counts."""
-FEW_ROWS, MANY_RUNS = 3, 24
-"""Rows of a run, below which it cannot be fitted; and runs of one table that are fitted unasked."""
+MANY_RUNS = 24
+"""Runs of one table that are fitted unasked."""
+WHY = (
+    "a validation comes before training",
+    "its name is a score's",
+    f"a score of training, as no validation has {FEW_ROWS} rows",
+)
+"""Why a column is the score, by the stage that its name says."""
+AXES = {"console log": "the number at the head of each line", "W&B chart": "the chart's own"}
+"""Why a column is the axis, where the layout has one."""
 CLOCK = "a time of day; export steps or the relative time, or choose with --compute"
 Check = tuple[str, Callable[[float], bool]]
 """(what is expected, whether a number is it)."""
@@ -198,7 +207,19 @@ def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
     found = [column for column in known if any(_has_number(row, column) for _, row in table.rows)]
     if not found:
         raise refused(table.path, f"rows with {known[0]}", "none with a number")
-    return found
+    return sorted(found, key=lambda column: _is_short(table, column))
+
+
+def _is_short(table: TableFile, column: str) -> bool:
+    """Whether too few rows after the start have a number in the column."""
+    [x, *_] = (table.x, *computes(table.columns)) if table.x else (*computes(table.columns), "")
+    return sum(_has_number(row, column) and plain(row.get(x)) != 0 for _, row in table.rows) < FEW_ROWS
+
+
+def _why(score: str) -> str:
+    if score_rank(score) is None and stage(score) != 0:
+        return "the only column that can be a score"
+    return WHY[stage(score)]
 
 
 def _validations_without_measure(table: TableFile) -> list[str]:
@@ -209,17 +230,9 @@ def _validations_without_measure(table: TableFile) -> list[str]:
     return [
         c
         for c in names
-        if (values := [v for _, row in table.rows if isinstance(v := _plain(row.get(c)), float)])
+        if (values := [v for _, row in table.rows if isinstance(v := plain(row.get(c)), float)])
         and 0 <= min(values) <= max(values) <= 1
     ]
-
-
-def _plain(value: Any) -> Any:
-    """The number of a cell of plain digits, else the cell."""
-    try:
-        return value if isinstance(value, bool) else number_in(value)
-    except (TypeError, ValueError, OverflowError):
-        return value
 
 
 def _tells_rows_apart(table: TableFile, column: str) -> bool:
@@ -232,7 +245,7 @@ def _tells_rows_apart(table: TableFile, column: str) -> bool:
         return False
     cells = [(str(row.get(x)), row.get(column)) for _, row in table.rows if _has_number(row, x)]
     values = {str(value) for _, value in cells}
-    as_words = column == "k" or all(isinstance(_plain(value), str | bool) for _, value in cells)
+    as_words = column == "k" or all(isinstance(plain(value), str | bool) for _, value in cells)
     apart = len({(at, str(value)) for at, value in cells}) == len(cells) > len({at for at, _ in cells})
     return as_words and apart and 2 <= len(values) <= min(MANY_RUNS, len(cells) // 2)
 
@@ -338,8 +351,18 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     over = f"{compute} x {options.hours_per_step:g} h" if options.hours_per_step is not None else compute
     ends = f"{short_number(points[0].compute)} to {short_number(points[-1].compute)}"
     read = f"read {name}: {table.layout}, {len(points)} points of {score} over {over} ({ends} {unit_name(unit)})"
+    if options.score is None and options.compute is None and (table.x or len(table.columns) > 2):
+        axis = AXES[table.layout] if table.x else "the first by its name"
+        alike = [column for column in others if (score_rank(column) or ())[:-1] == (score_rank(score) or (0,))[:-1]]
+        as_good = f" (as good by its name: {', '.join(alike[:3])})" if alike else ""
+        said.append(f"why this score: {_why(score)}{as_good}; why this axis: {axis}")
+    short = [column for column in others if _is_short(table, column)]
+    if short:
+        said.append(f"fewer than {FEW_ROWS} rows: {', '.join(short[:3])}")
     more = f" and {len(others) - 2} more" if len(others) > 2 else ""
     also = f"also there: {', '.join(others[:2])}{more} (--score)" if others else ""
+    axes = [column for column in computes(table.columns) if column != compute]
+    also += f"{'; ' * bool(also)}other axes: {', '.join(axes[:3])} (--compute)" if axes else ""
     if stage(score) != 0 and options.score is None and (unread := _validations_without_measure(table)):
         said.append(f"validation columns without a measure: {', '.join(unread[:3])} (--score)")
     task = score.removeprefix("pass_rate/") if score.startswith("pass_rate/") else ""
@@ -378,7 +401,7 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
             known = known or [c for c in table.columns if all(is_axis(row.get(c)) for row in measured)]
         steps = [c for c in known if unit_of(c) == "steps"]
         usable = known if options.hours_per_step is None else steps or known
-        usable = [c for c in usable if _grows([_plain(row.get(c)) for row in measured])] or usable
+        usable = [c for c in usable if _grows([plain(row.get(c)) for row in measured])] or usable
         if not usable:
             names = some_of(table.columns, ("step", "epoch", "tokens", "hours"))
             raise refused(table.path, "a compute column (name it with --compute)", names, "row 1")
@@ -408,14 +431,11 @@ def _points(
 ) -> tuple[list[_Point], list[str]]:
     """The points of the rows with both numbers, and what was skipped and converted. axis: compute column, factor."""
     compute, scale = axis
-    found, skipped = [], Counter[str]()
+    found, skipped = [], 0
     for number, row in table.rows:
         x, y = (_number(table, number, column, row) for column in (compute, score))
         if x is None or y is None:
-            lacking = [row.get(column) for column, value in ((compute, x), (score, y)) if value is None]
-            skipped[
-                "without a number" if any(str(cell or "").strip() == "" for cell in lacking) else "NaN or infinite"
-            ] += 1
+            skipped += 1
             continue
         if x < 0 or is_time_of_day(compute, x):
             expected = "compute >= 0" if x < 0 else "compute since the start"
@@ -435,7 +455,7 @@ def _points(
         what = f"{wrong.pass_rate:g}{hint}"
         raise refused(table.path, "a pass rate in [0, 1]", what, f"row {wrong.number}", score)
     if skipped:
-        said.append("skipped rows: " + ", ".join(f"{count} {why}" for why, count in skipped.items()))
+        said.append(f"skipped rows: {skipped} without a number")
     return found, said
 
 
@@ -471,14 +491,35 @@ def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str
     repeated = {point.compute for point in points if latest[point.compute] is not point}
     answers = len(points) > 2 * len(latest) and {point.pass_rate for point in points} <= {0.0, 1.0}
     if not answers and (not repeated or went_back or 2 * len(repeated) < len(latest)):
-        again = f"{len(points) - len(latest)} rows have a {compute} that a later row has again; the last counts"
-        order = [f"rows were not sorted by {compute}; they were sorted"] if went_back else []
-        return sorted(latest.values(), key=lambda point: point.compute), [again] if repeated else order
+        notes = [f"rows were not sorted by {compute}; they were sorted"] if went_back else []
+        if repeated:
+            notes = [f"{len(points) - len(latest)} rows have a {compute} that a later row has again; the last counts"]
+        lineage = sorted({point.compute for point in _lineage(points)})
+        beyond = len(latest) - len(lineage)
+        if beyond:
+            notes.append(f"{beyond} rows of an attempt that a later one replaced were left out")
+        return [latest[at] for at in lineage], notes
     rates: dict[float, list[float]] = {}
     for point in points:
         rates.setdefault(point.compute, []).append(point.pass_rate)
     means = [latest[at]._replace(pass_rate=float(np.mean(rates[at]))) for at in sorted(latest)]
     return means, [f"several rows of one {compute}: their mean was fitted"]
+
+
+def _lineage(points: Sequence[_Point]) -> Sequence[_Point]:
+    """The points without what the attempt before a resume had beyond, once the resumed run has gone on.
+
+    All points, where they go back to a compute that was not there before: they are unsorted.
+    """
+    kept: list[_Point] = []
+    for point, after in zip(points, [*points[1:], None]):
+        if kept and point.compute < kept[-1].compute:
+            if point.compute not in {before.compute for before in kept}:
+                return points
+            if after and after.compute > point.compute:
+                kept = [before for before in kept if before.compute < point.compute]
+        kept.append(point)
+    return kept
 
 
 def _named(table: TableFile, name: str, option: str) -> str:

@@ -2,24 +2,19 @@
 
 Drawn with matplotlib's object interface: no display and no global state are needed. The colors are Okabe and Ito's,
 which color-blind readers can distinguish; every run has its own marker as well.
-
-The figure of a comparison: every recipe's numbers with their intervals.
 """
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_scalerl.fit.compare import ComparedArm, Comparison, compute_to
-from megatron_scalerl.fit.decide import Estimate
-from megatron_scalerl.fit.formatting import short_number, shortened, unit_label, unit_name
-from megatron_scalerl.fit.result import LEVEL, SOLID_AND_DASHED, FitResult
+from megatron_scalerl.fit.formatting import short_number, shortened, unit_label
+from megatron_scalerl.fit.result import LEVEL, FitResult
 from megatron_scalerl.fit.sigmoid import Array
 
 if TYPE_CHECKING:
@@ -31,6 +26,11 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 INK, GRID_INK = "#222222", "#d9d9d9"
 SIZE_INCHES, DOTS_PER_INCH = (8.0, 5.0), 200
+SOLID_AND_DASHED = (
+    "Dashed (forecast) differs from solid (fit): it starts at the run's present level and is the median of all "
+    "curves that fit."
+)
+"""Why the two lines of a figure differ."""
 Points = tuple[Sequence[float] | Array, Sequence[float] | Array]
 """(compute [n], pass rate [n])."""
 
@@ -85,7 +85,11 @@ def plot_forecast(
 
 def new_figure() -> tuple["Figure", "Axes"]:
     """(figure, axes) in this package's style."""
-    figure = _figure(SIZE_INCHES, DOTS_PER_INCH)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     style(axes)
     return figure, axes
@@ -153,63 +157,3 @@ def plain_ticks(axes: "Axes") -> None:
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-ROW_INCHES = 0.34
-"""Height of one recipe."""
-_OWN, _OTHER = COLORS[0], "#9a9a9a"
-_Panel = tuple[str, bool, Callable[[ComparedArm], Estimate | None], Callable[[FitResult], float]]
-
-
-def plot_comparison(path: str | Path, comparison: Comparison) -> Path:
-    """Plot A, B at equal A and the compute to one pass rate, a row per recipe: runs, mean and 90 % interval.
-
-    Raises ValueError for a suffix other than .png and .svg, OSError.
-    """
-    reach = compute_to(comparison.pass_rate).value
-    unit = unit_name(comparison.arms[0].fits[0].unit)
-    panels: list[_Panel] = [
-        ("A", False, lambda arm: arm.asymptote, lambda fit: fit.asymptote),
-        (f"B at A = {comparison.fixed_asymptote:.3f}", False, lambda arm: arm.fixed_exponent, lambda f: f.exponent),
-        (f"{unit} to {comparison.pass_rate:.3f}", True, lambda arm: arm.to_reach, reach),
-    ]
-    figure = _figure((10.0, 1.5 + ROW_INCHES * len(comparison.arms)))
-    all_axes = figure.subplots(1, len(panels), sharey=True)
-    for number, (axes, (title, log, mean, value)) in enumerate(zip(all_axes, panels)):
-        style(axes)
-        for row, arm in enumerate(comparison.arms):
-            runs = arm.fits if number == 0 or not arm.refits else arm.refits
-            _row(axes, row, mean(arm), [] if mean(arm) is None else [value(fit) for fit in runs])
-        first = mean(comparison.arms[0])
-        if first is not None and math.isfinite(first.value):
-            axes.axvline(first.value, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
-        if log:
-            axes.set_xscale("log")
-            plain_ticks(axes)
-        axes.set_title(title, loc="left", fontsize=10)
-    all_axes[0].set_yticks(range(len(comparison.arms)), [f"{arm.name} ({arm.runs})" for arm in comparison.arms])
-    all_axes[0].invert_yaxis()
-    figure.suptitle("Mean over the runs with its 90 % interval; dots are runs", x=0.01, ha="left", fontsize=11)
-    return save(figure, path)
-
-
-def _figure(size: tuple[float, float], dots_per_inch: int = 150) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, dpi=dots_per_inch, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _row(axes: "Axes", row: int, mean: Estimate | None, runs: Sequence[float]) -> None:
-    """Runs as dots, the mean as a diamond on its interval; what is infinite is left out."""
-    shown = [value for value in runs if math.isfinite(value)]
-    axes.plot(shown, [row] * len(shown), "o", color=_OTHER, markersize=4, linestyle="none", zorder=2)
-    if mean is None or not math.isfinite(mean.value):
-        text, place = "another ceiling" if mean is None else "never", (0.02, row)
-        axes.annotate(text, place, xycoords=("axes fraction", "data"), va="center", fontsize=8, color=INK)
-        return
-    if math.isfinite(mean.lo) and math.isfinite(mean.hi):
-        axes.plot([mean.lo, mean.hi], [row, row], color=_OWN, linewidth=2.0, solid_capstyle="butt", zorder=1)
-    axes.plot([mean.value], [row], "D", color=_OWN, markersize=5, zorder=3)

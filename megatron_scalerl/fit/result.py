@@ -13,11 +13,6 @@ from megatron_scalerl.fit.sigmoid import PARAMETERS, Array, sigmoid
 
 LEVEL = 0.90
 """Nominal coverage of every interval of this package."""
-SOLID_AND_DASHED = (
-    "Dashed (forecast) differs from solid (fit): it starts at the run's present level and is the median of all "
-    "curves that fit."
-)
-"""Why the two lines of a figure differ."""
 TAIL = (1.0 - LEVEL) / 2.0
 """Probability on either side of an interval."""
 

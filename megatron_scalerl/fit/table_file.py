@@ -20,6 +20,7 @@ import gzip
 import io
 import json
 import re
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -33,14 +34,26 @@ FOLDER = ("trainer_state.json", "checkpoint-*/trainer_state.json", "metrics.json
 """Files that are looked for in a folder, in this order; of several the one with the highest number is read."""
 WRAPPERS = ("data", "metrics", "logs", "log", "values", "scalars")
 """Keys of objects that are no part of a metric's name: verl's file logger writes {"step": 1, "data": {...}}."""
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_STEP_LINE = re.compile(r"\bstep:\s*(\d+) - (.+:.+)")
-"""verl: `(TaskRunner pid=7) step:5 - critic/score/mean:0.1 - actor/lr:1e-06`."""
+FEW_ROWS = 3
+"""Rows, below which neither a run nor a column can be fitted."""
+_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
+_RAY = re.compile(r"\s*\([\w.:/ -]*\bpid=[^()]*\)\s?")
+_STEP_LINE = re.compile(r"\b[Ss]tep[: ]\s*(\d{1,15})\s+[-|]\s(.*?)(?=\b[Ss]tep[: ]\s*\d+\s+[-|]\s|$)")
+"""verl, SkyRL: `step:5 - critic/score/mean:0.1 - actor/lr:1e-06`; prime-rl: `Step 5 | Time: 9.1s | Reward: 0.1`."""
+_CONTINUED = re.compile(r"\s*(?:- )?(?=.*(?:\S:[-.\dn]| - ))\S+(?: - \S+)*(?: -)?\s*")
+"""A line that can be the rest of a step line which a terminal has wrapped."""
+_PAIR = re.compile(
+    r"\s*(\S.*?)\s*:\s*((?:[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)|None)%?)(?![\w.:/@,])"
+)
+"""A metric's name and its number; `9.1s` is none."""
 _TITLE = re.compile(r"\A[^,;\t\n]*\n(?=[^\n]*[A-Za-z])(?=[^\n]*[,;\t])")
 """A line without a mark between cells above a header that has them."""
-_NUMPY = re.compile(r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor)\d*\(([^()]*)\)")
-_DICT_LINE = re.compile(r"(?:\b(?:step|rollout|iteration|eval) (\d+): )?(\{'[^{}]*\})")
+_NUMPY = re.compile(r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor|array)\d*\(([^(),\n]*)[^()\n]*\)")
+_LITERAL = re.compile(r"(?:\b(?:[Ss]tep|rollout|iteration|eval) (\d{1,15}): )?(\{['\"].*\})")
 """transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`; slime: `rollout 5: {'rollout/raw_reward': 0.1}`."""
+_HEADING = re.compile(r"\b[Ss]tep (\d{1,15})(?:/\d+)?\W*$")
+_POINT = re.compile(r"\s*[•*]\s+(.*)")
+"""NeMo-RL: a heading `===== Step 5/100 =====`, below it points such as `• Avg Reward: 0.1`."""
 STAGES = (
     r"val|valid|validation|eval|evaluation|test|dev|heldout|held out",
     r"",
@@ -64,8 +77,10 @@ _NO_SCORE = re.compile(
     r"\b(?:std|stderr|var|variance|min|max|loss|len|length|tokens?|time|seconds?|runtime|count|num|n|entropy|kl|lr|grad"
     r"|norm|clip|format|pars\w+|json|xml|tool|advantages?|best(?!@)|worst|truncat\w+|weight|index|size|penalty|zero"
     r"|threshold|target|id|gap|diff|delta|ratio|bonus|err|errors?|wer|cer|fail\w*|incorrect\w*|wrong\w*|lose|lost"
-    r"|lengths|losses|hack\w*|hallucinat\w*|invalid|timeouts?|baseline|ppl|perplexity|mfu)\b"
+    r"|lengths|losses|hack\w*|hallucinat\w*|invalid|timeouts?|baseline|ppl|perplexity|mfu|timings?|perf|throughput"
+    r"|mem|memory|gb|mb|seqlen|latency|gradients?|ms)\b|\bs$"
 )
+_FIRST = {"core", "raw"}
 _WHOLE = {"all", "total", "overall", "average"}
 _AT = r"(?:(?:train|training|trainer|eval|val|progress)[/_])?"
 COMPUTES: tuple[tuple[str, str | None], ...] = (
@@ -133,16 +148,19 @@ def read_tables(path: Path) -> list[TableFile]:
         from pyarrow import BufferReader, parquet
 
         return [table_of(path, "Parquet", parquet.read_table(BufferReader(data)).to_pylist())]
+    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    by_line = suffix in (".jsonl", ".ndjson")
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    console = "" if suffix in (".json", ".csv", ".tsv") or by_line else data.decode(encoding, errors="replace")
+    if logged := _from_console(path, console):  # which may have a damaged character anywhere
+        return [logged]
     try:
-        text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+        text = data.decode(encoding)
     except UnicodeDecodeError as error:
         raise refused(path, "text in UTF-8", f"byte {error.object[error.start]:#04x}") from None
     if not text.strip():
         raise refused(path, "a header and rows", "an empty file")
-    suffix, start = Path(path.name.removesuffix(".gz")).suffix.lower(), text.lstrip()[0]
-    by_line = suffix in (".jsonl", ".ndjson")
-    if suffix not in (".json", ".csv", ".tsv") and not by_line and (logged := _from_console(path, text)):
-        return [logged]
+    start = text.lstrip()[0]
     if suffix in (".log", ".out", ".err"):
         raise refused(path, "lines like step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}", "none")
     if start == "[" or suffix == ".json" or (start == "{" and not by_line):
@@ -276,19 +294,58 @@ def _flat(row: Row) -> Row:
 
 
 def _from_console(path: Path, text: str) -> TableFile | None:
-    """The metrics of verl's and transformers' lines in a console's output; None if there are none."""
-    rows: dict[int, Row] = {}
+    """The metrics in a console's output; None if there are none.
+
+    Of step lines, literals, and points below headings the first kind that has a few rows is read, and no other one: a
+    log with step lines prints its configuration as a literal.
+    """
+    lined: list[tuple[int, Row]] = []
+    literal: list[tuple[int, Row]] = []
+    headed: list[tuple[int, Row]] = []
+    for number, line in _console_lines(text):
+        for step, metrics in _STEP_LINE.findall(line):
+            pairs = (_PAIR.match(item) for item in re.split(r"\s[-|](?=\s|$)", metrics))
+            lined.append((number, {"step": int(step)} | {pair[1]: pair[2] for pair in pairs if pair}))
+        if found := _LITERAL.search(line):
+            row = ({"step": int(found[1])} if found[1] else {}) | _numbers_of(found[2])
+            literal += [(number, row)] if computes(list(row)) else []
+        elif heading := _HEADING.search(line):
+            headed.append((number, {"step": int(heading[1])}))
+        elif headed and (point := _POINT.match(line)) and (pair := _PAIR.match(point[1])):
+            headed[-1][1][pair[1]] = pair[2]
+    kinds = [[(n, row) for n, row in rows if len(row) > 1] for rows in (lined, literal, headed)]
+    rows = next((kind for kind in kinds if len(kind) >= FEW_ROWS), max(kinds, key=len))
+    if not rows:
+        return None
+    table = table_of(path, "console log", [row for _, row in rows], [number for number, _ in rows])
+    return replace(table, x="step" if all("step" in row for _, row in rows) else None)
+
+
+def _console_lines(text: str) -> list[tuple[int, str]]:
+    """(number, text) of the lines, without colors and prefixes; what a terminal wrapped of a step line is joined."""
+    lines = [(0, "")]
     for number, line in enumerate(_NUMPY.sub(r"\1", _ANSI.sub("", text)).split("\n"), start=1):
-        if found := _STEP_LINE.search(line):
-            pairs = (item.strip().rpartition(":") for item in found[2].split(" - "))
-            rows[number] = {"step": found[1], **{key: (value.split() or [""])[0] for key, _, value in pairs if key}}
-        elif found := _DICT_LINE.search(line):
-            try:
-                row = ast.literal_eval(re.sub(r"\b(?:nan|inf)\b", "None", found[2]))
-            except (ValueError, SyntaxError, MemoryError):
-                continue
-            rows[number] = ({"step": found[1]} if found[1] else {}) | row
-    return table_of(path, "console log", rows.values(), rows) if rows else None
+        for part in line.rstrip("\r").split("\r"):
+            part = _RAY.sub("", part, count=1)
+            start, before = lines[-1]
+            wrapped = _STEP_LINE.search(before) and not _STEP_LINE.search(part)
+            if wrapped and _CONTINUED.fullmatch(part):
+                between = " " if before.endswith(" -") or part.startswith("- ") else ""
+                lines[-1] = start, before + between + part
+            else:
+                lines.append((number, part))
+    return lines
+
+
+def _numbers_of(literal: str) -> Row:
+    """The numbers of an object as Python or JSON prints it; none of what is no object."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes in its texts
+            value = ast.literal_eval(re.sub(r"\b(?:nan|NaN|inf|null)\b", "None", literal))
+        row = _flat(value)
+    except (ValueError, SyntaxError, TypeError, AttributeError, MemoryError, RecursionError):
+        return {}
+    return {key: cell for key, cell in row.items() if isinstance(plain(cell), float)}
 
 
 def _from_tensorboard(path: Path) -> list[TableFile]:
@@ -343,7 +400,8 @@ def may_be_score(name: str) -> bool:
 def score_rank(name: str) -> tuple[int, ...] | None:
     """The lower, the rather it is the score; None if it is none.
 
-    (stage, 0 for verl's core metrics, measure, 0 for the whole of several parts, words of the name)
+    (stage, 0 for verl's core metrics and for slime's raw reward, whose other one is normalized, measure, 0 for the
+    whole of several parts, words of the name)
     """
     said = words(name)
     if not may_be_score(name):
@@ -353,7 +411,7 @@ def score_rank(name: str) -> tuple[int, ...] | None:
         return None
     measure = 5 if _BEST_OF.search(said) else found[0]
     parts = said.split()
-    return stage(name), int("core" not in parts), measure, int(not _WHOLE & {*parts}), len(parts)
+    return stage(name), int(not _FIRST & {*parts}), measure, int(not _WHOLE & {*parts}), len(parts)
 
 
 def scores(names: Iterable[str]) -> list[str]:
@@ -379,6 +437,14 @@ def number_in(cell: Any) -> float:
     if isinstance(text, str) and _THOUSANDS.fullmatch(text):
         text = text.replace(",", "")
     return float(named[1] if isinstance(text, str) and (named := _STEP_NAME.fullmatch(text)) else text)
+
+
+def plain(cell: Any) -> Any:
+    """The number of a cell of plain digits, else the cell."""
+    try:
+        return cell if isinstance(cell, bool) else number_in(cell)
+    except (TypeError, ValueError, OverflowError):
+        return cell
 
 
 def is_step_name(cell: Any) -> bool:

@@ -22,11 +22,9 @@ from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Decision, Estimate
 from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.outlook import Outlook
-from megatron_scalerl.fit.result import SOLID_AND_DASHED, FitResult, ForecastEvaluation, Prediction
+from megatron_scalerl.fit.result import FitResult, ForecastEvaluation, Prediction
 
 TEMPLATES = Path(__file__).parent / "templates"
-Figures = Sequence[tuple[Path, str]]
-"""(PNG or SVG, what it shows)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,16 +257,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def html_page(
-    title: str,
-    notes: Sequence[str],
-    *,
-    runs: Sequence[RunReport],
-    figures: Figures,
-    comparison: Comparison | None,
-    comparison_figures: Figures,
-) -> str:
-    """The page of runs, and of a comparison, the figures embedded. notes: lines below the title."""
+def html_page(runs: Sequence[RunReport], comparison: Comparison | None, *, figure: Path) -> str:
+    """The page of runs, and of a comparison, with the figure (SVG) embedded."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     # autoescape: names of runs and columns are the user's text
@@ -279,25 +269,17 @@ def html_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(data_uri=_data_uri, subscript=_subscript)
+    environment.filters.update(subscript=_subscript)
     return environment.get_template("report.html").render(
-        title=title,
-        notes=notes,
-        lines=SOLID_AND_DASHED,
+        title=f"Forecast of {runs[0].fit.name if len(runs) == 1 else f'{len(runs)} runs'}",
         runs=runs,
-        figures=figures,
-        comparison_figures=comparison_figures,
+        figure=base64.b64encode(figure.read_bytes()).decode(),
         sections=sections(runs),
         backtests=backtests(runs),
         comparison_table=comparison and comparison_table(comparison),
         conclusions=comparison and conclusions(comparison),
         summaries=[(summary(comparison, arm), arm.change) for arm in comparison.arms] if comparison else (),
     )
-
-
-def _data_uri(path: Path) -> str:
-    kind = "svg+xml" if path.suffix == ".svg" else "png"
-    return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
 
 
 def _subscript(header: str) -> Any:

@@ -19,7 +19,6 @@ READ_BY_ENGINES: dict[str, tuple[Any, ...]] = {
     "qk_norm": (False,),
     "bias": (False,),
     "shared_expert_intermediate_size": (0, None),
-    "quantization_config": (None,),
 }
 """Keys that vLLM 0.32 reads in families that do not have them, where transformers ignores them -> values that change
 nothing (vllm/model_executor/models/{llama,mistral,qwen2,qwen3_moe}.py, vllm/config/model.py)."""
@@ -48,6 +47,11 @@ def build_family(
 
     `more` are further fields of Family. Raises ValueError for a key with which an engine computes another model.
     """
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method", "unknown method")
+        raise ValueError(
+            f"config.json: the weights are quantized ({method}); take the policy's bf16 release, or convert it"
+        )
     for key, allowed in READ_BY_ENGINES.items():
         require(config, key, *allowed)
     head_dim, bias = head_size(config), bool(getattr(config, "attention_bias", False))

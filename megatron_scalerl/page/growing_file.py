@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +17,8 @@ MOST_BYTES = 1 << 28
 """Read at a time."""
 TAIL_BYTES = 1 << 20
 """Read at either end of a file for one row."""
+MOST_TEXT = 200
+"""Characters of a value that are shown."""
 Row = TypeVar("Row")
 
 
@@ -81,6 +83,13 @@ class Rows(Generic[Row]):
 def one_line(text: str) -> str:
     """Any text as the page shows it, in one line of at most 500 characters."""
     return printable(" ".join(text.split()))[:500]
+
+
+def ending(ends: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the run is over, from the rows of end.json and attempts.jsonl; None while its newest attempt goes on."""
+    newest = [row.get("incarnation") for row in attempts[-1:]]
+    of_before = newest not in ([], [None]) and ends and ends[-1].get("incarnation", newest[0]) != newest[0]
+    return printable(str(ends[-1].get("reason", "")))[:MOST_TEXT] if ends and not of_before else None
 
 
 def end_row(path: Path, index: int) -> dict[str, Any] | None:

@@ -192,7 +192,8 @@ def cost_text(hours: Mapping[str, float], unit: str, cost: Mapping[str, Any]) ->
 
 def moved_text(made: Sequence[Outlook], came: float | None) -> str:
     """How the forecasts of the run's end moved, in one line. came: the pass rate there, None before it."""
-    text = f"first to last forecast: {made[-1].pass_rate - made[0].pass_rate:+.3f}"
+    moved = made[-1].pass_rate - made[0].pass_rate
+    text = f"the forecast of the run's end moved by {moved:+.3f} from the first one to the last"
     if came is not None:
         inside = sum(each.lo <= came <= each.hi for each in made)
         text += f"; measured at the end: {came:.3f}, inside {inside} of {len(made)} forecast intervals"

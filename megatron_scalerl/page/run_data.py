@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.page.forecasts import Forecasts
-from megatron_scalerl.page.growing_file import Rows, json_row, one_line, validation_row
+from megatron_scalerl.page.growing_file import Rows, ending, json_row, one_line, validation_row
 from megatron_scalerl.page.report import (
     KEPT,
     UPDATE_PHASES,
@@ -128,7 +128,6 @@ class RunData:
 
     def _header(self, hours: dict[str, float]) -> dict[str, Any]:
         rows = self.validations
-        end = self._others["end.json"].rows
         made = self.forecasts.made
         last = int(self._metrics.rows[-1]["step"] or 0) if self.steps else 0
         unit = next((row["unit"] for row in reversed(self._ledger.rows) if row["unit"]), "device_hours")
@@ -142,7 +141,7 @@ class RunData:
             "unit": unit_name(unit),
             "step": last,
             "steps": last_step(rows, self.recipe) if rows or self.recipe.get("steps") else last,
-            "ended": printable(str(end[-1].get("reason", ""))) if end else "",
+            "ended": ending(self._others["end.json"].rows, self._others["attempts.jsonl"].rows),
             "verdict": made[-1].outlook.verdict if made else "",
             "forecast": made[-1].outlook.line() if made else "",
             "forecast_step": made[-1].outlook.step if made else None,

@@ -20,7 +20,7 @@ from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.fit.inputs import flattened
 from megatron_scalerl.fit.outlook import RunFit, run_fit
 from megatron_scalerl.page.find_runs import FoundRuns, find_runs
-from megatron_scalerl.page.growing_file import Rows, end_row, json_row, one_line, validation_row
+from megatron_scalerl.page.growing_file import MOST_TEXT, Rows, end_row, ending, json_row, one_line, validation_row
 from megatron_scalerl.page.report import last_step
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
@@ -31,8 +31,6 @@ SEARCH_S = 2.0
 """Least seconds between two searches for new runs; of a search that is slow, twenty times what it took."""
 QUIET_S = 60.0
 """Seconds without a write to the ledger, which gets a heartbeat every 10 s, after which a run counts as stopped."""
-MOST_TEXT = 200
-"""Characters of a value that are shown."""
 
 
 class RunSummary:
@@ -127,10 +125,9 @@ class RunSummary:
         return last_step(rows, self.recipe) if rows else self.recipe.get("steps", 0)
 
     def _found_state(self) -> tuple[str, str]:
-        if self._end.rows:
-            end, newest = self._end.rows[-1], [row.get("incarnation") for row in self._attempts.rows[-1:]]
-            if newest in ([], [None]) or end.get("incarnation", newest[0]) == newest[0]:
-                return "finished", printable(str(end.get("reason", "")))[:MOST_TEXT]
+        reason = ending(self._end.rows, self._attempts.rows)
+        if reason is not None:
+            return "finished", reason
         wrote = self._wrote()
         if wrote is not None and abs(time.time() - wrote) < QUIET_S:
             return "running", ""

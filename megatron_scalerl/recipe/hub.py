@@ -48,6 +48,8 @@ def hint(path: str, kind: Kind) -> str:
     name = _NAME.fullmatch(path)
     if name is None or _FILE.fullmatch(path) or Path(path.partition("/")[0]).exists():
         return ""
+    if kind == "model" and name["folder"]:  # runs/tiny/policy: a policy is a whole repository
+        return ""
     words = ["hf download", name["repo"], *(["--repo-type dataset"] if kind == "dataset" else [])]
     words += [f"--revision {name['revision']}"] if name["revision"] else []
     return f"; the Hugging Face cache does not have it either: {' '.join(words)}, or download: true in the recipe"

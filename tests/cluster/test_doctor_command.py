@@ -1,6 +1,7 @@
 """`megatron-scalerl doctor`: versions, digests, the report and its file."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -214,15 +215,14 @@ def test_what_others_named_sends_nothing_to_the_terminal():
         assert make("n", expected="e", found="\x1b]0;x\x07", remedy="r").found == "\\x1b]0;x\\x07"
 
 
-def test_a_python_without_torch_fails_in_one_check(monkeypatch):
-    def broken(**_):
-        raise RuntimeError("environment: expected a Python that imports torch, found /x: No module named torch")
-
-    monkeypatch.setattr(node, "probe_machine", broken)
+def test_a_python_without_torch_fails_in_one_check_that_says_so_once(monkeypatch, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(node, "gpus_in_process", lambda needed: GpuReport(checks=[]))
     report = node.examine(None, None, None)
     [check] = [check for check in report.checks if check.status == "failed"]
-    assert check.name == "packages" and check.found.endswith("No module named torch")
+    assert check.name == "packages" and "expected" not in check.found
+    assert check.found.endswith("cannot import torch: ModuleNotFoundError: No module named torch")
 
 
 def test_a_folder_that_may_not_be_read_fails_and_ends_nothing(monkeypatch):

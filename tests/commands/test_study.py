@@ -102,7 +102,7 @@ def test_a_study_from_its_start_to_its_results(task):
     [dapo] = [arm for arm in arms if arm["name"] == "dapo"]
     assert compared(task)["paired"] and dapo["ceiling"]["value"] == pytest.approx(-0.2, abs=0.05)
     assert "loss.name: dapo" in (folder / "study.html").read_text()
-    assert all((folder / name).stat().st_size for name in ("curves.png", "curves_comparison.png"))
+    assert (folder / "curves.png").stat().st_size
     # one more seed, by steps, on which the stand-in's compute lies anyway: what is finished is not repeated
     code, said = ran(task, *references, "--seeds", "3", "--per-step")
     assert code == 0 and re.findall(r"(\w+): starts", said) == ["dapo_seed3", "plain_seed3"]

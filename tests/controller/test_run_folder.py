@@ -98,6 +98,13 @@ def test_a_folder_in_use_is_refused(tmp_path):
     folder.close()
 
 
+def test_a_folder_that_cannot_be_made_is_one_line_with_its_key(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in ("/proc/x", tmp_path / "file"):
+        with pytest.raises(RecipeError, match=rf"^output_dir: {folder}/.* cannot be made: \w[^/]*$"):
+            RunFolder(recipe(tmp_path, output_dir=str(folder)))
+
+
 def test_a_folder_with_other_files_is_refused(tmp_path):
     target = tmp_path / "runs" / "r"
     target.mkdir(parents=True)

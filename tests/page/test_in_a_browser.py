@@ -144,6 +144,29 @@ async def test_the_served_page_follows_a_run(run, tmp_path):
     assert (complaints, elsewhere) == ([], [])
 
 
+async def test_a_finished_run_says_what_it_reached_and_no_verdict(run, tmp_path):
+    (run / "attempts.jsonl").unlink()
+    server = PageServer(RunPage(run))
+    said, status = (f"(document.getElementById('{name}')?.textContent ?? '')" for name in ("verdict", "status"))
+    async with server.serving(), opened(tmp_path / "profile") as tab:
+        await tab.open(server.url)
+        await tab.until(f"{status}.startsWith('live')")
+        assert not (await tab.evaluate(said)).startswith("finished")
+        append(run / "end.json", {"reason": "all steps are made"})
+        await tab.until(f"{said}.startsWith('finished: all steps are made — reached a pass rate of 0.')")
+        assert not {"stop", "go on", "too early"} & set(await tab.evaluate(f"{said}.split(/[:;—]/)"))
+        await tab.until(f"{status}.startsWith('the run is over')")
+        await tab.call("Emulation.setDeviceMetricsOverride", width=390, height=900, deviceScaleFactor=1, mobile=False)
+        await tab.until("document.documentElement.scrollWidth <= 390")
+        broken = """[...document.querySelectorAll('#ledger th, #events td')].filter((each) => {
+            const range = document.createRange();
+            range.selectNodeContents(each);
+            return /^\\w+$/.test(each.textContent) && range.getClientRects().length > 1; }).map((each) => each.textContent)"""
+        assert (await tab.evaluate(broken), tab.complaints) == ([], [])
+        labels = "[labels([11.3785, 11.379, 11.3795, 11.38]), labels([0, 0.5, 1]), labels([7])].join()"
+        assert await tab.evaluate(labels) == "11.3785,11.379,11.3795,11.38,0,0.5,1,7"
+
+
 async def test_the_search_finds_what_is_not_on_the_page_yet(run, tmp_path):
     write_page(run, tmp_path / "page.html")
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from json_lines import append
-from page_runs import evaluation_record, step_record, write_page_run
+from page_runs import evaluation_record, step_record, write_page_run, write_plain_run
 from report_runs import write_run
 
 from megatron_scalerl.page import forecasts as forecasts_module
@@ -220,6 +220,19 @@ def test_something_else_than_a_file_is_named_and_hides_nothing_else(run, name):
     data.update()
     index.update()
     assert data.damage + index.damage == []
+
+
+@pytest.mark.parametrize(
+    ("attempts", "ended"), [((), None), (("local.0",), "all steps are made"), (("local.0", "local.1"), None)]
+)
+def test_a_run_is_over_while_no_attempt_follows_its_end(tmp_path, attempts, ended):
+    run = write_plain_run(tmp_path / "a")
+    append(run / "attempts.jsonl", *({"incarnation": name} for name in attempts))
+    if attempts:
+        append(run / "end.json", {"reason": "all steps are made", "incarnation": "local.0"})
+    data = RunData(run)
+    data.update()
+    assert data.payload()["header"]["ended"] == ended
 
 
 def test_a_run_that_just_began(tmp_path):

@@ -71,7 +71,8 @@ def test_the_report_prints_gain_ledger_forecast_and_what_came(tmp_path):
     assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
     came = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()][-1]["pass_rate"]
     assert f"Forecasts of step 100 after each validation; {came:.3f} came" in text
-    assert "first to last forecast: " in text and f"; measured at the end: {came:.3f}, inside " in text
+    assert "the forecast of the run's end moved by " in text
+    assert f" from the first one to the last; measured at the end: {came:.3f}, inside " in text
     assert "of 16 forecast intervals" in text
 
 

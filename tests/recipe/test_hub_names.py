@@ -73,6 +73,8 @@ def test_what_is_not_there_is_said_with_the_command_that_fetches_it(cache):
         match=r"Qwen/Qwen3-4B@v1 is not a Hugging Face folder: .*: hf download Qwen/Qwen3-4B --revision v1, or dow",
     ):
         check_policy(recipe(cache, policy={"path": "Qwen/Qwen3-4B@v1"}))
+    with pytest.raises(ValueError, match=r"runs/tiny/policy is not a Hugging Face folder: it has no config.json$"):
+        check_policy(recipe(cache, policy={"path": "runs/tiny/policy"}))
     with pytest.raises(
         ValueError,
         match=r"no such file .*: hf download a/b --repo-type dataset --revision refs/pr/1, or down",

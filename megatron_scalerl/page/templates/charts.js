@@ -2,12 +2,18 @@
 // One chart: uPlot's canvas, a description for readers of screens, arrow keys, and the values as a table.
 const CHARTS = [];
 
+// Labels of an axis with as many digits as tell neighbors apart.
+function labels(at) {
+  const apart = at.length > 1 ? Math.log10(Math.max(...at.map(Math.abs)) / (at[1] - at[0])) : 0;
+  return at.map((v) => short(v, Math.min(15, Math.max(5, Math.ceil(apart) + 2))));
+}
+
 function axes(spec) {
   const ink = cssColor("soft"), grid = { stroke: cssColor("line"), width: 1 }, ticks = { show: false };
   const font = "12px system-ui, sans-serif";
   return [
     { stroke: ink, grid: { show: false }, ticks: { ...grid, size: 4 }, font, size: 34, values: (u, at) => at.map((v) => short(v)) },
-    { stroke: ink, grid, ticks, font, size: spec.ySize || 54, splits: spec.ySplits, values: spec.yValues || ((u, at) => at.map((v) => short(v, 5))) },
+    { stroke: ink, grid, ticks, font, size: spec.ySize || 54, splits: spec.ySplits, values: spec.yValues || ((u, at) => labels(at)) },
   ];
 }
 

@@ -3,14 +3,18 @@
 function showHeader() {
   const { header } = RUN.data;
   byId("name").textContent = header.name;
-  byId("where").textContent = `${header.folder} · step ${header.step} of ${header.steps}${header.ended && header.step >= header.steps ? ` · finished: ${header.ended}` : ""}`;
-  const verdict = byId("verdict");
-  verdict.className = `verdict ${header.verdict.split(" ")[0]}`;
-  verdict.replaceChildren(...(header.forecast
+  byId("where").textContent = `${header.folder} · step ${header.step} of ${header.steps}`;
+  const verdict = byId("verdict"), over = header.ended !== null, { step, pass_rate } = RUN.data.validation;
+  verdict.className = over ? "verdict finished" : `verdict ${header.verdict.split(" ")[0]}`;
+  verdict.replaceChildren(...(over
+    ? [el("b", {}, "finished"), [header.ended && `: ${header.ended}`, step.length ? ` — reached a pass rate of ${pass_rate.at(-1).toFixed(3)} at step ${step.at(-1)}` : "",
+      header.forecast && `; forecast after step ${header.forecast_step}: ${header.forecast.replace(/^at step \d+: |; .*$/g, "")}`].join("")]
+    : header.forecast
     ? [el("b", {}, header.verdict), ` — forecast after step ${header.forecast_step} for the end of the run, ${header.forecast.replace(`; ${header.verdict}`, "")}`]
     : ["No forecast yet: it needs a validation at step 0 and four after it."]));
   fill("lines", header.lines.map((line) => el("li", {}, line)));
   byId("axis-unit").textContent = header.unit;
+  if (RUN.live) byId("status").textContent = over ? "the run is over; if it is continued, new records appear" : "live: new records appear as the run writes them";
   showDamage();
 }
 
@@ -37,7 +41,7 @@ function showEvaluations() {
 
 function showLedger() {
   const { ledger, header } = RUN.data, total = ledger.reduce((sum, each) => sum + each.hours, 0) || 1;
-  const bar = (share) => { const made = el("span", { class: "bar" }); made.style.width = `${(share * 16).toFixed(2)}rem`; return made; };
+  const bar = (share) => { const made = el("span", { class: "bar" }); made.style.width = `calc(${share.toFixed(4)} * min(16rem, 30vw))`; return made; };
   fill("ledger", el("thead", {}, el("tr", {}, ["role", header.unit, "share", ""].map((text, i) => el("th", { scope: "col", class: i === 1 || i === 2 ? "number" : null }, text)))),
     el("tbody", {}, ledger.map((each) => el("tr", {}, el("th", { scope: "row" }, each.role), el("td", { class: "number" }, short(each.hours)), el("td", { class: "number" }, `${Math.round((100 * each.hours) / total)} %`), el("td", {}, bar(each.hours / total))))));
 }
@@ -84,8 +88,8 @@ function follow() {
     running = running.then(() => { waiting = false; return refresh(); }).catch((error) => { byId("status").textContent = error.message; });
   });
   events.addEventListener("failed", (event) => { RUN.failure = JSON.parse(event.data); showDamage(); });
-  events.onopen = () => { byId("status").textContent = "live: new records appear as the run writes them"; };
-  events.onerror = () => { byId("status").textContent = "the connection to megatron-scalerl watch is closed"; };
+  events.onopen = () => { RUN.live = true; showHeader(); };
+  events.onerror = () => { RUN.live = false; byId("status").textContent = "the connection to megatron-scalerl watch is closed"; };
 }
 
 showAll();
