@@ -141,8 +141,8 @@ def hosts_of(
     if ray:
         if transport not in ("nccl", "gloo"):
             raise ValueError(
-                f"weights.transport: expected nccl (GPUs) or gloo (GPUs if this host has some, else CPUs) with --hosts {names}, since this host may "
-                f"lack what the nodes have, found {transport}"
+                f"weights.transport: expected nccl (GPUs) or gloo (GPUs if this host has some, else CPUs) with "
+                f"--hosts {names}, since this host may lack what the nodes have, found {transport}"
             )
         return _of_ray("GPU" if takes_gpus(transport) else "CPU", int(ray[1]) if ray[1] else None, slots, address)
     listed = hosts_of_allocation() if in_slurm else _listed(names)

@@ -72,8 +72,8 @@ class Placement:
         gpus = takes_gpus(recipe.weights.transport)
         if not gpus and not any(host.here for host in hosts.hosts):
             logger.warning(
-                "the run takes no GPUs: this host has none, and of other hosts only weights.transport: nccl says that "
-                "they have some"
+                "the run takes no GPUs: this host has none; if the others have some, say so by "
+                "weights.transport: nccl"
             )
         slots = hosts.slots or (len(visible_gpus()) if gpus else recipe.devices)
         if gpus and any(host.here for host in hosts.hosts) and slots > (visible := len(visible_gpus())):

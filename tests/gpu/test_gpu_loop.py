@@ -1,8 +1,8 @@
 """The tiny recipe end to end by the command line on GPUs in bf16: a warm start, then runs of trainer and engine.
 
 Eager, with torch.compile and CUDA graphs (vLLM's default), with logits in the policy's own bf16, with weights in
-shared memory (all of these on one GPU, which trainer and engine share), and on two GPUs over NCCL. tests/e2e makes such
-runs on CPUs.
+shared memory (all of these on one GPU, which trainer and engine share), and on two GPUs over NCCL. tests/e2e makes
+such runs on CPUs.
 """
 
 from __future__ import annotations

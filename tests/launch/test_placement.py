@@ -57,8 +57,8 @@ def test_one_host_has_the_gpus_that_are_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-uuid,7")
     made = Placement.of(recipe(1, 3), ONE_HOST)
     assert [gpus_at(place.positions) for place in made.engines] == ["5", "GPU-uuid", "7"]
-    message = "engine.count: too few GPUs are visible, 4: the engines take 4, the trainer 1 more; engine.colocate: true"
-    with pytest.raises(ValueError, match=f"{message} .* needs engine.vllm.gpu_memory_utilization and "):
+    message = "engine.count: too few GPUs are visible, 4: the engines take 4, the trainer 1 more; engine.colocate: "
+    with pytest.raises(ValueError, match=f"{message}true .* needs engine.vllm.gpu_memory_utilization and "):
         Placement.of(recipe(1, 4), ONE_HOST)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr("megatron_scalerl.distributed.device.gpu_count", lambda: 2)
@@ -122,7 +122,7 @@ def test_without_gpus_one_host_has_room_for_all(caplog):
     assert {place.positions for place in made.engines} == {None} and len(made.engines) == 9
     assert gpus_at(None) == "" and Devices.of(asked).unit == "device_hours" and not caplog.text
     Placement.of(asked, several(3, 8))
-    assert "of other hosts only weights.transport: nccl says that they have some" in caplog.text
+    assert "if the others have some, say so by weights.transport: nccl" in caplog.text
 
 
 def test_more_slots_than_this_host_has_gpus_are_refused(monkeypatch):
