@@ -56,9 +56,9 @@ _TEXT = 4096
 def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str, Any]:
     """`dist_checkpointing.load(wanted, path)` without unpickling. Every rank must call it.
 
-    With `common` the result also has the state that Megatron saves once for all ranks, which must be plain values, and
-    `wanted` has to name every tensor; without, common.pt is not opened. Raises ValueError, on every rank, for a folder of another format, one that lacks
-    a part of `wanted`, and for a part with content that is not allowed.
+    With `common` the result also has the state that Megatron saves once for all ranks, which must be plain values,
+    and `wanted` has to name every tensor; without, common.pt is not opened. Raises ValueError, on every rank, for a
+    folder of another format, one that lacks a part of `wanted`, and for a part with content that is not allowed.
     """
     index = read_index(path)
     state = _common(index) if common else {}
@@ -94,8 +94,8 @@ def _check_parts(index: CheckpointIndex, wanted: set[str], whole: bool) -> None:
         problem = f"this trainer has no {printable(more)}"
     if problem:
         raise ValueError(
-            f"{index.path}: the checkpoint is of another policy or optimizer (megatron.ddp.use_distributed_optimizer): "
-            f"{problem}"
+            f"{index.path}: the checkpoint is of another policy or optimizer "
+            f"(megatron.ddp.use_distributed_optimizer): {problem}"
         )
 
 

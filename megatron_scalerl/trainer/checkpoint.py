@@ -138,8 +138,8 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     if saved["ep_size"] != layout["ep_size"]:
         raise ValueError(
             f"{path}: the checkpoint is of megatron.parallel.expert_model_parallel_size {saved['ep_size']}, this "
-            f"trainer of {layout['ep_size']}; take the checkpoint's (tensor, pipeline, context and data-parallel sizes "
-            "may change)"
+            f"trainer of {layout['ep_size']}; take the checkpoint's (tensor, pipeline, context and data-parallel "
+            "sizes may change)"
         )
     same_layout = saved == layout
     trainer.changes.written.lose()

@@ -171,7 +171,7 @@ WHOLE = {"megatron": {"ddp": {"use_distributed_optimizer": False}}}
     [({}, WHOLE, "this trainer has no optimizer.state.param."), (WHOLE, {}, "it has no optimizer.state.param.")],
     ids=["sharded", "whole"],
 )
-def test_a_checkpoint_of_another_optimizer_is_one_line_and_loads_nothing(new_trainer, tmp_path, saved, sections, said):
+def test_a_checkpoint_of_another_optimizer_is_a_line_and_loads_nothing(new_trainer, tmp_path, saved, sections, said):
     trainer = new_trainer(**saved)
     steps(trainer, [1])
     path = tmp_path / "step_000001"
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_another_optimizer_is_one_line_and_loads_nothing(new_tra
     other = new_trainer(**sections)
     before = [p.detach().clone() for p in unwrap(other.chunks[0]).parameters()]
     what = r"the checkpoint is of another policy or optimizer \(megatron.ddp.use_distributed_optimizer\)"
-    with pytest.raises(ValueError, match=f"^{path}: {what}: {said}\S+$"):
+    with pytest.raises(ValueError, match=rf"^{path}: {what}: {said}\S+$"):
         load(path, other)
     assert all(map(torch.equal, before, unwrap(other.chunks[0]).parameters()))
 
