@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import merge
-from megatron.core.dist_checkpointing.mapping import CheckpointingException, apply_factory_merges
+from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
@@ -56,16 +56,18 @@ _TEXT = 4096
 def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str, Any]:
     """`dist_checkpointing.load(wanted, path)` without unpickling. Every rank must call it.
 
-    With `common` the result also has the state that Megatron saves once for all ranks, which must be plain values;
-    without, common.pt is not opened. Raises ValueError, on every rank, for a folder of another format, one that lacks
-    a part of `wanted`, and for a part with content that is not allowed.
+    With `common` the result also has the state that Megatron saves once for all ranks, which must be plain values,
+    and `wanted` has to name every tensor; without, common.pt is not opened. Raises ValueError, on every rank, for a
+    folder of another format, one that lacks a part of `wanted`, and for a part with content that is not allowed.
     """
     index = read_index(path)
     state = _common(index) if common else {}
     sharded, own, factories = load_preprocess(wanted)
     merge(state, own)
     sharded, _ = extract_sharded_base(sharded)
-    validate_sharding_integrity(determine_global_metadata(sharded)[1])
+    of_ranks = determine_global_metadata(sharded)[1]
+    validate_sharding_integrity(of_ranks)
+    _check_parts(index, {part.key for rank in of_ranks for part in rank if isinstance(part, ShardedTensor)}, common)
     failure: BaseException | None = None
     try:
         with _read_with(_Reader(index)):
@@ -80,6 +82,21 @@ def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str,
         raise failure from None
     loaded: dict[str, Any] = apply_factory_merges(state, factories)
     return loaded
+
+
+def _check_parts(index: CheckpointIndex, wanted: set[str], whole: bool) -> None:
+    """Raises ValueError where `wanted` names a tensor that is not there or, with `whole`, not all that are."""
+    stored = set(index.tensors)
+    problem = ""
+    if lacks := min(wanted - stored, default=""):
+        problem = f"it has no {printable(lacks)}"
+    elif whole and (more := min(stored - wanted, default="")):
+        problem = f"this trainer has no {printable(more)}"
+    if problem:
+        raise ValueError(
+            f"{index.path}: the checkpoint is of another policy or optimizer "
+            f"(megatron.ddp.use_distributed_optimizer): {problem}"
+        )
 
 
 def _first_of_all_ranks(text: str) -> str:

@@ -133,7 +133,7 @@ def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gp
 def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
     """GPUs of a node: as given, else on one node one for each rank and engine device, on several all of a node's."""
     devices, given = recipe.devices, asked.gpus_per_node
-    takes_gpus = given is None and partition.gpus > 0 and recipe.weights.transport not in ("gloo", "shm")
+    takes_gpus = given is None and partition.gpus > 0
     if takes_gpus and asked.slots is not None:
         raise ValueError("--slots requires --gpus-per-node 0: on GPUs a node's devices are its GPUs")
     if takes_gpus and asked.nodes == 1:

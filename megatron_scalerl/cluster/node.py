@@ -95,15 +95,12 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) ->
 def gpus_needed(recipe: Recipe | None, given: int | None, *, gpu_environment: bool) -> int | None:
     """GPUs that a run takes on this node; None if nothing says.
 
-    `weights.transport: auto` is nccl wherever GPUs are found, so a node whose driver is broken would silently be one
-    without GPUs. Here it depends on the environment: one for GPUs needs them.
+    A run takes the GPUs that are found, so a node whose driver is broken would silently be one without GPUs. Here it
+    depends on the environment: one for GPUs needs them.
     """
     if given is not None or recipe is None:
         return given
-    transport = recipe.weights.transport
-    if transport in ("gloo", "shm") or (transport == "auto" and not gpu_environment):
-        return 0
-    return recipe.devices
+    return recipe.devices if gpu_environment or recipe.weights.transport == "nccl" else 0
 
 
 def _machine() -> Machine | Check:

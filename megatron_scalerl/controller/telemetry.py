@@ -40,9 +40,9 @@ from prometheus_client.registry import Collector
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import EngineState, Member
+from megatron_scalerl.launch.hosts import takes_gpus
 from megatron_scalerl.processes.secret_file import read_secret, write_secret
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.weights.transport import resolve_transport
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
         logger.warning("the run goes on without its endpoint for metrics: %s", error)
         yield None
         return
-    device = "gpu" if resolve_transport(recipe.weights.transport) == "nccl" else "process"
+    device = "gpu" if takes_gpus(recipe.weights.transport) else "process"
     collector = RunCollector(run=recipe.name, run_id=run_id, planned_steps=recipe.steps, device=device)
     with contextlib.closing(bound):
         endpoint = Endpoint(collector, run_dir, name=recipe.name, address=_address(bound), token=token)

@@ -328,13 +328,13 @@ def engine_environment(
     secret: str,
     ready_fd: int,
     listen_fd: int,
-    devices: str | None,
+    devices: str,
     interface: str = LOOPBACK,
 ) -> dict[str, str]:
     """The server's environment.
 
     ready_fd: pipe that the plugin writes to once the server is up. listen_fd: socket that listens on its address.
-    devices: CUDA_VISIBLE_DEVICES of this engine, None: unchanged. interface: the one to the other members of the
+    devices: CUDA_VISIBLE_DEVICES of this engine. interface: the one to the other members of the
     weight group, for NCCL; a NCCL_SOCKET_IFNAME that the user has set takes its place between hosts.
     """
     env = dict(os.environ)
@@ -345,6 +345,7 @@ def engine_environment(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
         "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": devices,
         "MSRL_SECRET": secret,
         "MSRL_READY_FD": str(ready_fd),
         "MSRL_LISTEN_FD": str(listen_fd),
@@ -353,8 +354,6 @@ def engine_environment(
     env.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     # for top-p and top-k, which no request uses, vLLM would compile FlashInfer's kernel at its first start
     env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = devices
     # an engine is on one host: vLLM's processes listen for each other on loopback only. On several hosts the weight
     # group goes beyond: NCCL has one interface for all of a process's groups, gloo's is chosen per group
     # (`distributed.rendezvous.gloo_device`).

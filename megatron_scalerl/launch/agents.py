@@ -25,12 +25,11 @@ from megatron_scalerl.distributed.rendezvous import HostRendezvous, interface_of
 from megatron_scalerl.engine.certificate import make_certificate
 from megatron_scalerl.launch import agent as messages
 from megatron_scalerl.launch.control_folder import public_environment, start_agent, write_controller
-from megatron_scalerl.launch.hosts import Hosts
+from megatron_scalerl.launch.hosts import Hosts, takes_gpus
 from megatron_scalerl.launch.local_server import STOP_S, ServerEnded
 from megatron_scalerl.launch.placement import Attempt, EnginePlace
 from megatron_scalerl.processes.child_process import ChildProcess, log_end, race
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.weights.transport import resolve_transport
 
 PROBE_INTERVAL_S = 1.0
 """Interval at which the agents' connections are checked (seconds)."""
@@ -282,7 +281,7 @@ class Agents:
             return
         if server is None:
             server = self.expect(hello.name, hello.host)
-            if resolve_transport(self._recipe.weights.transport) == "nccl":
+            if takes_gpus(self._recipe.weights.transport):
                 server.welcome = msgspec.structs.replace(self.welcome, positions=list(range(hello.devices)))
         server.identity = sender
         server.hello.set_result(hello)

@@ -107,6 +107,16 @@ ONE_HOST = Hosts(hosts=(Host(name="localhost", here=True),), slots=None, address
 """This host alone."""
 
 
+def takes_gpus(transport: str) -> bool:
+    """Whether a run with this `weights.transport` is on GPUs: where this host has some, and with nccl elsewhere, too.
+
+    The other transports serve GPUs and CPUs alike. Hide a host's GPUs (CUDA_VISIBLE_DEVICES=) to use its CPUs.
+    """
+    from megatron_scalerl.distributed import device  # imports torch
+
+    return transport == "nccl" or device.HAVE_GPU
+
+
 def hosts_of(
     names: str | None,
     *,
@@ -135,10 +145,10 @@ def hosts_of(
     if ray:
         if transport not in ("nccl", "gloo"):
             raise ValueError(
-                f"weights.transport: expected nccl (GPUs) or gloo (CPUs) with --hosts {names}, since this host may "
-                f"lack what the nodes have, found {transport}"
+                f"weights.transport: expected nccl (GPUs) or gloo (GPUs if this host has some, else CPUs) with "
+                f"--hosts {names}, since this host may lack what the nodes have, found {transport}"
             )
-        return _of_ray("GPU" if transport == "nccl" else "CPU", int(ray[1]) if ray[1] else None, slots, address)
+        return _of_ray("GPU" if takes_gpus(transport) else "CPU", int(ray[1]) if ray[1] else None, slots, address)
     listed = hosts_of_allocation() if in_slurm else _listed(names)
     own = _names_of_this_host()
     hosts = tuple(Host(name=name, here=_bare(name) in own) for name in listed)

@@ -149,13 +149,13 @@ class LocalServer:
             pipe.close()
 
 
-def gpus_at(positions: Sequence[int] | None) -> str | None:
-    """CUDA_VISIBLE_DEVICES with the GPUs of this host at these positions; None without GPUs.
+def gpus_at(positions: Sequence[int] | None) -> str:
+    """CUDA_VISIBLE_DEVICES with the GPUs of this host at these positions; None without GPUs: none of its host's.
 
     Raises ValueError if this process sees fewer.
     """
     if positions is None:
-        return None
+        return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(number) for number in range(max(positions) + 1)]
     if max(positions) >= len(names):

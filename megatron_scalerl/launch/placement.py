@@ -8,22 +8,24 @@ The processes of a run as the controller uses them, independent of the launcher 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_scalerl.launch.hosts import Host, Hosts, HostsLeft
+from megatron_scalerl.launch.hosts import Host, Hosts, HostsLeft, takes_gpus
 from megatron_scalerl.launch.own_share import share_of
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import ComputeUnit
-from megatron_scalerl.weights.transport import resolve_transport
 
 if TYPE_CHECKING:  # without them submit refuses a recipe at once
     from megatron_scalerl.engine.membership import Membership
     from megatron_scalerl.trainer.client import TrainerClient
     from megatron_scalerl.trainer.messages import TrainerInfo
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +65,16 @@ class Placement:
         Raises ValueError if they have too few devices, or an engine needs more than one of them has.
         """
         world_size = recipe.trainer.world_size if trainer else 0
-        transport = resolve_transport(recipe.weights.transport)
-        if transport == "shm" and len(hosts.hosts) > 1:
+        if recipe.weights.transport == "shm" and len(hosts.hosts) > 1:
             raise ValueError(f"weights.transport: shm: expected one host, found {len(hosts.hosts)}")
         if recipe.engine.colocate and len(hosts.hosts) > 1:
             raise ValueError(f"engine.colocate: expected one host, found {len(hosts.hosts)}")
-        gpus = transport == "nccl"
+        gpus = takes_gpus(recipe.weights.transport)
+        if not gpus and not any(host.here for host in hosts.hosts):
+            logger.warning(
+                "the run takes no GPUs: this host has none; if the others have some, say so by "
+                "weights.transport: nccl"
+            )
         slots = hosts.slots or (len(visible_gpus()) if gpus else recipe.devices)
         if gpus and any(host.here for host in hosts.hosts) and slots > (visible := len(visible_gpus())):
             raise ValueError(f"--slots: expected at most {visible}, the GPUs visible on this host, found {slots}")
@@ -131,10 +137,17 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: b
         f"{recipe.trainer.world_size} trainer ranks and {recipe.engine.count} engines of "
         f"{recipe.engine.devices_per_engine}"
     )
+    engines = recipe.engine.count * recipe.engine.devices_per_engine
     if hosts.slots is None:
-        needed = recipe.devices if trainer else recipe.engine.count * recipe.engine.devices_per_engine
-        users = "trainer and engines" if trainer else "the engines"
-        return f"engine.count: expected at least {needed} visible GPUs for {users}, found {slots}"
+        too_few = f"engine.count: too few GPUs are visible, {slots}: the engines take {engines}"
+        if not trainer:
+            return too_few
+        if recipe.engine.colocate:
+            return f"{too_few}, the trainer the same (engine.colocate)"
+        return (
+            f"{too_few}, the trainer {recipe.trainer.world_size} more; engine.colocate: true puts engines on the "
+            "trainer's GPUs, and needs engine.vllm.gpu_memory_utilization and engine.vllm.kv_cache_memory_bytes"
+        )
     what = "GPUs" if gpus else "devices"
     if recipe.engine.colocate:
         return f"--slots: expected at least {recipe.devices} {what} on the host (engine.colocate), found {slots}"
@@ -162,7 +175,7 @@ class Devices:
     def of(cls, recipe: Recipe) -> Devices:
         """The devices that a recipe requires on this machine."""
         return cls(
-            unit="gpu_hours" if resolve_transport(recipe.weights.transport) == "nccl" else "device_hours",
+            unit="gpu_hours" if takes_gpus(recipe.weights.transport) else "device_hours",
             trainer=recipe.trainer.world_size / (2 if recipe.engine.colocate else 1),
             engine=recipe.engine.count * recipe.engine.charged_devices,
         )

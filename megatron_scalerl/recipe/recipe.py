@@ -224,7 +224,7 @@ def _check_colocation(recipe: Recipe) -> None:
             f"engine.colocate: engines take {engine.count} x {engine.devices_per_engine} devices (engine.count x "
             f"engine.devices_per_engine), the trainer {recipe.trainer.world_size}; both have to be equal"
         )
-    if weights.transport != "auto" or weights.deltas != "off":
+    if weights.transport == "nccl" or weights.deltas != "off":
         raise ValueError(
             f"weights.transport: {weights.transport} with weights.deltas {weights.deltas} does not work with "
             "engine.colocate; use auto and off (NCCL refuses two processes on one device, and changes are not sent "

@@ -127,12 +127,21 @@ def _commit(path: Path, parallel: Parallel, facts: dict[str, Any], extra: dict[s
 def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     """Resume from the checkpoint at `path`; returns the `extra` it was saved with. Every rank must call it.
 
-    Raises ValueError, naming the file, for a folder that is not committed or lacks a file, before anything is loaded,
-    and for a part that `safe_megatron` refuses; the trainer may then have loaded other parts.
+    Raises ValueError, naming the file, for a folder that is not committed, lacks a file, or is of another policy,
+    optimizer or expert-parallel size, before anything is loaded, and for a part that `safe_megatron` refuses; the
+    trainer may then have loaded other parts.
     """
     path = Path(path)
     facts = read_commit(path)
-    same_layout = facts["layout"] == _layout(trainer.parallel)
+    saved: dict[str, int] = facts["layout"]
+    layout = _layout(trainer.parallel)
+    if saved["ep_size"] != layout["ep_size"]:
+        raise ValueError(
+            f"{path}: the checkpoint is of megatron.parallel.expert_model_parallel_size {saved['ep_size']}, this "
+            f"trainer of {layout['ep_size']}; take the checkpoint's (tensor, pipeline, context and data-parallel "
+            "sizes may change)"
+        )
+    same_layout = saved == layout
     trainer.changes.written.lose()
     state = safe_megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
     for key, model in keyed(_inside_ddp(trainer.chunks)).items():

@@ -11,7 +11,6 @@ from megatron_scalerl.distributed.rendezvous import Rendezvous
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.other_names import check_keys
 from megatron_scalerl.recipe.parallel_layout import check_world, sizes_of
-from megatron_scalerl.weights.transport import resolve_transport
 
 
 def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Parallel:
@@ -55,13 +54,13 @@ def check_device(recipe: Recipe) -> None:
 
 
 def environment(recipe: Recipe) -> dict[str, str]:
-    """Environment variables that a trainer process needs before it initializes CUDA; none for a run on CPUs.
+    """Environment variables that a trainer process needs before it initializes CUDA; on CPUs, what hides GPUs.
 
     Launchers set those that the user has not set; `device.prepare` does so in processes started otherwise. The source
     of each is in docs/cuda.md.
     """
-    if resolve_transport(recipe.weights.transport) != "nccl" and not device.HAVE_GPU:
-        return {}  # a controller without GPUs may start ranks that have some
+    if recipe.weights.transport != "nccl" and not device.HAVE_GPU:
+        return {"CUDA_VISIBLE_DEVICES": ""}  # its host may have GPUs; the run was placed without
     variables = {}
     sizes = sizes_of(recipe.megatron.parallel)
     if sizes.tp > 1 or sizes.cp > 1:

@@ -96,7 +96,7 @@ def test_an_environment_for_gpus_needs_them_even_if_the_driver_is_broken():
     one = load_recipe(RECIPE, ["engine.colocate=true", room])
     assert gpus_needed(one, None, gpu_environment=True) == 1
     forced = {name: load_recipe(RECIPE, [f"weights.transport={name}"]) for name in ("gloo", "nccl")}
-    assert gpus_needed(forced["gloo"], None, gpu_environment=True) == 0
+    assert gpus_needed(forced["gloo"], None, gpu_environment=True) == 2
     assert gpus_needed(forced["nccl"], None, gpu_environment=False) == 2
     assert node.is_gpu_environment(machine()) and not node.is_gpu_environment(CPU)
     plain = machine()

@@ -82,9 +82,10 @@ def two(kind: str) -> dict[str, Any]:
     }
 
 
-def test_a_cpu_needs_no_environment() -> None:
-    if not device.HAVE_GPU:
-        assert environment(recipe(trainer={"deterministic": True})) == {}
+def test_a_rank_of_a_run_on_cpus_takes_no_gpu_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "HAVE_GPU", False)
+    assert environment(recipe(trainer={"deterministic": True})) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert environment(recipe(weights={"transport": "nccl"})) == EXPANDABLE
 
 
 @pytest.mark.parametrize(

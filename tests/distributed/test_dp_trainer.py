@@ -7,6 +7,7 @@ shapes or arguments once per micro-batch. Not exercised: more than two ranks, bf
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -169,6 +170,18 @@ def layout_changes(request, policies, tmp_path_factory) -> dict[tuple[str, ...],
 @pytest.mark.parametrize(CASE, sampled("layout change", CHANGES, 2))
 def test_a_checkpoint_goes_on_under_another_layout(layout_changes, kind, name, optimizer, way):
     same_rest(*layout_changes[kind, name, optimizer, way])
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), sampled("another expert-parallel size", [(EP2, {}), ({}, EP2)], 1), ids=str
+)
+def test_a_checkpoint_of_another_expert_parallel_size_is_refused_in_a_line(policies, tmp_path, saved, loaded):
+    path = str(tmp_path / "step_000002")
+    run_ranks(2, "trainer_ranks:train_and_save", policies["llama4"], saved, path)
+    was, now = saved.get("expert_model_parallel_size", 1), loaded.get("expert_model_parallel_size", 1)
+    line = f"{path}: the checkpoint is of megatron.parallel.expert_model_parallel_size {was}, this trainer of {now}; "
+    with pytest.raises(AssertionError, match=f"\nValueError: {re.escape(line)}[^\n]*\n*$"):
+        run_ranks(2, "trainer_ranks:load_and_train", policies["llama4"], loaded, path)
 
 
 @pytest.mark.full

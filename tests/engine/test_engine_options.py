@@ -201,7 +201,7 @@ def test_expert_choices_select_the_model_runner_that_reports_them(tmp_path, monk
     found = arguments(tmp_path, **REPLAY)
     assert "--enable-return-routed-experts" in found and "--enable-prefix-caching" in found
     assert value(found, "--logits-processors") == "megatron_scalerl.engine.forced_on_device:ForcedTokens"
-    env = engine_environment(recipe_for(tmp_path, **REPLAY), secret="s", ready_fd=9, listen_fd=8, devices=None)
+    env = engine_environment(recipe_for(tmp_path, **REPLAY), secret="s", ready_fd=9, listen_fd=8, devices="")
     assert env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 

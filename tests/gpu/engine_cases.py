@@ -64,7 +64,7 @@ def _fill(model: Any, *, seed: int) -> None:
 def recipe_of(policy: Path, tiny: Path, out: Path, device: str, **sections: Any) -> Recipe:
     """A run of `policy` on the tiny task's prompts, trainer and engine on one device.
 
-    Weights go over gloo: NCCL does not support two ranks on one GPU.
+    They share a GPU (engine.colocate), and weights go over gloo: NCCL does not support two ranks on one GPU.
     """
     vllm: dict[str, Any] = dict(max_model_len=4096, max_num_seqs=64, kv_cache_memory_bytes=128 << 20)
     if device == "gpu":
@@ -78,7 +78,7 @@ def recipe_of(policy: Path, tiny: Path, out: Path, device: str, **sections: Any)
         rewards=dict(workers=1),
         optimizer=dict(lr=0.05, warmup_steps=0, eps=1e-3),
         trainer=dict(micro_batch_tokens=2048),
-        engine=dict(start_timeout_s=300, vllm=vllm),
+        engine=dict(start_timeout_s=300, vllm=vllm, colocate=device == "gpu"),
         weights=dict(transport="gloo", timeout_s=60),
     )
     merged = {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}

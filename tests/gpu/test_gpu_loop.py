@@ -1,7 +1,8 @@
 """The tiny recipe end to end by the command line on GPUs in bf16: a warm start, then runs of trainer and engine.
 
-Eager, with torch.compile and CUDA graphs (vLLM's default), with logits in the policy's own bf16, with engine.colocate
-(all of these on one GPU), and on two GPUs over NCCL. tests/e2e makes such runs on CPUs.
+Eager, with torch.compile and CUDA graphs (vLLM's default), with logits in the policy's own bf16, with weights in
+shared memory (all of these on one GPU, which trainer and engine share), and on two GPUs over NCCL. tests/e2e makes
+such runs on CPUs.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ EAGER = "engine.vllm.enforce_eager=true"
 RUNS = {
     "eager": [EAGER],
     "graphs": ["engine.vllm.enforce_eager=false"],
-    "nccl": [EAGER, "weights.transport=nccl"],
-    "colocated": [EAGER, "weights.transport=auto", "engine.colocate=true"],
+    "nccl": [EAGER, "weights.transport=nccl", "engine.colocate=false"],
+    "shm": [EAGER, "weights.transport=auto"],
     "model_logits": [EAGER, "policy.logits=model", "weights.probe_tolerance=10", "steps=3"],
 }
 """Name -> overrides."""
@@ -95,7 +96,7 @@ def settings(name: str, tiny: Path, out: Path) -> list[str]:
     found = ["name=run", "seed=4", f"output_dir={out}", f"steps={STEPS}", "policy.dtype=bfloat16"]
     found += [f"policy.path={tiny / 'policy'}", f"prompts.path={tiny / 'prompts.jsonl'}"]
     found += [f"prompts.held_out_path={tiny / 'held_out.jsonl'}", f"validation.every_steps={STEPS}"]
-    found += ["weights.transport=gloo", "weights.probe_every=1", "weights.timeout_s=60"]
+    found += ["engine.colocate=true", "weights.transport=gloo", "weights.probe_every=1", "weights.timeout_s=60"]
     found += ["checkpoint.every_steps=0", "optimizer.warmup_steps=1", "validation.prompts=100"]
     return [*found, "engine.vllm.gpu_memory_utilization=0.3", "rewards.workers=4", *RUNS[name]]
 
@@ -140,7 +141,7 @@ def test_a_warm_start_learns(warm: tuple[Path, list[float]], record_property: An
 
 
 @ON_GPU
-@pytest.mark.parametrize("name", ["eager", "graphs", "colocated", pytest.param("nccl", marks=pytest.mark.gpus(2))])
+@pytest.mark.parametrize("name", ["eager", "graphs", "shm", pytest.param("nccl", marks=pytest.mark.gpus(2))])
 def test_a_run_trains_on_what_its_engine_sampled(name: str, made: Callable, record_property: Any) -> None:
     found = made(name)
     for figure in ("probe", "pass_rates"):

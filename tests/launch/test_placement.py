@@ -57,8 +57,8 @@ def test_one_host_has_the_gpus_that_are_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-uuid,7")
     made = Placement.of(recipe(1, 3), ONE_HOST)
     assert [gpus_at(place.positions) for place in made.engines] == ["5", "GPU-uuid", "7"]
-    message = "engine.count: expected at least 5 visible GPUs for trainer and engines, found 4"
-    with pytest.raises(ValueError, match=message):
+    message = "engine.count: too few GPUs are visible, 4: the engines take 4, the trainer 1 more; engine.colocate: "
+    with pytest.raises(ValueError, match=f"{message}true .* needs engine.vllm.gpu_memory_utilization and "):
         Placement.of(recipe(1, 4), ONE_HOST)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr("megatron_scalerl.distributed.device.gpu_count", lambda: 2)
@@ -69,7 +69,7 @@ def test_an_evaluation_has_the_visible_gpus_for_its_engines(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     made = Placement.of(recipe(8, 2), ONE_HOST, trainer=False)
     assert made.trainer == () and [gpus_at(place.positions) for place in made.engines] == ["4", "5"]
-    with pytest.raises(ValueError, match=r"engine\.count: expected at least 3 visible GPUs for the engines, found 2"):
+    with pytest.raises(ValueError, match=r"engine\.count: too few GPUs are visible, 2: the engines take 3$"):
         Placement.of(recipe(8, 3), ONE_HOST, trainer=False)
 
 
@@ -77,7 +77,7 @@ def test_an_evaluation_has_the_visible_gpus_for_its_engines(monkeypatch):
 def test_a_host_without_gpus_is_refused_for_nccl(trainer, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("megatron_scalerl.distributed.device.gpu_count", lambda: 0)
-    with pytest.raises(ValueError, match=r"visible GPUs for .*, found 0"):
+    with pytest.raises(ValueError, match="too few GPUs are visible, 0: the engines take 1"):
         Placement.of(recipe(1, 1), ONE_HOST, trainer=trainer)
 
 
@@ -99,14 +99,30 @@ def test_colocated_engines_are_on_the_trainers_devices(ranks, engines, found, mo
     assert (devices.unit, devices.trainer, devices.engine) == ("gpu_hours", ranks / 2, ranks / 2), "each once"
     with pytest.raises(ValueError, match=r"engine\.colocate: expected one host, found 2"):
         Placement.of(asked, several(2, 8))
-    with pytest.raises(ValueError, match=f"expected at least {2 * ranks} visible GPUs .*, found {ranks}"):
+    with pytest.raises(ValueError, match=f"{ranks}: the engines take {2 * ranks}, the trainer the same"):
         Placement.of(colocated(2 * ranks, 2 * engines, ranks // engines), ONE_HOST)
 
 
-def test_without_gpus_one_host_has_room_for_all():
-    made = Placement.of(recipe(3, 9, transport="gloo"), ONE_HOST)
+@pytest.mark.parametrize("transport", ["auto", "gloo", "shm", "nccl"])
+def test_gpus_are_shared_out_whatever_carries_the_weights(transport, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("megatron_scalerl.distributed.device.HAVE_GPU", True)
+    monkeypatch.setattr("megatron_scalerl.distributed.device.gpu_count", lambda: 8)
+    asked = recipe(4, 2, 2, transport)
+    made = Placement.of(asked, ONE_HOST)
+    assert [place.positions for place in made.engines] == [(4, 5), (6, 7)]
+    assert Devices.of(asked).unit == "gpu_hours"
+    with pytest.raises(ValueError, match="too few GPUs are visible, 8: the engines take 6, the trainer 4 more"):
+        Placement.of(recipe(4, 3, 2, transport), ONE_HOST)
+
+
+def test_without_gpus_one_host_has_room_for_all(caplog):
+    asked = recipe(3, 9, transport="gloo")
+    made = Placement.of(asked, ONE_HOST)
     assert {place.positions for place in made.engines} == {None} and len(made.engines) == 9
-    assert gpus_at(None) is None
+    assert gpus_at(None) == "" and Devices.of(asked).unit == "device_hours" and not caplog.text
+    Placement.of(asked, several(3, 8))
+    assert "if the others have some, say so by weights.transport: nccl" in caplog.text
 
 
 def test_more_slots_than_this_host_has_gpus_are_refused(monkeypatch):

@@ -163,6 +163,27 @@ def test_a_missing_shard_is_named_and_nothing_is_loaded(new_trainer, stepped, tm
     assert all(torch.equal(value, before[name]) for name, value in state(fresh).items())
 
 
+WHOLE = {"megatron": {"ddp": {"use_distributed_optimizer": False}}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "sections", "said"),
+    [({}, WHOLE, "this trainer has no optimizer.state.param."), (WHOLE, {}, "it has no optimizer.state.param.")],
+    ids=["sharded", "whole"],
+)
+def test_a_checkpoint_of_another_optimizer_is_a_line_and_loads_nothing(new_trainer, tmp_path, saved, sections, said):
+    trainer = new_trainer(**saved)
+    steps(trainer, [1])
+    path = tmp_path / "step_000001"
+    save(path, trainer, {})
+    other = new_trainer(**sections)
+    before = [p.detach().clone() for p in unwrap(other.chunks[0]).parameters()]
+    what = r"the checkpoint is of another policy or optimizer \(megatron.ddp.use_distributed_optimizer\)"
+    with pytest.raises(ValueError, match=rf"^{path}: {what}: {said}\S+$"):
+        load(path, other)
+    assert all(map(torch.equal, before, unwrap(other.chunks[0]).parameters()))
+
+
 def test_saving_starts_no_process(stepped, tmp_path):
     before = set(psutil.Process().children(recursive=True))
     save(tmp_path / "step_000001", stepped, {})
