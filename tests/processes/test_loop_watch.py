@@ -92,7 +92,7 @@ def test_the_lag_is_what_the_loop_came_late_by():
     begun, lag, ended = out.splitlines()
     longest, rest = map(float, lag.removeprefix("lag ").split())
     assert (begun, ended, err) == ("begun", "ended", "")
-    assert 1.0 <= longest and rest == 0
+    assert longest >= 1.0 and rest == 0
 
 
 def test_a_run_goes_on_without_its_watch():
