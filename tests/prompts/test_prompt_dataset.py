@@ -257,7 +257,9 @@ def test_a_file_in_another_encoding_loses_no_row(encoding, name, tokenizer, tmp_
 
 def test_a_file_of_which_nothing_is_left_says_why(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl", [ROWS[0]] * 4)
-    with pytest.raises(ValueError, match=r"none of its 4 rows can be learned from, such as .*line 1: .*: never right"):
+    with pytest.raises(
+        ValueError, match=r"none of its 4 rows can be learned from, such as .*line 1: .*: never right"
+    ):
         load_prompts(tokenizer, section(path), lambda task, answers: ["never right"] * len(answers))
 
 
