@@ -90,8 +90,9 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "telemetry.metrics_port",
         "telemetry.metrics_host",
         "telemetry.metrics_access",
-        # three that have left, of runs that were begun with them
+        # four that have left, of runs that were begun with them
         "telemetry.trace_steps",
+        "weights.anchor_every",
         "weights.store",
         "weights.store_gib",
         "telemetry.profile_steps",

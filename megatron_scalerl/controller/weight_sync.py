@@ -343,7 +343,6 @@ class WeightSync:
             timeout_s=section.timeout_s,
             connect_timeout_s=section.connect_timeout_s,
             deltas=await self._deltas(engines, phases),
-            anchor_every=section.anchor_every,
         )
 
         async def join(engine: EngineClient) -> None:

@@ -394,8 +394,6 @@ class Connection:
     """Until all members of a group have come (seconds)."""
     deltas: Literal["off", "absolute"] = "off"
     """absolute: the new values of changed elements (`weights.changes`); off: all updates are whole."""
-    anchor_every: int = 20
-    """Every update after this many updates of changes is whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
