@@ -18,7 +18,6 @@ from megatron_scalerl.controller.telemetry import serving_metrics
 from megatron_scalerl.engine.client import SECRET_HEADER
 
 
-
 def settings(folder, **telemetry):
     """A recipe with an endpoint at a free port; its folder is there."""
     made = recipe(folder, telemetry={"metrics_port": 0, **telemetry})
