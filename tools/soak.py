@@ -35,7 +35,7 @@ parser = harness.options(
     minutes=60.0,
     mean_minutes=4.0,
     real=False,
-    rollouts=(["resume", "keep", "parquet"], "what stays on disk"),
+    rollouts=(["resume", "keep"], "what stays on disk"),
     seed=1,
 )
 

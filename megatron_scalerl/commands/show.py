@@ -63,10 +63,9 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
     seen: set[int] = set()
     for listed in listed_groups(run_dir):
         seen.add(listed.group_id)
-        trained = listed.step if listed.step is not None else trained_in.get(listed.group_id)
         if group_id is not None and listed.group_id != group_id:
             continue
-        if step is not None and trained != step:
+        if step is not None and trained_in.get(listed.group_id) != step:
             continue
         if interrupted and not listed.interrupted:
             continue
@@ -81,10 +80,7 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
         wanted += ["an interrupted completion"] * interrupted
         expected = " and ".join(wanted) or "finished groups"
         raise ValueError(f"{run_dir}: expected {expected}, found none among {len(seen)} finished groups")
-    group = chosen.read()
-    if group.get("step") is None:
-        group["step"] = trained_in.get(chosen.group_id)
-    return group
+    return chosen.read() | {"step": trained_in.get(chosen.group_id)}
 
 
 def trained_steps(run_dir: Path) -> dict[int, int]:

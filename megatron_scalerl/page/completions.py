@@ -116,7 +116,7 @@ class Reader:
         try:
             groups = self.index.read_batch(record)
         except ValueError:
-            return "groups of its batch are deleted or rewritten as Parquet"
+            return "groups of its batch are deleted"
         recipe = self._recipe
         plan = samples_of(
             groups,

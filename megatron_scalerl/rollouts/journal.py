@@ -154,7 +154,7 @@ class Journal:
         if self._retention.policy != "keep":
             self._store.complete_segment()  # so that what this checkpoint makes unnecessary is soon a whole segment
         if expired:
-            work = partial(remove, self._folder, expired, self._retention.policy)
+            work = partial(remove, self._folder, expired)
             self._retaining = asyncio.create_task(self._in_thread(work), name="retention")
 
     async def removed(self) -> None:
@@ -192,7 +192,7 @@ class Journal:
                 continue
             for waiting, place in zip(taken, places):
                 if not waiting.done.done():
-                    self._retention.finished(waiting.group_id, place)
+                    self._retention.finished(waiting.group_id, place.segment)
                     waiting.done.set_result(place)
             self._on_disk = self._store.position
 

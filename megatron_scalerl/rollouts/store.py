@@ -314,7 +314,7 @@ def read_block(path: Path, stored: BlockRef) -> StoredGroup:
         head = _check_size(read_head(data), stored)
         whole = memoryview(data)
         completions = [whole[at : at + size] for at, size in zip(head.offsets, head.sizes)]
-        header = _header(head)
+        header = stored_header(head)
     for completion, at, checksum in zip(completions, head.offsets, head.checksums):
         with _placing(path, stored.offset + at):
             check_completion(completion, checksum)
@@ -332,7 +332,7 @@ def read_header(path: Path, stored: BlockRef) -> tuple[int, GroupHeader]:
     """Group id and header of the block at this place; completions are not read. Raises as `read_block`."""
     with _placing(path, stored.offset):
         head = _check_size(_head_at(path, stored.offset, stored.nbytes), stored)
-        return head.group_id, _header(head)
+        return head.group_id, stored_header(head)
 
 
 def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> list[bytes]:
@@ -371,11 +371,6 @@ def scan(path: Path, offset: int = SEGMENT_START) -> Iterator[tuple[BlockRef, Bl
         offset += head.nbytes
 
 
-def stored_header(head: BlockHead) -> GroupHeader:
-    """The header in a head. Raises ValueError."""
-    return _header(head)
-
-
 def check_stored(folder: Path, references: Sequence[BlockRef]) -> None:
     """Raises ValueError naming the file if a segment is missing or too short for one of these references."""
     ends: dict[int, int] = {}
@@ -410,7 +405,8 @@ def _check_size(head: BlockHead, stored: BlockRef) -> BlockHead:
     return head
 
 
-def _header(head: BlockHead) -> GroupHeader:
+def stored_header(head: BlockHead) -> GroupHeader:
+    """The header in a head. Raises ValueError."""
     try:
         header = msgspec.json.decode(head.header, type=GroupHeader)
     except (msgspec.DecodeError, RecursionError) as error:
