@@ -29,8 +29,6 @@ Prints one JSON line: medians, spreads, ratios to `gloo`, and the share of `stag
 without digests replace both by constants.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

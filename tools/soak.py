@@ -12,8 +12,6 @@ stand-in engines. --rollouts: checkpoint.rollouts of the recipe. Exit code 1 if 
 wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """`megatron-scalerl show RUN`: one completion of a run with its forced tokens and policy versions marked."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from itertools import groupby
@@ -58,7 +56,7 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
 
     Raises ValueError if the run has no such finished group.
     """
-    trained_in = trained_steps(run_dir)
+    trained_in = {group: record.step for record in read_history(run_dir).batches for group in record.group_ids}
     chosen: ListedGroup | None = None
     seen: set[int] = set()
     for listed in listed_groups(run_dir):
@@ -81,11 +79,6 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
         expected = " and ".join(wanted) or "finished groups"
         raise ValueError(f"{run_dir}: expected {expected}, found none among {len(seen)} finished groups")
     return chosen.read() | {"step": trained_in.get(chosen.group_id)}
-
-
-def trained_steps(run_dir: Path) -> dict[int, int]:
-    """Group id -> optimizer step that trained it, from the run's journal if there is one."""
-    return {group: record.step for record in read_history(run_dir).batches for group in record.group_ids}
 
 
 def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) -> None:

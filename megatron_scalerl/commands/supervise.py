@@ -8,8 +8,6 @@ A child that was killed or failed resumes from its newest checkpoint. The child 
 that exits (`processes.parent_death`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -42,7 +40,7 @@ _NOT_STARTED = (2, IN_USE_CODE)
 """A user error, a run in use: final at the first start only. A port that a dying engine still holds is one, too."""
 
 
-def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> int:
+def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
     """Run `command` until it ends for good; returns its exit code, 1 for one that was killed by another signal.
 
     restarts: starts after a failure without a new checkpoint in RUN/checkpoints in between. SIGINT, SIGTERM and
@@ -63,16 +61,16 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
 
     before = {number: signal.signal(number, on_signal) for number in _HANDLED}
     try:
-        first, failures, newest = True, 0, latest(Path(run_dir) / "checkpoints")
+        first, failures, newest = True, 0, latest(run_dir / "checkpoints")
         takeover = Takeover(run_dir)
         while True:
             # a session of its own: a terminal's SIGINT reaches the child once, from here
-            charged = _size(Path(run_dir) / "ledger.jsonl")
+            charged = _size(run_dir / "ledger.jsonl")
             child = subprocess.Popen(tied_command(list(command)), start_new_session=True, env={**os.environ, **held})
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))
             code, child = _exit_code(child.wait()), None
-            if _size(Path(run_dir) / "ledger.jsonl") != charged:
+            if _size(run_dir / "ledger.jsonl") != charged:
                 held = held_from_now()
             if SAVE_SIGNAL in stopped_by and code not in _ENDED and not (code in _NOT_STARTED and first):
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)
@@ -80,7 +78,7 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
             if code in _FINAL or stopped_by or (code in _NOT_STARTED and first):
                 return code if code >= 0 else 1
             first = False
-            reached = latest(Path(run_dir) / "checkpoints")
+            reached = latest(run_dir / "checkpoints")
             failures, newest = (failures if reached == newest else 0) + 1, reached
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
             if failures > restarts:

@@ -12,8 +12,6 @@ begin at 0 with the process of the controller, which Prometheus' `rate` and `inc
 the last step and the last validation are absent until this process has made one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

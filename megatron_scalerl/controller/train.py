@@ -85,7 +85,7 @@ def log_failures(log: str | Path) -> Iterator[None]:
     """
     with open_log(Path(log)) as file:
         text = io.TextIOWrapper(file, "utf8", "backslashreplace")  # a path may hold bytes that are not UTF-8
-        with log_to_file(text, "controller"), _failures(log):
+        with log_to_file(text), _failures(log):
             yield
 
 

@@ -3,8 +3,6 @@
 The index holds numbers only, so that it stays small beside the store.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Defaults and docstrings as in `recipe.sections`. Two sections pass options throu
 to Megatron-Core's dataclasses and `engine.vllm` to vLLM's engine arguments.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field

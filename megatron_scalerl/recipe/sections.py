@@ -10,8 +10,6 @@ The section `prompts.tasks.NAME`: one task of a mixture. Its keys are those of `
 A key that is not set, or null, has the value of `prompts` or `rewards`: no default of its own stands here.
 """
 
-from __future__ import annotations
-
 from datetime import date
 from typing import Annotated, Any, Literal
 

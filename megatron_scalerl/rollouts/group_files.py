@@ -3,20 +3,19 @@
 A group is listed with what selects it, and read when it is asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.batching.rollout_bytes import rollout_of
+from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.store import read_arrays, scan, segment_path, segments, stored_header
 from megatron_scalerl.types import BlockRef
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ListedGroup:
     """One finished group of a run."""
 
@@ -38,20 +37,17 @@ def listed_groups(run_dir: Path) -> Iterator[ListedGroup]:
         raise ValueError(f"{run_dir}: expected a run folder with rollouts, found none")
     numbers = segments(folder)
     for number in numbers:
-        yield from _of_segment(segment_path(folder, number), newest=number == numbers[-1])
-
-
-def _of_segment(path: Path, *, newest: bool) -> Iterator[ListedGroup]:
-    try:
-        for stored, head in scan(path):
-            yield ListedGroup(
-                group_id=head.group_id,
-                interrupted=any(c.interrupted for c in stored_header(head).completions),
-                read=partial(stored_group, path, stored),
-            )
-    except ValueError:
-        if not newest:
-            raise
+        path = segment_path(folder, number)
+        try:
+            for stored, head in scan(path):
+                yield ListedGroup(
+                    group_id=head.group_id,
+                    interrupted=any(c.interrupted for c in stored_header(head).completions),
+                    read=partial(stored_group, path, stored),
+                )
+        except ValueError:
+            if number != numbers[-1]:
+                raise
 
 
 def stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:

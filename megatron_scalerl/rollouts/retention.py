@@ -4,8 +4,6 @@ A segment is needed by a resume if one of its groups is in no batch yet, or in a
 does not include. Other segments are kept or deleted. The newest segment stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal

@@ -20,15 +20,12 @@ The block's checksum is the CRC-32 of all that follows it up to the first comple
 each of its completions, can be read and verified alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -36,6 +33,7 @@ import msgspec
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays
 from megatron_scalerl.checkpoints.atomic_io import naming, sync, write_all
+from megatron_scalerl.record import record
 from megatron_scalerl.types import BlockRef, Completion, Prompt, Score
 
 _SEGMENT_START = struct.Struct("<8sI")
@@ -50,7 +48,7 @@ _COVERED = struct.Struct("<QqII")
 _ENTRY = struct.Struct("<QI")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class GroupHeader:
     """A finished group without its id and its completions' tokens; fields as in `types.RolloutGroup`."""
 
@@ -64,7 +62,7 @@ class GroupHeader:
     """[C]"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class BlockHead:
     """The start of a block, verified."""
 
@@ -156,7 +154,7 @@ _FIRST_READ = 1 << 14
 """Bytes with which a head is read; most fit."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class StoredGroup:
     """A block, read and verified."""
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 PROMPT = [1, 30, 31, 32, 33, 34]
 
 
-def greedy(tokens: int) -> SamplingSpec:
+def greedy(tokens):
     return SamplingSpec(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 

@@ -4,8 +4,6 @@ Eager, with torch.compile and CUDA graphs (vLLM's default), with logits in the p
 (all of these on one GPU), and on two GPUs over NCCL. tests/e2e makes such runs on CPUs.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """A sending rank's side of the framing in `transport.frames`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
