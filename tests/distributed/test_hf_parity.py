@@ -4,6 +4,8 @@ Why this matters: an fp32 head on one side only is worse than on neither (docs/l
 engine's head (tests/e2e), fp32 accumulation on GPUs.
 """
 
+from pathlib import Path
+
 import pytest
 import random_policies
 import torch
@@ -95,7 +97,7 @@ def saved(request, policies, tmp_path_factory):
     jobs = [(str(root / name), policies[name.split()[0]][0], LAYOUTS[name]) for name in names]
     run_ranks(2, "logit_precision_ranks:save", jobs)
     for out, policy, _ in jobs:
-        to_hf(f"{out}.megatron", out, like=policy)
+        to_hf(Path(f"{out}.megatron"), Path(out), like=Path(policy))
     return {name: str(root / name) for name in names}
 
 
