@@ -9,8 +9,6 @@ Set it in a recipe and start the run in the folder of this file:
 `python examples/add_a_verifier.py` tries it in the same killable processes that a run uses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

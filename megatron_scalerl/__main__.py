@@ -6,8 +6,6 @@ Commands are listed in `COMMANDS`; only the module of the command that is given 
 standard library only, in syntax that older Pythons parse: it also runs outside the environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os
@@ -151,10 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.verbose:
             os.environ[LEVEL_VARIABLE] = "debug"
         try:
-            with log_to_terminal("controller"):
+            with log_to_terminal():
                 if command.runs_policies:
                     check_installed()
-                code: int = _module(command).run(arguments, Console(soft_wrap=True, markup=False, emoji=False))
+                console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
+                code: int = _module(command).run(arguments, console)
         except ValueError as error:
             return _failed(error, getattr(error, "exit_code", 2))
         except OSError as error:

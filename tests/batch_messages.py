@@ -1,7 +1,5 @@
 """A batch as the trainer's ranks receive it, and the columns that must come of it, one position after the other."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_scalerl.batching.assignment import StepPlan, plan_step, sample_facts

@@ -1,7 +1,5 @@
 """Tokenizers of the published kinds, trained on a few lines: how they cut the think tags and the forced phrase."""
 
-from __future__ import annotations
-
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 

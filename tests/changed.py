@@ -8,8 +8,6 @@ programs of processes are; the conftest.py whose fixtures it asks for; and other
 whose name stands in a string. Files of the working tree count as they are.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

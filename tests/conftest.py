@@ -6,8 +6,6 @@ Tests marked `gpu` are deselected where PyTorch sees no GPU. After a session wit
 `gpu_report.md`, and `assumptions.yaml` with the planner's constants among the recorded figures, for `plan`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import inspect
@@ -30,13 +28,13 @@ REPORTS: list[pytest.TestReport] = []
 
 
 @pytest.fixture(autouse=True, scope="session")
-def orphans_stay_below_this_process() -> None:
+def orphans_stay_below_this_process():
     """Tests look for what is left of a run among the processes below this one."""
     adopt_orphans()
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory):
     """A small tiny task with its policy; tests copy what they change."""
     folder = tmp_path_factory.mktemp("tiny_task") / "tiny"
     build(folder, TinyArguments(seed=1, train_prompts=100, held_out=20, sft_examples=32))

@@ -1,7 +1,5 @@
 """Tiny configs of every family, and the shapes of Megatron's shards as the weight map implies them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import (

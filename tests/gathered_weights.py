@@ -1,7 +1,5 @@
 """The whole weights of a trainer, put together from the parts that its ranks would send."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

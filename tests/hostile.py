@@ -1,7 +1,5 @@
 """Checkpoints with one part replaced: by a pickle that would make a folder, or by a place outside the folder."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """A run's journal and store, written by the journal itself."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path

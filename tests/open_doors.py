@@ -1,7 +1,5 @@
 """Which TCP ports the processes of a run listen on, and which of them a stranger on the host could use as a store."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import subprocess

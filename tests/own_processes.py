@@ -1,7 +1,5 @@
 """The processes below this one. A test looks at no others: this machine may run the same test for somebody else."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable
@@ -15,7 +13,7 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def own_processes(chosen: Callable[[psutil.Process], bool] = lambda _: True) -> list[psutil.Process]:
+def own_processes(chosen: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
     """Those that run, no zombies, for which `chosen` is true."""
 
     def runs(process: psutil.Process) -> bool:

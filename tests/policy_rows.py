@@ -1,7 +1,5 @@
 """What tests ask of a PolicyModel beside training: a row's arguments, whole logits, greedy tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Their weights are large, so that logits reach 5 to 20 and an error in any layer changes them visibly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recipe of a random policy and random samples: what the trainer's tests train on."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recipe files of the project, and in what two recipes differ."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rollout groups with chosen rewards and lengths, for the tests of everything behind the engine."""
 
-from __future__ import annotations
-
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, write
 from megatron_scalerl.rollouts.sampler import ScoredCompletion
 from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score

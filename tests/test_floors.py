@@ -6,6 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "megatron_scalerl"
 FLOORS = [
+    "record",
     "types processes models distributed",
     "__main__ recipe checkpoints losses logits",
     "weights fit rewards prompts batching tiny",

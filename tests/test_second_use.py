@@ -5,16 +5,13 @@ another order, a reformatted recipe, defaults that are stated. Engines and ranks
 decided before they start; tests/e2e/test_train.py has the whole runs, tests/slurm the jobs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -25,14 +22,13 @@ from megatron_scalerl.controller import train as training
 from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
 from megatron_scalerl.page.demo import recorded_run
 from megatron_scalerl.processes import signals
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def place(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tiny, tmp_path, monkeypatch):
     """The working directory: a policy, prompts and the recipe r.yaml."""
     for name in ("base_policy", "prompts.jsonl", "held_out.jsonl", "sft.jsonl"):
         (tmp_path / name).symlink_to(tiny / name)
@@ -45,15 +41,15 @@ def place(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
 @pytest.fixture
-def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_processes(monkeypatch):
     """A run ends where it would start its processes: its folder is made, its recipe checked and written."""
 
-    async def folder_alone(recipe: Recipe, *_: Any) -> str:
+    async def folder_alone(recipe, *_):
         RunFolder(recipe).close()
         return "as far as the folder"
 
@@ -63,11 +59,11 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 FIRST = ("optimizer.lr=1e-4", "engine.count=1")
 
 
-def as_it_is(place: Path) -> list[str]:
+def as_it_is(place):
     return ["r.yaml", *FIRST]
 
 
-def from_elsewhere(place: Path) -> list[str]:
+def from_elsewhere(place):
     """What the run's relative paths were relative to is not known here."""
     os.chdir("/")
     absolute = (f"output_dir={place / 'runs'}", f"policy.path={place / 'base_policy'}")
@@ -75,14 +71,14 @@ def from_elsewhere(place: Path) -> list[str]:
     return [str(place / "r.yaml"), *FIRST, *absolute, *prompts]
 
 
-def reformatted(place: Path) -> list[str]:
+def reformatted(place):
     data = yaml.safe_load((place / "r.yaml").read_text())
     other = json.dumps(dict(reversed(list(data.items()))), indent=3)
     (place / "other.yaml").write_text("# the same\n" + other)
     return ["other.yaml", *FIRST]
 
 
-def all_defaults_stated(place: Path) -> list[str]:
+def all_defaults_stated(place):
     (place / "stated.yaml").write_text(dump_recipe(load_recipe("r.yaml")))
     return ["stated.yaml", *FIRST]
 
@@ -107,7 +103,7 @@ WAYS: dict[str, Callable[[Path], list[str]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_train_goes_on(place: Path, no_processes: None, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_goes_on(place, no_processes, way, capsys):
     assert main(["train", *as_it_is(place)]) == 0
     assert main(["train", *WAYS[way](place)]) == 0, capsys.readouterr().err
     attempts = read_jsonl(place / "runs" / "r" / "attempts.jsonl")
@@ -115,9 +111,7 @@ def test_train_goes_on(place: Path, no_processes: None, way: str, capsys: pytest
     assert [item.name for item in (place / "runs").iterdir()] == ["r"]
 
 
-def test_a_finished_run_starts_nothing(
-    place: Path, no_processes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_starts_nothing(place, no_processes, monkeypatch, capsys):
     assert main(["train", *as_it_is(place)]) == 0
     (place / "runs" / "r" / "validation.jsonl").write_text('{"step": 3}\n')
     monkeypatch.setattr(training, "resume_point", lambda _: ResumePoint(checkpoint=place, step=3))
@@ -127,7 +121,7 @@ def test_a_finished_run_starts_nothing(
     assert contents(place / "runs") == before
 
 
-def another_file(place: Path, name: str) -> Path:
+def another_file(place, name):
     """A copy with other content, under another path."""
     (place / "elsewhere").mkdir()
     (place / "elsewhere" / name).write_bytes((place / name).read_bytes() + b"\n")
@@ -145,12 +139,12 @@ def another_file(place: Path, name: str) -> Path:
     ],
 )
 def test_train_refuses_another_recipe(
-    place: Path,
-    no_processes: None,
-    more: Callable[[Path], list[str]],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    place,
+    no_processes,
+    more,
+    said,
+    capsys,
+):
     assert main(["train", *as_it_is(place)]) == 0
     before = contents(place / "runs")
     capsys.readouterr()
@@ -162,9 +156,7 @@ def test_train_refuses_another_recipe(
 
 
 @pytest.mark.parametrize("spelled", ["base_policy/", "absolute"])
-def test_evaluate_goes_on_and_refuses_another_evaluation(
-    place: Path, spelled: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_goes_on_and_refuses_another_evaluation(place, spelled, monkeypatch, capsys):
     from megatron_scalerl.commands import evaluate
 
     monkeypatch.setattr(signals, "run_until_signal", lambda work, *_: work.close())
@@ -172,7 +164,7 @@ def test_evaluate_goes_on_and_refuses_another_evaluation(
     (place / "problems.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     policy = str(place / "base_policy") if spelled == "absolute" else spelled
 
-    def words(policy: str, *more: str) -> list[str]:
+    def words(policy, *more):
         data = "problems.jsonl:question,answer"
         return ["evaluate", policy, "--recipe", "r.yaml", "--data", data, "--k", "1", "--out", "scores", *more]
 
@@ -187,7 +179,7 @@ def test_evaluate_goes_on_and_refuses_another_evaluation(
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path) -> Iterator[Path]:
+def run_folder(tmp_path):
     """A copy of the run that the package has."""
     with recorded_run() as recorded:
         shutil.copytree(recorded, tmp_path / "run")
@@ -204,9 +196,7 @@ READERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
-def test_readers_change_nothing(
-    run_folder: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_readers_change_nothing(run_folder, name, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     before = contents(run_folder)
@@ -216,14 +206,14 @@ def test_readers_change_nothing(
     assert {key: left[key] for key in before} == before and left.keys() - before.keys() <= {"forecast.png"}
 
 
-def finished(place: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
+def finished(place, words):
     argv = [sys.executable, "-m", "megatron_scalerl", *words]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=500)
 
 
 @pytest.mark.slow
-def test_what_writes_a_policy_refuses_its_own_result(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_writes_a_policy_refuses_its_own_result(place, capsys):
     commands = {
         "warm": ["sft", "r.yaml", "sft.path=sft.jsonl", "sft.steps=1", "sft.threads=1", "--out", "{}"],
         "megatron": ["convert", "to-megatron", "warm", "{}"],

@@ -77,10 +77,11 @@ def test_a_failed_run_is_started_again_while_it_makes_progress(tmp_path, ends, r
 
 PROGRAM = """
 import sys
+from pathlib import Path
 from megatron_scalerl.commands.supervise import supervise
 program = 'trap "exit 143" TERM; trap "exit $1" USR1; echo $$ >> "$0"; while true; do sleep 0.05; done'
 child = ["bash", "-c", program, *sys.argv[1:]]
-sys.exit(supervise(child, "/nonexistent", restarts=3))
+sys.exit(supervise(child, Path("/nonexistent"), restarts=3))
 """
 
 
@@ -116,9 +117,10 @@ def test_a_signal_while_the_child_is_started_reaches_it(tmp_path, monkeypatch):
 
 DELAYED = """
 import sys
+from pathlib import Path
 from megatron_scalerl.commands import supervise as module
 module.FIRST_DELAY_S = 300.0
-sys.exit(module.supervise([sys.executable, "-c", "raise SystemExit(1)"], "/nonexistent", restarts=3))
+sys.exit(module.supervise([sys.executable, "-c", "raise SystemExit(1)"], Path("/nonexistent"), restarts=3))
 """
 
 

@@ -3,8 +3,6 @@
 Why this matters: a name that upstream moves is found here, by name, before an engine fails to start on a cluster.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from importlib.metadata import version
@@ -21,25 +19,25 @@ VLLM, MEGATRON = (
 )
 
 
-def upstream(package: str, file: str) -> list[str]:
+def upstream(package, file):
     spec = find_spec(package)  # imports no more than the parent package
     assert spec is not None and spec.submodule_search_locations
     return (Path(next(iter(spec.submodule_search_locations))) / file).read_text(encoding="utf8").splitlines()
 
 
 @pytest.mark.parametrize(("file", "line", "name", "_users"), VLLM)
-def test_vllm_has_the_name_on_its_line(file: str, line: str, name: str, _users: str) -> None:
+def test_vllm_has_the_name_on_its_line(file, line, name, _users):
     assert re.search(rf"\b{name}\b", upstream("vllm", file)[int(line) - 1])
 
 
 @pytest.mark.parametrize(("file", "line", "name", "_users"), MEGATRON)
-def test_megatron_has_the_name_on_its_line_or_in_its_file(file: str, line: str, name: str, _users: str) -> None:
+def test_megatron_has_the_name_on_its_line_or_in_its_file(file, line, name, _users):
     lines = upstream("megatron.core", file)
     lines = [lines[int(line) - 1]] if version("megatron-core") == "0.19.2" else lines
     assert any(re.search(rf"\b{name}\b", text) for text in lines)
 
 
-def test_the_files_that_are_listed_with_a_name_use_it() -> None:
+def test_the_files_that_are_listed_with_a_name_use_it():
     for _, _, name, users in VLLM + MEGATRON:
         for user in users.split(", "):
             assert re.search(rf"\b{name}\b", (PACKAGE / user).read_text(encoding="utf8")), (name, user)
@@ -57,7 +55,7 @@ PUBLIC = {
 """Modules of vLLM whose names its documentation describes, or of which the page lists attributes."""
 
 
-def test_every_import_from_inside_vllm_is_listed() -> None:
+def test_every_import_from_inside_vllm_is_listed():
     listed = {("vllm." + file.removesuffix(".py").replace("/", "."), name) for file, _, name, _ in VLLM}
     imported = {
         (node.module, alias.name)

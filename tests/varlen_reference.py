@@ -1,7 +1,5 @@
 """A plain core attention for packed rows, for tests in the place of Transformer Engine's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

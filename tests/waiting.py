@@ -1,7 +1,5 @@
 """How tests wait: for a condition, with a limit that a process which is not scheduled for a while does not reach."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What workers of an engine need of a policy's tensors, without an engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_scalerl.weights.plan import Manifest, Needs, all_of

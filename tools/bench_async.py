@@ -13,8 +13,6 @@ are there are not repeated: the same command goes on where it was stopped, and m
 JSON line with medians, quartiles and extremes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -8,8 +8,6 @@ checkpoint has, into memory that is there: the bound. The policy is a Llama of 1
 --folder is on the disk to write to. Prints one JSON line with medians of the rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import statistics

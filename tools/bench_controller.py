@@ -13,8 +13,6 @@ delay. Figures are taken after --warm-up, over at least --seconds seconds from t
 token counts when it was trained on. Prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

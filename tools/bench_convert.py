@@ -9,8 +9,6 @@ and ends with its result on disk. Checksums and the NaN check are on. Anonymous 
 10 ms. The exit code is 1 where a target is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

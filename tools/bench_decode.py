@@ -8,8 +8,6 @@ the difference to the large one the latter. Prints one JSON line. --assumptions:
 --toy: narrow policies on a CPU, which has no such graphs.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import secrets

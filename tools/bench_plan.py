@@ -14,8 +14,6 @@ the k = 8 run, which shares its cores with an engine. `tiny` is a folder made by
 Prints one JSON line per comparison.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

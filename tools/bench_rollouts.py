@@ -8,8 +8,6 @@ concurrent requests, the logits processor of forced interruption on every reques
 these and gets all prompts at once. Prints one JSON line.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

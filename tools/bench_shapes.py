@@ -7,8 +7,6 @@ random and every micro-batch is full. With less memory than a shape needs, by th
 Prints one JSON line per shape. --toy: tiny widths, for a CPU. --assumptions: writes the constants for `plan`.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

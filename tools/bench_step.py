@@ -9,8 +9,6 @@ Prints one JSON line: `ratio_packed` and `ratio` are ours over them of the media
 `cpu_ratio` the same of CPU time.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Callable

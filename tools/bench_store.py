@@ -8,8 +8,6 @@ A real journal and store in a folder of --folder, which needs --batches + --read
 cache is warm. Prints one JSON line.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

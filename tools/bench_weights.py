@@ -29,8 +29,6 @@ Prints one JSON line: medians, spreads, ratios to `gloo`, and the share of `stag
 without digests replace both by constants.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -219,7 +217,7 @@ def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple
         timeout_s=300,
         connect_timeout_s=300,
     )
-    changes = replace(connection, group="changes", deltas="absolute", anchor_every=1 << 30)
+    changes = replace(connection, group="changes", deltas="absolute")
     for each in (connection, changes, replace(connection, group="shm", backend="shm")):
         child.ask("connect", msgspec.to_builtins(each), plans.to_json(trainer.source.plan))
         trainer.connect(each)

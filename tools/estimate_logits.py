@@ -13,8 +13,6 @@ ms          forward and backward
 of_gemms    the three GEMMs that nobody can do without, at FLOPS, over ms
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What the benchmarks share: options, arms that take turns, statistics, the machine, child processes, output."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -94,9 +92,9 @@ def medians(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {arm: statistics.median(values) for arm, values in found.items()}
 
 
-def extremes(found: Mapping[str, Sequence[float]], digits: int = 4) -> dict[str, list[float]]:
+def extremes(found: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Smallest and largest of each arm's values."""
-    return {arm: [round(min(values), digits), round(max(values), digits)] for arm, values in found.items()}
+    return {arm: [round(min(values), 4), round(max(values), 4)] for arm, values in found.items()}
 
 
 def paired(over: Sequence[float], under: Sequence[float]) -> list[float]:

@@ -7,8 +7,6 @@ a line nor unpacking one changes them; statements are logical lines. `--rooms` p
 package; `--check` ends with 1 above a ceiling.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

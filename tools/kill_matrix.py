@@ -12,8 +12,6 @@ the run has to end with a path, and has to finish once there is space. `--table`
 docs/reliability.md from the rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

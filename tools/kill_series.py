@@ -9,8 +9,6 @@ wrong one counts against all of its kills. One JSON row per kill is appended to 
 kill_matrix.py, whose --table reads them, once its run has ended; a second call continues with the next run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

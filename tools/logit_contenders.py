@@ -3,8 +3,6 @@
 For tools/bench_logits.py. Peers are imported when they run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

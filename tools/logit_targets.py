@@ -1,7 +1,5 @@
 """Targets for the logit projection's speed, memory and error, and whether the benchmark's lines meet them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from logit_contenders import CCE, CHUNK, NAIVE, SIXTH, THIRD

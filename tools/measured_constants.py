@@ -1,15 +1,16 @@
 """Constants of the planner from several measurements, as the file that `plan --assumptions` reads."""
 
-from __future__ import annotations
-
+import datetime
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
+from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.plan.assumptions import check_number, described
-from megatron_scalerl.plan.assumptions_file import Measured, write_assumptions
 
 _LARGEST = ("runtime_gib", "fragmentation", "engine_overhead_gib")
 """Memory reserves of a plan: the largest measurement counts, of others the median."""
@@ -39,9 +40,14 @@ def write_constants(path: Path, measured: Sequence[Measurement], *, gpu: str, so
                 found.setdefault(name, []).append(value)
     values = {name: max(v) if name in _LARGEST else statistics.median(v) for name, v in found.items()}
     if values:
-        write_assumptions(
-            path, {n: Measured(value=v, source=source) for n, v in values.items()}, gpu=gpu, layers=kept
-        )
+        content = {
+            "gpu": gpu,
+            **({"layers": kept} if kept else {}),
+            "written": datetime.datetime.now(datetime.UTC).date(),
+            "assumptions": {name: {"value": value, "source": source} for name, value in values.items()},
+        }
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
+        write_durably(path, f"# Measured constants: megatron-scalerl plan --assumptions FILE\n{text}".encode())
     return values
 
 

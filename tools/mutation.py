@@ -10,8 +10,6 @@ cosmic-ray==8.7.0`, which `make mutation` does. Prints every survivor as a diff,
 survivors too.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib

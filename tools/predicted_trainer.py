@@ -1,7 +1,5 @@
 """The planner's figures for one trainer, to compare with a measurement."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What processes use, and how late an event loop is: for benchmarks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

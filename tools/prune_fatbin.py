@@ -7,8 +7,6 @@ Only bytes of such payloads become zero: headers, sizes and offsets stay. Where 
 PTX of that or an older architecture is kept, which the driver can compile. Prints what each library holds, in MiB.
 """
 
-from __future__ import annotations
-
 import argparse
 import mmap
 import struct

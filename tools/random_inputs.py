@@ -1,7 +1,5 @@
 """Random policies, samples and completions for the benchmarks, and a trainer's recipe."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,19 +90,17 @@ def random_samples(
     return found
 
 
-def random_completion(
-    rng: np.random.Generator, tokens: int, *, ids: tuple[int, int] = (0, 128_000), version: int = 0, seed: int = 0
-) -> RolloutArrays:
-    """A completion of one policy version without forced tokens; its token ids are in the range `ids`."""
+def random_completion(rng: np.random.Generator, tokens: int) -> RolloutArrays:
+    """A completion of policy version 0 without forced tokens."""
     return RolloutArrays(
-        token_ids=rng.integers(*ids, tokens).astype("<u4"),
+        token_ids=rng.integers(0, 128_000, tokens).astype("<u4"),
         rollout_logprobs=-rng.exponential(0.3, tokens).astype("<f4"),
-        policy_versions=np.full(tokens, version),
+        policy_versions=np.zeros(tokens, dtype=np.int64),
         loss_mask=np.ones(tokens, dtype=bool),
         interrupted=False,
         truncated=False,
         thinking_cut=0,
-        seed=seed,
+        seed=0,
     )
 
 

@@ -6,8 +6,6 @@ All records of the run, and of its store the batches of --steps, written anew by
 tokenizer.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import tempfile

@@ -1,7 +1,5 @@
 """A file system of its own for a run's folder, which can be filled up and given space again. Mounting needs root."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

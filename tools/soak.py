@@ -12,8 +12,6 @@ stand-in engines. --rollouts: checkpoint.rollouts of the recipe. Exit code 1 if 
 wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -35,7 +33,7 @@ parser = harness.options(
     minutes=60.0,
     mean_minutes=4.0,
     real=False,
-    rollouts=(["resume", "keep", "parquet"], "what stays on disk"),
+    rollouts=(["resume", "keep"], "what stays on disk"),
     seed=1,
 )
 

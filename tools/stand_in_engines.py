@@ -8,8 +8,6 @@ half and one and a half delays, uniformly. Prints the servers' ports as a JSON l
 closed. Standard library alone. `accept` is a verifier for `rewards.verifier`.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -3,8 +3,6 @@
 python tools/stand_in_trainer.py SECONDS        (of a step; the environment of a rank)
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

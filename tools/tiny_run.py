@@ -1,7 +1,5 @@
 """A short run of recipes/tiny_cpu.yaml without validations, checkpoints and probes, for the benchmarks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

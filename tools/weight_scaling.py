@@ -13,8 +13,6 @@ which no number of workers makes smaller. All ranks may send.
 Prints a Markdown table.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The receiving process of `bench_weights.py`: a vLLM model and its receiver, called directly."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

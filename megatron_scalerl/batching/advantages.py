@@ -5,20 +5,18 @@ specified in the paper and chosen here: the spread is the population standard de
 that remains after filtering.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from megatron_scalerl.batching.assignment import SampleFacts
 from megatron_scalerl.batching.filters import drop_truncated, drop_zero_variance
 from megatron_scalerl.losses.reduction import Reduction, token_weights
+from megatron_scalerl.record import record
 from megatron_scalerl.types import BlockRef, RolloutGroup
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class BatchPlan:
     """The samples of one optimizer step. Produced by `samples_of`; without samples there is no step."""
 

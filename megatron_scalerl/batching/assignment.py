@@ -8,11 +8,9 @@ micro-batch, and one too few would hang them. Weights are computed before the as
 nor gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
+from megatron_scalerl.record import record
 from megatron_scalerl.types import Sample
 
 ReadCompletions = Callable[[Sequence[int]], Awaitable[Sequence[bytes]]]
@@ -23,7 +21,7 @@ rank's completions at a time and off the event loop.
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class SampleFacts:
     """A `types.Sample` without its completion."""
 
@@ -42,7 +40,7 @@ class SampleFacts:
         return len(self.prompt_token_ids) + self.tokens
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class RankPlan:
     """What one data-parallel rank trains in one optimizer step, without the completions. Produced by `plan_step`."""
 
@@ -59,7 +57,7 @@ class RankPlan:
         return [sample for members in self.micro_batches for sample in members]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class StepPlan:
     """One optimizer step on all data-parallel ranks. Produced by `plan_step`."""
 

@@ -3,8 +3,6 @@
 Nothing is refilled: the batch shrinks (Khatri et al. 2025, arXiv 2510.13786, section 3.2, zero-variance filtering).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ This runs where a batch is trained (`trainer.batch_frames`). `pack` assigns and 
 the checks and the benches use it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -175,13 +173,17 @@ def scoring_micro_batches(
         rows[-1].append(ids)
         used += len(ids)
     return [
-        _micro_batch([_unweighted(ids) for ids in row], [_unsampled(ids) for ids in row], pad_multiple, 0)
+        _micro_batch(
+            [
+                SampleFacts(prompt_token_ids=tuple(ids[:1]), tokens=len(ids) - 1, advantage=0.0, token_weight=0.0)
+                for ids in row
+            ],
+            [_unsampled(ids) for ids in row],
+            pad_multiple,
+            0,
+        )
         for row in rows
     ]
-
-
-def _unweighted(ids: Sequence[int]) -> SampleFacts:
-    return SampleFacts(prompt_token_ids=tuple(ids[:1]), tokens=len(ids) - 1, advantage=0.0, token_weight=0.0)
 
 
 def _unsampled(ids: Sequence[int]) -> RolloutArrays:

@@ -13,8 +13,6 @@ That is 8 bytes a token without expert choices, and 40 bytes for the rest in a c
 directions are exact: `rollout_of(read(write(rollout))) == rollout`.
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from typing import Literal, cast

@@ -2,19 +2,17 @@
 
 Both directions of a conversion are described this way. A tensor is seen as a matrix, [product of all but the last
 dimension, last dimension], a vector as [n, 1]. numpy has no bfloat16: arrays hold a tensor's bits as unsigned
-integers, and its type is passed beside them under safetensors' name (F32, BF16, F16). Imports no torch.
+integers, and its type is passed beside them under safetensors' name (F32, BF16, F16). Only `cast` imports torch.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from megatron_scalerl.checkpoints.hf_folder import ITEM_BYTES
+from megatron_scalerl.record import record
 
 BAND_BYTES = 8 << 20
 """Tensors are read, cast, checked and written in bands of whole rows of about this size."""
@@ -31,9 +29,11 @@ _TILE_ROWS, _TILE_COLUMNS, _GAP = 128, 512, 32
 Origin = Literal["hugging_face", "megatron"]
 """A tensor of a Hugging Face folder, or a chunk of Megatron's checkpoint."""
 Index = tuple[int | slice, ...]
+Sources = Callable[[Origin, str], np.ndarray]
+"""The bits of a whole tensor or chunk by its name, mapped from its file if possible."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Part:
     """A rectangle of the assembled tensor, and the source of its elements."""
 
@@ -50,7 +50,7 @@ class Part:
     """True if the source holds [column, row]."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Assembly:
     """One tensor to assemble. Its parts cover it exactly once and are in the order of their rows."""
 
@@ -78,13 +78,6 @@ class Assembly:
         return prod(self.shape) * BITS[self.dtype].itemsize
 
 
-class Sources(Protocol):
-    """Where parts come from."""
-
-    def array(self, origin: Origin, name: str) -> np.ndarray:
-        """The bits of a whole tensor, mapped from its file if possible."""
-
-
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """The tensor as a matrix."""
     return (prod(shape), 1) if len(shape) < 2 else (prod(shape[:-1]), shape[-1])
@@ -110,10 +103,9 @@ def bands(assembly: Assembly, sources: Sources, start: int = 0, stop: int | None
     An array is valid until the next one is requested. Rows that are contiguous in a file are not copied.
     """
     stop = assembly.rows if stop is None else stop
-    while start < stop:
-        end = min(start + band_rows(assembly), _end_of_run(assembly, start, stop))
-        yield band(assembly, sources, start, end)
-        start = end
+    step = band_rows(assembly)
+    for first in range(start, stop, step):
+        yield band(assembly, sources, first, min(stop, first + step))
 
 
 def band(assembly: Assembly, sources: Sources, start: int, stop: int) -> np.ndarray:
@@ -134,21 +126,11 @@ def band(assembly: Assembly, sources: Sources, start: int, stop: int) -> np.ndar
 
 def _rows_of(part: Part, sources: Sources, start: int, stop: int) -> np.ndarray:
     """The part's share of rows `start` to `stop` of the assembled tensor."""
-    view = sources.array(part.origin, part.source)[part.index]
+    view = sources(part.origin, part.source)[part.index]
     view = view.reshape(matrix_shape(view.shape))
     if part.transposed:
         view = view.T
     return view[start - part.row : stop - part.row]
-
-
-def _end_of_run(assembly: Assembly, start: int, stop: int) -> int:
-    """End of the part that fills row `start` alone; `stop` if several parts share the row."""
-    width = matrix_shape(assembly.shape)[1]
-    for part in assembly.parts:
-        if part.row <= start < part.row + part.height:
-            whole = part.width == width and not part.transposed
-            return min(stop, part.row + part.height) if whole else stop
-    raise AssertionError(f"{assembly.name}: row {start} belongs to no part")
 
 
 def has_nonfinite(bits: np.ndarray, dtype: str) -> bool:
@@ -169,28 +151,12 @@ def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
     """The values of `bits` in another float type, rounded to nearest, ties to even, as torch does."""
     if source == target:
         return bits
-    values = _to_float32(bits, source)
-    if target == "F32":
-        return values.view(np.uint32)
-    if target == "BF16":
-        return _to_bfloat16(values)
-    with np.errstate(over="ignore"):
-        return values.astype(np.float16).view(np.uint16)
+    import torch
 
-
-def _to_float32(bits: np.ndarray, source: str) -> np.ndarray:
-    if source == "F32":
-        return bits.view(np.float32)
-    if source == "F16":
-        return bits.view(np.float16).astype(np.float32)
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
-    rounded[np.isnan(values)] = 0x7FC0
-    return rounded
+    values = torch.from_numpy(bits.copy()).view(getattr(torch, TORCH_NAMES[source]))
+    result = values.to(getattr(torch, TORCH_NAMES[target]))
+    result[result.isnan()] = torch.nan  # one NaN, whatever instructions the machine has
+    return result.view(torch.int32 if target == "F32" else torch.int16).numpy().view(BITS[target])
 
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:

@@ -1,7 +1,5 @@
 """Files and folders that appear under their name whole or not at all, whenever a process or a machine stops."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

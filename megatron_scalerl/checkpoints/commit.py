@@ -5,8 +5,6 @@ its size, and the digests of the small ones. These files are on the disk before 
 interrupted while it was written and is not a checkpoint. Imports no torch, because the controller imports it too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -29,14 +27,13 @@ _COMMIT_LIMIT = 64 << 20
 _STEP = re.compile(r"step_(\d+)")
 
 
-def checkpoint_path(folder: str | Path, step: int) -> Path:
+def checkpoint_path(folder: Path, step: int) -> Path:
     """The folder of the checkpoint of `step` under `folder`."""
-    return Path(folder) / f"step_{step:06d}"
+    return folder / f"step_{step:06d}"
 
 
-def write_commit(path: str | Path, facts: Mapping[str, Any]) -> None:
+def write_commit(path: Path, facts: Mapping[str, Any]) -> None:
     """Commit the folder `path`: sync its files, list them in COMMIT with their sizes, and add `facts`."""
-    path = Path(path)
     inside = [p for p in sorted(path.rglob("*")) if p != path / COMMIT]
     for item in [*inside, path, path.parent]:
         sync(item)
@@ -49,13 +46,12 @@ def write_commit(path: str | Path, facts: Mapping[str, Any]) -> None:
     write_durably(path / COMMIT, json.dumps(content, indent=1).encode())
 
 
-def read_commit(path: str | Path) -> dict[str, Any]:
+def read_commit(path: Path) -> dict[str, Any]:
     """The content of COMMIT, after checking that every file of the checkpoint is complete.
 
     Raises ValueError, naming the file, for a folder that is missing or not committed, and for a file that is missing
     or has another size or, if it is small, another content.
     """
-    path = Path(path)
     commit = path / COMMIT
     if not commit.is_file():
         found = "a folder without it" if path.is_dir() else "no folder"
@@ -99,23 +95,23 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def committed(folder: str | Path) -> list[tuple[int, Path]]:
+def committed(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of every folder with a COMMIT file under `folder`, oldest first."""
     found = []
-    for path in Path(folder).glob("step_*"):
+    for path in folder.glob("step_*"):
         match = _STEP.fullmatch(path.name)
         if match and (path / COMMIT).is_file():
             found.append((int(match[1]), path))
     return sorted(found)
 
 
-def latest(folder: str | Path) -> Path | None:
+def latest(folder: Path) -> Path | None:
     """The newest committed checkpoint under `folder`, None if there is none."""
     found = committed(folder)
     return found[-1][1] if found else None
 
 
-def latest_whole(folder: str | Path, check: Callable[[Path], object] = read_commit) -> tuple[Path | None, list[str]]:
+def latest_whole(folder: Path, check: Callable[[Path], object] = read_commit) -> tuple[Path | None, list[str]]:
     """The newest committed checkpoint that `check` accepts, and one line about each newer one that it rejects.
 
     `check` raises ValueError or OSError naming what is wrong. (None, []) if nothing was committed yet. Raises
@@ -134,7 +130,7 @@ def latest_whole(folder: str | Path, check: Callable[[Path], object] = read_comm
     return None, damaged
 
 
-def prune(folder: str | Path, keep: int, *, newest: int) -> list[Path]:
+def prune(folder: Path, keep: int, *, newest: int) -> list[Path]:
     """Delete all but the `keep` newest committed checkpoints up to step `newest`, and those never committed.
 
     newest: step of the checkpoint that was just written. Later ones were found damaged at the start: they do not
@@ -144,15 +140,14 @@ def prune(folder: str | Path, keep: int, *, newest: int) -> list[Path]:
     assert keep >= 1, keep
     found = committed(folder)
     kept = [path for step, path in found if step <= newest][-keep:] + [path for step, path in found if step > newest]
-    deleted = [p for p in sorted(Path(folder).glob("step_*")) if _STEP.fullmatch(p.name) and p not in kept]
+    deleted = [p for p in sorted(folder.glob("step_*")) if _STEP.fullmatch(p.name) and p not in kept]
     for path in deleted:
         discard(path)
     return deleted
 
 
-def discard(path: str | Path) -> None:
+def discard(path: Path) -> None:
     """Delete a checkpoint folder, its COMMIT first, so that an interrupted deletion leaves no checkpoint."""
-    path = Path(path)
     (path / COMMIT).unlink(missing_ok=True)
     if path.exists():
         shutil.rmtree(path)

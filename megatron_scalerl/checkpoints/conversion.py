@@ -4,13 +4,10 @@ The result is written in `.NAME.partial`, beside its place, and gets its name on
 A failure removes that folder. What a killed conversion left is removed by the next one to the same place.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -21,12 +18,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megatron_scalerl.checkpoints.assembly import Assembly, Sources, bands, has_nonfinite
 from megatron_scalerl.checkpoints.atomic_io import lock_file, publish_folder
+from megatron_scalerl.processes.logs import size
+from megatron_scalerl.record import record
 
 _RESERVE = 64 << 20
 """Bytes that stay free."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Options:
     """Options of a conversion."""
 
@@ -39,7 +38,7 @@ class Options:
     """Where the progress bar is shown, if it is a terminal."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Summary:
     """What a conversion did."""
 
@@ -49,7 +48,7 @@ class Summary:
     verified: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Copier:
     """Reads tensors band by band, checks and writes them; a tensor is never in memory as a whole."""
 
@@ -122,12 +121,11 @@ def progress(options: Options, title: str, total: int) -> Iterator[Callable[[int
 
 
 @contextmanager
-def result_folder(out: str | Path, nbytes: int) -> Iterator[Path]:
+def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
     """A folder for a result of `nbytes`, which gets its name `out` after the block.
 
     Raises ValueError if `out` exists, another process converts to it, or the disk has too little space.
     """
-    out = Path(out)
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: expected no such path (nothing is overwritten), found one")
     if not out.parent.is_dir():
@@ -154,6 +152,4 @@ def result_folder(out: str | Path, nbytes: int) -> Iterator[Path]:
 def _check_space(out: Path, needed: int) -> None:
     free = shutil.disk_usage(out.parent).free
     if needed + _RESERVE > free:
-        raise ValueError(
-            f"{out}: expected {(needed + _RESERVE) / 2**30:.2f} GiB of free space, found {free / 2**30:.2f} GiB"
-        )
+        raise ValueError(f"{out}: needs {size(needed + _RESERVE)} of free space, and there are {size(free)}")

@@ -9,8 +9,8 @@ linear layer has an object `_extra_state`, empty unless fp8 is used.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,18 +22,18 @@ from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.hf_folder import EXPERT, FUSED_NORMS, LAYER
 from megatron_scalerl.checkpoints.plain_files import MappedFile
 from megatron_scalerl.checkpoints.safe_index import Chunk, StoredTensor, read_index
+from megatron_scalerl.processes.logs import listed
+from megatron_scalerl.record import record
 
 if TYPE_CHECKING:
     from megatron_scalerl.models.family import Family, Rule
 
-_LISTED = 20
-"""Names in one message."""
 _LINEAR = re.compile(r"\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.weight$")
 _TE_MODULES = re.compile(r"(\.q_layernorm|\.k_layernorm|\.pre_mlp_layernorm|final_layernorm)\.weight$")
 """Modules that have an extra state with Transformer Engine's layers only (read in its source, not run)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Address:
     """A parameter's place in a checkpoint: tensor[offset] of the tensor called `key`."""
 
@@ -93,7 +93,7 @@ def _address(family: Family, name: str, *, stacked: bool) -> Address:
     return Address(key=name, offset=offset, sizes=sizes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class StoredParameter:
     """A parameter as the checkpoint holds it."""
 
@@ -107,14 +107,13 @@ class StoredParameter:
 
 
 def stored_parameters(
-    path: str | Path, family: Family, shapes: Mapping[str, tuple[int, ...]]
+    path: Path, family: Family, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, StoredParameter]:
     """Every exported parameter of the family in the checkpoint at `path`, by its name in the weight map.
 
     `shapes` are the parameters' full shapes. Raises ValueError for a folder that is not a complete checkpoint, and
     for parameters that are missing (all are listed) or have another shape.
     """
-    path = Path(path)
     if (path / COMMIT).is_file():
         read_commit(path)
     index = read_index(path)
@@ -133,13 +132,6 @@ def stored_parameters(
         raise ValueError(f"{path}: expected {listed(missing)} in the checkpoint, found none of that name")
     index.check_files(chunk for parameter in found.values() for chunk in parameter.chunks)
     return found
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first names, each once, and how many more there are."""
-    names = list(dict.fromkeys(names))
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
 
 
 def _stored(
@@ -174,16 +166,10 @@ class DistReader:
     """Chunks of a checkpoint as arrays of bits, mapped from their files. Named by `chunk_name`."""
 
     def __init__(self, path: Path, parameters: Mapping[str, StoredParameter]):
-        self.path = path
         self.parameters = parameters
-        self._files: dict[str, MappedFile] = {}
-        self._found: dict[str, np.ndarray] = {}
-
-    def bits(self, name: str) -> np.ndarray:
-        """One chunk, at its parameter's place on the leading axes."""
-        if name not in self._found:
-            self._found[name] = self._read(name)
-        return self._found[name]
+        self._mapped = cache(lambda file: MappedFile(path / file, links=False))
+        self.bits = cache(self._read)
+        """Name -> the chunk, at its parameter's place on the leading axes."""
 
     def _read(self, name: str) -> np.ndarray:
         from megatron_scalerl.checkpoints.safe_values import find_tensor  # imports torch
@@ -191,18 +177,13 @@ class DistReader:
         parameter, number = name.rsplit("#", 1)
         stored = self.parameters[parameter]
         chunk = stored.chunks[int(number)]
-        file = self._file(chunk.file)
+        file = self._mapped(chunk.file)
         dtype, shape, start = find_tensor(file, chunk.start, chunk.length)
         if (dtype, shape) != (stored.dtype, chunk.shape):
             expected = f"{stored.dtype} {list(chunk.shape)}"
             raise ValueError(f"{file.path}: {stored.address.key}: expected {expected}, found {dtype} {list(shape)}")
         whole = file.array(start, prod(shape), BITS[dtype]).reshape(shape)
         return whole[tuple(at - first for at, first in zip(stored.address.offset, chunk.offset))]
-
-    def _file(self, file: str) -> MappedFile:
-        if file not in self._files:
-            self._files[file] = MappedFile(self.path / file, links=False)
-        return self._files[file]
 
 
 def chunk_name(parameter: str, number: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_scalerl.checkpoints.plain_files import MappedFile, check_name
+from megatron_scalerl.record import record
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ _MAX_HEADER = 100 << 20
 """Bytes; safetensors' own limit."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class HfTensor:
     """One tensor of a safetensors file."""
 
@@ -52,7 +53,7 @@ class HfTensor:
     nbytes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Shard:
     """One safetensors file."""
 
@@ -63,7 +64,7 @@ class Shard:
     """Names in the order of their bytes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class HfFolder:
     """The tensors of a folder and their distribution over files. Produced by `open_folder`."""
 
@@ -163,13 +164,13 @@ class HfReader:
 
     def __init__(self, folder: HfFolder):
         self.folder = folder
-        self._files: dict[str, MappedFile] = {}
+        self._mapped = cache(lambda file: MappedFile(folder.path / file))
 
     def bits(self, name: str) -> np.ndarray:
         """[tensor's shape] its bits as unsigned integers, read-only and not copied."""
         tensor = self.folder.tensors[name]
         size = ITEM_BYTES[tensor.dtype]
-        file = self._file(tensor.file)
+        file = self._mapped(tensor.file)
         return file.array(tensor.offset, tensor.nbytes // size, np.dtype(f"u{size}")).reshape(tensor.shape)
 
     def read(self, name: str, index: tuple[Index, ...], shape: tuple[int, ...]) -> torch.Tensor:
@@ -190,11 +191,6 @@ class HfReader:
             raise ValueError(f"{where}: expected one of {', '.join(_TORCH_FLOATS)}, found {tensor.dtype}")
         bits = torch.from_numpy(self.bits(name)[index].copy())
         return bits.view(getattr(torch, _TORCH_FLOATS[tensor.dtype]))
-
-    def _file(self, file: str) -> MappedFile:
-        if file not in self._files:
-            self._files[file] = MappedFile(self.folder.path / file)
-        return self._files[file]
 
 
 def family_of_folder(hf_path: str | Path) -> Family:

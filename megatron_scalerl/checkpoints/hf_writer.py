@@ -1,7 +1,5 @@
 """Writes the parts of a Hugging Face folder: safetensors files, their index, the files beside them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

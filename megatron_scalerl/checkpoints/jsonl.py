@@ -5,8 +5,6 @@ read by `read_jsonl`. A row is one line, written by one system call if the syste
 a last line without its newline: it is kept if it is a complete JSON object, else truncated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable
@@ -23,12 +21,12 @@ _BLOCK = 1 << 16
 class JsonlWriter:
     """Appends rows to one file. Opening it recovers the file first."""
 
-    def __init__(self, path: str | Path, *, private: bool = False) -> None:
+    def __init__(self, path: Path, *, private: bool = False) -> None:
         """Open or create `path`. `private`: only its owner may read it (mode 0600), for prompts and completions.
 
         Raises OSError.
         """
-        self.path = Path(path)
+        self.path = path
         recover(self.path)
         mode = 0o600 if private else 0o666
         created = not self.path.exists()
@@ -69,19 +67,18 @@ class JsonlWriter:
             self._fd = -1
 
 
-def append_row(path: str | Path, row: Any) -> None:
+def append_row(path: Path, row: Any) -> None:
     """Append one row to a file and return once it is on the disk. Raises OSError naming the file."""
     with contextlib.closing(JsonlWriter(path)) as writer:
         writer.append(row)
         writer.sync()
 
 
-def recover(path: str | Path) -> None:
+def recover(path: Path) -> None:
     """Make the file end with a complete line: a last line without newline gets one, or is truncated if it is torn.
 
     A missing file is not created.
     """
-    path = Path(path)
     if not path.exists():
         return
     with naming(path), open(path, "rb+") as file:
@@ -103,13 +100,12 @@ def recover(path: str | Path) -> None:
         os.fsync(file.fileno())
 
 
-def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Every complete row of a JSONL file; a torn last line is skipped, a missing file reads as empty.
 
     Raises ValueError naming file and line for any other line that is not a JSON object, and for what is no file: a
     pipe would be waited for.
     """
-    path = Path(path)
     if not path.exists():
         return []
     if not path.is_file():
@@ -129,9 +125,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def rewrite(path: str | Path, rows: Iterable[Any]) -> None:
+def rewrite(path: Path, rows: Iterable[Any]) -> None:
     """Replace all rows of the file, atomically."""
-    write_durably(Path(path), b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    write_durably(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def _is_object(line: bytes) -> bool:

@@ -10,12 +10,13 @@ import functools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.plain_files import PlainFile, check_name
 from megatron_scalerl.checkpoints.safe_pickles import Built, Maker, Refused, decode, printable
+from megatron_scalerl.record import record
 
 METADATA = ".metadata"
 FORMAT_FILE = "metadata.json"
@@ -34,7 +35,7 @@ DTYPES = frozenset(
 """torch's names of the types that tensors of a checkpoint may have."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ByteRange:
     """`length` bytes from byte `start` on, of a file in the folder."""
 
@@ -43,7 +44,7 @@ class ByteRange:
     length: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Chunk(ByteRange):
     """A rectangle of a tensor, and the bytes that hold it."""
 
@@ -52,7 +53,7 @@ class Chunk(ByteRange):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class StoredTensor:
     """A tensor of a checkpoint."""
 
@@ -62,7 +63,7 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class CheckpointIndex:
     """All tensors and objects of a checkpoint, by key. Produced by `read_index`."""
 
@@ -90,13 +91,12 @@ class CheckpointIndex:
                     raise ValueError(f"{file.path}: expected parts that do not overlap, found two at byte {start}")
 
 
-def read_index(path: str | Path) -> CheckpointIndex:
+def read_index(path: Path) -> CheckpointIndex:
     """The index of the `torch_dist` checkpoint at `path`, read from metadata.json and .metadata alone.
 
     Raises ValueError for a folder of another format, and for a .metadata that holds a name outside the allowlist or
     is not consistent.
     """
-    path = Path(path)
     if not (path / FORMAT_FILE).is_file() or not (path / METADATA).is_file():
         raise ValueError(f"{path}: expected a checkpoint with {FORMAT_FILE} and {METADATA}, found none")
     _check_format(path)
@@ -106,6 +106,20 @@ def read_index(path: str | Path) -> CheckpointIndex:
         return _index(path, decode(data, _lookup))
     except Refused as refused:
         raise ValueError(f"{path / METADATA}: expected the metadata of a checkpoint, found {refused}") from None
+
+
+def check_checkpoint(path: Path) -> None:
+    """Check that the files of the `torch_dist` checkpoint at `path` hold what its index says.
+
+    A committed one has the files that its COMMIT names, too. Raises ValueError naming the file for a damaged one.
+    """
+    if (path / COMMIT).is_file() or not path.is_dir():
+        read_commit(path)
+    index = read_index(path)
+    index.check_files([*index.objects.values(), *(c for t in index.tensors.values() for c in t.chunks)])
+    if COMMON_OBJECT not in index.objects:
+        with PlainFile(path, COMMON):
+            pass
 
 
 def _check_format(path: Path) -> None:

@@ -5,8 +5,6 @@ everything else Megatron's strategy runs with our reader instead of torch's File
 so the bytes that are checked are the bytes that are used.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -53,7 +51,7 @@ _TEXT = 4096
 """Bytes of what a rank says of its failure."""
 
 
-def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str, Any]:
+def load(wanted: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
     """`dist_checkpointing.load(wanted, path)` without unpickling. Every rank must call it.
 
     With `common` the result also has the state that Megatron saves once for all ranks, which must be plain values,
@@ -71,7 +69,7 @@ def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str,
     failure: BaseException | None = None
     try:
         with _read_with(_Reader(index)):
-            merge(state, torch_strategies.TorchDistLoadShardedStrategy().load(sharded, Path(path)))
+            merge(state, torch_strategies.TorchDistLoadShardedStrategy().load(sharded, path))
     except (CheckpointException, CheckpointingException, ValueError, KeyError, RuntimeError, OSError) as error:
         # torch's planner raises the first for a failure of any rank; since Megatron-Core 0.17 it asks only this one
         failure = _first_failure(index, error) if isinstance(error, CheckpointException) else error

@@ -6,8 +6,6 @@ values, so that no pickle sets an attribute of ours. A hostile one runs no code;
 the end of the process. Imports no torch.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable

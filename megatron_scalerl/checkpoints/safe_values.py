@@ -4,8 +4,6 @@ Its unpickler calls no function outside torch's own list and `_ARRAYS`. What it 
 list holds more than a checkpoint needs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -1,7 +1,5 @@
 """A Megatron `torch_dist` checkpoint as a Hugging Face folder, in the files that it came from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.assembly import TORCH_NAMES
@@ -18,9 +16,7 @@ from megatron_scalerl.checkpoints.verify import compare
 from megatron_scalerl.checkpoints.views import View, folder_view, megatron_view, write_record
 
 
-def to_hf(
-    megatron_path: str | Path, out: str | Path, options: Options | None = None, *, like: str | Path | None = None
-) -> Summary:
+def to_hf(megatron_path: Path, out: Path, options: Options | None = None, *, like: Path | None = None) -> Summary:
     """Convert a checkpoint that `to_megatron` wrote, or with `like` any other, for example of a run.
 
     Tensors outside the policy, the tokenizer, and the distribution over files come from the checkpoint itself, or

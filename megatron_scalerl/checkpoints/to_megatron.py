@@ -1,12 +1,9 @@
 """A Hugging Face folder as a Megatron `torch_dist` checkpoint that opens under any parallel layout."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -36,16 +33,17 @@ from megatron_scalerl.checkpoints.views import (
     PASSTHROUGH_FILE,
     SIDE_FOLDER,
     ConversionRecord,
-    Sources,
     folder_view,
     layout_of,
     megatron_view,
     policy_config,
+    sources,
     write_record,
 )
 from megatron_scalerl.checkpoints.weight_map import folder_assembly, only_dtype, parameter_assembly
 from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models.family import Family, Rule
+from megatron_scalerl.record import record
 
 CHUNK_BYTES = 128 << 20
 """Larger parameters are split into chunks of whole rows: the stock load holds a chunk at a time."""
@@ -58,7 +56,7 @@ _FORMAT = dict(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Unit:
     """Hugging Face tensors, and the parameters that are assembled from these tensors alone."""
 
@@ -73,14 +71,13 @@ class Unit:
         return sum(assembly.nbytes for assembly in self.tensors)
 
 
-def to_megatron(hf_path: str | Path, out: str | Path, options: Options | None = None) -> Summary:
+def to_megatron(hf_path: Path, out: Path, options: Options | None = None) -> Summary:
     """Convert a Hugging Face folder. This needs memory for a few bands of a tensor, however large the model.
 
     Raises ValueError, and leaves nothing at `out`, for an invalid folder, a full disk, an existing `out`, weights
     that are not finite, and a comparison that fails.
     """
     options = options or Options()
-    hf_path = Path(hf_path)
     config = policy_config(hf_path)
     folder = open_folder(hf_path)
     family = family_of(config, folder.tensors)
@@ -92,7 +89,7 @@ def to_megatron(hf_path: str | Path, out: str | Path, options: Options | None = 
     with result_folder(out, nbytes) as work:
         (work / SIDE_FOLDER).mkdir()
         with progress(options, "to-megatron", nbytes) as advance:
-            copier = Copier(sources=Sources(folder), options=options, on_bytes=advance)
+            copier = Copier(sources=sources(folder), options=options, on_bytes=advance)
             checksums = _write_units(work, units, nbytes, copier, extra_states(family))
             if layout.passthrough:
                 shard = Shard(

@@ -1,42 +1,45 @@
-"""One tensor in `torch.save`'s format, without torch: a zip archive that holds its bits uncompressed.
+"""One tensor in `torch.save`'s format, band by band: a zip archive that holds its bits uncompressed.
 
 The files of a distributed checkpoint are such archives, one after another. Each archive holds the CRC-32 of its bits,
 where any zip tool finds it.
 """
 
-from __future__ import annotations
-
-import os
+import io
+import pickle
 import struct
-import zlib
+import zipfile
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from math import prod
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
+import torch
 
-from megatron_scalerl.checkpoints.assembly import BITS
+from megatron_scalerl.checkpoints.assembly import BITS, TORCH_NAMES
 
-_STORAGES = {"F32": "FloatStorage", "BF16": "BFloat16Storage", "F16": "HalfStorage"}
+_STORAGES = {"F32": torch.FloatStorage, "BF16": torch.BFloat16Storage, "F16": torch.HalfStorage}
 _ALIGNMENT = 64
-_LOCAL = struct.Struct("<IHHHHHIIIHH")
-_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
-_END = struct.Struct("<IHHHHIIH")
+_LOCAL_HEADER = 30
+"""Bytes of an entry's own header, without its name and its extra field."""
 _PADDING = b"FB"
-"""torch's tag of the header field that pads to the alignment."""
-_VERSION = 20
+"""torch's tag of the extra field that pads to the alignment."""
 _LIMIT = (1 << 32) - (1 << 20)
 """Bytes that fit in an archive without the 64-bit extension."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
-    name: bytes
-    header: int
-    """Offset of its local header in the archive."""
-    size: int
-    checksum: int
+class _Appended:
+    """The end of a file as zipfile sees it: a file of its own, whose offsets begin at 0."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.write, self.flush = file.write, file.flush
+        self._file, self._start = file, file.tell()
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seek(self, offset: int) -> int:
+        return self._file.seek(self._start + offset)
 
 
 def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iterable[np.ndarray]) -> int:
@@ -46,75 +49,43 @@ def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iter
     """
     size = prod(shape) * BITS[dtype].itemsize
     assert size < _LIMIT, f"{size} bytes in one part of a checkpoint"
-    start = file.tell()
-    entries = [_small(file, start, b"archive/data.pkl", _pickled(dtype, shape))]
-    entries.append(_small(file, start, b"archive/byteorder", b"little"))
-    entries.append(_data(file, start, size, bands))
-    entries.append(_small(file, start, b"archive/version", b"3\n"))
-    directory = file.tell() - start
-    for entry in entries:
-        times = (_VERSION, _VERSION, 0, 0, 0, 0, entry.checksum, entry.size, entry.size, len(entry.name))
-        file.write(_CENTRAL.pack(0x02014B50, *times, 0, 0, 0, 0, 0, entry.header) + entry.name)
-    length = file.tell() - start - directory
-    file.write(_END.pack(0x06054B50, 0, 0, len(entries), len(entries), length, directory, 0))
+    start, appended = file.tell(), _Appended(file)
+    with zipfile.ZipFile(appended, "w") as archive:  # type: ignore[call-overload]
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), _pickled(dtype, shape))
+        archive.writestr(zipfile.ZipInfo("archive/byteorder"), "little")
+        entry = zipfile.ZipInfo("archive/data/0")
+        entry.file_size = size
+        # Aligned in the file, so that a mapping can be viewed in the tensor's type.
+        padding = -(file.tell() + _LOCAL_HEADER + len(entry.filename) + 4) % _ALIGNMENT
+        entry.extra = _PADDING + struct.pack("<H", padding) + b"Z" * padding
+        with archive.open(entry, "w") as data:
+            for band in bands:
+                data.write(band.reshape(-1).view(np.uint8).data)
+        assert entry.file_size == size, (entry.file_size, size)
+        archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
     return file.tell() - start
 
 
-def _small(file: IO[bytes], start: int, name: bytes, content: bytes) -> _Entry:
-    entry = _Entry(name=name, header=file.tell() - start, size=len(content), checksum=zlib.crc32(content))
-    file.write(_local_header(entry, b"") + content)
-    return entry
+class _Storage:
+    """Stands for the tensor's storage in its pickle, which names it."""
 
 
-def _data(file: IO[bytes], start: int, size: int, bands: Iterable[np.ndarray]) -> _Entry:
-    entry = _Entry(name=b"archive/data/0", header=file.tell() - start, size=size, checksum=0)
-    # Aligned in the file, so that a mapping can be viewed in the tensor's type.
-    padding = -(file.tell() + _LOCAL.size + len(entry.name) + 4) % _ALIGNMENT
-    extra = _PADDING + struct.pack("<H", padding) + b"Z" * padding
-    file.write(_local_header(entry, extra))
-    written, checksum = 0, 0
-    for band in bands:
-        view = band.reshape(-1).view(np.uint8).data
-        checksum = zlib.crc32(view, checksum)
-        file.write(view)
-        written += len(view)
-    assert written == size, (written, size)
-    file.flush()
-    entry = replace(entry, checksum=checksum)
-    os.pwrite(file.fileno(), _local_header(entry, extra), start + entry.header)
-    return entry
+class _Tensor:
+    """Pickled as torch pickles a contiguous tensor."""
 
+    def __init__(self, dtype: str, shape: Sequence[int]) -> None:
+        like = torch.empty(tuple(shape), dtype=getattr(torch, TORCH_NAMES[dtype]), device="meta")
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        self._arguments = (_Storage(), 0, tuple(shape), like.stride(), False, hooks)
 
-def _local_header(entry: _Entry, extra: bytes) -> bytes:
-    sizes = (entry.checksum, entry.size, entry.size, len(entry.name), len(extra))
-    return _LOCAL.pack(0x04034B50, _VERSION, 0, 0, 0, 0, *sizes) + entry.name + extra
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._utils._rebuild_tensor_v2, self._arguments
 
 
 def _pickled(dtype: str, shape: Sequence[int]) -> bytes:
-    """The pickle of a contiguous tensor, opcode by opcode: it names torch's storage class, which is not loaded."""
-    count = prod(shape)
-    storage = b"(" + _text("storage") + f"ctorch\n{_STORAGES[dtype]}\n".encode() + _text("0") + _text("cpu")
-    storage += _number(count) + b"tQ"
-    numbers = _number(0) + _numbers(shape) + _numbers(_strides(shape))
-    return (
-        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + numbers + b"\x89ccollections\nOrderedDict\n)RtR."
-    )
-
-
-def _text(text: str) -> bytes:
-    return b"X" + struct.pack("<I", len(text)) + text.encode()
-
-
-def _number(value: int) -> bytes:
-    if value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    packed = value.to_bytes(8, "little")
-    return b"\x8a" + bytes([len(packed)]) + packed
-
-
-def _numbers(values: Sequence[int]) -> bytes:
-    return b"(" + b"".join(map(_number, values)) + b"t"
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, protocol=2)
+    storage = ("storage", _STORAGES[dtype], "0", "cpu", prod(shape))
+    pickler.persistent_id = lambda value: storage if isinstance(value, _Storage) else None  # type: ignore[method-assign]
+    pickler.dump(_Tensor(dtype, shape))
+    return stream.getvalue()

@@ -1,7 +1,5 @@
 """Compares two checkpoints, of either kind, tensor by tensor and bit by bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +7,11 @@ import numpy as np
 
 from megatron_scalerl.checkpoints.assembly import TORCH_NAMES, Assembly, band, band_rows
 from megatron_scalerl.checkpoints.conversion import Options, Summary, progress
-from megatron_scalerl.checkpoints.dist_reader import listed
 from megatron_scalerl.checkpoints.views import View, open_view
+from megatron_scalerl.processes.logs import listed
 
 
-def verify(first: str | Path, second: str | Path, options: Options | None = None) -> Summary:
+def verify(first: Path, second: Path, options: Options | None = None) -> Summary:
     """Compare two folders. With `options.dtype` both are compared in that type.
 
     Raises ValueError listing the tensors that are missing, have another type or shape, or differ in a bit.

@@ -5,18 +5,15 @@ folder. Checksums are xxh3_64 of a tensor's bytes in Hugging Face's orientation,
 sides; the way back compares them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
-from megatron_scalerl.checkpoints.assembly import Assembly, Origin
+from megatron_scalerl.checkpoints.assembly import Assembly, Origin, Sources
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.dist_reader import DistReader, stored_parameters
 from megatron_scalerl.checkpoints.hf_folder import HfFolder, HfReader, Shard, open_folder, read_header
@@ -27,6 +24,7 @@ from megatron_scalerl.checkpoints.weight_map import folder_assembly, other_tenso
 from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.models.family import Family
+from megatron_scalerl.record import record
 
 SIDE_FOLDER = "hugging_face"
 """Where a Megatron checkpoint keeps config, tokenizer and tensors outside the policy."""
@@ -101,21 +99,13 @@ def _layout(folder: HfFolder, copies: Mapping[str, str], passthrough: tuple[str,
     )
 
 
-class Sources:
+def sources(folder: HfFolder | None, checkpoint: DistReader | None = None) -> Sources:
     """The tensors of a Hugging Face folder and the chunks of a Megatron checkpoint, mapped from their files."""
-
-    def __init__(self, folder: HfFolder | None, checkpoint: DistReader | None = None):
-        self._folder = HfReader(folder) if folder else None
-        self._checkpoint = checkpoint
-
-    def array(self, origin: Origin, name: str) -> np.ndarray:
-        """The bits of a whole tensor or chunk."""
-        reader = self._checkpoint if origin == "megatron" else self._folder
-        assert reader is not None, name
-        return reader.bits(name)
+    readers: dict[Origin, Any] = {"hugging_face": folder and HfReader(folder), "megatron": checkpoint}
+    return lambda origin, name: readers[origin].bits(name)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class View:
     """All tensors of a checkpoint in Hugging Face's coordinates, and the folder that it is or becomes."""
 
@@ -129,9 +119,8 @@ class View:
     """Keys that generation_config.json must have."""
 
 
-def open_view(path: str | Path) -> View:
+def open_view(path: Path) -> View:
     """Either kind of checkpoint. Raises ValueError for anything else."""
-    path = Path(path)
     return megatron_view(path) if (path / FORMAT_FILE).is_file() else folder_view(open_folder(path))
 
 
@@ -139,23 +128,22 @@ def folder_view(folder: HfFolder) -> View:
     """A Hugging Face folder."""
     tensors = {name: folder_assembly(folder, name) for name in folder.tensors}
     return View(
-        path=folder.path, sources=Sources(folder), tensors=tensors, layout=_layout(folder, {}, ()), side=folder.path
+        path=folder.path, sources=sources(folder), tensors=tensors, layout=_layout(folder, {}, ()), side=folder.path
     )
 
 
-def megatron_view(path: str | Path, *, like: str | Path | None = None, dtype: str | None = None) -> View:
+def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = None) -> View:
     """A Megatron checkpoint that we wrote, or any other with `like`, a Hugging Face folder that has what it lacks.
 
     Raises ValueError if the checkpoint is incomplete, does not fit the config, or has neither config nor `like`.
     """
-    path = Path(path)
     if like is None:
         side, layout = path / SIDE_FOLDER, read_record(path)
         refuse_links(side)
         outer = _passthrough_folder(side, layout)
         family = family_of(policy_config(side), layout.tensors)
     else:
-        side = Path(like)
+        side = like
         config, outer = policy_config(side), open_folder(side)
         family = family_of(config, outer.tensors)
         layout = layout_of(outer, family)
@@ -173,7 +161,7 @@ def megatron_view(path: str | Path, *, like: str | Path | None = None, dtype: st
         raise ValueError(f"{path}: expected tensors of the checkpoint in its files, found {unknown[0]!r}")
     return View(
         path=path,
-        sources=Sources(outer, DistReader(path, stored)),
+        sources=sources(outer, DistReader(path, stored)),
         tensors=tensors,
         layout=layout,
         side=side,

@@ -4,8 +4,6 @@ Nothing here is specific to a family. A rule's pieces for a tensor-parallel grou
 and that is what checkpoints hold, whatever layout they are loaded under.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_scalerl.checkpoints.assembly import TORCH_NAMES, Assembly, Part, check_covered, matrix_shape
-from megatron_scalerl.checkpoints.dist_reader import StoredParameter, chunk_name, listed
+from megatron_scalerl.checkpoints.dist_reader import StoredParameter, chunk_name
 from megatron_scalerl.checkpoints.hf_folder import HfFolder, HfReader, family_of_folder, open_folder
 from megatron_scalerl.models.family import Family, Piece, Rule
+from megatron_scalerl.processes.logs import listed
 
 
 def other_tensors(folder: HfFolder, family: Family) -> tuple[dict[str, str], tuple[str, ...]]:

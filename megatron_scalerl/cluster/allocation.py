@@ -1,21 +1,19 @@
 """What a job asks Slurm for: nodes, and the GPUs or slots and the CPUs of each one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.cluster.cluster import Partition, gpus_of
 from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 
 ASSUMED_GPUS, ASSUMED_CPUS = 8, 12
 """Without Slurm: GPUs of a node, and CPUs beside each. An assumption."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Request:
     """What the user asks for: the options of `submit`. None for what follows from the recipe or the run's records."""
 
@@ -34,7 +32,7 @@ class Request:
     """Within which each of several nodes has to report."""
     any_file_system: bool
     """Also where other nodes seem not to see the output folder."""
-    site: str | None
+    site: Path | None
     """Path of the site file."""
     max_requeues: int
     """How often one job is queued again; with `chain`, jobs after the first."""
@@ -47,7 +45,7 @@ class Request:
     save_seconds: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Allocation:
     """The nodes of a job. Produced by `allocate`."""
 

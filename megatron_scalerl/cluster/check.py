@@ -1,7 +1,5 @@
 """The result of one check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 
@@ -59,19 +57,6 @@ def guarded(name: str, check: Callable[[], Check]) -> Check:
             found=f"{where}{error.strerror or error}",
             remedy="see whether the file system or the container denies it",
         )
-
-
-def size(count: float) -> str:
-    """A number of bytes for people: "1.9 GiB", "512 MiB"."""
-    if count >= GIB:
-        return f"{count / GIB:,.1f} GiB"
-    return f"{count / MIB:,.0f} MiB" if count >= MIB else f"{count:,.0f} bytes"
-
-
-def some(names: list[str], shown: int = 4) -> str:
-    """The first names of a list, and how many more there are."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 def _line(text: str) -> str:

@@ -1,22 +1,22 @@
 """What the programs of Slurm are asked: partitions, jobs, submissions. Nothing needs accounting (sacct)."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+
+from megatron_scalerl.record import record
 
 TIMEOUT_S = 120.0
 """A controller of Slurm that is busy answers within its own time limits, which are shorter."""
 _UNKNOWN = ("N/A", "Unknown", "None", "(null)", "n/a")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Partition:
     """One partition, as its largest node shows it."""
 
@@ -33,7 +33,7 @@ class Partition:
     """Longest time limit of a job (s), None for none."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Job:
     """One job, or one task of an array, that is queued or running."""
 
@@ -174,9 +174,9 @@ def node_states(names: Sequence[str]) -> dict[str, str]:
     return dict(line.strip().split("|", 1) for line in lines if "|" in line)
 
 
-def test_only(script: Path, options: Sequence[str] = ()) -> str:
+def test_only(script: Path) -> str:
     """What Slurm expects of the job; nothing is submitted. Raises ValueError with Slurm's reason for a refusal."""
-    done = _run("sbatch", "--test-only", *options, str(script))
+    done = _run("sbatch", "--test-only", str(script))
     said = (done.stderr + done.stdout).strip()
     if done.returncode:
         raise ValueError(f"{script}: expected a job that the cluster accepts, found: {_reason(said)}")

@@ -87,13 +87,13 @@ def _show(report: NodeReport, console: Console) -> None:
     from rich.text import Text
 
     ordered = sorted(report.checks, key=lambda check: list(_COLORS).index(check.status))
-    console.print(f"{report.host}, {report.time}", highlight=False)
+    console.print(f"{report.host}, {report.time}")
     for check in ordered:
         advice = f"expected {check.expected}, found {check.found}; {check.remedy}" if check.expected else check.found
         line = Text.assemble((check.status, _COLORS[check.status]), f" {check.name}: {advice}")
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line)
     counts = [f"{sum(check.status == status for check in ordered)} {status}" for status in _COLORS]
-    console.print(", ".join(counts), highlight=False)
+    console.print(", ".join(counts))
 
 
 def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
@@ -104,7 +104,7 @@ def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
     words += [] if arguments.gpus is None else ["--gpus", str(arguments.gpus)]
     bad = doctor_nodes.examine_nodes(nodes, folder, words, within_s=arguments.within)
     for line in doctor_nodes.verdict(folder, nodes, bad):
-        console.print(line, highlight=False)
+        console.print(line)
     return 1 if bad else 0
 
 

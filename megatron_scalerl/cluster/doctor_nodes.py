@@ -5,8 +5,6 @@ The folder of the reports gets NODE.json, its report; NODE.log, what its step pr
 one line a node, its name, a tab, why.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -5,20 +5,19 @@ A query that fails is a fault of its GPU alone, so one lost GPU hides nothing ab
 created and no setting is changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
-from megatron_scalerl.cluster.check import MIB, Check, Status, failed, ok, skipped, some, warning
+from megatron_scalerl.cluster.check import MIB, Check, Status, failed, ok, skipped, warning
+from megatron_scalerl.processes.logs import listed
+from megatron_scalerl.record import record
 
 LIMIT_S = 60.0
 """Time limit of all queries together (s)."""
@@ -189,7 +188,7 @@ def _is_lacking(nvml: Any, error: Any) -> bool:
 def _count(number: int, models: int, summary: str, unknown: list[str], needed: int | None, *, unnamed: bool) -> Check:
     if unknown:
         expected = "GPUs of this node in CUDA_VISIBLE_DEVICES"
-        found = f"{summary or 'none'}; no GPU is called {some(unknown)}"
+        found = f"{summary or 'none'}; no GPU is called {listed(unknown, 4)}"
         remedy = "a GPU fell off the bus, or the variable is another node's"
         return failed(GPUS, expected=expected, found=found, remedy=remedy)
     if needed and number < needed:
@@ -203,7 +202,7 @@ def _count(number: int, models: int, summary: str, unknown: list[str], needed: i
     return ok(GPUS, summary)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class _Rule:
     """A check that looks at one GPU at a time."""
 
@@ -225,7 +224,7 @@ def _checked(nvml: Any, rule: _Rule, gpus: Sequence[int]) -> Check:
         return make(rule.name, expected=rule.expected, found="; ".join(_lines(faults)), remedy=rule.remedy)
     if len(lacking) == len(gpus):
         return skipped(rule.name, _lines(lacking)[0])
-    return ok(rule.name, rule.expected + (f" (not known: {some(_lines(lacking))})" if lacking else ""))
+    return ok(rule.name, rule.expected + (f" (not known: {listed(_lines(lacking), 4)})" if lacking else ""))
 
 
 def _lines(texts: Mapping[int, str]) -> list[str]:

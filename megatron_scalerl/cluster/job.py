@@ -1,17 +1,15 @@
 """The job script of one run, or of an array of runs: what is in it, and its text."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError, TemplateSyntaxError
 
 from megatron_scalerl.cluster.allocation import Allocation, Request
 from megatron_scalerl.cluster.site import Site
+from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARGIN_S = 60
@@ -24,7 +22,7 @@ EXPORTED = (
 """Variables of the submitting shell that the job gets; others, secrets among them, stay there."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class JobPlan:
     """Everything that the job script says."""
 

@@ -4,8 +4,6 @@ GPUs are NVML's matter (`gpus`), packages are read in a process of its own (`pro
 policy and the prompts, and a file that is written, synced and read where the run's folder will be.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -24,10 +22,11 @@ import msgspec
 
 import megatron_scalerl
 from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
-from megatron_scalerl.cluster.check import GIB, Check, failed, guarded, ok, size, skipped, warning
+from megatron_scalerl.cluster.check import GIB, Check, failed, guarded, ok, skipped, warning
 from megatron_scalerl.cluster.gpus import GPUS, GpuReport, gpus_in_process
 from megatron_scalerl.cluster.probe import Machine, probe_machine
 from megatron_scalerl.distributed.installed import COMPARED, NCCL, pinned
+from megatron_scalerl.processes.logs import size
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy, check_prompts, dump_recipe
 
@@ -82,7 +81,7 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) ->
     checks += version_checks(machine, reading.cuda_version) if isinstance(machine, Machine) else [machine]
     checks += [guarded(name, partial(node_space, name)) for name in SPACE]
     if recipe is not None:
-        run_dir, need = Path(recipe.run_dir), _checkpoint_bytes(recipe, recipe_file)
+        run_dir, need = recipe.run_dir, _checkpoint_bytes(recipe, recipe_file)
         checks.append(_inputs(recipe))
         checks.append(guarded("output folder", lambda: canary(place_of(run_dir))))
         checks.append(guarded("output folder: space", lambda: output_space(run_dir, need)))
@@ -268,7 +267,7 @@ def _facts(reading: GpuReport, machine: Machine | Check, recipe: Recipe | None) 
         return facts | dict.fromkeys(("recipe", "policy's files", "output folder"), "")
     facts["recipe"] = recipe_digest(recipe)
     facts["policy's files"] = _read(lambda: names_digest(Path(recipe.policy.path)))
-    facts["output folder"] = _read(lambda: " at ".join(mount_of(place_of(Path(recipe.run_dir)))))
+    facts["output folder"] = _read(lambda: " at ".join(mount_of(place_of(recipe.run_dir))))
     return facts
 
 

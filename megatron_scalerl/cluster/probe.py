@@ -1,17 +1,15 @@
 """GPUs and packages of this machine, as JSON from a process of its own: the caller never imports torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_scalerl.distributed.installed import installed_versions
+from megatron_scalerl.record import record
 
 _PROBE_S = 120.0
 _PACKAGES = (
@@ -34,7 +32,7 @@ _PACKAGES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Machine:
     """The machine of this process. Produced by `probe_machine`."""
 

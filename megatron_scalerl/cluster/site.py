@@ -4,8 +4,6 @@
 and take the place of these where both say the same; what the job cannot do without is refused by name.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
@@ -157,11 +155,11 @@ def _numbered(gres: str, gpus: int) -> str:
     return whole
 
 
-def read_site(path: str | Path | None) -> Site:
+def read_site(path: Path | None) -> Site:
     """The site file (YAML), or none. Raises ValueError naming file and key, for an unknown key the nearest one."""
     if path is None:
         return Site()
-    data = {key: value for key, value in read_yaml(Path(path)).items() if value is not None}
+    data = {key: value for key, value in read_yaml(path).items() if value is not None}
     expected = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
     check_keys(str(path), data, Site.model_fields, expected=expected)
     variables = data["environment"] if isinstance(data.get("environment"), dict) else {}
@@ -192,7 +190,7 @@ def read_site(path: str | Path | None) -> Site:
     if (site.container in _NAMED[1:]) != (site.image is not None):
         raise ValueError(f"{path}: image: expected with pyxis or apptainer, and only then, found {site.container}")
     if site.template is not None:
-        site = site.model_copy(update={"template": str(Path(path).absolute().parent / site.template)})
+        site = site.model_copy(update={"template": str(path.absolute().parent / site.template)})
         if not Path(str(site.template)).is_file():
             raise ValueError(f"{path}: template: expected a file, found none at {site.template}")
     return site

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_scalerl.cluster.doctor_command import WITHIN_S
@@ -44,9 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--base", metavar="RECIPE", help="with --array: what the folder's overlays are laid over")
     what.add_argument("--seeds", type=int, metavar="N", help="with --array: runs of each recipe, seeds 1 to N")
     what.add_argument("--throttle", type=int, metavar="N", help="with --array: runs at a time (default: all)")
-    what.add_argument("--status", metavar="RUN", help="job, progress, cost and last error of a submitted run")
     what.add_argument(
-        "--seconds-left", metavar="RECIPE", help="how long --gpu-hours still pays for its run; asked by the run's job"
+        "--status", type=Path, metavar="RUN", help="job, progress, cost and last error of a submitted run"
+    )
+    what.add_argument(
+        "--seconds-left",
+        type=Path,
+        metavar="RECIPE",
+        help="how long --gpu-hours still pays for its run; asked by the run's job",
     )
     _add_job_arguments(parser.add_argument_group("job"))
 
@@ -55,7 +61,6 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
     job.add_argument("--partition", metavar="P", help="partition")
     job.add_argument("--time", metavar="T", help="time limit of one job: MINUTES, H:MM:SS or D-HH:MM:SS")
     job.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: %(default)s)")
-    job.add_argument("--engine-nodes", help=argparse.SUPPRESS)
     of_node = "one for each rank and engine device on one node, on several all that it has"
     for names, text in (
         (("--gpus-per-node", "--gpus"), f"GPUs of a node (default: {of_node})"),
@@ -71,7 +76,7 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="submit even if other nodes seem not to see the output folder",
     )
-    job.add_argument("--site", metavar="FILE", help="site file (YAML): account, modules, container, ...")
+    job.add_argument("--site", type=Path, metavar="FILE", help="site file (YAML): account, modules, container, ...")
     job.add_argument(
         "--dry-run", action="store_true", help="write and check the job script, submit nothing; works without Slurm"
     )
@@ -104,7 +109,7 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Submit, or print the status. Raises ValueError for user errors, RuntimeError where Slurm fails."""
     for line in _lines(arguments):
-        console.print(line, highlight=False)
+        console.print(line)
     return 0
 
 
@@ -159,8 +164,6 @@ def _request(arguments: argparse.Namespace) -> Request:
     """Raises ValueError for options that contradict each other."""
     from megatron_scalerl.cluster.allocation import Request
 
-    if arguments.engine_nodes is not None:
-        raise ValueError("--engine-nodes: heterogeneous jobs have left; use --nodes, one job of one kind of node")
     if (arguments.recipe is None) == (arguments.array is None):
         raise ValueError("expected one of RECIPE, --array FOLDER and --status RUN")
     for key in ("partition", "time"):

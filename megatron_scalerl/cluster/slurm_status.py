@@ -1,11 +1,8 @@
 """`submit --status RUN`: the job of a run, its progress, what it costs, its last error; what is left of a budget."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from megatron_scalerl.cluster.submission import JOBS, jobs_of
 from megatron_scalerl.controller.run_folder import END, SLURM
 from megatron_scalerl.fit.formatting import money, unit_name
 from megatron_scalerl.recipe.file import load_recipe, read_run_recipe
+from megatron_scalerl.record import record
 
 ROLES = ("setup", "preflight", "controller")
 """What an attempt starts, in this order; each leaves ROLE.exit and ROLE.log."""
@@ -28,7 +26,7 @@ _LONGEST = 500
 """Characters of a reason that are shown."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Spent:
     """The total of a ledger. Produced by `spent`."""
 
@@ -47,15 +45,15 @@ def spent(run: Path) -> Spent:
     return Spent(hours=hours, unit=unit_name(str(header.get("unit", "device_hours"))))
 
 
-def seconds_left(recipe_file: str | Path, budget: float) -> int:
+def seconds_left(recipe_file: Path, budget: float) -> int:
     """How long the fleet of a recipe's run may still be held (s). budget: device-hours. Raises ValueError."""
     recipe = load_recipe(recipe_file)
-    return max(0, int((budget - spent(Path(recipe.run_dir)).hours) * 3600 / recipe.devices))
+    return max(0, int((budget - spent(recipe.run_dir).hours) * 3600 / recipe.devices))
 
 
-def status(run_dir: str | Path) -> Iterator[str]:
+def status(run_dir: Path) -> Iterator[str]:
     """The lines of the status. Raises ValueError for a folder without a submission, RuntimeError if Slurm fails."""
-    run = Path(run_dir).absolute()
+    run = run_dir.absolute()
     submissions = read_jsonl(run / SLURM / JOBS)
     if not submissions and not (run / SLURM / "job.sbatch").exists():
         raise ValueError(f"{run_dir}: expected a run that was submitted to Slurm, found no {SLURM}/job.sbatch")
@@ -126,7 +124,7 @@ def _job_lines(run: Path, newest: dict[str, Any] | None, jobs: list[cluster.Job]
         if job.state == "RUNNING" and job.end is not None:
             left = job.end - datetime.now() - timedelta(seconds=newest["lead_s"] if newest else 0)
             what = "saves and goes on in the next job" if newest and newest["chain"] else "saves and is queued again"
-            yield f"{what} in {_duration(left)}"
+            yield f"{what} in {timedelta(seconds=max(0, int(left.total_seconds())))}"
     if not jobs and newest is not None:
         job = newest["jobs"][-1]
         state = cluster.last_state(job) or "no longer known to Slurm"
@@ -175,10 +173,10 @@ def _progress(run: Path, budget: float | None) -> Iterator[str]:
 
 def _heartbeat(run: Path) -> str:
     """What the controller's event loop shows of itself: it writes to the ledger every HEARTBEAT_S."""
-    since = timedelta(seconds=time.time() - os.path.getmtime(run / "ledger.jsonl"))
+    since = timedelta(seconds=max(0, int(time.time() - os.path.getmtime(run / "ledger.jsonl"))))
     lags = [row["loop_lag_seconds"] for row in read_jsonl(run / "metrics.jsonl") if "loop_lag_seconds" in row]
     longest = f"; its event loop was up to {lags[-1]:.1f} s late in the last batch" if lags else ""
-    return f"last heartbeat of the controller: {_duration(since)} ago{longest}"
+    return f"last heartbeat of the controller: {since} ago{longest}"
 
 
 def last_error(run: Path) -> str | None:
@@ -194,7 +192,3 @@ def last_error(run: Path) -> str | None:
             more = (run / "logs" / "controller.log") if role == "controller" else file.with_name("nodes")
             return f"{role}: exit code {code}: {own_line(log)} ({log}, {more})"
     return None
-
-
-def _duration(left: timedelta) -> str:
-    return str(timedelta(seconds=max(0, int(left.total_seconds()))))

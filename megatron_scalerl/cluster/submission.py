@@ -1,13 +1,10 @@
 """Submits runs: checks, each of which raises ValueError with one line, the job script in the run's folder, sbatch."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
@@ -23,6 +20,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.collection import listed, resolve, resolve_seeds, same_recipes
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 from megatron_scalerl.recipe.other_names import unknown_key
+from megatron_scalerl.record import record
 
 STARTUP_S, SAVE_S = 600.0, 300.0
 """Assumed seconds until the first step, and of a step and its checkpoint, where the run has no records of them."""
@@ -56,7 +54,7 @@ def recipes_of(
     for item in (each for each in items if each.name not in same):
         own = resolve_seeds(item, base, overrides, range(1, seeds + 1)) if seeds else [resolve(item, base, overrides)]
         for recipe in own:
-            other = folders.setdefault(Path(recipe.run_dir).absolute(), item.file)
+            other = folders.setdefault(recipe.run_dir.absolute(), item.file)
             if other != item.file:
                 raise ValueError(
                     f"{item.file}: has the same run folder as {other} ({recipe.run_dir}); give it another name"
@@ -164,7 +162,7 @@ def _plan(
     site: Site,
     partition: Partition,
 ) -> JobPlan:
-    runs = tuple(Path(recipe.run_dir).absolute() for recipe in recipes)
+    runs = tuple(recipe.run_dir.absolute() for recipe in recipes)
     if request.nodes > 1 and any(recipe.engine.colocate for recipe in recipes):
         raise ValueError(f"--nodes: {request.nodes} is too many: engine.colocate runs on one node")
     times = [times_of(run, startup_s=request.startup_seconds, save_s=request.save_seconds) for run in runs]
@@ -221,7 +219,7 @@ def submitting(run: Path) -> Iterator[None]:
         os.close(handle)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Times:
     """How long a run takes to start and to save."""
 

@@ -1,13 +1,9 @@
 """`megatron-scalerl contamination TRAINING --data FILE`: training prompts that contain evaluation problems."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
 
 SHOWN = 5
 """Hits that are printed for each file."""
@@ -54,16 +50,15 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     written = {}
     for file in files:
         found = contamination(training, file.problems, n=arguments.words)
-        console.print(f"{printable(file.path)}: {found.line()}", highlight=False)
+        console.print(f"{printable(file.path)}: {found.line()}")
         for hit in found.hits[:SHOWN]:
             console.print(
                 f"  {hit.share:.0%} of {printable(hit.problem.where)} in {printable(hit.training.where)}",
-                highlight=False,
             )
-            console.print(f"    {shortened(hit.problem.text)}", highlight=False)
-            console.print(f"    {shortened(hit.training.text)}", highlight=False)
+            console.print(f"    {shortened(hit.problem.text)}")
+            console.print(f"    {shortened(hit.training.text)}")
         if found.all_hits > SHOWN:
-            console.print(f"  and {found.all_hits - SHOWN} more", highlight=False)
+            console.print(f"  and {found.all_hits - SHOWN} more")
         written[file.path] = {"line": found.line(), "hits": found.rows()}
     if arguments.json is not None:
         write_durably(arguments.json, msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n")

@@ -1,7 +1,5 @@
 """The command line of the converter: `megatron-scalerl convert to-megatron | to-hf | verify`."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path
@@ -10,6 +8,7 @@ from rich.console import Console
 
 from megatron_scalerl.checkpoints.assembly import HF_NAMES
 from megatron_scalerl.checkpoints.conversion import Options, Summary
+from megatron_scalerl.processes.logs import size
 from megatron_scalerl.recipe.hub import hint, local_path
 
 EPILOG = """examples:
@@ -28,23 +27,16 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """
     started = time.monotonic()
     summary = arguments.convert(arguments, console)
-    console.print(_summary_line(arguments, summary, time.monotonic() - started), highlight=False)
+    console.print(_summary_line(arguments, summary, time.monotonic() - started))
     return 0
 
 
 def _summary_line(arguments: argparse.Namespace, summary: Summary, seconds: float) -> str:
-    size = f"{summary.tensors} tensors, {_size(summary.nbytes)}"
+    written = f"{summary.tensors} tensors, {size(summary.nbytes)}"
     if arguments.name == "verify":
-        return f"{arguments.first} and {arguments.second}: {size}, equal bit for bit"
+        return f"{arguments.first} and {arguments.second}: {written}, equal bit for bit"
     verified = ", compared bit for bit" if summary.verified else ""
-    return f"{arguments.out}: {size} in {seconds:.1f} s{verified}"
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << scale:
-            return f"{nbytes / (1 << scale):.2f} {unit}"
-    return f"{nbytes} bytes"
+    return f"{arguments.out}: {written} in {seconds:.1f} s{verified}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,5 @@
 """`megatron-scalerl engine --join RUN`: add an engine on this host to a run that another host's controller serves."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os
@@ -10,10 +8,8 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
 
 EPILOG = """examples:
   megatron-scalerl engine --join runs/my_run              until the run ends, or SIGTERM

@@ -91,12 +91,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         keys = evaluated.keys(k)
         left = len(result.missing(keys))
         if left < len(keys):
-            console.print(f"{len(keys) - left} of {len(keys)} completions are there", highlight=False)
+            console.print(f"{len(keys) - left} of {len(keys)} completions are there")
         if left:
-            console.print("starting the engines", highlight=False)
+            console.print("starting the engines")
 
         def ready() -> None:
-            console.print(f"generating {left} completions", highlight=False)
+            console.print(f"generating {left} completions")
 
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("completions", total=len(keys), completed=len(keys) - left)
@@ -166,23 +166,22 @@ def _report(
             at = "" if last.budget is None else f" at a budget of {last.budget:,}"
             console.print(
                 f"mean@{last.k}{at} of the {last.clean.prompts} problems that no training prompt hits: {last.clean}",
-                highlight=False,
             )
     for name, contaminated in contaminations.items():
-        console.print(f"{printable(name)}: {contaminated.line()}", highlight=False)
+        console.print(f"{printable(name)}: {contaminated.line()}")
     saturations = {}
     for name in names:
         if (found := compare_budgets([c for c in made if c.file == name], margin=arguments.margin)) is not None:
             saturations[name] = found
             console.print(gains_table(found).rich())
-            console.print(f"{printable(name)}: {found.line()}", highlight=False)
+            console.print(f"{printable(name)}: {found.line()}")
     _print_examples(arguments.examples, evaluated, result, console)
     path = result.finish(as_json(summaries, saturations, contaminations, header=header))
-    console.print(f"summary: {path}", highlight=False)
+    console.print(f"summary: {path}")
     if saturations:
         title = f"{printable(Path(arguments.folder).name)}: pass rate against thinking"
         picture = plot_budgets(result.folder / "budgets.png", summaries, saturations, title=title)
-        console.print(f"picture: {picture}", highlight=False)
+        console.print(f"picture: {picture}")
 
 
 def _print_examples(count: int, evaluated: Evaluated, result: ResultFile, console: Console) -> None:

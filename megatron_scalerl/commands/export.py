@@ -3,32 +3,27 @@
 The checkpoint is read tensor by tensor, whatever layout it was trained in; no model is built.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.recipe.file import load_run_recipe
 
-if TYPE_CHECKING:
-    from rich.console import Console
 
-
-def export(run_dir: str | Path, out: str | Path) -> int:
+def export(run_dir: Path, out: Path) -> int:
     """Write the policy of the newest checkpoint to `out` and return its step.
 
     Raises ValueError if the run has no complete checkpoint or `out` exists.
     """
-    run_dir = Path(run_dir)
     newest = commit.latest(run_dir / "checkpoints")
     if newest is None:
         raise ValueError(f"{run_dir / 'checkpoints'}: expected a checkpoint with its COMMIT file, found none")
     from megatron_scalerl.checkpoints.to_hf import to_hf  # imports torch: only once there is something to export
 
     step: int = commit.read_commit(newest)["step"]
-    to_hf(newest, out, like=load_run_recipe(run_dir).policy.path)
+    to_hf(newest, out, like=Path(load_run_recipe(run_dir).policy.path))
     return step
 
 
@@ -38,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Write the policy of a run's newest checkpoint as a Hugging Face folder, which transformers and vLLM load."
     )
     parser.epilog = "example:\n  megatron-scalerl export runs/my_run --out models/trained"
-    parser.add_argument("run_dir", metavar="RUN", help="folder of the run")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Export. Raises ValueError where the run has no complete checkpoint or the output folder exists."""
 
     step = export(arguments.run_dir, arguments.out)
-    console.print(f"{arguments.out}: the policy of step {step}", highlight=False)
+    console.print(f"{arguments.out}: the policy of step {step}")
     return 0

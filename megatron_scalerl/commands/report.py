@@ -1,14 +1,10 @@
 """`megatron-scalerl report RUN`: gain, cost and forecast of a run, and its page as one file."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`megatron-scalerl watch RUN` shows the same with all completions."
     )
     parser.epilog = "example:\n  megatron-scalerl report runs/my_run --html page.html"
-    parser.add_argument("run_dir", metavar="RUN", help="folder of the run; with --html also of runs")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run; with --html also of runs")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run, at most 25 MB")
     parser.add_argument("--json", metavar="OUT|-", help="write the page's numbers as JSON; - prints only the JSON")
     parser.add_argument(
@@ -59,9 +55,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         if arguments.group:
             raise ValueError(f"--group: expected one run with it, found the folder of runs {arguments.run_dir}")
         count = write_runs_page(arguments.run_dir, arguments.html)
-        console.print(f"page: {arguments.html}, with {count} runs", highlight=False)
+        console.print(f"page: {arguments.html}, with {count} runs")
         return 0
     groups, left_out = write_page(arguments.run_dir, arguments.html, group_ids=arguments.group)
     left = f", {left_out} left out: no longer stored, unreadable, or no room in the file" if left_out else ""
-    console.print(f"page: {arguments.html}, with {groups} groups{left}", highlight=False)
+    console.print(f"page: {arguments.html}, with {groups} groups{left}")
     return 0

@@ -1,14 +1,10 @@
 """`megatron-scalerl sft RECIPE --out DIR`: supervised warm start of the recipe's policy."""
 
-from __future__ import annotations
-
 import argparse
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from megatron_scalerl.commands.train import add_recipe, recipe_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 EPILOG = """example:
   megatron-scalerl sft my_run.yaml sft.path=data/warm_start.jsonl --out models/warm

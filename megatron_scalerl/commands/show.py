@@ -1,7 +1,5 @@
 """`megatron-scalerl show RUN`: one completion of a run with its forced tokens and policy versions marked."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from itertools import groupby
@@ -58,15 +56,14 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
 
     Raises ValueError if the run has no such finished group.
     """
-    trained_in = trained_steps(run_dir)
+    trained_in = {group: record.step for record in read_history(run_dir).batches for group in record.group_ids}
     chosen: ListedGroup | None = None
     seen: set[int] = set()
     for listed in listed_groups(run_dir):
         seen.add(listed.group_id)
-        trained = listed.step if listed.step is not None else trained_in.get(listed.group_id)
         if group_id is not None and listed.group_id != group_id:
             continue
-        if step is not None and trained != step:
+        if step is not None and trained_in.get(listed.group_id) != step:
             continue
         if interrupted and not listed.interrupted:
             continue
@@ -81,15 +78,7 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
         wanted += ["an interrupted completion"] * interrupted
         expected = " and ".join(wanted) or "finished groups"
         raise ValueError(f"{run_dir}: expected {expected}, found none among {len(seen)} finished groups")
-    group = chosen.read()
-    if group.get("step") is None:
-        group["step"] = trained_in.get(chosen.group_id)
-    return group
-
-
-def trained_steps(run_dir: Path) -> dict[int, int]:
-    """Group id -> optimizer step that trained it, from the run's journal if there is one."""
-    return {group: record.step for record in read_history(run_dir).batches for group in record.group_ids}
+    return chosen.read() | {"step": trained_in.get(chosen.group_id)}
 
 
 def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) -> None:

@@ -73,34 +73,34 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     recipes, same = _recipes(arguments)
     for name, other in same.items():
-        console.print(f"{name}: the same recipe as {other} here; left out", highlight=False)
+        console.print(f"{name}: the same recipe as {other} here; left out")
     files = {recipe.name: _file(recipe) for recipe in recipes}
     for recipe in recipes:
         files[recipe.name].parent.mkdir(parents=True, exist_ok=True)
         write_durably(files[recipe.name], dump_recipe(recipe).encode())
-    failed: list[str] = []
-    finished: list[str] = []
+    failed: list[Path] = []
+    finished: list[Path] = []
     for recipe in recipes:
-        ends = read_jsonl(Path(recipe.run_dir) / END)
+        ends = read_jsonl(recipe.run_dir / END)
         code = int(any(end.get("gave_up") for end in ends))
         if not ends:
-            console.print(f"{recipe.name}: starts or goes on", highlight=False)
+            console.print(f"{recipe.name}: starts or goes on")
             code = supervise([*PROGRAM, str(files[recipe.name])], recipe.run_dir, restarts=0)
         if code == SAVED_CODE or code - 128 in SIGNALS:
             return code
         (failed if code else finished).append(recipe.run_dir)
-        console.print(f"{len(failed) + len(finished)} of {len(recipes)} runs have ended", highlight=False)
+        console.print(f"{len(failed) + len(finished)} of {len(recipes)} runs have ended")
     try:
         if len(finished) > 1:
             _compare(arguments, finished, same, console)
     except ValueError as error:
         if not failed:
             raise
-        console.print(f"not compared: {error}", highlight=False)
+        console.print(f"not compared: {error}")
     if failed:
         raise RuntimeError(
-            f"{len(failed)} runs failed: {', '.join(failed)}; the same command goes on with those that did not give "
-            "up"
+            f"{len(failed)} runs failed: {', '.join(map(str, failed))}; the same command goes on with those that "
+            "did not give up"
         )
     return 0
 
@@ -110,13 +110,13 @@ def _file(recipe: Recipe) -> Path:
 
 
 def _compare(
-    arguments: argparse.Namespace, folders: Sequence[str], same: Mapping[str, str], console: Console
+    arguments: argparse.Namespace, folders: Sequence[Path], same: Mapping[str, str], console: Console
 ) -> None:
     """Print and write what `fit --compare` says about the runs."""
     from megatron_scalerl.fit import command
 
     out = Path(arguments.out)
-    words = [*folders, "--compare", "--json", str(out / "comparison.json")]
+    words = [*map(str, folders), "--compare", "--json", str(out / "comparison.json")]
     words += ["--plot", str(out / "curves.png"), "--html", str(out / "study.html")]
     for text in arguments.reference:
         words += ["--reference", "=".join(same.get(name, name) for name in text.split("="))]

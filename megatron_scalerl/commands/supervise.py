@@ -8,8 +8,6 @@ exit), also before it had handlers for them. A child that was killed or failed r
 child ends when this process does, however that exits (`processes.parent_death`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -43,7 +41,7 @@ _NOT_STARTED = (2, IN_USE_CODE)
 """A user error, a run in use: final at the first start only. A port that a dying engine still holds is one, too."""
 
 
-def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> int:
+def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
     """Run `command` until it ends for good; returns its exit code, 1 for one that was killed by another signal.
 
     restarts: starts after a failure without a new checkpoint in RUN/checkpoints in between. SIGINT, SIGTERM and
@@ -64,7 +62,7 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
 
     before = {number: signal.signal(number, on_signal) for number in _HANDLED}
     try:
-        first, failures, newest = True, 0, latest(Path(run_dir) / "checkpoints")
+        first, failures, newest = True, 0, latest(run_dir / "checkpoints")
         takeover = Takeover(run_dir)
         while True:
             # a session of its own: a terminal's SIGINT reaches the child once, from here
@@ -82,7 +80,7 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
             if code in _FINAL or stopped_by or gave_up or (code in _NOT_STARTED and first):
                 return code if code >= 0 else 1
             first = False
-            reached = latest(Path(run_dir) / "checkpoints")
+            reached = latest(run_dir / "checkpoints")
             failures, newest = (failures if reached == newest else 0) + 1, reached
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
             if failures > restarts:
@@ -101,13 +99,13 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
             signal.signal(number, handler)
 
 
-def _gave_up(run_dir: str | Path) -> bool:
-    return any(row.get("gave_up") for row in read_jsonl(Path(run_dir) / "end.json"))
+def _gave_up(run_dir: Path) -> bool:
+    return any(row.get("gave_up") for row in read_jsonl(run_dir / "end.json"))
 
 
-def _written(run_dir: str | Path, name: str) -> tuple[int, int] | None:
+def _written(run_dir: Path, name: str) -> tuple[int, int] | None:
     """What changes when a file of the run is appended to or written anew; None for one that is missing."""
-    file = Path(run_dir) / name
+    file = run_dir / name
     if not file.exists():
         return None
     status = file.stat()

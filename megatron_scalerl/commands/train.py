@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         transport=recipe.weights.transport,
     )
     reason = train(recipe, console, hosts)
-    console.print(f"{recipe.run_dir}: {reason}", highlight=False)
+    console.print(f"{recipe.run_dir}: {reason}")
     return 0
 
 

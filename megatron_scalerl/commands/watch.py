@@ -1,15 +1,11 @@
 """`megatron-scalerl watch RUN`: the page of a run, or of several runs, in a browser, while they write."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "writes nothing itself. Ctrl-C ends it."
     )
     parser.epilog = "example:\n  megatron-scalerl watch runs/my_run"
-    parser.add_argument("run_dir", metavar="RUN", nargs="?", help="folder of the run, or of runs")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", nargs="?", help="folder of the run, or of runs")
     parser.add_argument("--demo", action="store_true", help="show a small recorded run of this package")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port; by default one that is free")
 
@@ -46,7 +42,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-async def _serve(folder: str | Path, one: bool, port: int, console: Console) -> None:
+async def _serve(folder: Path, one: bool, port: int, console: Console) -> None:
     from megatron_scalerl.page.server import PageServer, RunPage, RunsPage
 
     server = PageServer(RunPage(folder) if one else RunsPage(folder))
@@ -54,5 +50,5 @@ async def _serve(folder: str | Path, one: bool, port: int, console: Console) -> 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
     async with server.serving(port):
-        console.print(server.url, highlight=False)
+        console.print(server.url)
         await ended.wait()

@@ -12,27 +12,25 @@ first time stays on the axis, the repetition is `lost`. The time between the las
 well, up to the last heartbeat row in the file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
+from megatron_scalerl.record import record
 from megatron_scalerl.types import ComputeUnit
 
 Role = Literal["startup", "trainer", "engine", "validation", "evaluation", "lost"]
 Phase = Literal["startup", "produce", "train", "validate", "replay", "crash"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Charge:
     """Devices held by one role in one window of time."""
 
@@ -63,12 +61,12 @@ class Ledger:
     The charges of one window are written together, the trainer's last: it marks the window as complete.
     """
 
-    def __init__(self, path: str | Path, unit: ComputeUnit, *, incarnation: str) -> None:
+    def __init__(self, path: Path, unit: ComputeUnit, *, incarnation: str) -> None:
         """Open or create, and charge what a crash left uncharged.
 
         Raises ValueError for a file in another unit, and for a row that is no charge.
         """
-        self.path, self.unit = Path(path), unit
+        self.path, self.unit = path, unit
         self._incarnation = incarnation
         header, *rows = read_jsonl(self.path) or [{"unit": unit}]
         if header.get("unit") != unit:

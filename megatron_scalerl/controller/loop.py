@@ -41,8 +41,6 @@ A request to save and exit (`processes.signals`) lets a step, a checkpoint and t
 finished, and cancels everything else (`_leave`). The launcher ends the processes (`launch.launcher`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence

@@ -18,8 +18,6 @@ leave the version meanwhile; an engine that is started again cannot get it any m
 that holds it is evicted, the validation cannot end: VersionLost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
@@ -35,6 +33,7 @@ from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.evaluation.completing import Finished, HeldEngineLost, Pinned, Request, complete_all
 from megatron_scalerl.evaluation.inputs import Evaluated
 from megatron_scalerl.evaluation.results import ProblemLost
+from megatron_scalerl.processes.child_process import cancelled
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
@@ -210,8 +209,7 @@ class Measurement:
     async def close(self) -> None:
         """Cancel the one in progress, if any; what it has completed stays."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancelled(self._task)
         await self._prompts.close()
 
 

@@ -17,14 +17,12 @@ digest, the evaluation goes on with them; where it begins after that step, a row
 that is recorded is never made again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,6 +41,7 @@ from megatron_scalerl.evaluation.summaries import FileSummary, as_json, summarie
 from megatron_scalerl.fit.outlook import outlook
 from megatron_scalerl.prompts.dataset import first_of_each_task
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
 from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt, TaskPassRate
 
@@ -53,7 +52,7 @@ _STEP = re.compile("step-([0-9]+)")
 """Name of the folder of an evaluation; one that began anew left another name."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class PinnedVersion:
     """The policy version that is measured. Produced by `measure.Measurement.begin`."""
 

@@ -10,25 +10,24 @@ for the training completions that were in flight on it, `engine`, in proportion 
 each in the window; to the measurement where it finished none. The other engines' time is then the training's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from megatron_scalerl.controller.ledger import Ledger, Phase, Role
 from megatron_scalerl.controller.run_folder import ResumePoint
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.launch.placement import Devices
+from megatron_scalerl.processes.child_process import cancelled
+from megatron_scalerl.record import record
 
 HEARTBEAT_S = 10.0
 """Seconds between heartbeats: the longest time that a crash leaves uncharged."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class BatchTime:
     """Both windows of one batch together."""
 
@@ -246,5 +245,4 @@ async def metering(meter: Meter) -> AsyncIterator[None]:
             meter.charge_crash()
         raise
     finally:
-        heartbeats.cancel()
-        await asyncio.gather(heartbeats, return_exceptions=True)
+        await cancelled(heartbeats)

@@ -162,11 +162,10 @@ class Metrics:
     """
 
     def __init__(
-        self, run_dir: str | Path, name: str, *, step: int, batches: int, last_step: int, sinks: Iterable[Sink] = ()
+        self, run_dir: Path, name: str, *, step: int, batches: int, last_step: int, sinks: Iterable[Sink] = ()
     ) -> None:
         """step, batches: of the checkpoint to resume from. last_step: newest step in the journal. sinks: more of
         them, which get the records of this attempt."""
-        run_dir = Path(run_dir)
         steps, validations, by_prompt = (
             run_dir / f"{name}.jsonl" for name in ("metrics", "validation", "validation_by_prompt")
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,8 +21,10 @@ from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.run_folder import RunState
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.launch.placement import Fleet
+from megatron_scalerl.processes.child_process import cancelled
 from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.completions import completions_of
 from megatron_scalerl.rollouts.stream import RolloutStream
 from megatron_scalerl.types import RolloutGroup, StepReport
@@ -31,7 +32,7 @@ from megatron_scalerl.types import RolloutGroup, StepReport
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class SentBatch:
     """A batch after the filters. Produced by `Sender.send`."""
 
@@ -106,8 +107,7 @@ class Ahead:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancelled(self._task)
 
 
 class Overlap:

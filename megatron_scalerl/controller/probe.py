@@ -5,8 +5,6 @@ the received bytes is not sufficient: it does not cover the copies that an engin
 repacks weights, where no digest reaches them).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -60,7 +58,10 @@ class Scored(NamedTuple):
 
 def judged(tokens: Sequence[Scored], tolerance: float) -> str:
     """What is wrong with an engine's log-probs, empty if nothing is. A NaN is wrong."""
-    mean, worst = fmean(each.difference for each in tokens), max(tokens, key=_worst)
+    mean, worst = (
+        fmean(each.difference for each in tokens),
+        max(tokens, key=lambda t: (math.isnan(t.difference), t.difference)),
+    )
     if mean <= tolerance and worst.difference <= FAR * tolerance:
         return ""
     return (
@@ -69,10 +70,6 @@ def judged(tokens: Sequence[Scored], tolerance: float) -> str:
         f"completion of {worst.prompt_id}, id {worst.token_id}, has {worst.trainer:.4g} at the trainer and "
         f"{worst.engine:.4g} here"
     )
-
-
-def _worst(token: Scored) -> float:
-    return math.inf if math.isnan(token.difference) else token.difference
 
 
 class Probe:

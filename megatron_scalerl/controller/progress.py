@@ -1,7 +1,5 @@
 """Console output of a run: one line per step and per validation, and a progress bar."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +47,7 @@ class Progress:
             return
         if not self._header_printed:
             self._header_printed = True
-            self._console.print(HEADER, style="bold", highlight=False)
+            self._console.print(HEADER, style="bold")
         self._console.print(
             f"{step:5d}  {record['reward']:+6.3f}  {record['train_pass_rate']:4.2f}"
             f"  {record['staleness_mean']:6.2f} {record['staleness_max']:5.0f}   "
@@ -58,16 +56,15 @@ class Progress:
             f"  {record['generated_tokens_per_second']:9.0f}"
             f"  {record['wait_for_batch_seconds'] + record['pinned_seconds']:13.2f}s"
             f" {record['engine_paused_seconds'] + record['engine_idle_seconds']:5.2f}s",
-            highlight=False,
         )
 
     def skipped(self, step: int, why: str) -> None:
         """Show a batch without an optimizer step."""
-        self._console.print(f"{step:5d}  all samples of the batch are filtered out, no step: {why}", highlight=False)
+        self._console.print(f"{step:5d}  all samples of the batch are filtered out, no step: {why}")
 
     def outlook(self, found: Outlook) -> None:
         """Show the forecast of the run's end that a validation led to."""
-        self._console.print(f"{found.step:5d}  forecast {found.line()}", style="cyan", highlight=False)
+        self._console.print(f"{found.step:5d}  forecast {found.line()}", style="cyan")
 
     def validation(self, result: PassRate) -> None:
         """Show one validation."""
@@ -79,5 +76,4 @@ class Progress:
             f" interrupted {result.interrupted_share:.3f}, truncated {result.truncated_share:.3f}"
             f"{'' if result.entropy is None else f', entropy {result.entropy:.3f}'})",
             style="green",
-            highlight=False,
         )

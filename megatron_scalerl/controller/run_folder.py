@@ -11,8 +11,6 @@ journal.jsonl    rollouts/ ledger.jsonl metrics.jsonl validation.jsonl tensorboa
 docs/runs.md says at which moment each file is written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -21,7 +19,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +28,7 @@ from msgspec import Meta
 from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
-from megatron_scalerl.checkpoints.safe_check import check_checkpoint
+from megatron_scalerl.checkpoints.safe_index import check_checkpoint
 from megatron_scalerl.fit.inputs import differing
 from megatron_scalerl.launch.placement import Attempt
 from megatron_scalerl.processes.signals import IN_USE_CODE
@@ -39,6 +36,7 @@ from megatron_scalerl.prompts.dataset import PROMPTS_CHANGED
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_run_recipe
 from megatron_scalerl.recipe.parallel_layout import MODEL_KEYS, sizes_of
+from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.history import History, check_groups
 from megatron_scalerl.rollouts.journal import Position
 from megatron_scalerl.rollouts.store import check_position
@@ -90,8 +88,9 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "telemetry.metrics_port",
         "telemetry.metrics_host",
         "telemetry.metrics_access",
-        # three that have left, of runs that were begun with them
+        # four that have left, of runs that were begun with them
         "telemetry.trace_steps",
+        "weights.anchor_every",
         "weights.store",
         "weights.store_gib",
         "telemetry.profile_steps",
@@ -126,7 +125,7 @@ class RunState:
         """Digest of its weights."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ResumePoint:
     """The state from which an attempt starts."""
 
@@ -178,7 +177,7 @@ class RunFolder:
 
     def __init__(self, recipe: Recipe) -> None:
         """Create or reopen. Raises RecipeError if the folder belongs to another recipe, RunInUse if it is locked."""
-        self.path = Path(recipe.run_dir)
+        self.path = recipe.run_dir
         check_recipe(recipe)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -273,7 +272,7 @@ class RunFolder:
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises RecipeError if the run's folder contains other files, or a run of another recipe."""
-    folder = Path(recipe.run_dir)
+    folder = recipe.run_dir
     if not (folder / "recipe.yaml").exists():
         if folder.exists() and not all(_is_leftover(item) for item in folder.iterdir()):
             raise RecipeError(f"{folder}: expected an empty folder or a run, found files without recipe.yaml")
@@ -293,7 +292,7 @@ def check_recipe(recipe: Recipe) -> None:
             )
 
 
-def resume_point(run_dir: str | Path, check: Callable[[Path], object] = check_checkpoint) -> ResumePoint:
+def resume_point(run_dir: Path, check: Callable[[Path], object] = check_checkpoint) -> ResumePoint:
     """The newest intact checkpoint of a run. check: raises ValueError for a damaged one.
 
     Raises RuntimeError if there are checkpoints and all are damaged.
@@ -303,7 +302,7 @@ def resume_point(run_dir: str | Path, check: Callable[[Path], object] = check_ch
         check(path)
         return controller_state(path)
 
-    path, damaged = commit.latest_whole(Path(run_dir) / "checkpoints", state_of)
+    path, damaged = commit.latest_whole(run_dir / "checkpoints", state_of)
     if path is None:
         return ResumePoint()
     state = controller_state(path)
@@ -317,16 +316,16 @@ def resume_point(run_dir: str | Path, check: Callable[[Path], object] = check_ch
     )
 
 
-def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> None:
+def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
     """Raises RuntimeError if journal, store or a record end before the checkpoint, that is if anything is lost."""
-    journal = Path(run_dir) / "journal.jsonl"
+    journal = run_dir / "journal.jsonl"
     if len(history.batches) < start.batches:
         raise RuntimeError(
             f"{journal}: expected at least the {start.batches} batches of {start.checkpoint}, "
             f"found {len(history.batches)}"
         )
     for name, rows in start.record_rows:
-        record = Path(run_dir) / name
+        record = run_dir / name
         left = rows_of(record)
         if left < rows:
             raise RuntimeError(
@@ -349,7 +348,7 @@ def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> 
             )
     try:
         if position is not None:
-            check_position(Path(run_dir) / "rollouts", position.segment, position.offset)
+            check_position(run_dir / "rollouts", position.segment, position.offset)
         check_groups(run_dir, history, start.batches)
     except ValueError as error:
         raise RuntimeError(str(error)) from None
@@ -365,7 +364,7 @@ def rows_of(record: Path) -> int:
 
 def finished(recipe: Recipe, point: ResumePoint) -> str | None:
     """Why the run in the folder is finished, None if it is not."""
-    folder = Path(recipe.run_dir)
+    folder = recipe.run_dir
     if point.checkpoint is None:
         return None
     for end in read_jsonl(folder / END):

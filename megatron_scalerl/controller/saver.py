@@ -9,8 +9,6 @@ With checkpoint.async_save the trainer stops only while its ranks copy their sta
 one before it. One checkpoint is written at a time: the next one waits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import msgspec

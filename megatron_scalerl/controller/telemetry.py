@@ -1,9 +1,8 @@
 """The run for Prometheus: its metrics, the HTTP endpoint that serves them, and the files that name it.
 
     GET /metrics                  the run, read at the moment of a scrape, between two tasks of the event loop
-    GET /metrics/engines/NAME     an engine's own page
     RUN/metrics/token             the bearer token, mode 0600; kept from one start of the run to the next
-    RUN/metrics/targets.json      the endpoint and every engine, as Prometheus' file_sd reads them
+    RUN/metrics/targets.json      the endpoint, as Prometheus' file_sd reads them
     RUN/metrics/prometheus.yml    a whole configuration; its scrape_configs fit into any other
 
 The folder has mode 0700: nobody but its owner reads what is in it.
@@ -11,13 +10,7 @@ The folder has mode 0700: nobody but its owner reads what is in it.
 Device-seconds come from the ledger, which a restart continues, so that these counters never fall. All other counters
 begin at 0 with the process of the controller, which Prometheus' `rate` and `increase` expect of a restart. Numbers of
 the last step and the last validation are absent until this process has made one.
-
-An engine's vLLM server requires the run's secret, which rules the whole engine, and listens at another port after
-every start. So Prometheus gets neither: the endpoint fetches an engine's page with the secret, over TLS where the
-engine is on another host, and passes it on to who has the token, which only reads.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -34,11 +27,10 @@ import yaml
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, choose_encoder
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import EngineState, Member
 from megatron_scalerl.launch.hosts import takes_gpus
 from megatron_scalerl.processes.secret_file import read_secret, write_secret
@@ -49,14 +41,12 @@ logger = logging.getLogger(__name__)
 PREFIX = "scalerl"
 SUMMED = ("tokens", "weight_bytes")
 """Keys of a step's record whose values are added up, as are the keys that end in `_seconds`."""
-METRICS_PATH, ENGINE_PATH = "/metrics", "/metrics/engines/"
+METRICS_PATH = "/metrics"
 INTERVAL = "15s"
-ENGINE_TIMEOUT_S = 8.0
-"""Seconds for an engine's answer: below Prometheus' own limit of 10 s, so that it learns which engine is silent."""
 MOST_CONNECTIONS = 64
 """At a time; further ones are closed at once, so that no user of this host takes the files that the run needs."""
 CONNECTION_S = 60.0
-"""Seconds after which a connection takes no further request. It is closed when an engine's answer must be there."""
+"""Seconds after which a connection takes no further request."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -173,33 +163,21 @@ class Endpoint:
     def __init__(self, collector: RunCollector, run_dir: Path, *, name: str, address: str, token: str | None) -> None:
         """name: of the run. address: host:port at which Prometheus finds the endpoint. token: what a request has to
         bring; None: nothing."""
-        self._collector, self._name, self._address = collector, name, address
-        self._folder = _folder(run_dir).absolute()
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._folder.chmod(0o700)
+        folder = _folder(run_dir).absolute()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)
+        self._registry = collector.registry
         self._expected = None if token is None else f"Bearer {token}".encode()
-        self._engines: list[str] | None = None
         job: dict[str, object] = {"job_name": f"scalerl/{name}"}
         if token is not None:
-            job["authorization"] = {"credentials_file": str(self._folder / "token")}
-        job["file_sd_configs"] = [{"files": [str(self._folder / "targets.json")]}]
+            job["authorization"] = {"credentials_file": str(folder / "token")}
+        job["file_sd_configs"] = [{"files": [str(folder / "targets.json")]}]
         config = {"global": {"scrape_interval": INTERVAL}, "scrape_configs": [job]}
-        write_durably(self._folder / "prometheus.yml", yaml.safe_dump(config, sort_keys=False).encode())
-        self._list_engines([])
+        write_durably(folder / "prometheus.yml", yaml.safe_dump(config, sort_keys=False).encode())
+        target = {"targets": [address], "labels": {"run": name}}
+        write_durably(folder / "targets.json", json.dumps([target]).encode())
         self.app = web.Application(middlewares=[self._authorized])
         self.app.router.add_get(METRICS_PATH, self._metrics)
-        self.app.router.add_get(ENGINE_PATH + "{name}", self._engine)
-
-    def _list_engines(self, names: list[str]) -> None:
-        """Write the targets if the engines are others than before. Raises OSError."""
-        if self._engines == names:
-            return
-        targets = [self._target(METRICS_PATH, {}), *(self._target(ENGINE_PATH + n, {"server": n}) for n in names)]
-        write_durably(self._folder / "targets.json", json.dumps(targets, indent=1).encode())
-        self._engines = names
-
-    def _target(self, path: str, labels: dict[str, str]) -> dict[str, object]:
-        return {"targets": [self._address], "labels": {"__metrics_path__": path, "run": self._name, **labels}}
 
     @web.middleware
     async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -210,26 +188,8 @@ class Endpoint:
         return await handler(request)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        try:
-            await asyncio.to_thread(self._list_engines, [member.name for member in self._collector.members()])
-        except OSError as error:  # a full disk may recover; the metrics say more than the file
-            logger.warning("the targets of Prometheus are not written: %s", error)
         encode, kind = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(self._collector.registry), headers={"Content-Type": kind})
-
-    async def _engine(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"]
-        member = next((m for m in self._collector.members() if m.name == name), None)
-        if member is None or member.client is None:
-            return web.Response(status=404 if member is None else 503, text=f"{name!a}: no server is there\n")
-        try:
-            async with asyncio.timeout(ENGINE_TIMEOUT_S):
-                page = await member.client.get(METRICS_PATH)
-        except TimeoutError:
-            return web.Response(status=504, text=f"{name}: no answer within {ENGINE_TIMEOUT_S:g} s\n")
-        except EngineError as error:
-            return web.Response(status=502, text=f"{error}\n")
-        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=encode(self._registry), headers={"Content-Type": kind})
 
 
 @contextlib.asynccontextmanager
@@ -309,7 +269,7 @@ def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
         made = server()
         at_once = len(server.connections) >= MOST_CONNECTIONS
         loop.call_later(0.0 if at_once else CONNECTION_S, made.force_close if at_once else made.close)
-        loop.call_later(CONNECTION_S + ENGINE_TIMEOUT_S + 1.0, made.force_close)
+        loop.call_later(CONNECTION_S + 1.0, made.force_close)
         return made
 
     return connection

@@ -6,8 +6,6 @@ store has, that is the mismatch of each token. Expert choices of the engine are 
 batches that it trains again.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,10 +29,8 @@ class TokenScores:
 
     async def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Before the step on these groups: score and write some, if it is due. Raises as `TrainerClient`, OSError."""
-        if self._every and step % self._every == 0:
-            await self._record(step, groups)
-
-    async def _record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        if not self._every or step % self._every:
+            return
         chosen = [(group, index) for group in _telling(groups) for index in _ends(group)]
         if not chosen:
             return

@@ -86,7 +86,7 @@ def log_failures(log: str | Path) -> Iterator[None]:
     # a path may hold bytes that are not UTF-8
     text = io.TextIOWrapper(open_log(Path(log)), "utf8", "backslashreplace")
     try:
-        with log_to_file(text, "controller"), _failures(log):
+        with log_to_file(text), _failures(log):
             yield
     finally:
         with contextlib.suppress(OSError):  # of a full disk, which would take the place of the run's failure

@@ -20,14 +20,11 @@ others take part that have, or if they are alone (`catch_up`); without such engi
 WeightUpdateError.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -37,6 +34,7 @@ from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.processes.child_process import time_limit
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.plan import (
@@ -139,7 +137,7 @@ class _Phases:
             raise RuntimeError(f"no answer within {self._limit_s:g} s (weights.timeout_s)") from err
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class WeightUpdate:
     """One finished weight update."""
 
@@ -344,7 +342,6 @@ class WeightSync:
             timeout_s=section.timeout_s,
             connect_timeout_s=section.connect_timeout_s,
             deltas=await self._deltas(engines, phases),
-            anchor_every=section.anchor_every,
         )
 
         async def join(engine: EngineClient) -> None:

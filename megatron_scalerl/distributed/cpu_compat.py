@@ -5,8 +5,6 @@ Each patch is a function that names the upstream lines (megatron/core/...) that 
 tests/distributed/test_cpu_compat_patches.py shows for each that upstream still fails without it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

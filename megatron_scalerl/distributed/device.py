@@ -5,8 +5,6 @@ layers from `HAVE_TE`. Without a visible GPU `prepare` installs `cpu_compat`, wh
 installed by an import.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -1,7 +1,5 @@
 """The installed versions of the packages that decide what is computed, against the ones that setup.cfg pins."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 from collections.abc import Mapping

@@ -1,13 +1,10 @@
 """Process groups and this rank's coordinates in them. The only file that reads Megatron's parallel_state."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import math
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,11 +15,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.rendezvous import Rendezvous, open_store, use_interface
+from megatron_scalerl.record import record
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Parallel:
     """This rank's coordinates in the parallel layout. Produced by `join_world`."""
 

@@ -12,8 +12,6 @@ access, and a peer of one purpose is refused by the socket of another. CURVE's e
 useless, and every start of a run has a new secret. Messages are msgpack of declared types.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import hashlib

@@ -4,13 +4,10 @@ A malformed response is the engine's fault, which is evicted: EngineError. Sampl
 concern one completion alone: CompletionLost.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from base64 import b64decode
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -18,6 +15,7 @@ import numpy as np
 
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays, narrowest
 from megatron_scalerl.engine.interruption import Plan, tag
+from megatron_scalerl.record import record
 from megatron_scalerl.types import CompletionLost, ExpertChoices
 
 T = TypeVar("T")
@@ -49,7 +47,7 @@ class EngineLost(EngineError):
     """The engine was evicted while a request was in flight; the message names the engine and the reason."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class EngineInfo:
     """An engine's configuration and weights, as its workers report them."""
 
@@ -73,7 +71,7 @@ class EngineInfo:
     """Whether layers without RoPE scale their queries by position; None where the policy has no such layers."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class CoreProgress:
     """Token and request counts of one engine core (one core per data-parallel rank), as its server counts them."""
 
@@ -87,7 +85,7 @@ class CoreProgress:
     """Requests of the core that have at least one token and are not finished."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class EngineProgress:
     """Progress of all cores of an engine, as its server counts it; a hanging core cannot delay it."""
 

@@ -1,7 +1,5 @@
 """Reads the body of an engine's response within a limit of bytes and of time. Runs in the controller."""
 
-from __future__ import annotations
-
 import aiohttp
 
 from megatron_scalerl.engine.answers import EngineError

@@ -5,13 +5,11 @@ its private key. Host names are not compared: a pinned key says more. The agents
 their encrypted socket (`launch.agents`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import ssl
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from cryptography import x509
@@ -20,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from megatron_scalerl.distributed.rendezvous import private_folder
+from megatron_scalerl.record import record
 
 _BEGIN = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _END = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
@@ -27,7 +26,7 @@ _END = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 clock that jumps must not end one."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Certificate:
     """A certificate and its private key. Produced by `make_certificate`."""
 
@@ -45,7 +44,7 @@ class Certificate:
         return context
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class CertificateFiles:
     """A certificate and its private key as files, as vLLM's server reads them."""
 

@@ -5,14 +5,11 @@ Every request carries the run's secret. A generation has no timeout of its own u
 ends every request. A response is limited in size and time (`engine.bodies`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, overload
 
 import aiohttp
@@ -34,6 +31,7 @@ from megatron_scalerl.engine.answers import (
 from megatron_scalerl.engine.bodies import OTHER_BYTES, generation_limit, read_body
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.recipe.process_sections import EngineSection
+from megatron_scalerl.record import record
 from megatron_scalerl.types import CompletionLost, Rollout
 
 T = TypeVar("T")
@@ -67,7 +65,7 @@ WHOLE_DISTRIBUTION: dict[str, Any] = {
 computes, whatever the defaults of the policy's generation_config.json or of a later vLLM."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class SamplingSpec:
     """How one completion is sampled."""
 

@@ -5,8 +5,6 @@ device only where a request enters a slot.
 vLLM's server process loads the class, too, to validate requests.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

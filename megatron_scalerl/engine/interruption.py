@@ -15,8 +15,6 @@ Choices where the paper is silent: the forced end of sequence is removed again (
 that only a forced token completes is not a natural end.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +22,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+
+from megatron_scalerl.record import record
 
 _EXTRA_ARG = "msrl_interruption"
 """Key of a plan in `sampling_params.extra_args`."""
@@ -36,7 +36,7 @@ def draw_cut(seed: int, group_id: int, index: int, low: int, high: int) -> int:
     return random.Random(f"cut/{seed}/{group_id}/{index}").randint(low, high)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Plan:
     """What may be forced on one completion."""
 

@@ -19,11 +19,12 @@ import asyncio
 import enum
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.watchdog import EngineDied
 from megatron_scalerl.processes.child_process import LOG_END
+from megatron_scalerl.record import record
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class EngineState(enum.StrEnum):
 _THERE = (EngineState.SERVING, EngineState.STALE, EngineState.HELD)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Member:
     """One engine at one epoch."""
 

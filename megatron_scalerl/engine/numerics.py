@@ -1,7 +1,5 @@
 """Numerics that trainer and engine must share, and the check that they do. Runs in the controller."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -10,8 +10,6 @@ They change the policy that is sampled from, not how it is sampled: its log-prob
 is the ratio to them, and weights.probe_tolerance bounds the difference.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import importlib.util

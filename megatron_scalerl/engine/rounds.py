@@ -11,8 +11,6 @@ neither prefix cache nor asynchronous scheduling, see `engine.options`).
 Two rounds never overlap, nor does anything else use the engines meanwhile: the caller sees to that.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ and perhaps lost), and `vllm serve` requires a distribution named vllm. vLLM is 
 vLLM spawns its core, that process imports this module again.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -7,8 +7,6 @@
 - `WorkerExtension` (--worker-extension-cls), in the workers: reports what the engine actually computes.
 """
 
-from __future__ import annotations
-
 import hmac
 import multiprocessing
 import os

@@ -5,8 +5,6 @@ process of its own, even where VLLM_ENABLE_V1_MULTIPROCESSING is 0. Counting nee
 are disabled because they cost a seventh of the throughput, nor a response from a core, which may hang.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

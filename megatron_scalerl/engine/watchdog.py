@@ -6,8 +6,6 @@ which the engine is paused does not count, nor does time in which the controller
 EngineDied the engine is evicted, its processes are ended, and it is started again (`launch.engines`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 import time

@@ -14,20 +14,18 @@ Beside it stands the smallest budget over which no larger one has a gain that is
 Bonferroni over the larger budgets). Between the two nothing is known: more problems or completions narrow it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_scalerl.evaluation.estimators import LEVEL, bootstrap_means
+from megatron_scalerl.record import record
 
 MARGIN = 0.01
 """Gain in pass rate below which more thinking does not pay."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Step:
     """One budget against all larger ones."""
 
@@ -40,7 +38,7 @@ class Step:
     """True if the gain of some larger budget is shown to be above 0."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Saturation:
     """Where more thinking stops paying. Produced by `saturation`."""
 

@@ -8,12 +8,9 @@ on another engine; one that is lost (`CompletionLost`) is tried once more and th
 alone is held at the version, its eviction ends the measurement: HeldEngineLost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from megatron_scalerl.batching.rollout_bytes import read
@@ -22,6 +19,7 @@ from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.evaluation.results import Key, Row
+from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.plans import VALIDATION_PRIORITY, Draw
 from megatron_scalerl.rollouts.run_text import RunTokenizer, raw_text
 from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
@@ -37,7 +35,7 @@ class HeldEngineLost(RuntimeError):
     """The engine that kept the policy version of a measurement was evicted."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Request:
     """One completion to generate."""
 
@@ -52,7 +50,7 @@ Finished = Callable[[Request, ScoredCompletion | CompletionLost], None]
 """Takes each result as soon as it is scored."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Pinned:
     """The engines that hold one policy version."""
 

@@ -9,13 +9,10 @@ prompt that contains it hits it; with fewer, only a prompt that has these words 
 recur by chance.
 """
 
-from __future__ import annotations
-
 import heapq
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from megatron_scalerl.prompts.layouts import Layout, read_layout
 from megatron_scalerl.prompts.sources import Row, read_rows
 from megatron_scalerl.recipe.file import check_prompts, load_recipe
 from megatron_scalerl.recipe.tasks import tasks_of
+from megatron_scalerl.record import record
 
 WORDS = 13
 """Words of an n-gram."""
@@ -35,7 +33,7 @@ _WORD = re.compile(r"\d+|[^\W\d_]+|[-+*/^=<>]")
 _MINUS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Text:
     """One training prompt or one evaluation problem."""
 
@@ -70,7 +68,7 @@ def _texts(layout: Layout, rows: Iterable[Row]) -> Iterator[Text]:
         yield Text(where=row.where, text=layout.question_of(row.readable()).text)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Hit:
     """A training prompt and an evaluation problem with an n-gram in common."""
 
@@ -80,7 +78,7 @@ class Hit:
     """Of the problem's n-grams, those that the prompt has: 1 for a prompt that contains the problem."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Contamination:
     """The hits of some training prompts on some problems. Produced by `contamination`."""
 

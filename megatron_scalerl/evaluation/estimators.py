@@ -8,12 +8,11 @@ number of independent observations that has the variance between prompts. It hol
 rates near 0 and 1, where a bootstrap over prompts and Student's t do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+
+from megatron_scalerl.record import record
 
 LEVEL = 0.95
 """Probability of every interval."""
@@ -23,7 +22,7 @@ _AT_ONCE = 500
 """Draws whose weights are in memory, 8 bytes for each prompt of each; a divisor of DRAWS."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Estimate:
     """A rate with its interval over prompts. Produced by `mean_at_k` and `pass_at_k`."""
 
@@ -37,7 +36,7 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Counts:
     """How many of the completions of each prompt are correct. Produced by `results.Result.counts`."""
 

@@ -1,11 +1,9 @@
 """What an evaluation needs, checked before any process starts: recipe, tokenizer, problems, prompts."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from megatron_scalerl.prompts.tokenizer import policy_tokenizer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy
 from megatron_scalerl.recipe.tasks import tasks_of
+from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.plans import longest_sequence
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.types import Prompt
@@ -36,7 +35,7 @@ _CAPACITY = re.compile(
 """Options of vLLM with which an interrupted evaluation goes on: a machine may have less memory or fewer devices."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Evaluated:
     """The checked inputs of an evaluation. Produced by `check_evaluation` and `evaluation_inputs`."""
 

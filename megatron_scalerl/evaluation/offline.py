@@ -4,8 +4,6 @@ The engines, the interruption, the decoders and the verifier are those of traini
 that fails is started again, as in a run, and its completions are generated again with their seeds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets

@@ -1,7 +1,5 @@
 """The figure of a thinking-budget sweep: pass rate against mean tokens, one series for each file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -13,7 +11,7 @@ from megatron_scalerl.processes.logs import printable
 
 
 def plot_budgets(
-    path: str | Path, summaries: Sequence[FileSummary], saturations: Mapping[str, Saturation], *, title: str
+    path: Path, summaries: Sequence[FileSummary], saturations: Mapping[str, Saturation], *, title: str
 ) -> Path:
     """Write the figure; PNG or SVG by the suffix.
 

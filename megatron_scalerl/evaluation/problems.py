@@ -11,12 +11,10 @@ problem, answer); those of MATH-500 are HuggingFaceH4/MATH-500's. Without a sche
 of those of AIME the answers, too: unless all are integers from 0 to 999, the columns are read as any.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from megatron_scalerl.evaluation.contamination import Text
 from megatron_scalerl.prompts.layouts import as_text
 from megatron_scalerl.prompts.sources import Row, other_columns, read_rows, refuse_surrogates
 from megatron_scalerl.recipe.hub import hint, local_path
+from megatron_scalerl.record import record
 
 AIME, MATH500 = "aime", "math500"
 _COLUMNS = re.compile("[^,:/]+,[^,:/]+")
@@ -41,7 +40,7 @@ _SHOWN = 80
 """Characters of a wrong answer that its error message has."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Problem(Text):
     """One row of an evaluation file. Produced by `read_problems`."""
 
@@ -57,7 +56,7 @@ class Problem(Text):
     """The other columns, for a custom verifier, as in training."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ProblemFile:
     """The problems of one file. Produced by `read_problems`."""
 

@@ -7,12 +7,10 @@ An evaluation that was stopped goes on where it was: rows that are in the file a
 another evaluation (policy, problems, seed, settings) is refused. Rows may be in any order.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,13 @@ import msgspec
 from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
 from megatron_scalerl.evaluation.estimators import Counts
+from megatron_scalerl.record import record
 
 COMPLETIONS, SUMMARY = "completions.jsonl", "summary.json"
 FORMAT = 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Header:
     """What is evaluated. Two evaluations with equal headers have the same completions."""
 
@@ -44,7 +43,7 @@ class Header:
     format: int = FORMAT
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Key:
     """Which completion: of a problem, at a thinking budget."""
 
@@ -58,7 +57,7 @@ class Key:
     """Thinking tokens; None: the recipe's interruption."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Row:
     """One finished completion. Produced by `completing.complete_all`."""
 
@@ -98,13 +97,13 @@ class ProblemLost(ValueError):
 class ResultFile(AbstractContextManager["ResultFile"]):
     """OUT/completions.jsonl, open for rows until exit from the block. Locked by one process."""
 
-    def __init__(self, folder: str | Path, header: Header) -> None:
+    def __init__(self, folder: Path, header: Header) -> None:
         """Create, or go on with, the result in `folder`.
 
         Raises ResultInUse for a folder that another process writes to, and OtherResult where it has another
         evaluation or a damaged one; nothing is changed then.
         """
-        self.folder = Path(folder)
+        self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lock = lock_file(self.folder / "lock")
@@ -185,7 +184,7 @@ def _difference(before: Any, expected: dict[str, Any]) -> str:
     return f"{key}: {before.get(key)!r}, not {expected.get(key)!r}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Cell:
     """The completions of one file at one budget. Produced by `cells`."""
 

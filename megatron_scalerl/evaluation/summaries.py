@@ -1,9 +1,7 @@
 """The summary of an evaluation: rates with intervals, budgets compared, as JSON and as tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -14,9 +12,10 @@ from megatron_scalerl.evaluation.problems import ProblemFile
 from megatron_scalerl.evaluation.results import Cell
 from megatron_scalerl.fit.tables import Table
 from megatron_scalerl.processes.logs import printable
+from megatron_scalerl.record import record
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class FileSummary:
     """One file at one budget. Produced by `summarize`."""
 

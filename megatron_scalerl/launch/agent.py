@@ -31,8 +31,6 @@ Messages, each one frame of at most LONGEST bytes (`distributed.sockets` has the
 Ranks and server die with this process (`processes.parent_death`), however that ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -7,8 +7,6 @@ A shared file system may show the secret of an earlier start for a while: the fi
 controller's public key.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -9,14 +9,12 @@ engines that join (`_take_in`), each with a task of its own until it is evicted 
 does not start such an engine again: its own host does (`commands.engine`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import resource
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK
 from megatron_scalerl.engine.membership import Member, Membership
@@ -27,7 +25,7 @@ from megatron_scalerl.launch.hosts import Hosts, files_needed
 from megatron_scalerl.launch.local_server import STOP_S
 from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.launch.process import EngineProcess
-from megatron_scalerl.processes.child_process import LOG_END, fatal_error, race
+from megatron_scalerl.processes.child_process import LOG_END, cancelled, fatal_error, race
 from megatron_scalerl.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -108,18 +106,17 @@ class Engines:
             for task in done:
                 task.result()
         finally:
-            too_few.cancel()
-            await asyncio.gather(too_few, return_exceptions=True)
+            await cancelled(too_few)
         raise AssertionError("too_few raises")
 
     async def stop(self) -> None:
         """Stop every process, whatever fails meanwhile; each failure is logged as a one-line warning."""
-        await _cancel(*self._supervisors, *self._agent_tasks[1:])
+        await cancelled(*self._supervisors, *self._agent_tasks[1:])
         results = await asyncio.gather(*(process.stop() for process in self._processes), return_exceptions=True)
         for process, error in zip(self._processes, results):
             if isinstance(error, BaseException):
                 _log_failed_stop(process, error)
-        await _cancel(*self._agent_tasks)  # the reader last: it gets the agents' answers
+        await cancelled(*self._agent_tasks)  # the reader last: it gets the agents' answers
         if self._agents is not None:
             self._agents.close()
 
@@ -275,12 +272,6 @@ class Engines:
         if allowed != resource.RLIM_INFINITY and allowed < needed:
             return f"open files: expected a limit of at least {needed} in the controller, found {allowed} (ulimit -n)"
         return None
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _log_failed_stop(process: EngineProcess, error: BaseException) -> None:

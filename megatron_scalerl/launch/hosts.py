@@ -12,8 +12,6 @@ the run's folder, the policy and this installation under the same paths.
 The limit on open files: each completion in flight is a connection, in the controller and in its engine.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource
@@ -21,7 +19,6 @@ import shlex
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +26,7 @@ from megatron_scalerl.distributed.rendezvous import own_address
 from megatron_scalerl.launch import ray_hosts
 from megatron_scalerl.processes.signals import HOSTS_LEFT_CODE
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 from megatron_scalerl.rewards.pool import default_workers
 
 SLURM = "slurm"
@@ -55,7 +53,7 @@ class HostsLeft(RuntimeError):
     exit_code = HOSTS_LEFT_CODE
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Host:
     """One host of a run."""
 
@@ -64,7 +62,7 @@ class Host:
     """True for the controller's own one."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Hosts:
     """All hosts of a run. Produced by `hosts_of`."""
 
@@ -153,7 +151,7 @@ def hosts_of(
     own = _names_of_this_host()
     hosts = tuple(Host(name=name, here=_bare(name) in own) for name in listed)
     others = [host.name for host in hosts if not host.here]
-    slots = slots if slots is not None or not in_slurm else _gpus_of_node("SLURM_GPUS_ON_NODE")
+    slots = slots if slots is not None or not in_slurm else _gpus_of_node()
     if slots is not None and slots < 1:
         raise ValueError(f"--slots: expected at least 1, found {slots}")
     if others and slots is None:
@@ -185,9 +183,9 @@ def _listed(names: str) -> list[str]:
     return listed
 
 
-def _gpus_of_node(variable: str) -> int | None:
+def _gpus_of_node() -> int | None:
     """Slurm's `8` or `h100:8`; None without GPUs."""
-    return int(os.environ.get(variable, "0").rpartition(":")[2]) or None
+    return int(os.environ.get("SLURM_GPUS_ON_NODE", "0").rpartition(":")[2]) or None
 
 
 def _assignments(env: Mapping[str, str]) -> list[str]:

@@ -6,8 +6,6 @@ controller ends a process, except a second SIGINT or SIGTERM (`processes.signals
 dies (`processes.parent_death`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -20,7 +18,7 @@ from megatron_scalerl.launch.engines import Engines
 from megatron_scalerl.launch.hosts import ONE_HOST, Hosts
 from megatron_scalerl.launch.placement import Attempt, Devices, Fleet, Placement
 from megatron_scalerl.launch.trainer import TrainerRanks, trainer_ranks
-from megatron_scalerl.processes.child_process import race
+from megatron_scalerl.processes.child_process import cancelled, race
 from megatron_scalerl.processes.secret_file import write_secret
 from megatron_scalerl.recipe import Recipe
 
@@ -68,8 +66,7 @@ class Launcher:
     async def stop(self) -> None:
         """Stop the engines, those that are being started too."""
         if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+            await cancelled(self._starting)
         await self.engines.stop()
 
 

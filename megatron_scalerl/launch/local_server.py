@@ -5,15 +5,12 @@ free port between its choice and its use. The server reports through a pipe that
 leads its own process group, so that its core and its workers stop with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK, private_folder
@@ -22,6 +19,7 @@ from megatron_scalerl.engine.options import engine_arguments, engine_command, en
 from megatron_scalerl.launch.own_share import own_variables
 from megatron_scalerl.processes.child_process import ChildProcess, log_end, race
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 
 STOP_S = 20.0
 """Seconds between SIGTERM and SIGKILL when a server is stopped."""
@@ -32,7 +30,7 @@ class ServerEnded(RuntimeError):
     """The server ended before it was up; the message continues "engine-0 (port 8000) ..."."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class ServerPlace:
     """Where a server runs and what it listens on."""
 

@@ -6,8 +6,6 @@ program starts (`processes.parent_death`). Compilers write below MSRL_LOCAL, a f
 disk: many processes that share one cache on a network file system wait for its locks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -11,8 +11,6 @@ that happens, so does the keeper, Ray ends its actors, and the programs die with
     from it, a line each time:  {"output": "..."}, at the end {"code": 0}
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

@@ -5,8 +5,6 @@ On the controller's host each rank is its child process; on another one all of t
 (`launch.placement`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -20,7 +18,7 @@ from megatron_scalerl.launch.agent import start_ranks
 from megatron_scalerl.launch.control_folder import public_environment, start_agent
 from megatron_scalerl.launch.hosts import Hosts
 from megatron_scalerl.launch.placement import Attempt, Placement
-from megatron_scalerl.processes.child_process import ChildProcess
+from megatron_scalerl.processes.child_process import ChildProcess, cancelled
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import BLAME_S, TrainerClient
 from megatron_scalerl.trainer.messages import TrainerInfo
@@ -88,9 +86,7 @@ class TrainerRanks:
 
         graceful: let the ranks leave their process groups first.
         """
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await cancelled(*self._watches)
         try:
             if graceful:
                 async with asyncio.timeout(_STOP_S):

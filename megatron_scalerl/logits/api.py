@@ -11,8 +11,6 @@ logits enters the GEMMs of the backward pass as `grad_logits` says: the head's g
 1e-5 (bf16x2, fp32) of exact, relative, before it is rounded to its own type.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,10 +5,7 @@ per rank: the rank's own error, and what must be equal on all. So all ranks rais
 its batches once a step (`trainer.agreement`) and turns this exchange off with `Settings.trusted`.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -18,6 +15,7 @@ from torch import Tensor
 from megatron_scalerl.logits.choice import choose_backend
 from megatron_scalerl.logits.function import Call
 from megatron_scalerl.logits.projection import Entropy, GradLogits, Precision, Projection
+from megatron_scalerl.record import record
 from megatron_scalerl.types import Bool, Float, Int64
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -28,7 +26,7 @@ _FACTS = 16
 """Maximum number of values that must be equal on all ranks."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Settings:
     """How to project: the options of `api.token_logprobs` and `api.token_loss`."""
 

@@ -1,7 +1,5 @@
 """Which backend computes a projection, and in how much memory."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

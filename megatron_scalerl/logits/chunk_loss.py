@@ -4,8 +4,6 @@ The forward pass computes the gradients for a loss of weight 1, and the backward
 of the loss. Under tensor parallelism there is one small all-gather per chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

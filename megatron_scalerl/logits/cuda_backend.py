@@ -9,14 +9,13 @@ The Triton kernels also run on CPU tensors in Triton's interpreter; the GEMMs th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from megatron_scalerl.logits.exact import add_product, fp32_products, set_product
 from megatron_scalerl.logits.projection import Projection, TokenGradients, block_of, no_columns, slices
 from megatron_scalerl.logits.row_kernels import logit_gradient, row_statistics
+from megatron_scalerl.record import record
 
 TOKEN_STEP, COLUMN_STEP = 128, 256
 """Blocks are multiples of these: tiles of a Hopper GEMM."""
@@ -32,7 +31,7 @@ CHUNK_COLUMNS = 8192
 """Columns whose gradient is computed at a time with whole rows of logits."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class _Side:
     """Tokens or columns of a block."""
 

@@ -4,8 +4,6 @@ A product of two bf16 numbers has 16 significant bits and is exact in fp32. So a
 values may convert them back to bf16 for a CPU's matrix unit: only the order of the sum differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache

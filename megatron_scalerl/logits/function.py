@@ -5,9 +5,7 @@ equal on all ranks -> only log-sum-exp, log-probability and entropy are saved; b
 the caller lets them stay in the workspace and they all fit.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_scalerl.logits.projection import Backend, Projection, TokenGradients, merged, results
+from megatron_scalerl.record import record
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Call:
     """One call of the projection with checked arguments. Produced by `arguments.checked`."""
 

@@ -12,12 +12,13 @@ the log-probability of a token that is almost certain.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_scalerl.record import record
 from megatron_scalerl.types import Bool, Float, Int64
 
 Precision = Literal["fp32", "model"]
@@ -25,7 +26,7 @@ Entropy = Literal["none", "metric", "grad"]
 GradLogits = Literal["bf16", "bf16x2", "fp32"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Projection:
     """This rank's columns of the logits of T tokens, z = scale * hidden @ weight.T, not computed yet."""
 
@@ -86,7 +87,7 @@ class Projection:
         return (local >= 0) & (local < width), local.clamp(0, width - 1)[:, None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class TokenGradients:
     """The per-token inputs of `gradients` in the accumulator's dtype."""
 
@@ -110,7 +111,8 @@ class TokenGradients:
         return self._changed(Tensor.contiguous)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> TokenGradients:
-        return replace(self, **{name: change(values) for name, values in vars(self).items() if values is not None})
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(values) for name, values in given.items() if values is not None})
 
 
 class Backend(Protocol):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_scalerl.logits.exact import add_product, bf16_may_be_faster, fp32_products, set_product
 from megatron_scalerl.logits.projection import Projection, TokenGradients, block_of, merged, no_columns, slices
+from megatron_scalerl.record import record
 
 SMALLEST = (4, 4)
 """Tokens and columns of the smallest block."""
@@ -27,7 +27,7 @@ LARGEST_CHUNK = 2**25
 """The same for chunks of whole rows (`chunk_tokens`), which add to the head's gradient once each."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class _Costs:
     """Bytes of workspace per element, token and column of a block."""
 

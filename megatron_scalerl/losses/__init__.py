@@ -5,8 +5,6 @@ line in LOSSES; `separable` marks a loss that is a sum over tokens. A loss may l
 `module:function`. Nothing here imports torch at run time.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable, Mapping

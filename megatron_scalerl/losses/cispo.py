@@ -1,7 +1,5 @@
 """CISPO: truncated importance-weighted REINFORCE, the loss of ScaleRL."""
 
-from __future__ import annotations
-
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, log_ratio, masked, separable, weighted_sum
 
 

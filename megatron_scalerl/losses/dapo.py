@@ -1,7 +1,5 @@
 """DAPO: token ratios with an asymmetric clip."""
 
-from __future__ import annotations
-
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, clipped_surrogate, log_ratio, separable
 
 

@@ -1,7 +1,5 @@
 """GRPO: token ratios with a symmetric clip, without a KL term."""
 
-from __future__ import annotations
-
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, clipped_surrogate, log_ratio, separable
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_scalerl.record import record
 from megatron_scalerl.types import Bool, Float, Int64
 
 if TYPE_CHECKING:  # the controller imports `losses.reduction` without torch
@@ -16,7 +16,7 @@ MAX_LOG_RATIO = 20.0
 clip, and its square does not overflow in float32."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class LossInputs:
     """One micro-batch as the input of a loss: N positions of several packed sequences, all tensors [N]."""
 
@@ -34,7 +34,7 @@ class LossInputs:
     """int64: number of the position's sequence, from 0; below N, since no sequence is empty."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class LossOutput:
     """The value of a loss on one micro-batch."""
 

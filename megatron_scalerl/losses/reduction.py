@@ -4,8 +4,6 @@ They are computed once for the whole batch, on the controller: for a sum, ranks 
 denominator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

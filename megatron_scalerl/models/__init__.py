@@ -1,7 +1,5 @@
 """Model families: Megatron options from a Hugging Face config, and one weight map per family for both directions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules and options that families share: embedding and head, attention, gated MLP, experts, dense models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_scalerl.models import rules

@@ -5,8 +5,6 @@ Multi-head latent attention: queries and keys with values pass through narrow pr
 correction bias is no parameter: 256 or 384 numbers a layer, which no optimizer steps.
 """
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

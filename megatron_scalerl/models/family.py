@@ -6,13 +6,13 @@ is exact. Names of Megatron parameters have global layer and expert numbers and 
 `checkpoints.hf_folder` has Transformer Engine's other names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 import torch
+
+from megatron_scalerl.record import record
 
 Index = int | slice
 QkNorm = Literal["none", "weightless", "weighted", "all_heads"]
@@ -20,7 +20,7 @@ QkNorm = Literal["none", "weightless", "weighted", "all_heads"]
 heads together, with a weight for each of their elements (OLMo 2)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Piece:
     """A rectangle of one Hugging Face tensor and its position in one rank's shard of a Megatron parameter."""
 
@@ -40,7 +40,7 @@ class Piece:
         return view.t() if self.transposed else view
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Rule:
     """One Megatron parameter and the Hugging Face tensors that it consists of."""
 
@@ -62,7 +62,7 @@ class Rule:
     """False for the head's copy of tied embeddings."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class LayerStyle:
     """The features of one layer."""
 
@@ -75,7 +75,7 @@ class LayerStyle:
     """Attention inside chunks of `Family.attention_chunk_size` tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Family:
     """A policy's architecture in Megatron's terms. Produced by `models.family`."""
 

@@ -1,7 +1,5 @@
 """Llama 2 and 3.x dense models, and the tiny dense policy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_scalerl.models.blocks import build_family, dense_rules

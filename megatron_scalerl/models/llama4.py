@@ -6,8 +6,6 @@ without RoPE and without that norm, interleaved rotary pairs, chunked attention,
 tensors.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

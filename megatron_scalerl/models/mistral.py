@@ -1,7 +1,5 @@
 """Mistral models without a sliding window, which is 4096 where the key is absent: Llama's layers, any head size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_scalerl.models.blocks import build_family, dense_rules, require_full_attention

@@ -1,7 +1,5 @@
 """OLMo 2 models: norms after attention and MLP, none before them, and norms of queries and keys over all heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_scalerl.models.blocks import build_family, dense_rules, require_full_attention

@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5 models: Llama's layers with biases of queries, keys and values, and none of the output."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_scalerl.models.blocks import build_family, dense_rules, require_full_attention

@@ -1,7 +1,5 @@
 """Qwen3 dense models: Llama's layers with a weighted RMS norm of queries and keys per head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_scalerl.models.blocks import build_family, dense_rules, require_full_attention

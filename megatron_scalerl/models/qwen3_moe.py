@@ -4,8 +4,6 @@ Checkpoints store every expert separately; those of transformers 5 in its in-mem
 [experts, 2 ffn, hidden] and one [experts, hidden, ffn] per layer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_scalerl.models import rules

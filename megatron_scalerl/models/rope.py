@@ -1,18 +1,17 @@
 """Rotary frequencies from a Hugging Face config of transformers 4 or 5, with the supported scalings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron_scalerl.record import record
+
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Rotary:
     """Rotary position embedding of a policy."""
 

@@ -1,17 +1,15 @@
 """The rules of weight maps: replicated, row, query-key-value, gate-up, vocabulary, fused experts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from megatron_scalerl.models.family import Piece, Rule, divided, padded_vocab_size
+from megatron_scalerl.record import record
 
 Pieces = Callable[[int, int], tuple[Piece, ...]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class At:
     """The pipeline stage, layer and expert of a parameter; see `Rule`."""
 

@@ -5,8 +5,6 @@ log-probabilities and the entropy of each token are known of the completions tha
 telemetry.token_scores_every. The advantage is computed again from the scores of the batch, as the trainer got it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -116,7 +114,7 @@ class Reader:
         try:
             groups = self.index.read_batch(record)
         except ValueError:
-            return "groups of its batch are deleted or rewritten as Parquet"
+            return "groups of its batch are deleted"
         recipe = self._recipe
         plan = samples_of(
             groups,

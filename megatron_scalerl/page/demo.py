@@ -1,7 +1,5 @@
 """The recorded run of `megatron-scalerl watch --demo`: records of a quickstart, completions of some of its steps."""
 
-from __future__ import annotations
-
 import tempfile
 import zipfile
 from collections.abc import Iterator

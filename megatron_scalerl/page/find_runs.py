@@ -1,13 +1,12 @@
 """The runs below a folder, and what else lies directly in it."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_scalerl.processes.logs import listed
 from megatron_scalerl.recipe.file import read_run_recipe
+from megatron_scalerl.record import record
 
 MARKS = frozenset(
     {"recipe.yaml", "validation.jsonl", "metrics.jsonl", "ledger.jsonl", "attempts.jsonl", "journal.jsonl"}
@@ -20,7 +19,7 @@ MOST_FOLDERS = 5000
 """Folders that are looked into."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class FoundRuns:
     """What a folder holds."""
 
@@ -32,30 +31,28 @@ class FoundRuns:
     """What was not looked at, in one line; empty if nothing."""
 
 
-def is_run(folder: str | Path) -> bool:
+def is_run(folder: Path) -> bool:
     """Whether the folder is a run itself; otherwise there is a run below it.
 
     Raises ValueError for a folder that is neither and for a run whose recipe cannot be read, OSError.
     """
-    root = Path(folder)
-    if root.is_dir() and not (root / "recipe.yaml").exists():
-        if find_runs(root).runs:
+    if folder.is_dir() and not (folder / "recipe.yaml").exists():
+        if find_runs(folder).runs:
             return False
-        raise ValueError(f"{root}: expected the folder of a run (recipe.yaml) or of runs, found neither")
-    read_run_recipe(root)
+        raise ValueError(f"{folder}: expected the folder of a run (recipe.yaml) or of runs, found neither")
+    read_run_recipe(folder)
     return True
 
 
-def find_runs(folder: str | Path) -> FoundRuns:
+def find_runs(folder: Path) -> FoundRuns:
     """Search a folder, breadth first; nothing inside a run is searched, hidden folders neither.
 
     Raises OSError if the folder itself cannot be read.
     """
-    root = Path(folder)
-    waiting, seen = deque([(root, 0, "")]), set()
+    waiting, seen = deque([(folder, 0, "")]), set()
     runs: list[Path] = []
     found: dict[str, str] = {}
-    """By name of the folder in `root`: what it holds; empty once a run is found in it."""
+    """By name of the folder in `folder`: what it holds; empty once a run is found in it."""
     looked, left_out = 0, ""
     while waiting:
         path, depth, top = waiting.popleft()
@@ -84,7 +81,7 @@ def find_runs(folder: str | Path) -> FoundRuns:
             for entry in entries:
                 if not entry.name.startswith(".") and _is_folder(entry):
                     waiting.append((path / entry.name, depth + 1, top or entry.name))
-    others = tuple((root / name, text) for name, text in sorted(found.items()) if text)
+    others = tuple((folder / name, text) for name, text in sorted(found.items()) if text)
     return FoundRuns(runs=tuple(sorted(runs)), others=others, left_out=left_out)
 
 
@@ -96,5 +93,4 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _described(names: list[str]) -> str:
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"expected a run (recipe.yaml), found {shown or 'an empty folder'}"
+    return f"expected a run (recipe.yaml), found {listed(names, 4) or 'an empty folder'}"

@@ -1,7 +1,5 @@
 """The forecasts of a run's end after each validation, as the page draws them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

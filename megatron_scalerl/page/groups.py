@@ -3,17 +3,15 @@
 The index holds numbers only, so that it stays small beside the store.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from megatron_scalerl.page.growing_file import Rows, json_row
-from megatron_scalerl.rollouts.group_files import kept_group
+from megatron_scalerl.rollouts.group_files import stored_group
 from megatron_scalerl.rollouts.history import Admit, BatchRecord, Finish, History, read_batch
-from megatron_scalerl.rollouts.store import segment_path
+from megatron_scalerl.rollouts.store import segment_path, segments
 from megatron_scalerl.types import RolloutGroup
 
 _EVENT: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
@@ -24,6 +22,7 @@ class GroupIndex:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+        self._folder = run_dir / "rollouts"
         self._journal: Rows[Finish | BatchRecord] = Rows(run_dir / "journal.jsonl", _event)
         self._generation = 0
         self._read_rows = 0
@@ -70,18 +69,17 @@ class GroupIndex:
         return None if batch is None else self._records[batch]
 
     def read(self, group_id: int) -> dict[str, Any]:
-        """The fields of a group as `rollouts.group_files.kept_group` gives them.
+        """The fields of a group as `rollouts.group_files.stored_group` gives them.
 
         Raises ValueError for an unknown group, one that is no longer stored, and a damaged one.
         """
         event = self._finished.get(group_id)
         if event is None:
             raise ValueError(f"{self._journal.path}: expected a finished group, found no group {group_id}")
-        folder = self.run_dir / "rollouts"
-        fields = kept_group(folder, group_id, event.stored)
-        if fields is None:
-            raise ValueError(f"{folder}: expected group {group_id}, found none (checkpoint.rollouts)")
-        return fields
+        path = segment_path(self._folder, event.segment)
+        if not path.is_file():
+            raise ValueError(f"{self._folder}: expected group {group_id}, found none (checkpoint.rollouts)")
+        return stored_group(path, event.stored)
 
     def chosen(self, count: int) -> list[int]:
         """At most `count` groups for a page without a server: of steps at equal distances, first to last.
@@ -103,10 +101,9 @@ class GroupIndex:
         return chosen
 
     def _deleted(self) -> set[int]:
-        """Groups whose segment is neither there nor rewritten as Parquet."""
-        folder = self.run_dir / "rollouts"
-        kept = {path.stem for path in folder.iterdir()} if folder.is_dir() else set()
-        return {g for g, event in self._finished.items() if segment_path(folder, event.segment).stem not in kept}
+        """Groups whose segment is gone."""
+        kept = segments(self._folder)
+        return {g for g, event in self._finished.items() if event.segment not in kept}
 
     def read_batch(self, record: BatchRecord) -> list[RolloutGroup]:
         """The facts about the groups of a batch. Raises ValueError for one that is no longer stored, or damaged."""

@@ -1,7 +1,5 @@
 """The rows of a JSONL file that grows, read by offset, and the first and the last row of one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

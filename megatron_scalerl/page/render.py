@@ -5,11 +5,8 @@ The page's programs write it as text only. The content security policy names the
 that nothing that a completion may hold is executed, and forbids every request but those to the page's own server.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +14,14 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from megatron_scalerl.record import record
+
 HERE = Path(__file__).parent
 TEMPLATES, UPLOT = HERE / "templates", HERE / "uplot"
 STYLES = (UPLOT / "uPlot.min.css", TEMPLATES / "page.css")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Document:
     """A kind of page."""
 

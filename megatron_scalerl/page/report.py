@@ -4,14 +4,10 @@ Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl, metrics.js
 Imports no torch.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +24,7 @@ from megatron_scalerl.fit.result import ForecastEvaluation
 from megatron_scalerl.fit.tables import Table, outlook_table
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
+from megatron_scalerl.record import record
 
 BOOTSTRAP_DRAWS = 10_000
 UPDATE_PHASES = ("needs", "connect", "stage", "pause", "start", "update", "finish", "verify", "resume")
@@ -37,7 +34,7 @@ Rows = Sequence[dict[str, Any]]
 """Rows of validation.jsonl."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Gain:
     """Held-out pass rate at the end minus the one at step 0, on the same prompts."""
 
@@ -53,16 +50,15 @@ class Gain:
     """Upper end of it."""
 
 
-def report(run_dir: str | Path, console: Console) -> None:
+def report(run_dir: Path, console: Console) -> None:
     """Print the report and write RUN/forecast.png.
 
     Raises ValueError for a missing, empty or invalid file, OSError if the figure cannot be written.
     """
-    run_dir = Path(run_dir)
     rows = read_rows(run_dir / "validation.jsonl")
     recipe = read_run_recipe(run_dir)
     ledger = read_rows(run_dir / "ledger.jsonl")
-    say = partial(console.print, highlight=False, markup=False)
+    say = console.print
     for line in gain_lines(run_dir, rows[-1]):
         say(line)
     say(cost_text(hours_by_role(ledger), str(ledger[0]["unit"]), recipe["cost"]))
@@ -128,13 +124,13 @@ def evaluate(start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, 
     )
 
 
-def gain_lines(run_dir: str | Path, last: dict[str, Any]) -> list[str]:
+def gain_lines(run_dir: Path, last: dict[str, Any]) -> list[str]:
     """The gain, and that of each task of a mixture. last: the last row of validation.jsonl. Raises as `gain`."""
     by_task = gains_by_task(run_dir, last).items()
     return [gain_text(gain(run_dir)), *(f"{task}: {gain_text(task_gain)}" for task, task_gain in by_task)]
 
 
-def gains_by_task(run_dir: str | Path, last: dict[str, Any]) -> dict[str, Gain]:
+def gains_by_task(run_dir: Path, last: dict[str, Any]) -> dict[str, Gain]:
     """The gain of each task of a mixture, none without one. last: the last row of validation.jsonl."""
     found, start = {}, 0
     for column, count in last.items():
@@ -144,12 +140,12 @@ def gains_by_task(run_dir: str | Path, last: dict[str, Any]) -> dict[str, Gain]:
     return found
 
 
-def gain(run_dir: str | Path, part: slice = slice(None)) -> Gain:
+def gain(run_dir: Path, part: slice = slice(None)) -> Gain:
     """The gain over step 0 with a paired bootstrap over held-out prompts. Raises ValueError as `read_rows`.
 
     part: of the held-out prompts in the order of validation_by_prompt.jsonl.
     """
-    rows = read_rows(Path(run_dir) / "validation_by_prompt.jsonl")
+    rows = read_rows(run_dir / "validation_by_prompt.jsonl")
     first, last = np.array(rows[0]["by_prompt"])[part], np.array(rows[-1]["by_prompt"])[part]
     difference = last - first
     draws = np.random.default_rng(0).integers(0, len(difference), (BOOTSTRAP_DRAWS, len(difference)))

@@ -4,8 +4,6 @@ A damaged line hides nothing but itself: `RunData.damage` names it, and the page
 are lists over the rows of a file, `None` where a row has no such number.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -55,9 +53,9 @@ EVALUATION_COLUMNS = ("step", "file", "problems", "mean@k", "95 %", "pass@k", "w
 class RunData:
     """The records of one run. Reads what is new at each `update`; not for several threads at a time."""
 
-    def __init__(self, run_dir: str | Path) -> None:
+    def __init__(self, run_dir: Path) -> None:
         """Raises ValueError for a folder that is no run."""
-        self.run_dir = Path(run_dir)
+        self.run_dir = run_dir
         self.recipe = read_run_recipe(self.run_dir)
         self.forecasts = Forecasts()
         self._metrics = Rows(self.run_dir / "metrics.jsonl", _step)
@@ -192,10 +190,7 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None
     """Columns and rows for the page; None without a row. rows: of RUN/evaluation.jsonl."""
     if not rows:
         return None
-    shown = [
-        _lost_evaluation(row) if "lost" in row else _evaluation_cells(row)
-        for row in reversed(rows[-MOST_EVALUATIONS:])
-    ]
+    shown = [_evaluation_cells(row) for row in reversed(rows[-MOST_EVALUATIONS:])]
     left = len(rows) - len(shown)
     notes = [
         "Every completion has tokens of this step's policy version alone; the digest is that of the weights on which "
@@ -207,6 +202,8 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None
 
 
 def _evaluation_cells(row: Mapping[str, Any]) -> list[str]:
+    if "lost" in row:
+        return [str(row["step"]), printable(f"lost: {row['lost']}")[:300], "", "", "", "", ""]
     low, high = row.get("low"), row.get("high")
     interval = "–" if low is None or high is None else f"{low:.3f}-{high:.3f}"
     pass_at_k = ", ".join(f"@{k} {value:.3f}" for k, value in (row.get("pass_at_k") or {}).items())
@@ -216,10 +213,6 @@ def _evaluation_cells(row: Mapping[str, Any]) -> list[str]:
         *(f"@{row['k']} {row['mean_at_k']:.3f}", interval, pass_at_k or "–", weights),
     )
     return [printable(cell)[:200] for cell in cells]
-
-
-def _lost_evaluation(row: Mapping[str, Any]) -> list[str]:
-    return [str(row["step"]), printable(f"lost: {row['lost']}")[:300], "", "", "", "", ""]
 
 
 def _event(time: Any, kind: str, text: str) -> dict[str, Any]:

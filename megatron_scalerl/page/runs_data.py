@@ -5,8 +5,6 @@ there, is a row with one line that says what was found. Every row has the number
 that a page asks for what is new only.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable
@@ -191,9 +189,9 @@ def _text(value: Any) -> str:
 class RunsData:
     """The runs below a folder. Not for several threads at a time."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: Path) -> None:
         """Raises ValueError for a folder without a run, OSError for one that cannot be read."""
-        self.folder = Path(folder)
+        self.folder = folder
         self.runs: dict[int, RunSummary] = {}
         """By a number that a run keeps as long as this lives."""
         self._numbers: dict[Path, int] = {}

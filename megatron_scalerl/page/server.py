@@ -9,8 +9,6 @@ what is damaged. The task ends with its block, the streams with the server. In a
 made when it is first opened; where `MOST_PAGES` are followed, one that nobody looks at is closed for another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac
@@ -31,6 +29,7 @@ from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.page.render import RUN, RUNS, Document, page, policy
 from megatron_scalerl.page.run_data import RunData
 from megatron_scalerl.page.runs_data import RunsData
+from megatron_scalerl.processes.child_process import cancelled
 from megatron_scalerl.processes.logs import printable
 
 logger = logging.getLogger(__name__)
@@ -86,8 +85,7 @@ class Page(ABC):
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancelled(task)
 
     async def _follow(self) -> None:
         while True:
@@ -147,13 +145,13 @@ class RunPage(Page):
 
     followed = "the run"
 
-    def __init__(self, run_dir: str | Path, *, home: str | None = None) -> None:
+    def __init__(self, run_dir: Path, *, home: str | None = None) -> None:
         """Raises ValueError for a folder that is no run."""
         super().__init__()
         self._home = home
         self._run = RunData(run_dir)
-        self._index = GroupIndex(Path(run_dir))
-        self._reader = Reader(Path(run_dir), self._run.recipe, self._index)
+        self._index = GroupIndex(run_dir)
+        self._reader = Reader(run_dir, self._run.recipe, self._index)
         self._handlers: dict[str, Handler] = {
             "": self._page,
             "api/data": self._data,
@@ -214,7 +212,7 @@ class RunsPage(Page):
 
     followed = "the runs"
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: Path) -> None:
         """Raises ValueError for a folder without a run, OSError for one that cannot be read."""
         super().__init__()
         self._runs = RunsData(folder)

@@ -1,7 +1,5 @@
 """The page of a run as one file, with the completions of some groups in it; the list of several runs as one file."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -27,7 +25,7 @@ GROUPS = 24
 """Groups that are in the file if none is named."""
 
 
-def write_page(run_dir: str | Path, path: str | Path, *, group_ids: Iterable[int] = ()) -> tuple[int, int]:
+def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> tuple[int, int]:
     """Write the page of a run to `path`, for its owner only; returns (groups in it, groups that were left out).
 
     Left out are those for which the file has no room, and those that are chosen and cannot be read: retention may
@@ -35,13 +33,13 @@ def write_page(run_dir: str | Path, path: str | Path, *, group_ids: Iterable[int
     the records is logged and said in the page. Raises ValueError for a folder that is no run and a named group that
     cannot be read, OSError.
     """
-    run, index = _read(run_dir), GroupIndex(Path(run_dir))
+    run, index = _read(run_dir), GroupIndex(run_dir)
     index.update()
     data: dict[str, Any] = thinned(run.payload(), MOST_STEPS) | {"live": False}
     data["header"]["damage"] += index.damage
     for line in data["header"]["damage"]:
         logger.warning("%s", line)
-    reader = Reader(Path(run_dir), run.recipe, index)
+    reader = Reader(run_dir, run.recipe, index)
     named = list(dict.fromkeys(group_ids))
     wanted = list(dict.fromkeys([*named, *(index.chosen(GROUPS - len(named)))]))
     room = MOST_BYTES - len(page(RUN, data, title="", live=False)) * 2
@@ -64,20 +62,20 @@ def write_page(run_dir: str | Path, path: str | Path, *, group_ids: Iterable[int
     return len(groups), left_out
 
 
-def numbers(run_dir: str | Path) -> dict[str, Any]:
+def numbers(run_dir: Path) -> dict[str, Any]:
     """What the page draws, as JSON values, with the gain and the recipe's `cost`. Raises ValueError, OSError."""
     run = _read(run_dir)
     return run.payload() | {"gain": asdict(gain(run_dir)), "cost": run.recipe["cost"]}
 
 
-def _read(run_dir: str | Path) -> RunData:
+def _read(run_dir: Path) -> RunData:
     run = RunData(run_dir)
     run.update()
     run.forecasts.make_all(run.validations, run.recipe)
     return run
 
 
-def write_runs_page(folder: str | Path, path: str | Path) -> int:
+def write_runs_page(folder: Path, path: Path) -> int:
     """Write the list of the runs below `folder` to `path`, for its owner only; returns their number.
 
     Raises ValueError for a folder without a run, OSError.
@@ -91,9 +89,9 @@ def write_runs_page(folder: str | Path, path: str | Path) -> int:
     return len(data["order"])
 
 
-def _write(path: str | Path, text: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_durably(Path(path), text.encode(), private=True)
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, text.encode(), private=True)
 
 
 def _whole_group(reader: Reader, group_id: int) -> dict[str, Any]:

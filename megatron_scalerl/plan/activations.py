@@ -13,22 +13,20 @@ What is saved depends on the layers and on the device (`Kernels`):
   sources, not measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_scalerl.models.family import Family, LayerStyle
 from megatron_scalerl.plan.hardware import Kernels
 from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 """Megatron's recompute_modules that the planner supports."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Recompute:
     """Megatron's recompute settings, from megatron.model."""
 
@@ -62,7 +60,7 @@ def recompute_of(recipe: Recipe) -> Recompute:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Shape:
     """Widths of one layer, from the family's Megatron options."""
 
@@ -124,7 +122,7 @@ def shape_of(family: Family, style: LayerStyle) -> Shape:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class LayerBytes:
     """Bytes per token that one layer saves on one rank, by the part that recomputation can drop."""
 

@@ -1,9 +1,9 @@
 """What the planner assumes because it cannot be computed: one field, one flag, one source each."""
 
-from __future__ import annotations
-
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, field, fields
 from typing import Any, Literal
+
+from megatron_scalerl.record import record
 
 _POSITIVE = (0.0, None, False)
 _AT_LEAST_0 = (0.0, None, True)
@@ -18,7 +18,7 @@ def _assumed(value: Any, unit: str, what: str, source: str, range_: Any = _AT_LE
 _OURS = "project default, not measured"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Assumptions:
     """Every field is a flag of `megatron-scalerl plan` and a key of an assumptions file; None means computed.
 
@@ -70,7 +70,7 @@ class Assumptions:
                 check_number(f.name, getattr(self, f.name))
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Origin:
     """Origin of an assumption's value."""
 

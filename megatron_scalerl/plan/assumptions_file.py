@@ -9,24 +9,18 @@ assumptions:
     source: "measured: 8B shape, 4 layers, 16,384 tokens"   # optional
 """
 
-from __future__ import annotations
-
-import datetime
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import yaml
 
-from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.plan.assumptions import check_number, described
 from megatron_scalerl.plan.hardware import GPUS, Layers, gpu_of_device
 from megatron_scalerl.recipe.file import read_yaml
 from megatron_scalerl.recipe.other_names import check_keys
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One constant."""
 
     value: Any
@@ -35,7 +29,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How it was measured; one line."""
 
 
-class AssumptionsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class AssumptionsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of a file."""
 
     gpu: str
@@ -47,42 +41,17 @@ class AssumptionsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     assumptions: Annotated[dict[str, Measured], msgspec.Meta(min_length=1)]
     """By field of `Assumptions`."""
 
-    def source(self, path: str | Path, name: str) -> str:
+    def source(self, path: Path, name: str) -> str:
         """One line: the file's path, its date, and how the value was measured."""
         when = f" of {self.written}" if self.written else ""
         how = " ".join((self.assumptions[name].source or "").split())
-        return f"{Path(path)}{when}" + (f": {how}" if how else "")
+        return f"{path}{when}" + (f": {how}" if how else "")
 
 
-def write_assumptions(
-    path: str | Path, values: Mapping[str, Measured], *, gpu: str, layers: Layers | None = None
-) -> None:
-    """Write the file atomically, dated today (UTC); `gpu` is the name in CUDA.
-
-    Raises ValueError as `read_assumptions`, but for a GPU that the planner does not support; OSError.
-    """
-    today = datetime.datetime.now(datetime.UTC).date()
-    content = AssumptionsFile(gpu=gpu, layers=layers, written=today, assumptions=dict(values))
-    data = msgspec.to_builtins(content, builtin_types=(datetime.date,))
-    _checked(Path(path), data)
-    text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=1000)
-    write_durably(Path(path), ("# Measured constants: megatron-scalerl plan --assumptions FILE\n" + text).encode())
-
-
-def read_assumptions(path: str | Path) -> AssumptionsFile:
+def read_assumptions(path: Path) -> AssumptionsFile:
     """The file's constants. Raises ValueError, in one line with file and key, for invalid contents."""
-    path = Path(path)
-    content = _checked(path, read_yaml(path, kind="an assumptions file"))
-    gpu = gpu_of_device(content.gpu)
-    if gpu is None:
-        supported = ", ".join(sorted(GPUS))
-        raise ValueError(f"{path}: gpu: expected one that the planner supports ({supported}), found {content.gpu!r}")
-    return msgspec.structs.replace(content, gpu=gpu)
-
-
-def _checked(path: Path, data: dict[str, Any]) -> AssumptionsFile:
     try:
-        content = msgspec.convert(data, AssumptionsFile)
+        content = msgspec.convert(read_yaml(path, kind="an assumptions file"), AssumptionsFile)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {error}") from None
     names = [f"assumptions.{f.name}" for f in described()]
@@ -95,4 +64,8 @@ def _checked(path: Path, data: dict[str, Any]) -> AssumptionsFile:
             check_number(name, measured.value)
         except ValueError as error:
             raise ValueError(f"{path}: assumptions.{name}.value: {error}") from None
-    return content
+    gpu = gpu_of_device(content.gpu)
+    if gpu is None:
+        supported = ", ".join(sorted(GPUS))
+        raise ValueError(f"{path}: gpu: expected one that the planner supports ({supported}), found {content.gpu!r}")
+    return msgspec.structs.replace(content, gpu=gpu)

@@ -51,6 +51,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--assumptions",
+        type=Path,
         metavar="FILE",
         help="measured constants that replace the defaults below, see docs/gpu.md; flags override it",
     )

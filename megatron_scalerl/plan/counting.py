@@ -4,11 +4,8 @@ The rules of the map assign a slice of a Hugging Face tensor to each rank of a p
 checkpoints. `meta_build` verifies the counts against Megatron's own modules.
 """
 
-from __future__ import annotations
-
 import json
 import math
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,10 @@ from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.models.family import Family, Rule
 from megatron_scalerl.plan.sharding import Layout
+from megatron_scalerl.record import record
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Parameters:
     """Parameter counts of a policy."""
 
@@ -36,7 +34,7 @@ class Parameters:
     """In the vision tower and its projector, or in layers of multi-token prediction, which a run does not load."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class RankParameters:
     """Parameters on one rank of a pipeline stage, vocabulary padding included."""
 

@@ -4,10 +4,6 @@ A decode step reads the weights that its tokens use and the KV cache of every ru
 bandwidth that the devices reach. With n running completions it takes fixed + per_completion x n seconds.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import Parameters
@@ -16,6 +12,7 @@ from megatron_scalerl.plan.memory import WIDTH
 from megatron_scalerl.plan.update import EngineShape
 from megatron_scalerl.plan.work import Lengths
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 
 MEMORY_UTILIZATION = 0.92
 """vLLM 0.32's default gpu_memory_utilization."""
@@ -23,7 +20,7 @@ MAX_NUM_SEQS = 256
 """Max concurrent sequences if engine.vllm.max_num_seqs is not set (vLLM's default for servers is no lower)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class EngineMemory:
     """Memory on one device of an engine."""
 
@@ -70,7 +67,7 @@ class EngineMemory:
         return max(0.0, need - self.kv_bytes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Decoding:
     """Decode speed of one engine."""
 

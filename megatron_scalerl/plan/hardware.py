@@ -1,9 +1,8 @@
 """GPUs by their data sheets (dense FLOP/s, bandwidth per direction), and the kernels that a trainer runs on them."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Literal
+
+from megatron_scalerl.record import record
 
 MIB, GIB = 2**20, 2**30
 Layers = Literal["te", "plain"]
@@ -11,7 +10,7 @@ Layers = Literal["te", "plain"]
 Device = Literal["cpu", "gpu"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Gpu:
     """One GPU model in its usual server."""
 
@@ -78,7 +77,7 @@ def gpu_of_device(name: str) -> str | None:
     return next((key for key, gpu in GPUS.items() if name == key or name in gpu.device_names), None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Kernels:
     """Layers and device of a trainer. Raises ValueError for te on a CPU."""
 

@@ -7,10 +7,6 @@ optimizer steps in place, including PyTorch's AdamW, which is fused on GPUs. Wit
 clipping copies one gradient after another to fp32: with few activations the copy of the largest one is the peak.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 from megatron_scalerl.logits.choice import workspace_mb
 from megatron_scalerl.logits.torch_backend import LARGEST, LARGEST_CHUNK, TILE
 from megatron_scalerl.losses import is_separable
@@ -22,6 +18,7 @@ from megatron_scalerl.plan.counting import RankParameters, of_stage
 from megatron_scalerl.plan.hardware import GIB, MIB, PLAIN_ON_GPU, Kernels
 from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 
 WIDTH = {"float32": 4, "bfloat16": 2}
 CPU_RUNTIME_BYTES = 72 * MIB
@@ -33,7 +30,7 @@ _CAST_COLUMNS = 4096
 _NOT_COUNTED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Term:
     """One row of a memory table."""
 
@@ -43,7 +40,7 @@ class Term:
     """Allocated and freed with a micro-batch: `Assumptions.fragmentation` is a share of this memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class RankMemory:
     """Peak memory of the ranks of one pipeline stage."""
 

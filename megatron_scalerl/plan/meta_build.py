@@ -6,8 +6,6 @@ Megatron's globals and the CPU patches are process-wide; a forked one, which has
 Context parallelism, which shards no weights, is counted as data parallelism.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from multiprocessing.connection import Connection
@@ -20,7 +18,7 @@ from megatron_scalerl.recipe import Recipe
 TIMEOUT_S = 600.0
 
 
-def compare_with_build(plan: RunPlan, config: str | Path) -> str:
+def compare_with_build(plan: RunPlan, config: Path) -> str:
     """Returns "equal" and for which ranks, or why nothing was built. Raises ValueError if Megatron rejects it.
 
     The build runs without a GPU and so with Megatron's plain layers, which have the same parameters as Transformer

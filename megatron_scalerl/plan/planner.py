@@ -1,9 +1,7 @@
 """The plan of a recipe on a number of GPUs: everything that the command prints, in one object."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,13 @@ from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, 
 from megatron_scalerl.plan.update import CHANGED, GROUP_BYTES, UpdateWork, update_work
 from megatron_scalerl.plan.work import Lengths, StepWork, assumed_lengths, step_work
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 
 COMPLETIONS = 20_000
 """Completions simulated after the warm-up; ten steps if those have more."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class RunPlan:
     """Memory, time and cost of a recipe. Produced by `make_plan`."""
 
@@ -126,7 +125,7 @@ class RunPlan:
 
 def make_plan(
     recipe: Recipe,
-    config: str | Path,
+    config: Path,
     gpus: int,
     gpu: Gpu,
     assumed: Assumptions,
@@ -169,7 +168,7 @@ def make_plan(
         assumed=assumed,
         origins=origins or default_origins(),
         layers=layers,
-        config=str(Path(config) / "config.json"),
+        config=str(config / "config.json"),
         parameters=parameters,
         trained=family.name in FAMILIES,
         split=split,
@@ -187,7 +186,7 @@ def make_plan(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class _Trainer:
     """The trainer of one split."""
 

@@ -1,15 +1,12 @@
 """The trainer's parallel layout, and what each rank holds under it."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.parallel_layout import check_sharding, check_world, counts_of, sizes_of, stages_of
+from megatron_scalerl.record import record
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Layout:
     """Parallel sizes of the trainer. Produced by `layout_of`."""
 

@@ -5,8 +5,6 @@ receive whole groups as `rollouts.stream` dispatches them (least loaded engine w
 during weight updates; the trainer takes batches as `rollouts.gate` releases them, or `rollouts.gate`.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections import deque
@@ -17,10 +15,11 @@ from statistics import fmean
 from megatron_scalerl.plan.engine import Decoding
 from megatron_scalerl.plan.work import Lengths
 from megatron_scalerl.recipe.sections import RolloutsSection
+from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.gate import gate_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class QueueSettings:
     """What is simulated."""
 
@@ -45,7 +44,7 @@ class QueueSettings:
         return self.rollouts.groups_per_batch * self.rollouts.group_size * self.lengths.mean
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Timing:
     """Means over the steps after the warm-up."""
 
@@ -106,9 +105,6 @@ class _Engine:
             heapq.heappush(self.running, (self.progress + length, group))
             self.clock += self.decoding.prefill_seconds
 
-    def next_end(self) -> float:
-        return self.clock + (self.running[0][0] - self.progress) * self.decoding.step_seconds(len(self.running))
-
 
 class _Run:
     def __init__(self, s: QueueSettings) -> None:
@@ -157,7 +153,9 @@ class _Run:
         engine = self.engines[index]
         engine.stamp += 1
         if engine.running:
-            heapq.heappush(self.events, (engine.next_end(), index, engine.stamp))
+            seconds = engine.decoding.step_seconds(len(engine.running))
+            end = engine.clock + (engine.running[0][0] - engine.progress) * seconds
+            heapq.heappush(self.events, (end, index, engine.stamp))
 
     def until(self, end: float) -> None:
         """Run the engines up to `end`."""

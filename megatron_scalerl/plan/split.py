@@ -1,20 +1,19 @@
 """Splits of the GPUs into trainer and engines: every split that fits is estimated, the best are simulated."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_scalerl.plan.hardware import Gpu
 from megatron_scalerl.plan.simulate import QueueSettings, Timing, simulate
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.parallel_layout import sizes_of
+from megatron_scalerl.record import record
 
 SIMULATED = 5
 """Splits to simulate: the fastest by estimate."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Split:
     """GPUs by role."""
 
@@ -23,7 +22,7 @@ class Split:
     """Number of engines; each has the recipe's devices_per_engine."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Simulated:
     """A split and its timing."""
 

@@ -1,7 +1,5 @@
 """The plan as tables for a terminal of a hundred columns."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table

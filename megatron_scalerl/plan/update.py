@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_scalerl.models.family import Family, Rule
 from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 from megatron_scalerl.weights.owners import Place, manifest, send_plan
 from megatron_scalerl.weights.plan import MOST_CHANNELS, Needs, Ranges, buckets
 
@@ -27,7 +27,7 @@ CHANGED = 0.01 * 3.1 / 2
 (`weights.changes`). A step changes that many or fewer at the learning rates of a policy (docs/weights.md)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class EngineShape:
     """How the workers of one engine share a model."""
 
@@ -46,7 +46,7 @@ class EngineShape:
         return cls(tensor=tensor, pipeline=pipeline, data=data, whole_experts=whole)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class UpdateWork:
     """What moves in one update."""
 

@@ -1,7 +1,5 @@
 """Completion lengths, and tokens, FLOPs and seconds of one optimizer step of one trainer."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence
@@ -16,6 +14,7 @@ from megatron_scalerl.plan.hardware import Gpu
 from megatron_scalerl.plan.memory import in_chunk
 from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 
 DRAWN = 20_000
 
@@ -59,7 +58,7 @@ def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
     return Lengths(tuple(found))
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class StepWork:
     """One optimizer step."""
 
@@ -78,7 +77,7 @@ class StepWork:
     train_seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class TokenFlops:
     """FLOPs per token, mean over all tokens."""
 

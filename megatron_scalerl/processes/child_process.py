@@ -204,9 +204,14 @@ async def race(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         yield tasks
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*tasks)
+
+
+async def cancelled(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks and wait for their ends, whatever these are."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 _SLICES = 4

@@ -1,7 +1,5 @@
 """Garbage and freed memory in a process that runs for weeks and whose event loop must not stand still."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -5,13 +5,11 @@ RUN/logs/controller.log, and warnings to the terminal too. Only the owner can re
 holds the secret of a run. This module imports nothing outside the standard library.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -56,28 +54,28 @@ class _Stream(logging.StreamHandler[TextIO]):
 
 
 @contextmanager
-def log_to_file(file: TextIO, process_name: str) -> Iterator[None]:
-    """Log to an open file within the block."""
-    with _handler(_Stream(file), process_name, log_level()):
+def log_to_file(file: TextIO) -> Iterator[None]:
+    """The controller logs to an open file within the block."""
+    with _handler(_Stream(file), log_level()):
         yield
 
 
 @contextmanager
-def log_to_terminal(process_name: str) -> Iterator[None]:
-    """Log to stderr within the block: warnings, or the level of MSRL_LOG_LEVEL where it is set.
+def log_to_terminal() -> Iterator[None]:
+    """The controller logs to stderr within the block: warnings, or the level of MSRL_LOG_LEVEL where it is set.
 
     Tracebacks are left out: the command prints one line about an error, and a run's log file has the traceback.
     """
     handler = _Stream(sys.stderr)
     handler.addFilter(lambda record: not record.exc_info)
     level = log_level()
-    with _handler(handler, process_name, level if LEVEL_VARIABLE in os.environ else logging.WARNING):
+    with _handler(handler, level if LEVEL_VARIABLE in os.environ else logging.WARNING):
         yield
 
 
 @contextmanager
-def _handler(handler: logging.Handler, process_name: str, level: int) -> Iterator[None]:
-    handler.setFormatter(_formatter(process_name))
+def _handler(handler: logging.Handler, level: int) -> Iterator[None]:
+    handler.setFormatter(_formatter("controller"))
     handler.setLevel(level)
     package = logging.getLogger(PACKAGE)
     before = package.level
@@ -93,6 +91,21 @@ def _handler(handler: logging.Handler, process_name: str, level: int) -> Iterato
 def printable(text: str) -> str:
     """`text` with control characters escaped (`\\x1b`), so that it cannot send commands to a terminal."""
     return "".join(c if c in "\n\t" or not unicodedata.category(c).startswith("C") else ascii(c)[1:-1] for c in text)
+
+
+def listed(names: Iterable[str], most: int = 20) -> str:
+    """The first names, each once, and how many more there are."""
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def size(count: float) -> str:
+    """A number of bytes for people: "1.92 GiB"."""
+    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 1 << scale:
+            return f"{count / (1 << scale):,.2f} {unit}"
+    return f"{count:,.0f} bytes"
 
 
 class _Formatter(logging.Formatter):

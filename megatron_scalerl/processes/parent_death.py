@@ -8,8 +8,6 @@ setting, hence `tie_forked_children`.
 This module imports only the standard library.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@ On one host the secret is in the environment of the child processes, which no ot
 argument list nor the environment of a program that starts on another host keeps it from others.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -10,8 +10,6 @@ variable to its start, and `train --supervise` to the end of the program that it
 again, if that one has charged anything. It is in seconds of /proc/uptime, which no change of the time of day moves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib
@@ -23,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from megatron_scalerl.processes.child_process import kill_all
+from megatron_scalerl.processes.child_process import cancelled, kill_all
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -113,9 +111,7 @@ class SaveAndExit:
             self._deferred = False
             if self.requested:
                 self.cancel()
-            for each in (task, asked):
-                each.cancel()
-            await asyncio.gather(task, asked, return_exceptions=True)
+            await cancelled(task, asked)
 
 
 def exit_code_of(number: int) -> int:

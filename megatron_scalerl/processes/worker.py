@@ -1,16 +1,15 @@
 """The worker's side of a `worker_pool`, which describes the protocol. Imports neither asyncio nor anything heavy."""
 
-from __future__ import annotations
-
 import os
 import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import msgspec
+
+from megatron_scalerl.record import record
 
 SOCKET_VARIABLE = "MSRL_WORKER_FD"
 """Environment variable with the number of the inherited socket."""
@@ -20,7 +19,7 @@ REQUEST, READ, REPLY, LAST_REPLY = range(4)
 """Kinds of frames."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Answer:
     """What a worker answers to a request."""
 

@@ -39,9 +39,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_end, time_limit
+from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, cancelled, log_end, time_limit
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.processes.worker import FRAME, LAST_REPLY, READ, REPLY, REQUEST, SOCKET_VARIABLE
+from megatron_scalerl.record import record
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -81,7 +82,7 @@ class WorkerDied(Exception):
         """Its exit code, negative for a signal; None: it did not end by itself."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Program:
     """What every worker of a pool runs."""
 
@@ -171,9 +172,7 @@ class WorkerPool(Generic[Head]):
     async def close(self) -> None:
         """Kill all processes and fail what is outstanding; may be called twice."""
         self.end(RuntimeError(f"the {self._program.name} pool is closed"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(*self._tasks)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
         self._output.close()
 

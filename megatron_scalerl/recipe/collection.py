@@ -1,19 +1,17 @@
 """Several recipes at once: files and folders of whole recipes, and of overlays that are laid over one base."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import OVERLAY, RecipeError, load_recipe, read_yaml
+from megatron_scalerl.record import record
 
 _WHOLE = ("name", "steps", "policy", "prompts")
 """Keys that every whole recipe has."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Listed:
     """One recipe file of several."""
 

@@ -6,8 +6,6 @@ every size. `overlay=FILE` stands among the overrides: every command that takes 
 Checks that the files that a recipe names exist, before heavy packages are imported.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from copy import deepcopy

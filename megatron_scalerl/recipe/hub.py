@@ -3,8 +3,6 @@
 They become folders of the local cache when a recipe is loaded, so that no other process asks the hub.
 """
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

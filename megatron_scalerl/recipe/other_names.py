@@ -3,8 +3,6 @@
 Error messages for unknown keys, which name the key that was meant, or those that there are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
 

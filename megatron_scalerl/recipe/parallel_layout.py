@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from megatron_scalerl.record import record
 
 if TYPE_CHECKING:
     from megatron_scalerl.models.family import Family
@@ -25,7 +26,7 @@ _PIPELINE = "megatron.parallel.pipeline_model_parallel_size"
 _CHUNKS = "megatron.parallel.virtual_pipeline_model_parallel_size"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class ParallelSizes:
     """Sizes of the trainer's parallel groups (ranks). Produced by `sizes_of`."""
 

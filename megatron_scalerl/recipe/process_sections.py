@@ -4,8 +4,6 @@ Defaults and docstrings as in `recipe.sections`. Two sections pass options throu
 to Megatron-Core's dataclasses and `engine.vllm` to vLLM's engine arguments.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -150,8 +148,6 @@ class WeightsSection(Section):
     deltas: Annotated[Literal["off", "absolute"], BeforeValidator(_off)] = "off"
     """absolute: send only the elements that changed since the last version, where it is one in 8 or less, each in 3.1
     bytes. Optimizers with fp32 main weights record them; else senders keep a copy of what they sent, and compare."""
-    anchor_every: PositiveInt = 20
-    """With deltas, an update is whole after this many that were not."""
     probe_every: NonNegativeInt = 10
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
     one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""

@@ -3,9 +3,8 @@
 A recipe file is YAML and states differences from the defaults; `key.path=value` overrides are applied to it.
 """
 
-from __future__ import annotations
-
 import re
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, model_validator
@@ -128,9 +127,9 @@ class Recipe(Section):
         return self.trainer.world_size + engines
 
     @property
-    def run_dir(self) -> str:
+    def run_dir(self) -> Path:
         """Folder of this run."""
-        return f"{self.output_dir.rstrip('/')}/{self.name}"
+        return Path(self.output_dir) / self.name
 
     @model_validator(mode="after")
     def _agree(self) -> "Recipe":

@@ -10,8 +10,6 @@ The section `prompts.tasks.NAME`: one task of a mixture. Its keys are those of `
 A key that is not set, or null, has the value of `prompts` or `rewards`: no default of its own stands here.
 """
 
-from __future__ import annotations
-
 from datetime import date
 from typing import Annotated, Any, Final, Literal
 
@@ -415,9 +413,8 @@ class CheckpointSection(Section):
     async_save: bool = False
     """Stop the trainer only to copy its state to host memory; files are written while it goes on. The checkpoint is
     committed between two steps, once all ranks have written. Each rank needs host memory for what it writes."""
-    rollouts: Literal["keep", "resume", "parquet"] = "keep"
-    """Rollouts that no kept checkpoint needs for a resume: keep them, delete them ("resume"), or delete them once
-    they are rewritten as Parquet files for people ("parquet")."""
+    rollouts: Literal["keep", "resume"] = "keep"
+    """Rollouts that no kept checkpoint needs for a resume: keep them, or delete them ("resume")."""
 
 
 class ForecastSection(Section):

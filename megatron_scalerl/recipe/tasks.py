@@ -1,14 +1,11 @@
 """The tasks of a recipe, each with its prompts and rewards resolved. A recipe with `prompts.path` has one."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 from megatron_scalerl.recipe.recipe import Recipe
 from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection, TaskSection
+from megatron_scalerl.record import record
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Task:
     """One task. Produced by `tasks_of`."""
 

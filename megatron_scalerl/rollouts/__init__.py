@@ -7,5 +7,5 @@ decoder_pool.py  processes that decode the engines' responses; runs in the contr
 decoder.py       main of one of them; finds the answer
 journal.py       groups drawn, finished and trained; history.py reads it
 store.py         finished groups on disk
-retention.py     which of them stay; parquet.py writes them for people
+retention.py     which of them stay; group_files.py lists them for people
 """

@@ -1,7 +1,5 @@
 """The bytes of a batch's completions, read from where their groups are stored when they are sent to the trainer."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

@@ -12,11 +12,8 @@ It imports neither torch nor, where the policy's tokenizer is one of the package
 The text of a completion after thinking, which the verifier scores. Used in the decoder processes.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -25,11 +22,12 @@ from megatron_scalerl.batching.rollout_bytes import facts_of, write
 from megatron_scalerl.engine.answers import EngineError, completion
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.processes.worker import Answer, serve
+from megatron_scalerl.record import record
 from megatron_scalerl.rewards.math import extract_answer
 from megatron_scalerl.types import Completion, CompletionLost
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class AnswerFormat:
     """How the answer of a completion is found. Produced by `rollouts.plans`."""
 
@@ -55,7 +53,7 @@ class AnswerFormat:
         return text if self.plan is None else extract_answer(text, self.think_end)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Setup:
     """What is the same for all jobs of a run."""
 
@@ -66,7 +64,7 @@ class Setup:
     """Hugging Face folder of the policy."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Job:
     """One response to decode; its body follows."""
 
@@ -78,7 +76,7 @@ class Job:
     """Engine and path, for errors."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Reply:
     """The result of a job; the bytes of the completion follow, if there is one."""
 

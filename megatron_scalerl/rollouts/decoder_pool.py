@@ -20,7 +20,6 @@ import logging
 import os
 from collections import Counter
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.processes.worker_pool import Program, WorkerDied, WorkerPool
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 from megatron_scalerl.rewards.pool import default_workers
 from megatron_scalerl.rollouts.decoder import Job, Reply, Setup
 from megatron_scalerl.rollouts.plans import Plans
@@ -48,7 +48,7 @@ MAX_DEFAULT_WORKERS = 4
 """Most decoder processes where the recipe does not set their number: one decodes over a million tokens a second."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Decoded:
     """One completion as its decoder process returned it."""
 

@@ -114,8 +114,6 @@ A phase of two batches of one group each; the second group finishes first:
     True
 """
 
-from __future__ import annotations
-
 import bisect
 
 from megatron_scalerl.recipe.sections import RolloutsSection

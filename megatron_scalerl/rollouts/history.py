@@ -4,10 +4,7 @@ Events are decoded into compact records; of groups only references are held. A g
 block of the store.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +13,7 @@ from msgspec import Meta
 
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe.file import RecipeError
+from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.store import check_stored, read_header, segment_path
 from megatron_scalerl.types import BlockRef, RolloutGroup
 
@@ -68,7 +66,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
     group_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class History:
     """The journal of the attempts before this one. Produced by `read_history`."""
 
@@ -102,9 +100,9 @@ class History:
         )
 
 
-def read_history(run_dir: str | Path) -> History:
+def read_history(run_dir: Path) -> History:
     """Read RUN/journal.jsonl. Raises ValueError naming file and line for an invalid line."""
-    path = Path(run_dir) / "journal.jsonl"
+    path = run_dir / "journal.jsonl"
     events: list[Admit | Finish] = []
     batches: list[BatchRecord] = []
     finished: dict[int, Finish] = {}
@@ -158,24 +156,24 @@ def replay_draws(curriculum: Curriculum, history: History) -> None:
             curriculum.observe(event.prompt_id, event.pass_rate)
 
 
-def read_groups(run_dir: str | Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
+def read_groups(run_dir: Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
     """The finished groups of these ids: their headers are read, their tokens stay where they are.
 
     Raises ValueError naming the file, and the byte, for a group that is missing or damaged.
     """
-    folder = Path(run_dir) / "rollouts"
+    folder = run_dir / "rollouts"
     return {group_id: _read_group(folder, history.finished[group_id]) for group_id in group_ids}
 
 
-def read_batch(run_dir: str | Path, history: History, record: BatchRecord) -> list[RolloutGroup]:
+def read_batch(run_dir: Path, history: History, record: BatchRecord) -> list[RolloutGroup]:
     """The groups of a batch, in its order. Raises ValueError if one is missing: they were synced before it."""
     return list(read_groups(run_dir, history, record.group_ids).values())
 
 
-def check_groups(run_dir: str | Path, history: History, batches: int) -> None:
+def check_groups(run_dir: Path, history: History, batches: int) -> None:
     """Raises ValueError naming the segment that is too short for the groups that a resume after `batches` needs."""
     needed = [g for record in history.batches[batches:] for g in record.group_ids]
-    check_stored(Path(run_dir) / "rollouts", [history.finished[g].stored for g in [*needed, *history.unbatched()]])
+    check_stored(run_dir / "rollouts", [history.finished[g].stored for g in [*needed, *history.unbatched()]])
 
 
 def _read_group(folder: Path, event: Finish) -> RolloutGroup:

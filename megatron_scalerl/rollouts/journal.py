@@ -15,16 +15,16 @@ Blocks and syncs are written in threads of the event loop's default executor, so
 the small events themselves are appended by the loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter
+from megatron_scalerl.processes.child_process import cancelled
+from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.history import Admit, BatchRecord, Finish, History, read_history
 from megatron_scalerl.rollouts.retention import Policy, Retention, remove
 from megatron_scalerl.rollouts.store import SEGMENT_BYTES, GroupHeader, StoreWriter, block_bytes
@@ -33,7 +33,7 @@ from megatron_scalerl.types import BlockRef, RolloutGroup
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Position:
     """What a checkpoint names of the journal and the store: both are at least this long when it is resumed."""
 
@@ -45,7 +45,7 @@ class Position:
     """Bytes of this segment."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class _Waiting:
     """A finished group that waits for the disk."""
 
@@ -65,7 +65,7 @@ class Journal:
 
     def __init__(
         self,
-        run_dir: str | Path,
+        run_dir: Path,
         history: History | None = None,
         *,
         policy: Policy = "keep",
@@ -75,7 +75,7 @@ class Journal:
 
         Raises OSError, and ValueError as `read_history`.
         """
-        self.run_dir = Path(run_dir)
+        self.run_dir = run_dir
         self._folder = self.run_dir / "rollouts"
         self._folder.mkdir(parents=True, exist_ok=True)
         history = read_history(run_dir) if history is None else history
@@ -155,7 +155,7 @@ class Journal:
         if self._retention.policy != "keep":
             self._store.complete_segment()  # so that what this checkpoint makes unnecessary is soon a whole segment
         if expired:
-            work = partial(remove, self._folder, expired, self._retention.policy)
+            work = partial(remove, self._folder, expired)
             self._retaining = asyncio.create_task(self._in_thread(work), name="retention")
 
     async def removed(self) -> None:
@@ -169,8 +169,7 @@ class Journal:
             waiting.done.cancel()
         self._waiting.clear()
         if self._retaining is not None:  # one that has not begun must not begin under the next attempt
-            self._retaining.cancel()
-            await asyncio.gather(self._retaining, return_exceptions=True)
+            await cancelled(self._retaining)
         if self._writing is not None:
             await asyncio.wait([self._writing])
         if self._in_threads:
@@ -193,7 +192,7 @@ class Journal:
                 continue
             for waiting, place in zip(taken, places):
                 if not waiting.done.done():
-                    self._retention.finished(waiting.group_id, place)
+                    self._retention.finished(waiting.group_id, place.segment)
                     waiting.done.set_result(place)
             self._on_disk = self._store.position
 

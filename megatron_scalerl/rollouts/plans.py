@@ -1,9 +1,6 @@
 """What a run asks of its engines (seeds, interruption points, budgets), and where the answer is in a completion."""
 
-from __future__ import annotations
-
 import hashlib
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,13 +10,14 @@ from megatron_scalerl.engine.interruption import Plan, draw_cut, plan_ids, tag_v
 from megatron_scalerl.engine.options import training_seeds
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.decoder import AnswerFormat
 
 TRAINING_PRIORITY, VALIDATION_PRIORITY = 1, 0
 """The engine serves lower numbers first: validation comes first because the next weight update waits for it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Draw:
     """The random choices of one completion, determined by seed, group and index."""
 

@@ -1,7 +1,5 @@
 """The tokens of a finished run as text: its tokenizer, and decoding that keeps special tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast

@@ -3,18 +3,17 @@
 Training rollouts and validation share it, so that they differ only in seeds and priority.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.record import record
 from megatron_scalerl.rewards.pool import TaskPools, VerifierPool
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Draw, Plans
 from megatron_scalerl.types import Completion, Prompt, Score
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ScoredCompletion:
     """One completion with its score. Produced by `Sampler.complete`."""
 

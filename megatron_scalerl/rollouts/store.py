@@ -20,8 +20,6 @@ The block's checksum is the CRC-32 of all that follows it up to the first comple
 each of its completions, can be read and verified alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -29,7 +27,6 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -37,6 +34,7 @@ import msgspec
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays
 from megatron_scalerl.checkpoints.atomic_io import check_in_place, naming, sync, write_all
+from megatron_scalerl.record import record
 from megatron_scalerl.types import BlockRef, Completion, Prompt, Score
 
 _SEGMENT_START = struct.Struct("<8sI")
@@ -51,7 +49,7 @@ _COVERED = struct.Struct("<QqII")
 _ENTRY = struct.Struct("<QI")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class GroupHeader:
     """A finished group without its id and its completions' tokens; fields as in `types.RolloutGroup`."""
 
@@ -65,7 +63,7 @@ class GroupHeader:
     """[C]"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class BlockHead:
     """The start of a block, verified."""
 
@@ -157,7 +155,7 @@ _FIRST_READ = 1 << 14
 """Bytes with which a head is read; most fit."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class StoredGroup:
     """A block, read and verified."""
 
@@ -321,7 +319,7 @@ def read_block(path: Path, stored: BlockRef) -> StoredGroup:
         head = _check_size(read_head(data), stored)
         whole = memoryview(data)
         completions = [whole[at : at + size] for at, size in zip(head.offsets, head.sizes)]
-        header = _header(head)
+        header = stored_header(head)
     for completion, at, checksum in zip(completions, head.offsets, head.checksums):
         with _placing(path, stored.offset + at):
             check_completion(completion, checksum)
@@ -339,7 +337,7 @@ def read_header(path: Path, stored: BlockRef) -> tuple[int, GroupHeader]:
     """Group id and header of the block at this place; completions are not read. Raises as `read_block`."""
     with _placing(path, stored.offset):
         head = _check_size(_head_at(path, stored.offset, stored.nbytes), stored)
-        return head.group_id, _header(head)
+        return head.group_id, stored_header(head)
 
 
 def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> list[bytes]:
@@ -378,11 +376,6 @@ def scan(path: Path, offset: int = SEGMENT_START) -> Iterator[tuple[BlockRef, Bl
         offset += head.nbytes
 
 
-def stored_header(head: BlockHead) -> GroupHeader:
-    """The header in a head. Raises ValueError."""
-    return _header(head)
-
-
 def check_stored(folder: Path, references: Sequence[BlockRef]) -> None:
     """Raises ValueError naming the file if a segment is missing or too short for one of these references."""
     ends: dict[int, int] = {}
@@ -417,7 +410,8 @@ def _check_size(head: BlockHead, stored: BlockRef) -> BlockHead:
     return head
 
 
-def _header(head: BlockHead) -> GroupHeader:
+def stored_header(head: BlockHead) -> GroupHeader:
+    """The header in a head. Raises ValueError."""
     try:
         header = msgspec.json.decode(head.header, type=GroupHeader)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -40,21 +40,21 @@ ppo_off_policy has the same loops behind another gate (`gate.PhaseGate`).
 had any.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
+from megatron_scalerl.processes.child_process import cancelled
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.gate import gate_of
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.plans import TRAINING_PRIORITY, Draw
@@ -135,7 +135,7 @@ class EngineLoads:
         return idle
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Admission:
     """A group to generate."""
 
@@ -281,10 +281,7 @@ class RolloutStream:
 
     async def close(self) -> None:
         """Stop admission and cancel all groups in flight."""
-        tasks = [*self._tasks, *(task for task in (self._admission, self._following) if task is not None)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*self._tasks, *(task for task in (self._admission, self._following) if task is not None))
 
     def _start_admission(self) -> None:
         admit = self._admit if self._rounds is None else self._admit_in_rounds

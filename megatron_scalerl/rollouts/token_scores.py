@@ -3,20 +3,19 @@
 RUN/token_scores/step_00000100.jsonl    a row for each completion that was scored before step 100
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl, rewrite
+from megatron_scalerl.record import record
 
 FOLDER = "token_scores"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class CompletionScores:
     """A row of a file."""
 

@@ -1,7 +1,5 @@
 """`python -m megatron_scalerl.tiny OUT_DIR --seed N`: write the tiny task's folder."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

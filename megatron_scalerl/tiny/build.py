@@ -1,15 +1,14 @@
 """Writes the folder of the tiny task: an untrained policy, prompts, and warm-start examples."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.record import record
 from megatron_scalerl.tiny.task import prompt_rows, warm_start_rows
 
 MANIFEST = "tiny.json"
@@ -20,7 +19,7 @@ RECIPE = Path(__file__).with_name("recipe.yaml")
 FILES = ("base_policy/config.json", "prompts.jsonl", "held_out.jsonl", "sft.jsonl")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class TinyArguments:
     """Arguments that determine the folder's content."""
 

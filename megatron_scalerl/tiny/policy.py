@@ -1,7 +1,5 @@
 """Tiny untrained policies as Hugging Face folders: a Llama and a Llama-4-style mixture of experts."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

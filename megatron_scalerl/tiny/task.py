@@ -10,14 +10,12 @@ with probability 0.2 and answers with the value reached so far: the policy learn
 final answer teaches it to keep thinking.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_scalerl.recipe.sections import PAPER_PHRASE
+from megatron_scalerl.record import record
 
 MAX_VALUE = 9
 LEVELS = tuple(range(1, 9))
@@ -33,7 +31,7 @@ REDRAWS = 2000
 """A level is exhausted after this many draws without a new problem."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Problem:
     """One problem with its answer."""
 

@@ -1,7 +1,5 @@
 """The tokenizer of the tiny policies: one token per character, and the paper's phrase as one token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors

@@ -4,8 +4,6 @@ The logit projection can compare its arguments on all tensor-parallel ranks by i
 for every micro-batch. Here the ranks compare what they have received, before anything is queued.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 

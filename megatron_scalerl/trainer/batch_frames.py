@@ -10,7 +10,6 @@ time-out, and the controller ends all ranks at the first failure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import Tensor
 from megatron_scalerl.batching.assignment import RankPlan, SampleFacts
 from megatron_scalerl.batching.packing import build
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays, read
+from megatron_scalerl.record import record
 from megatron_scalerl.trainer.messages import Buffer, InvalidMessage, Prepare, decode_for_rank
 from megatron_scalerl.types import Batch
 
@@ -34,7 +34,7 @@ _LARGEST_VERSION = 2**31 - 1
 """Staleness is an int32 (`types.MicroBatch`)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Limits:
     """What a batch must keep to; known to the rank from its recipe and policy."""
 
@@ -44,7 +44,7 @@ class Limits:
     """Layers and experts per token of the engine's choices; None for a dense policy."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class HeldBatch:
     """A valid batch in the form in which it was sent. Produced by `checked`."""
 

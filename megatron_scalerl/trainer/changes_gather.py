@@ -4,8 +4,6 @@ Each data-parallel rank writes a shard of the parameters and gets those of the o
 changed in them, from 6 bytes for each element that did, so that it can send changes of any part that it holds.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any

@@ -9,8 +9,6 @@ which folders are complete.
 rank write it; `finish` commits it between two of the trainer's commands, since it is collective.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

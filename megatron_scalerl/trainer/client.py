@@ -1,7 +1,5 @@
 """The controller's client of the trainer: sends commands to all ranks, waits for all, names the rank that failed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

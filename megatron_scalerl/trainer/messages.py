@@ -4,10 +4,7 @@
 is followed by others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,10 +13,11 @@ from megatron_scalerl.batching.assignment import RankPlan
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous
 from megatron_scalerl.distributed.sockets import Buffer, InvalidMessage, Ping, Refused, Welcome, decode, encode
+from megatron_scalerl.record import record
 from megatron_scalerl.weights.plan import Connection, Needs
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class TrainerInfo:
     """Facts about the trainer. Produced once by the worker of rank 0."""
 

@@ -1,7 +1,5 @@
 """The policy: a GPTModel on packed rows whose last stage returns token log-probabilities and entropies."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial

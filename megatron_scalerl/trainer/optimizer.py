@@ -4,8 +4,6 @@ Megatron uses Transformer Engine's FusedAdam, else apex's, else PyTorch's AdamW,
 implementation; `use_fused_adamw` turns it on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ gradients are reduced while the backward pass computes) and a bucket whose size 
 0.16.1 saves the parameters after it from wrong places. Here each is taken from its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ twice and reads the answer back (pipeline_parallel/p2p_communication.py:242, 246
 receive the same micro-batches, in the fixed order of the schedule without interleaving, so they know the shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank computes in single steps, for telemetry.profile_steps."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

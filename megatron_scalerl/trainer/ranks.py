@@ -1,7 +1,5 @@
 """A trainer rank's place: environment, device and process groups by the recipe."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

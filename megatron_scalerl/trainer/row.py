@@ -1,9 +1,7 @@
 """A micro-batch as the trainer computes it: columns and plan, prepared on the host, copied to the device at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from megatron_scalerl.batching.packing import sequence_ids
 from megatron_scalerl.losses import LossInputs
+from megatron_scalerl.record import record
 from megatron_scalerl.trainer.layers.packing import Plan
 from megatron_scalerl.types import MicroBatch
 
@@ -18,7 +17,7 @@ _COLUMNS = tuple(field.name for field in fields(MicroBatch) if field.name not in
 _LOSS_COLUMNS = ("rollout_logprobs", "advantages", "loss_mask", "token_weights", "sequence_ids")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Row:
     """Columns of `types.MicroBatch` as tensors [N, ...], and what the host derives from them."""
 

@@ -5,8 +5,6 @@ interruption forces are left out, as they are in RL (`sft_examples`). Runs in on
 several.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -103,12 +101,12 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
     save_policy(weights, trainer.chunks, parallel)
     shutdown_parallel()
     if parallel.rank == 0:
-        _export(weights, out, like=recipe.policy.path)
+        _export(weights, out, like=Path(recipe.policy.path))
     assert last is not None
     return last
 
 
-def _export(weights: Path, out: Path, *, like: str) -> None:
+def _export(weights: Path, out: Path, *, like: Path) -> None:
     """Turn the checkpoint `weights` into the Hugging Face folder `out`, and remove it; a failed export keeps it."""
     if out.exists():
         out.rmdir()

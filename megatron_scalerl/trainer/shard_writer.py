@@ -6,8 +6,6 @@ that, and forking a process with threads of collectives is a risk. An asynchrono
 thread: writing and syncing files release the interpreter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import queue

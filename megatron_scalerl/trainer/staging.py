@@ -9,8 +9,6 @@ device tensors are views of one allocation. To read them on a stream other than 
 wait and call `record_stream`; the trainer's schedules compute on one stream.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar

@@ -7,8 +7,6 @@ those of the plain sum. With context parallelism the schedule multiplies by that
 the result is the sum of the ranks' gradients, each from its own tokens.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence

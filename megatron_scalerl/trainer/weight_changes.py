@@ -6,8 +6,6 @@ compared there with what is about to be written. Optimizers without main weights
 precision-aware optimizer) write in place, and are not counted.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -19,7 +19,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from megatron_scalerl.distributed.rendezvous import Rendezvous, address_of, list
 from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
+from megatron_scalerl.record import record
 from megatron_scalerl.trainer import messages
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _VARIABLES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class WorkerSettings:
     """The environment of a rank."""
 

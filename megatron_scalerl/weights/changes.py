@@ -12,15 +12,13 @@ All pieces of a bucket are coded, read and written together: on a GPU the operat
 do not grow with the number of tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from megatron_scalerl.record import record
 from megatron_scalerl.weights.plan import Ranges
 
 MOST_CHANGED = 8
@@ -31,7 +29,7 @@ _LONG = 255
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Found:
     """Elements whose bits differ, in order."""
 
@@ -41,7 +39,7 @@ class Found:
     """[n] int16 or int32, the new ones."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Changes:
     """Changed elements of a rectangle of a tensor, as they arrive."""
 
@@ -100,7 +98,7 @@ def decode(frame: Tensor, pieces: Sequence[tuple[int, Ranges, torch.dtype]]) -> 
     counts = [changed for _, changed, _ in rows]
     gap_bytes = [size for *_, size in rows]
     positions = _positions(frame[start : start + sum(gap_bytes)], gap_bytes, counts)
-    start += _padded_size(sum(gap_bytes))
+    start += -(-sum(gap_bytes) // 8) * 8
     sizes = [changed * pieces[number][2].itemsize for number, changed, _ in rows]
     planes = frame[start : start + sum(sizes)].split(sizes)
     changes = []
@@ -117,10 +115,6 @@ def counted(counts: Sequence[int], device: torch.device) -> Tensor:
 
 def _host(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64).to(device)
-
-
-def _padded_size(size: int) -> int:
-    return -(-size // 8) * 8
 
 
 def _padded(plane: Tensor) -> Tensor:

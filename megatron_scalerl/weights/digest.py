@@ -16,8 +16,6 @@ add up to that of the whole, in any layout: sharded, fused, transposed. A change
 several, such as swapped parts, cancel with a probability of about 2^-63. It detects faults, not an adversary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cache
 

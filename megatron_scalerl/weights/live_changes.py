@@ -6,8 +6,6 @@ parameter's memory is then a sum over its indices. Rectangles of one parameter, 
 written together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import chain
 

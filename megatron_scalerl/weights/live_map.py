@@ -5,7 +5,7 @@ one of them (cut, chunk, transpose, permute) is followed until it copies it into
 a `Scatter`, and nothing is copied. Afterwards weights are written without the loader, and what an engine needs of
 each tensor is known exactly, whatever its parallel layout.
 
-    record      once per model: load_weights with _Recording tensors -> Scatters, one for each copy
+    record      once per model (`record_copies`): load_weights with _Recording tensors -> Scatters, one for each copy
     needs       the rectangles that the scatters read, which the engine names when it connects
     LivePart    made of a scatter by `weights.live_weights`: a view of the parameter, and the tensor's indices in it
     write       in each update: what an arriving rectangle has for the part, in place
@@ -15,15 +15,14 @@ A _Recording is a view of a meta tensor as long as its storage tells where its e
 copy (a reshape after a transposition, cat) makes it an index of all elements, which takes memory for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from typing import Any
 
 import torch
 
+from megatron_scalerl.record import record
 from megatron_scalerl.weights.digest import Along, at, mixed, value_digest
 from megatron_scalerl.weights.plan import Manifest, ParamMeta, Ranges, merged
 
@@ -45,7 +44,7 @@ _FOLLOWED = {
 """Functions that only move elements, or tell a tensor's layout: all that a loader may call."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Scatter:
     """One copy of the loader: a part of a tensor, and where it goes.
 
@@ -80,7 +79,7 @@ class Scatter:
         return tuple((a, b + 1) for a, b in zip(low, high))
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class LivePart:
     """A part of a tensor, as a view of a live parameter holds it."""
 
@@ -143,7 +142,7 @@ class LivePart:
         return found
 
 
-def record(load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> list[Scatter]:
+def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> list[Scatter]:
     """The copies that `load` makes of the manifest's tensors into `parameters`, none of which is made.
 
     Raises NotImplementedError, naming tensor and function, for what cannot be followed, ValueError for a tensor that

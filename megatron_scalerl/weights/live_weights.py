@@ -5,8 +5,6 @@ along which dimension of the tensor, and over which of its indices. Then any rec
 place, without the loader, without a whole tensor, and at the addresses that captured graphs use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import cache
@@ -18,7 +16,7 @@ from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.digest import Along, total
 from megatron_scalerl.weights.live_changes import write_changes
-from megatron_scalerl.weights.live_map import LivePart, Scatter, needs, record, unwritten
+from megatron_scalerl.weights.live_map import LivePart, Scatter, needs, record_copies, unwritten
 from megatron_scalerl.weights.plan import Manifest, volume
 from megatron_scalerl.weights.transport.frames import Values
 
@@ -121,7 +119,7 @@ class LiveWeights:
         parameters = {n: p for n, p in model.named_parameters() if not n.startswith(VISION)}
         _check_plain(model, parameters)
         packed, before = _packed_experts(model), _sums(parameters)
-        scatters = record(model.load_weights, manifest, parameters)
+        scatters = record_copies(model.load_weights, manifest, parameters)
         if changed := [name for name, value in _sums(parameters).items() if value != before[name]]:
             raise NotImplementedError(f"weights: {changed[0]}: expected a loader that only copies, found it changed")
         if wrong := unwritten(scatters, parameters, model):

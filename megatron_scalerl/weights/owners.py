@@ -6,13 +6,11 @@ for each of these, and copies of them as far as `most_senders` allows; what a sh
 rank that holds it and has the least to send.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_scalerl.models.family import Family, Index, Piece, Rule
+from megatron_scalerl.record import record
 from megatron_scalerl.weights.plan import Manifest, Needs, ParamMeta, Part, Ranges, WeightPlan, check, overlap, volume
 
 
@@ -29,7 +27,7 @@ class Place(NamedTuple):
     """Rank among those with the same experts."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Held:
     """A rectangle of a tensor as ranks of the trainer hold it; parts are cut from it."""
 
@@ -41,7 +39,7 @@ class Held:
     """The rectangle of the tensor."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class SendPlan:
     """The plan, and what only the trainer knows of it."""
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -27,6 +26,7 @@ import msgspec
 import numpy as np
 
 from megatron_scalerl.distributed.rendezvous import Rendezvous
+from megatron_scalerl.record import record
 
 MOST_CHANNELS = 8
 """Of a broadcast group over NCCL: each has buffers on every member's device. An estimate; NCCL's own choice goes up
@@ -119,7 +119,7 @@ def _joined(parts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     yield first, end
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ParamMeta:
     """One tensor as engines get it."""
 
@@ -208,7 +208,7 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) >> 1 for text in texts)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Slot:
     """The place of a rectangle in its bucket."""
 
@@ -222,7 +222,7 @@ class Slot:
     """Without padding."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Bucket:
     """Rectangles that one sender sends as one buffer."""
 
@@ -374,7 +374,7 @@ def _of_pair(plan: WeightPlan, sender: int, shard: int, numbers: Iterable[int], 
         yield Bucket(sender=sender, shard=shard, slots=tuple(slots), nbytes=offset)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Connection:
     """The broadcast groups for weights. Produced by `WeightSync`; `msgspec.to_builtins` makes JSON of it."""
 
@@ -394,11 +394,9 @@ class Connection:
     """Until all members of a group have come (seconds)."""
     deltas: Literal["off", "absolute"] = "off"
     """absolute: the new values of changed elements (`weights.changes`); off: all updates are whole."""
-    anchor_every: int = 20
-    """Every update after this many updates of changes is whole."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class SendReport:
     """One finished broadcast of all weights, as the sending ranks measured it."""
 

@@ -4,8 +4,6 @@ Called on every rank at once. An engine that is gone does not end the trainer: t
 groups failed, and all of them return it.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

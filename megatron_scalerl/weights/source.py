@@ -4,8 +4,6 @@ The family's weight map (models/family.py) is used in one direction to load a ch
 the weights; there is no second table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

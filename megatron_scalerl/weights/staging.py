@@ -1,7 +1,5 @@
 """Receives a weight update into host memory in a thread, while the model goes on with the weights that it has."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping

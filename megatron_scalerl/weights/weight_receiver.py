@@ -14,8 +14,6 @@ addresses. A failed update leaves the parameters partly written or loaded. The n
 so that a later one loads the whole model again; until then the model must not run.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass

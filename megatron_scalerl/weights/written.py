@@ -5,8 +5,6 @@ update asks for those of a part, which is a view of a parameter: nothing is comp
 engines have is kept.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Filters, advantages and weights of a batch, against values computed by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

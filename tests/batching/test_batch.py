@@ -1,7 +1,5 @@
 """Packing: every sample exactly once, weights preserved, equal counts, and the wire form."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import numpy as np
@@ -22,7 +20,7 @@ from megatron_scalerl.types import ExpertChoices, MicroBatch, Sample
 COLUMNS = [f.name for f in fields(MicroBatch) if f.name not in ("cu_seqlens", "expert_choices")]
 
 
-def sample(prompt=(1, 2, 3), *, advantage=0.5, weight=0.25, **kw) -> Sample:
+def sample(prompt=(1, 2, 3), *, advantage=0.5, weight=0.25, **kw):
     return Sample(prompt_token_ids=tuple(prompt), rollout=rollout(**kw), advantage=advantage, token_weight=weight)
 
 

@@ -183,7 +183,7 @@ def test_an_output_folder_that_does_not_exist(refused, tmp_path):
 def test_too_little_space_is_reported_before_anything_is_written(refused, monkeypatch):
     usage = conversion.shutil.disk_usage("/")
     monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: usage._replace(free=60 << 20))
-    assert "expected 0.06 GiB of free space, found 0.06 GiB" in refused()
+    assert "of free space, and there are 60.00 MiB" in refused()
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Committed checkpoint folders, and the one-line message about a damaged one."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 

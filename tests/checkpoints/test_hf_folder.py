@@ -1,9 +1,6 @@
 """Hugging Face folders: slices of every float type are read, wrong folders are named."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ TENSORS = {
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     """A folder of two shards with an index, a tokenizer and a config with dtype bfloat16."""
     folder = tmp_path / "source"
     folder.mkdir()
@@ -34,7 +31,7 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_slice_is_read_and_an_expert_drops_its_dimension(source: Path) -> None:
+def test_a_slice_is_read_and_an_expert_drops_its_dimension(source):
     reader = HfReader(open_folder(source))
     assert set(reader.folder.tensors) == set(TENSORS)
     found = reader.read("a.weight", (slice(1, 3), slice(2, 6)), (4, 6))
@@ -44,7 +41,7 @@ def test_a_slice_is_read_and_an_expert_drops_its_dimension(source: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_every_float_type_is_read_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_float_type_is_read_bit_for_bit(dtype, tmp_path):
     tensor = torch.randn(5, 7).to(dtype)
     save_file({"b": torch.ones(3, dtype=torch.uint8), "w": tensor}, tmp_path / "model.safetensors")
     reader = HfReader(open_folder(tmp_path))
@@ -54,7 +51,7 @@ def test_every_float_type_is_read_bit_for_bit(dtype: torch.dtype, tmp_path: Path
         reader.read("b", (slice(0, 3),), (3,))
 
 
-def test_wrong_folders_are_refused_in_one_line(source: Path, tmp_path: Path) -> None:
+def test_wrong_folders_are_refused_in_one_line(source, tmp_path):
     reader = HfReader(open_folder(source))
     with pytest.raises(ValueError, match=r"expected tensor c\.weight, found none of that name"):
         reader.read("c.weight", (slice(0, 1),), (1,))
@@ -67,7 +64,7 @@ def test_wrong_folders_are_refused_in_one_line(source: Path, tmp_path: Path) -> 
         open_folder(tmp_path)
 
 
-def entry(low: object, high: object, shape: object = (1,)) -> dict[str, object]:
+def entry(low, high, shape=(1,)):
     return {"dtype": "F32", "shape": shape, "data_offsets": [low, high]}
 
 
@@ -84,7 +81,7 @@ def entry(low: object, high: object, shape: object = (1,)) -> dict[str, object]:
         ("[" * 100_000, 4),
     ],
 )
-def test_a_header_that_safetensors_refuses_is_refused(header: object, data: int, tmp_path: Path) -> None:
+def test_a_header_that_safetensors_refuses_is_refused(header, data, tmp_path):
     text = (header if isinstance(header, str) else json.dumps(header)).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))

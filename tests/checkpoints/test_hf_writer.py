@@ -1,12 +1,11 @@
 """The files beside the weights of an exported Hugging Face folder."""
 
 import json
-from pathlib import Path
 
 from megatron_scalerl.checkpoints.hf_writer import add_generation_keys
 
 
-def test_generation_keys_are_added_to_the_existing_ones(tmp_path: Path) -> None:
+def test_generation_keys_are_added_to_the_existing_ones(tmp_path):
     """vLLM reads Llama 4's attention temperature there; a folder without the file keeps its special tokens."""
     keys = {"attn_temperature_tuning": True}
     file = tmp_path / "generation_config.json"

@@ -1,7 +1,5 @@
 """Folders whose parts would run code, or write or read elsewhere: one line, exit code 2, no effect."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,14 +1,11 @@
 """The index equals torch's own reading of .metadata, written by this or an older torch; its names exist in torch."""
 
-from __future__ import annotations
-
 import enum
 import io
 import pickle
 import shutil
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +15,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSys
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from megatron_scalerl.checkpoints.plain_files import PlainFile
-from megatron_scalerl.checkpoints.safe_check import check_checkpoint
-from megatron_scalerl.checkpoints.safe_index import _MODULES, _NAMES, read_index
+from megatron_scalerl.checkpoints.safe_index import _MODULES, _NAMES, check_checkpoint, read_index
 from megatron_scalerl.checkpoints.safe_values import read_tensor
 
 STATE = {
@@ -138,7 +134,7 @@ def test_an_index_of_an_older_torch_is_read(folder, tmp_path):
     assert read_index(tmp_path).tensors == read_index(folder).tensors
 
 
-def write(path: Path, metadata: object) -> None:
+def write(path, metadata):
     """A folder with nothing but an index."""
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')

@@ -27,7 +27,7 @@ def stall(*arguments):
     time.sleep(600)
 
 conversion.os.posix_fadvise = stall
-{module}(sys.argv[1], sys.argv[2])
+{module}(*map(Path, sys.argv[1:]))
 """
 CONVERSIONS = {"to_megatron": to_megatron, "to_hf": to_hf}
 

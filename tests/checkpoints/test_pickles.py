@@ -1,7 +1,5 @@
 """Pickles as data: plain values are opened, and no name outside the allowlist is imported or called."""
 
-from __future__ import annotations
-
 import copyreg
 import functools
 import operator

@@ -2,7 +2,6 @@
 
 import json
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from megatron_scalerl.checkpoints.hf_folder import INDEX, family_of_folder, open
 from megatron_scalerl.checkpoints.to_hf import to_hf
 from megatron_scalerl.checkpoints.to_megatron import to_megatron
 from megatron_scalerl.checkpoints.verify import verify
-from megatron_scalerl.checkpoints.views import Sources
+from megatron_scalerl.checkpoints.views import sources
 from megatron_scalerl.checkpoints.weight_map import parameter_assembly
 
 
@@ -49,7 +48,7 @@ OUTSIDE = {
 """Tensors that a policy's weights may not be."""
 
 
-def split(source: Path, target: Path, parts: int) -> Path:
+def split(source, target, parts):
     """The folder with its tensors distributed over several files and an index."""
     target.mkdir()
     tensors = load_file(source / "model.safetensors") | OUTSIDE
@@ -95,11 +94,11 @@ def test_parameters_are_those_that_the_trainer_loads(kind, policies):
     """Two readings of the same rules: the converter's assemblies, and the trainer's pieces."""
     source = policies(kind)
     tensors = load_file(source / "model.safetensors")
-    sources = Sources(open_folder(source))
+    read = sources(open_folder(source))
     rules = [rule for rule in family_of_folder(source).rules if rule.exported]
     for rule in rules:
         assembled = parameter_assembly(rule, "F32", "F32")
-        found = np.concatenate([np.array(rows) for rows in bands(assembled, sources)]).view(np.float32)
+        found = np.concatenate([np.array(rows) for rows in bands(assembled, read)]).view(np.float32)
         expected = torch.full(assembled.shape, torch.nan)
         for piece in rule.pieces(0, 1):
             piece.of_shard(expected).copy_(tensors[piece.hf_name][piece.hf_index])

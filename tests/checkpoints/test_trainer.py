@@ -1,10 +1,6 @@
 """The trainer starts from a converted checkpoint, and its own checkpoints are exported without loading them."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,35 +13,35 @@ from megatron_scalerl.checkpoints.conversion import Options
 from megatron_scalerl.checkpoints.to_hf import to_hf
 from megatron_scalerl.checkpoints.to_megatron import to_megatron
 from megatron_scalerl.distributed import cpu_compat
-from megatron_scalerl.distributed.parallel import Parallel, shutdown_parallel, unwrap
+from megatron_scalerl.distributed.parallel import shutdown_parallel, unwrap
 from megatron_scalerl.trainer import checkpoint
 from megatron_scalerl.trainer.ranks import init_parallel
-from megatron_scalerl.trainer.step import Trainer, make_trainer
+from megatron_scalerl.trainer.step import make_trainer
 from megatron_scalerl.weights.source import MegatronWeightSource
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def policy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy") / "hf"
     make("llama4", folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def parallel(policy: Path) -> Iterator[Parallel]:
+def parallel(policy):
     yield init_parallel(make_recipe(policy))
     shutdown_parallel()
     cpu_compat.uninstall()
 
 
-def stepped(trainer: Trainer) -> dict[str, torch.Tensor]:
+def stepped(trainer):
     """Parameters after one step."""
     [batch] = batches_of(random_samples(1), step=1)
     trainer.step(batch)
     return {name: p.detach().clone() for name, p in unwrap(trainer.chunks[0]).named_parameters()}
 
 
-def test_a_trainer_that_starts_from_it_makes_the_same_step(policy: Path, parallel: Parallel, tmp_path: Path) -> None:
+def test_a_trainer_that_starts_from_it_makes_the_same_step(policy, parallel, tmp_path):
     """The converted weights differ from those in the recipe's folder, so that the source of the weights shows."""
     other = tmp_path / "other"
     shutil.copytree(policy, other)
@@ -61,9 +57,7 @@ def test_a_trainer_that_starts_from_it_makes_the_same_step(policy: Path, paralle
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_runs_checkpoint_is_exported_as_the_trainer_has_it(
-    dtype: str, policy: Path, parallel: Parallel, tmp_path: Path
-) -> None:
+def test_a_runs_checkpoint_is_exported_as_the_trainer_has_it(dtype, policy, parallel, tmp_path):
     recipe = make_recipe(policy, policy={"path": str(policy), "dtype": dtype}, optimizer={"lr": 1e-2})
     trainer = make_trainer(recipe, parallel)
     stepped(trainer)

@@ -1,7 +1,5 @@
 """Values of torch.save are read as torch reads them; objects, views beyond their bits and bombs are not."""
 
-from __future__ import annotations
-
 import io
 import random
 import struct

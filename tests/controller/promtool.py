@@ -1,7 +1,5 @@
 """Prometheus' own checker, `promtool`, where it is installed (Debian's package prometheus has it)."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 
@@ -12,8 +10,8 @@ needs_promtool = pytest.mark.skipif(
 )
 
 
-def promtool(*words: str, stdin: bytes = b"") -> None:
+def promtool(*words: str) -> None:
     """Run it; fails with what it says."""
-    done = subprocess.run(["promtool", *words], input=stdin, capture_output=True, timeout=240, check=False)
+    done = subprocess.run(["promtool", *words], capture_output=True, timeout=240, check=False)
     said = (done.stdout + done.stderr).decode()
     assert done.returncode == 0, said

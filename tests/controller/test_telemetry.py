@@ -10,18 +10,12 @@ import stat
 import aiohttp
 import pytest
 import yaml
-from aiohttp import web
 from fakes.run import recipe
-from fakes.server import StandInServer
 from prometheus_client.parser import text_string_to_metric_families
 from promtool import needs_promtool, promtool
 
 from megatron_scalerl.controller.telemetry import serving_metrics
-from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
-from megatron_scalerl.engine.membership import Membership
-
-SECRET = "the run's secret"
-PAGE = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 2.0\n"
+from megatron_scalerl.engine.client import SECRET_HEADER
 
 
 def settings(folder, **telemetry):
@@ -74,7 +68,7 @@ async def test_only_the_token_opens_it(tmp_path):
             {"Authorization": "Bearer \udcff"},
             {SECRET_HEADER: token},
         ]
-        for path in ("/metrics", "/metrics/engines/engine-0", "/", "/metrics/../token"):
+        for path in ("/metrics", "/", "/metrics/../token"):
             for headers in wrong:
                 sent = {k: v.encode(errors="surrogateescape").decode("latin1") for k, v in headers.items()}
                 status, text, _ = await get(path, sent)
@@ -171,65 +165,6 @@ async def test_prometheus_gets_the_format_that_it_asks_for(tmp_path):
     assert [f.name for f in text_string_to_metric_families(text)] and other.endswith("# EOF\n")
 
 
-async def test_engines_are_fetched_with_the_secret_which_the_reader_does_not_have(tmp_path):
-    asked = []
-
-    async def metrics(request):
-        asked.append(dict(request.headers))
-        if request.headers.get(SECRET_HEADER) != SECRET:
-            raise web.HTTPUnauthorized
-        return web.Response(text=PAGE)
-
-    async with (
-        StandInServer(metrics) as other,
-        EngineClient(url=other.url, secret=SECRET) as client,
-        endpoint(tmp_path) as (collector, get),
-    ):
-        engines = Membership.of([client])
-        collector.members = lambda: engines.members
-        token = bearer(tmp_path)
-        await get(headers=token)
-        listed = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())
-        path = listed[1]["labels"]["__metrics_path__"]
-        assert (await get(path))[0] == 401 and not asked
-        status, text, kind = await get(path, token)
-        assert (status, text) == (200, PAGE) and kind.startswith("text/plain")
-        assert all("Authorization" not in headers for headers in asked)
-        assert SECRET not in str(await get(headers=token)) + text
-        assert (await get("/metrics/engines/engine-1", token))[0] == 404
-        first, engine = listed
-    assert first["labels"] == {"__metrics_path__": "/metrics", "run": "r"}
-    assert engine["labels"]["server"] == "engine-0" and engine["targets"] == first["targets"]
-
-
-async def test_an_engine_without_a_server_and_one_that_fails_are_told_apart(tmp_path):
-    with at_a_port() as closed:
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        async with EngineClient(url=url, secret=SECRET) as client, endpoint(tmp_path) as (collector, get):
-            engines = Membership.of([client])
-            collector.members = lambda: engines.members
-            failing = await get("/metrics/engines/engine-0", bearer(tmp_path))
-            engines.lose(0, "killed")
-            assert (failing[0], (await get("/metrics/engines/engine-0", bearer(tmp_path)))[0]) == (502, 503)
-
-
-async def test_a_silent_engine_holds_up_its_own_page_alone(tmp_path, monkeypatch):
-    limit = "megatron_scalerl.controller.telemetry.ENGINE_TIMEOUT_S"
-    monkeypatch.setattr(limit, 600.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        async with EngineClient(url=url, secret=SECRET) as client, endpoint(tmp_path) as (collector, get):
-            engines = Membership.of([client])
-            collector.members = lambda: engines.members
-            of_engine = asyncio.create_task(get("/metrics/engines/engine-0", bearer(tmp_path)))
-            of_run = await get(headers=bearer(tmp_path))
-            answered = of_engine.done()
-            monkeypatch.setattr(limit, 0.2)
-            late = await get("/metrics/engines/engine-0", bearer(tmp_path))
-            silent.close()  # which ends the request before
-            assert (of_run[0], answered, late[0], (await of_engine)[0]) == (200, False, 504, 502)
-
-
 @needs_promtool
 @pytest.mark.parametrize("access", ["token", "open"])
 async def test_promtool_accepts_the_configuration(tmp_path, access):
@@ -241,7 +176,6 @@ async def test_promtool_accepts_the_configuration(tmp_path, access):
 async def test_connections_that_ask_for_nothing_are_few_and_do_not_stay(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_scalerl.controller.telemetry.MOST_CONNECTIONS", 3)
     monkeypatch.setattr("megatron_scalerl.controller.telemetry.CONNECTION_S", 1.0)
-    monkeypatch.setattr("megatron_scalerl.controller.telemetry.ENGINE_TIMEOUT_S", 0.5)
     async with endpoint(tmp_path) as (_, get):
         target = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())[0]["targets"][0]
         host, port = target.split(":")

@@ -1,7 +1,5 @@
 """What one rank of the tests of batches does: the batch from the wire beside the one that is packed here."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import fields, replace
 from typing import Any

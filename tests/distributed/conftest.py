@@ -21,5 +21,5 @@ class Policies(dict[str, str]):
 
 
 @pytest.fixture(scope="session")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
+def policies(tmp_path_factory):
     return Policies(tmp_path_factory.mktemp("policies"))

@@ -1,7 +1,5 @@
 """What each rank does for the converter's tests: open a checkpoint the stock way, train from it, save one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

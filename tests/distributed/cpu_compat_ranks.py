@@ -1,7 +1,5 @@
 """For every CPU patch, on two ranks: what upstream does without it and with it."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What each rank does for the families' parity tests: load, whole logits through the pipeline, save."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What one rank of the tests of the trainer's head does: gradients in Megatron's own DDP, and trainer steps."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of HF parity and of the head's precision compute on each rank."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

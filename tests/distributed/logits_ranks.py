@@ -1,7 +1,5 @@
 """What one rank of the vocabulary-parallel logit tests does."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

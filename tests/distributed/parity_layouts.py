@@ -1,7 +1,5 @@
 """Parallel layouts, and what makes two steps the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

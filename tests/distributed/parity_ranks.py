@@ -1,7 +1,5 @@
 """What one rank of the parity tests does: build, one forward and backward pass, one optimizer step, export."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What one rank of the routing replay tests does: one forward and backward pass with given experts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

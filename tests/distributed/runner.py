@@ -4,8 +4,6 @@ The ranks are forked from a server that has imported torch and Megatron-Core, wh
 and holds none of our modules: in all else a rank is a fresh process.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import multiprocessing as mp

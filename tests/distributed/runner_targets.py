@@ -1,7 +1,5 @@
 """Functions for the tests of the runner; no torch, so that a process starts in a moment."""
 
-from __future__ import annotations
-
 import os
 import threading
 

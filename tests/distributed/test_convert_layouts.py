@@ -4,11 +4,7 @@ Why this matters: converter and trainer must agree on the position of every weig
 would still load. Not exercised: full-size checkpoints, network file systems.
 """
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -52,7 +48,7 @@ BY_FOUR = [("llama", {**TP2, **PP2}), ("llama4", {**TP2, **SP, **PP2, **EP2, **E
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     """Policies KIND.hf and their checkpoints KIND.megatron, with large parameters split into several chunks."""
     root = tmp_path_factory.mktemp("converted")
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +68,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(4, BY_FOUR, id="all of 4", marks=pytest.mark.full),
     ],
 )
-def test_the_stock_load_opens_it_under_every_layout(world: int, cases: list[Any], root: Path) -> None:
+def test_the_stock_load_opens_it_under_every_layout(world, cases, root):
     jobs = [(str(root / f"{kind}.hf"), str(root / f"{kind}.megatron"), layout) for kind, layout in cases]
     for rank, answers in enumerate(run_ranks(world, "convert_ranks:differing_parameters", jobs)):
         for (kind, layout), answer in zip(cases, answers):
@@ -81,7 +77,7 @@ def test_the_stock_load_opens_it_under_every_layout(world: int, cases: list[Any]
             assert answer["changed"] == answer["parameters"] > 10, (rank, kind, layout)
 
 
-def test_every_rank_says_why_one_of_them_refuses(root: Path, tmp_path: Path) -> None:
+def test_every_rank_says_why_one_of_them_refuses(root, tmp_path):
     """The first stage alone reads the embedding."""
     folder = tmp_path / "megatron"
     shutil.copytree(root / "llama.megatron", folder)
@@ -95,7 +91,7 @@ def test_every_rank_says_why_one_of_them_refuses(root: Path, tmp_path: Path) -> 
     "kind, layout",
     sampled("stock layouts", [("llama", TP2), ("llama4", {**TP2, **SP, **EP2, **ETP1}), ("qwen3_moe", PP2)], 1),
 )
-def test_a_stock_checkpoint_of_any_layout_comes_back(kind: str, layout: Any, root: Path, tmp_path: Path) -> None:
+def test_a_stock_checkpoint_of_any_layout_comes_back(kind, layout, root, tmp_path):
     source = root / f"{kind}.hf"
     run_ranks(2, "convert_ranks:save_the_stock_way", [(str(source), str(tmp_path / "stock"), layout)])
     to_hf(tmp_path / "stock", tmp_path / "back", Options(verify=True), like=source)
@@ -104,7 +100,7 @@ def test_a_stock_checkpoint_of_any_layout_comes_back(kind: str, layout: Any, roo
     verify(source, tmp_path / "narrow", Options(dtype="BF16"))
 
 
-def test_keys_shapes_and_types_are_those_of_the_stock_save(root: Path, tmp_path: Path) -> None:
+def test_keys_shapes_and_types_are_those_of_the_stock_save(root, tmp_path):
     from torch.distributed.checkpoint import FileSystemReader
 
     kinds = ("llama_biased", "llama_tied", "qwen3_moe", "llama4")
@@ -122,7 +118,7 @@ def test_keys_shapes_and_types_are_those_of_the_stock_save(root: Path, tmp_path:
         assert all("_extra_state" in key for key in ours if key not in stock)
 
 
-def test_chunks_are_read_by_torch_alone(root: Path) -> None:
+def test_chunks_are_read_by_torch_alone(root):
     from torch.distributed.checkpoint import FileSystemReader, load
 
     folder = root / "llama.megatron"

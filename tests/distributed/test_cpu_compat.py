@@ -1,7 +1,5 @@
 """The CPU patches are opt-in and refuse GPUs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -11,13 +9,13 @@ import torch
 from megatron_scalerl.distributed import cpu_compat
 
 
-def test_a_visible_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_visible_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="expected no visible GPU, found one"):
         cpu_compat.install()
 
 
-def test_importing_the_seam_patches_nothing() -> None:
+def test_importing_the_seam_patches_nothing():
     """In a process of its own: current_device still raises after the import."""
     code = (
         "import torch, megatron_scalerl.distributed.device, megatron_scalerl.distributed.cpu_compat\n"

@@ -4,10 +4,6 @@ Why this matters: a patch that upstream has made unnecessary hides upstream's be
 fails, remove the patch. Not exercised: GPUs, where only the patches of WITHOUT_TE apply.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import random_policies
 from runner import run_ranks
@@ -37,14 +33,14 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def probed(tmp_path_factory):
     path = tmp_path_factory.mktemp("policy") / "llama4"
     random_policies.make("llama4", path)
     return run_ranks(2, "cpu_compat_ranks:probe_all", str(path))[0]
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_patch_is_needed_and_works(name: str, probed: dict[str, Any]) -> None:
+def test_patch_is_needed_and_works(name, probed):
     without, with_all = probed[name]
     error, answer = EXPECTED[name]
     if name in cpu_compat.FLOOR_ALONE and not cpu_compat.FLOOR:
@@ -55,16 +51,16 @@ def test_patch_is_needed_and_works(name: str, probed: dict[str, Any]) -> None:
     assert with_all == answer
 
 
-def test_every_patch_has_a_probe(probed: dict[str, Any]) -> None:
+def test_every_patch_has_a_probe(probed):
     patches, probes = probed["names"]
     assert patches == probes == sorted(EXPECTED)
 
 
-def test_uninstall_puts_everything_back(probed: dict[str, Any]) -> None:
+def test_uninstall_puts_everything_back(probed):
     assert probed["restored"]
 
 
-def _matches(pattern: str, text: str) -> bool:
+def _matches(pattern, text):
     import re
 
     return re.search(pattern, text, re.DOTALL) is not None

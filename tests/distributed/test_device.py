@@ -4,8 +4,6 @@ Why this matters: a wrong variable is silent on a GPU (memory fragments, runs ar
 a GPU; `tests/gpu` does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

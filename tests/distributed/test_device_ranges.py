@@ -1,9 +1,6 @@
 """Ranges and recorded memory on a GPU, as far as a CPU shows it: what PyTorch is asked for, and in which order."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +8,7 @@ import torch
 from megatron_scalerl.distributed import device
 
 
-def test_memory_is_written_after_an_exception_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_is_written_after_an_exception_too(monkeypatch, tmp_path):
     asked: list[object] = []
     monkeypatch.setattr(device, "HAVE_GPU", True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options))
@@ -22,7 +19,7 @@ def test_memory_is_written_after_an_exception_too(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_a_range_is_in_nvtx_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+def test_a_range_is_in_nvtx_on_a_gpu_alone(monkeypatch, gpu):
     named: list[str] = []
     monkeypatch.setattr(device, "HAVE_GPU", gpu)
     monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: named.append(name) or nullcontext())
@@ -31,7 +28,7 @@ def test_a_range_is_in_nvtx_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch, gpu:
     assert named == ["optimizer"] * gpu
 
 
-def test_without_a_gpu_no_memory_is_recorded(tmp_path: Path) -> None:
+def test_without_a_gpu_no_memory_is_recorded(tmp_path):
     with device.recorded_memory(tmp_path / "memory"):
         pass
     assert list(tmp_path.iterdir()) == []

@@ -5,8 +5,6 @@ and ranks. Unequal loads, fillers and an idle rank show a wrong factor at once. 
 shapes or arguments once per micro-batch. Not exercised: more than two ranks, bf16, NCCL.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

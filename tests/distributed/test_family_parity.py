@@ -5,9 +5,6 @@ feature is also turned off once, and must then differ. Not exercised: published 
 checks their shapes), Transformer Engine's layers.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import family_ranks
@@ -32,7 +29,7 @@ EP2 = dict(expert_model_parallel_size=2)
 BF16 = dict(dtype="bfloat16")
 
 
-def _layouts(kind: str) -> dict[str, dict[str, Any]]:
+def _layouts(kind):
     """Layouts of two ranks; one key-value head cannot be sharded, dense layers have no experts."""
     found: dict[str, dict[str, Any]] = {"pp2": PP2}
     found |= {} if kind == "qwen3_tied" else {"tp2": TP2}
@@ -43,18 +40,18 @@ BY_TWO = {f"{kind} {name}": layout for kind in KINDS for name, layout in _layout
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("families")
 
 
 class HuggingFace(dict):
     """Kind -> Hugging Face's logits of the row, sequence by sequence; saves the policy in fp32 and in bf16."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         super().__init__()
         self._root = root
 
-    def __missing__(self, kind: str) -> torch.Tensor:
+    def __missing__(self, kind):
         row = random_policies.rows()[1]
         starts = row["cu_seqlens"].tolist()
         random_policies.make(kind, self._root / f"{kind} bf16", dtype=torch.bfloat16)
@@ -67,11 +64,11 @@ class HuggingFace(dict):
 
 
 @pytest.fixture(scope="module")
-def expected(root: Path) -> HuggingFace:
+def expected(root):
     return HuggingFace(root)
 
 
-def jobs(root: Path, expected: HuggingFace, names: set[str]) -> list[family_ranks.Job]:
+def jobs(root, expected, names):
     """Every policy in fp32, and once more in bf16, saved beside its source."""
     found: list[family_ranks.Job] = []
     for name in sorted(names):
@@ -85,17 +82,17 @@ def jobs(root: Path, expected: HuggingFace, names: set[str]) -> list[family_rank
 
 
 @pytest.fixture(scope="module")
-def alone(request: pytest.FixtureRequest, root: Path, expected: HuggingFace) -> dict[str, torch.Tensor]:
+def alone(request, root, expected):
     return run_ranks(1, "family_ranks:logits_and_saved", jobs(root, expected, chosen(request, "kind")))[0]
 
 
 @pytest.fixture(scope="module")
-def by_two(request: pytest.FixtureRequest, root: Path, expected: HuggingFace) -> list[dict[str, torch.Tensor]]:
+def by_two(request, root, expected):
     return run_ranks(2, "family_ranks:logits_and_saved", jobs(root, expected, chosen(request, "name")))
 
 
 @pytest.fixture(scope="module")
-def exported(root: Path, expected: HuggingFace) -> Path:
+def exported(root, expected):
     """A folder of two Llama 4 policies that were converted to Megatron's format and back."""
     folder = root / "exported"
     folder.mkdir()
@@ -107,7 +104,7 @@ def exported(root: Path, expected: HuggingFace) -> Path:
 
 
 @pytest.fixture(scope="module")
-def without(request: pytest.FixtureRequest, root: Path, expected: HuggingFace) -> dict[str, torch.Tensor]:
+def without(request, root, expected):
     kinds = {feature: feature.split(":")[0] for feature in sorted(chosen(request, "feature"))}
     assert all(expected[kind] is not None for kind in kinds.values())
     features = [(feature, str(root / kind)) for feature, kind in kinds.items()]
@@ -115,14 +112,14 @@ def without(request: pytest.FixtureRequest, root: Path, expected: HuggingFace) -
 
 
 @pytest.mark.parametrize("kind", sampled("families", KINDS, 3))
-def test_logits_are_those_of_hugging_face(kind: str, root: Path, expected: dict, alone: dict) -> None:
+def test_logits_are_those_of_hugging_face(kind, root, expected, alone):
     """Packed here, sequence by sequence there; and what is saved is the source."""
     assert (alone[kind] - expected[kind]).abs().max() < 5e-5
     saved_is_its_source(root, kind)
 
 
 @pytest.mark.parametrize("name", sampled("families on two ranks", BY_TWO, 3))
-def test_logits_on_two_ranks_are_those_of_hugging_face(name: str, root: Path, expected: dict, by_two: list) -> None:
+def test_logits_on_two_ranks_are_those_of_hugging_face(name, root, expected, by_two):
     ranks = [rank[name] for rank in by_two if name in rank]
     assert len(ranks) == (1 if "pp2" in name else 2)
     for logits in ranks:
@@ -131,19 +128,19 @@ def test_logits_on_two_ranks_are_those_of_hugging_face(name: str, root: Path, ex
 
 
 @pytest.mark.parametrize("feature", sampled("features of families", family_ranks.WITHOUT, 3))
-def test_every_feature_of_a_family_is_felt(feature: str, expected: dict, without: dict) -> None:
+def test_every_feature_of_a_family_is_felt(feature, expected, without):
     """A policy without it is far from Hugging Face on the same row: the tests above see that it is there."""
     kind = feature.split(":")[0]
     assert (without[feature] - expected[kind]).abs().max() > 100 * 5e-5
 
 
-def saved_is_its_source(root: Path, name: str) -> None:
+def saved_is_its_source(root, name):
     """To the bit, in fp32 and in bf16."""
     for suffix in ("", " bf16"):
         same_weights(root / f"{name.split()[0]}{suffix}", root / f"{name}{suffix}.safetensors")
 
 
-def same_weights(source: Path, saved: Path) -> None:
+def same_weights(source, saved):
     """Names, types, shapes and bytes of every tensor of the policy."""
     outside = family_of_folder(source).passthrough
     before = {name: t for name, t in whole(source).items() if not (outside and name.startswith(outside))}
@@ -154,18 +151,18 @@ def same_weights(source: Path, saved: Path) -> None:
         assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def whole(folder: Path) -> dict[str, torch.Tensor]:
+def whole(folder):
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def test_the_layouts_on_disk_are_the_ones_meant(root: Path, expected: dict) -> None:
+def test_the_layouts_on_disk_are_the_ones_meant(root, expected):
     assert all(expected[kind] is not None for kind in ("qwen3_moe", "qwen3_moe_tied", "llama4_tied"))
     assert "model.layers.0.mlp.experts.3.up_proj.weight" in open_folder(root / "qwen3_moe").tensors
     assert "model.layers.1.mlp.experts.gate_up_proj" in open_folder(root / "qwen3_moe_tied").tensors
     assert "lm_head.weight" not in open_folder(root / "llama4_tied").tensors
 
 
-def test_a_multimodal_policy_is_a_whole_checkpoint_again(root: Path, exported: Path) -> None:
+def test_a_multimodal_policy_is_a_whole_checkpoint_again(root, exported):
     """The vision tower's bytes are copied, and transformers runs it."""
     from transformers import Llama4ForConditionalGeneration
 
@@ -184,7 +181,7 @@ def test_a_multimodal_policy_is_a_whole_checkpoint_again(root: Path, exported: P
 
 
 @pytest.mark.parametrize("kind", ["llama4", "llama4_multimodal"])
-def test_llama4_has_its_attention_temperature_where_engines_look(kind: str, root: Path, exported: Path) -> None:
+def test_llama4_has_its_attention_temperature_where_engines_look(kind, root, exported):
     from transformers import GenerationConfig
 
     assert not hasattr(GenerationConfig.from_pretrained(root / kind), "attn_temperature_tuning")
@@ -192,7 +189,7 @@ def test_llama4_has_its_attention_temperature_where_engines_look(kind: str, root
     assert found.to_diff_dict()["attn_temperature_tuning"] is True and found.eos_token_id == 2
 
 
-def test_the_text_part_runs_on_its_own(exported: Path, expected: dict) -> None:
+def test_the_text_part_runs_on_its_own(exported, expected):
     """The exported text weights in Llama4ForCausalLM: the logits of the whole model."""
     from transformers import Llama4ForCausalLM
 

@@ -4,8 +4,6 @@ Why this matters: the projection bypasses autograd's accumulation and Megatron's
 added twice, or computed from weights of the previous step. Not exercised: the `cuda` backend.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -50,7 +48,7 @@ TRAINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def by_two(request: pytest.FixtureRequest, policies: dict[str, str]) -> list[dict[str, Any]]:
+def by_two(request, policies):
     cases = [(name, *LAYOUTS[name]) for name in sorted(chosen(request, "name"))]
     jobs = [
         (f"{name} {way}", policies[kind], layout, *how) for name, kind, layout in cases for way, how in WAYS.items()
@@ -59,13 +57,13 @@ def by_two(request: pytest.FixtureRequest, policies: dict[str, str]) -> list[dic
 
 
 @pytest.fixture(scope="module")
-def trained(policies: dict[str, str]) -> list[dict[str, Any]]:
+def trained(policies):
     jobs = [(name, policies["llama"], megatron, keys) for name, (megatron, keys) in TRAINED.items()]
     return run_ranks(2, "head_ranks:steps", jobs)
 
 
 @pytest.mark.parametrize("name", sampled("gradients of the head", LAYOUTS, 3))
-def test_main_grads_are_those_of_autograd(name: str, by_two: list[dict[str, Any]]) -> None:
+def test_main_grads_are_those_of_autograd(name, by_two):
     for rank, way in product(range(2), ("straight", "in chunk", "chunk grad")):
         expected, found = by_two[rank][f"{name} autograd"], by_two[rank][f"{name} {way}"]
         assert expected["straight"] == [] and found["left"] == expected["left"] == []
@@ -78,28 +76,28 @@ def test_main_grads_are_those_of_autograd(name: str, by_two: list[dict[str, Any]
 
 
 @pytest.mark.parametrize("name", ["llama_tied pp2"])
-def test_on_a_pipeline_only_the_last_stage_adds_straight(name: str, by_two: list[dict[str, Any]]) -> None:
+def test_on_a_pipeline_only_the_last_stage_adds_straight(name, by_two):
     assert [by_two[rank][f"{name} straight"]["straight"] for rank in range(2)] == [[], ["output_layer.weight"]]
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
-def test_the_loss_in_the_chunk_trains_as_two_passes_do(layout: str, trained: list[dict[str, Any]]) -> None:
+def test_the_loss_in_the_chunk_trains_as_two_passes_do(layout, trained):
     for rank in range(2):
         assert_same_training(trained[rank][layout], trained[rank][f"{layout} two passes"])
 
 
-def test_a_small_workspace_changes_nothing(trained: list[dict[str, Any]]) -> None:
+def test_a_small_workspace_changes_nothing(trained):
     assert_same_training(trained[0]["tp2 little workspace"], trained[0]["tp2"])
 
 
 @pytest.mark.parametrize("way", ["dp2", "dp2 two passes"])
-def test_the_head_waits_for_weights_that_are_still_on_their_way(way: str, trained: list[dict[str, Any]]) -> None:
+def test_the_head_waits_for_weights_that_are_still_on_their_way(way, trained):
     late = "dp2 late weights" if way == "dp2" else "dp2 two passes, late weights"
     assert_same_training(trained[0][late], trained[0][way])
     assert trained[0][late]["logprobs"] == trained[1][late]["logprobs"]
 
 
-def assert_same_training(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same_training(found, expected):
     for ours, theirs in zip(found["reports"], expected["reports"], strict=True):
         assert ours[0] == pytest.approx(theirs[0], rel=1e-5, abs=1e-7)
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5)

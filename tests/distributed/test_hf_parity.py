@@ -4,9 +4,7 @@ Why this matters: an fp32 head on one side only is worse than on neither (docs/l
 engine's head (tests/e2e), fp32 accumulation on GPUs.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from pathlib import Path
 
 import pytest
 import random_policies
@@ -25,13 +23,13 @@ BF16 = dict(dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any]]:
+def policies(tmp_path_factory):
     root = tmp_path_factory.mktemp("hf")
     return {kind: (str(root / kind), random_policies.make(kind, root / kind)) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
-def alone(request: pytest.FixtureRequest, policies: dict[str, tuple[str, Any]]) -> dict[str, Any]:
+def alone(request, policies):
     kinds = sorted(chosen(request, "kind") | {"llama"})
     jobs = [(kind, policies[kind][0], {}) for kind in kinds]
     jobs += [
@@ -43,13 +41,13 @@ def alone(request: pytest.FixtureRequest, policies: dict[str, tuple[str, Any]]) 
 
 
 @pytest.fixture(scope="module")
-def by_two(policies: dict[str, tuple[str, Any]]) -> list[dict[str, Any]]:
+def by_two(policies):
     tp2 = dict(tensor_model_parallel_size=2, model=dict(sequence_parallel=True))
     jobs = [("llama bf16 tp2", policies["llama"][0], {**BF16, **tp2})]
     return run_ranks(2, "logit_precision_ranks:full_logits", jobs)
 
 
-def hf_logits(model: Any) -> torch.Tensor:
+def hf_logits(model):
     row = random_policies.rows()[0]
     starts = row["cu_seqlens"].tolist()
     with torch.no_grad():
@@ -58,7 +56,7 @@ def hf_logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
-def test_log_probabilities_and_entropies_follow_from_the_logits(kind: str, policies: dict, alone: dict) -> None:
+def test_log_probabilities_and_entropies_follow_from_the_logits(kind, policies, alone):
     log_p = hf_logits(policies[kind][1]).double().log_softmax(-1)
     targets = random_policies.rows()[0]["targets"]
     found = alone[kind][1]
@@ -68,8 +66,8 @@ def test_log_probabilities_and_entropies_follow_from_the_logits(kind: str, polic
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
-def test_fp32_logits_carry_bits_below_bf16_and_model_logits_do_not(kind: str, alone: dict) -> None:
-    def share_off_grid(logits: torch.Tensor) -> float:
+def test_fp32_logits_carry_bits_below_bf16_and_model_logits_do_not(kind, alone):
+    def share_off_grid(logits):
         return (logits != logits.bfloat16().float()).float().mean().item()
 
     assert share_off_grid(alone[f"{kind} bf16 fp32"][0]) > 0.95
@@ -78,7 +76,7 @@ def test_fp32_logits_carry_bits_below_bf16_and_model_logits_do_not(kind: str, al
     assert precise.dtype == torch.float32 and 1e-3 < (precise - rounded).abs().max() < 0.5
 
 
-def test_log_probabilities_in_bf16_are_the_same_bits_on_both_ranks(by_two: list, alone: dict) -> None:
+def test_log_probabilities_in_bf16_are_the_same_bits_on_both_ranks(by_two, alone):
     assert torch.equal(by_two[0]["llama bf16 tp2"][1], by_two[1]["llama bf16 tp2"][1])
     assert (by_two[0]["llama bf16 tp2"][1] - alone["llama bf16 fp32"][1]).abs().max() < 1.0
 
@@ -93,20 +91,18 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def saved(request: pytest.FixtureRequest, policies: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def saved(request, policies, tmp_path_factory):
     root = tmp_path_factory.mktemp("saved")
     names = sorted(chosen(request, "name"))
     jobs = [(str(root / name), policies[name.split()[0]][0], LAYOUTS[name]) for name in names]
     run_ranks(2, "logit_precision_ranks:save", jobs)
     for out, policy, _ in jobs:
-        to_hf(f"{out}.megatron", out, like=policy)
+        to_hf(Path(f"{out}.megatron"), Path(out), like=Path(policy))
     return {name: str(root / name) for name in names}
 
 
 @pytest.mark.parametrize("name", sampled("layouts that save", LAYOUTS, 3))
-def test_a_saved_policy_loads_in_transformers_with_the_trained_weights(
-    name: str, saved: dict, policies: dict
-) -> None:
+def test_a_saved_policy_loads_in_transformers_with_the_trained_weights(name, saved, policies):
     from transformers import AutoModelForCausalLM
 
     before = policies[name.split()[0]][1].state_dict()

@@ -3,8 +3,6 @@
 Why this matters: a version that breaks says so after hours of a queue, or computes something else in silence.
 """
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from megatron_scalerl.distributed.installed import check_installed, installed_versions
 
 
-def test_the_installed_versions_are_pinned(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_installed_versions_are_pinned(caplog):
     assert {"torch", "megatron-core"} <= installed_versions().keys()
     check_installed()
     assert not caplog.records
@@ -33,9 +31,7 @@ def test_the_installed_versions_are_pinned(caplog: pytest.LogCaptureFixture) -> 
         ("vllm", "0.31.0", "vllm 0.31.0 is installed, and untested: setup.cfg pins ==0.32.0"),
     ],
 )
-def test_an_unknown_version_is_one_warning(
-    package: str, version: str, expected: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_version_is_one_warning(package, version, expected, caplog):
     with caplog.at_level(logging.WARNING):
         check_installed({package: version})
     assert [record.getMessage() for record in caplog.records] == [expected] * bool(expected)
@@ -52,11 +48,11 @@ def test_an_unknown_version_is_one_warning(
         ),
     ],
 )
-def test_a_version_that_breaks_is_refused(versions: dict[str, str], message: str) -> None:
+def test_a_version_that_breaks_is_refused(versions, message):
     with pytest.raises(ValueError, match=message):
         check_installed(versions)
 
 
-def test_newer_transformer_engines_go_with_newer_megatron_core(caplog: pytest.LogCaptureFixture) -> None:
+def test_newer_transformer_engines_go_with_newer_megatron_core(caplog):
     check_installed({"megatron-core": "0.19.2", "transformer-engine": "2.20.2"})
     assert not caplog.records

@@ -4,8 +4,6 @@ Why this matters: ranks whose log-probabilities differ in one bit take different
 raised on all, or the others hang. Not exercised: NCCL, groups of more than four ranks, GPU backends.
 """
 
-from __future__ import annotations
-
 import re
 
 import logits_ranks
@@ -38,18 +36,18 @@ SIZES = (2, 4)
 
 
 @pytest.fixture(scope="module")
-def by_ranks() -> dict[int, list[list[dict[str, torch.Tensor]]]]:
+def by_ranks():
     return {size: run_ranks(size, "logits_ranks:many", CASES) for size in SIZES}
 
 
 @pytest.fixture(scope="module")
-def by_mistake() -> list[dict[str, str]]:
+def by_mistake():
     return run_ranks(2, "logits_ranks:mistaken", logits_ranks.MISTAKES)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("index", range(len(CASES)))
-def test_several_ranks_give_the_result_of_one(index: int, size: int, by_ranks: dict) -> None:
+def test_several_ranks_give_the_result_of_one(index, size, by_ranks):
     case = CASES[index]
     alone, found = logits_ranks.run(case), [ranks[index] for ranks in by_ranks[size]]
     tolerance = max(TOLERANCE[case.dtype], abs(case.level) * 2**-22 * (case.dtype is not torch.float64))
@@ -66,7 +64,7 @@ def test_several_ranks_give_the_result_of_one(index: int, size: int, by_ranks: d
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("index", range(len(CASES)))
-def test_ranks_agree_bit_for_bit(index: int, size: int, by_ranks: dict) -> None:
+def test_ranks_agree_bit_for_bit(index, size, by_ranks):
     names = ("value", "logprob", "entropy", *(() if CASES[index].sequence_parallel else ("grad_h",)))
     first, *others = (ranks[index] for ranks in by_ranks[size])
     for other in others:
@@ -86,6 +84,6 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", logits_ranks.MISTAKES)
-def test_one_rank_s_mistake_is_raised_by_all(name: str, by_mistake: list[dict[str, str]]) -> None:
+def test_one_rank_s_mistake_is_raised_by_all(name, by_mistake):
     assert by_mistake[0][name] == by_mistake[1][name]
     assert re.match(EXPECTED[name], by_mistake[0][name]), by_mistake[0][name]

@@ -9,10 +9,6 @@ Not exercised: more than one step (test_dp_trainer), bits (different layouts sum
 pipelines, NCCL.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import random_policies
 import torch
@@ -108,7 +104,7 @@ UNPACKED = tuple((length,) for row in random_policies.ROWS for length in row)
 
 
 @pytest.fixture(scope="module")
-def alone(request: pytest.FixtureRequest, policies: dict[str, str]) -> dict[str, Any]:
+def alone(request, policies):
     kinds = chosen(request, "kind")
     by_kind = kinds | {(TWO_RANKS | FOUR_RANKS)[name][0] for name in chosen(request, "name")}
     jobs = [(kind, policies[kind], PLAIN) for kind in sorted(by_kind)]
@@ -126,37 +122,33 @@ def alone(request: pytest.FixtureRequest, policies: dict[str, str]) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def by_two(request: pytest.FixtureRequest, policies: dict[str, str]) -> dict[str, Any]:
+def by_two(request, policies):
     jobs = [(name, policies[TWO_RANKS[name][0]], TWO_RANKS[name][1]) for name in sorted(chosen(request, "name"))]
     jobs += [(f"{kind} bf16", policies[kind], IN_BF16[kind]) for kind in sorted(chosen(request, "kind"))]
     return run_ranks(2, "parity_ranks:many", jobs)[0]
 
 
 @pytest.fixture(scope="module")
-def by_four(policies: dict[str, str]) -> dict[str, Any]:
+def by_four(policies):
     jobs = [(name, policies[kind], layout) for name, (kind, layout) in FOUR_RANKS.items()]
     return run_ranks(4, "parity_ranks:many", jobs)[0]
 
 
 @pytest.mark.parametrize("name", sampled("parity of two ranks", TWO_RANKS, 3))
-def test_two_ranks_make_the_same_step_and_export_what_they_loaded(
-    name: str, by_two: dict[str, Any], alone: dict[str, Any], policies: dict[str, str]
-) -> None:
+def test_two_ranks_make_the_same_step_and_export_what_they_loaded(name, by_two, alone, policies):
     same_step(by_two[name], alone[TWO_RANKS[name][0]])
     same_weights(by_two[name], policies[TWO_RANKS[name][0]])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", FOUR_RANKS)
-def test_four_ranks_make_the_same_step(
-    name: str, by_four: dict[str, Any], alone: dict[str, Any], policies: dict[str, str]
-) -> None:
+def test_four_ranks_make_the_same_step(name, by_four, alone, policies):
     same_step(by_four[name], alone[FOUR_RANKS[name][0]])
     same_weights(by_four[name], policies[FOUR_RANKS[name][0]])
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
-def test_bf16_steps_agree_within_bf16(kind: str, by_two: dict[str, Any], alone: dict[str, Any]) -> None:
+def test_bf16_steps_agree_within_bf16(kind, by_two, alone):
     """Rounding of activations differs between layouts and from fp32; the weights given out are bf16 exactly."""
     two, one, exact = by_two[f"{kind} bf16"], alone[f"{kind} bf16"], alone[kind]
     for found in (two, one):
@@ -170,14 +162,14 @@ def test_bf16_steps_agree_within_bf16(kind: str, by_two: dict[str, Any], alone: 
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
-def test_packed_is_unpacked(kind: str, alone: dict[str, Any]) -> None:
+def test_packed_is_unpacked(kind, alone):
     same_step(alone[f"{kind} unpacked"], alone[kind])
     apart = (alone[f"{kind} unpacked"]["logprobs"] - alone[kind]["logprobs"]).abs().max()
     assert apart < 2e-5
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
-def test_recomputed_activations_give_the_same_step(kind: str, alone: dict[str, Any]) -> None:
+def test_recomputed_activations_give_the_same_step(kind, alone):
     partly = [f"{kind} {part}" for part in ("recomputed", "first layer", "experts") if f"{kind} {part}" in alone]
     assert len(partly) == (3 if kind in ("qwen3_moe", "llama4") else 2)
     for name in partly:
@@ -185,9 +177,7 @@ def test_recomputed_activations_give_the_same_step(kind: str, alone: dict[str, A
 
 
 @pytest.mark.parametrize("name", ["llama dp2 overlapped"])
-def test_weights_are_read_after_the_background_gather(
-    name: str, by_two: dict[str, Any], alone: dict[str, Any]
-) -> None:
+def test_weights_are_read_after_the_background_gather(name, by_two, alone):
     """With overlap_param_gather the optimizer's new weights arrive late; an export must wait for them."""
     for weight, expected in alone["llama"]["stepped"].items():
         assert (by_two[name]["stepped"][weight] - expected).abs().max() < 1e-6, weight

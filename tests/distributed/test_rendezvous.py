@@ -4,8 +4,6 @@ Why this matters: a store has no authentication, so who can connect is decided h
 case, and their listening ports are inspected. Not exercised: two hosts, IPv6 routes, NCCL's sockets.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -54,7 +52,7 @@ os._exit(0)  # gloo's threads may abort a process while Python ends
 """
 
 
-def two_ranks(rendezvous: Rendezvous) -> tuple[list[float], list[open_doors.Door]]:
+def two_ranks(rendezvous):
     """(sum of both ranks' values as each found it, the doors of both while their group stood)"""
     text = msgspec.json.encode(rendezvous).decode()
     ranks = [

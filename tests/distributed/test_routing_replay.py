@@ -5,10 +5,7 @@ than rounding. The policy has pairs of experts whose router rows differ by one u
 plays the engine: its routers see noise of one unit in the last place. Not exercised: vLLM's own choices (tests/e2e).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import random_policies
@@ -32,18 +29,18 @@ PAIRS = {
 PAIRS["pp2 recompute"] = {**PAIRS["pp2"], **LAYOUTS["recompute"]}
 
 
-def engine(model: Any, rows: list[dict[str, torch.Tensor]], *, noisy: bool) -> tuple[torch.Tensor, list, dict]:
+def engine(model, rows, *, noisy):
     """(log-probabilities, experts of each row [N, L, 1], gradients of their sum) of Hugging Face."""
     generator, chosen = torch.Generator().manual_seed(7), {}
     hooks = []
     for number in MOE:
         router = model.model.layers[number].feed_forward.router
 
-        def noise(module: Any, args: Any) -> Any:
+        def noise(module, args):
             sign = torch.randint(-1, 2, args[0].shape, generator=generator)
             return (args[0] * (1 + sign * 2.0**-23 * noisy),)
 
-        def keep(module: Any, args: Any, result: Any, number: int = number) -> None:
+        def keep(module, args, result, number=number):
             chosen.setdefault(number, []).append(result[1].topk(1, dim=-1).indices)
 
         hooks += [router.register_forward_pre_hook(noise), router.register_forward_hook(keep)]
@@ -65,7 +62,7 @@ def engine(model: Any, rows: list[dict[str, torch.Tensor]], *, noisy: bool) -> t
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def run(tmp_path_factory):
     path = Path(tmp_path_factory.mktemp("replay")) / "llama4"
     model = random_policies.make("llama4", path)
     model.get_input_embeddings().padding_idx = None  # it would leave out token 0's gradient
@@ -88,17 +85,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(logprobs=logprobs, experts=experts, grads=grads, calm=calm, one=one, two=two)
 
 
-def off(found: torch.Tensor, run: dict[str, Any]) -> float:
+def off(found, run):
     return (found - run["logprobs"]).abs().max().item()
 
 
-def gradient_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def gradient_error(found, expected):
     """Largest error of any tensor's gradient relative to its norm."""
     assert found.keys() <= expected.keys() and len(found) > 30
     return max(((g - expected[n]).norm() / expected[n].norm()).item() for n, g in found.items())
 
 
-def test_the_noise_flips_experts_and_log_probabilities(run: dict[str, Any]) -> None:
+def test_the_noise_flips_experts_and_log_probabilities(run):
     flipped = sum((a != b).sum().item() for a, b in zip(run["experts"], run["calm"][1]))
     assert flipped >= 20
     assert off(run["calm"][0], run) > 0.1
@@ -106,7 +103,7 @@ def test_the_noise_flips_experts_and_log_probabilities(run: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_the_engines_experts_the_mismatch_is_rounding(layout: str, run: dict[str, Any]) -> None:
+def test_with_the_engines_experts_the_mismatch_is_rounding(layout, run):
     found = run["one"][layout]
     assert off(found["logprobs"], run) < 5e-5
     assert gradient_error(found["grads"], run["grads"]) < 1e-4
@@ -114,7 +111,7 @@ def test_with_the_engines_experts_the_mismatch_is_rounding(layout: str, run: dic
 
 
 @pytest.mark.parametrize("layout", PAIRS)
-def test_every_parallel_layout_finds_its_own_experts(layout: str, run: dict[str, Any]) -> None:
+def test_every_parallel_layout_finds_its_own_experts(layout, run):
     answers = [rank[layout] for rank in run["two"]]
     logprobs = [a["logprobs"] for a in answers if a["logprobs"] is not None]
     if layout == "ep2":  # two data-parallel ranks, one row each
@@ -123,13 +120,13 @@ def test_every_parallel_layout_finds_its_own_experts(layout: str, run: dict[str,
     assert gradient_error(answers[0]["grads"], run["grads"]) < 1e-4
 
 
-def test_unknown_tokens_are_routed_by_the_trainer_itself(run: dict[str, Any]) -> None:
+def test_unknown_tokens_are_routed_by_the_trainer_itself(run):
     half, alone, replayed = (run["one"][name]["logprobs"] for name in ("half", "alone", "plain"))
     assert (half - replayed).abs().max() > 0.1
     assert (half - alone).abs().max() > 0.1
 
 
-def test_replayed_experts_follow_their_tokens(tmp_path: Path) -> None:
+def test_replayed_experts_follow_their_tokens(tmp_path):
     """With context parallelism."""
     path = str(tmp_path / "llama4")
     random_policies.make("llama4", path)

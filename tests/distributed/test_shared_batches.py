@@ -3,9 +3,7 @@
 All ranks then take the step that they took on a batch packed locally, to the bit. Not exercised: NCCL.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from functools import cache
 
 import pytest
 from runner import run_ranks
@@ -32,23 +30,29 @@ FOUR_RANKS: Layouts = {
 }
 
 
-def ran(world_size: int, layouts: Layouts, policies: dict[str, str]) -> list[dict[str, Any]]:
-    jobs = [(name, policies[kind], layout) for name, (kind, layout, _) in layouts.items()]
-    return run_ranks(world_size, "batch_ranks:many", jobs)
+LAYOUTS = {2: TWO_RANKS, 4: FOUR_RANKS}
 
 
 @pytest.fixture(scope="module")
-def by_two(policies: dict[str, str]) -> list[dict[str, Any]]:
-    return ran(2, TWO_RANKS, policies)
+def ran(policies):
+    """World size -> what each rank found, by layout."""
+
+    @cache
+    def by_ranks(world_size):
+        jobs = [(name, policies[kind], layout) for name, (kind, layout, _) in LAYOUTS[world_size].items()]
+        return run_ranks(world_size, "batch_ranks:many", jobs)
+
+    return by_ranks
 
 
-@pytest.fixture(scope="module")
-def by_four(policies: dict[str, str]) -> list[dict[str, Any]]:
-    return ran(4, FOUR_RANKS, policies)
-
-
-def same_steps(found: list[dict[str, Any]], kind: str, holding: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [*((2, name) for name in TWO_RANKS), *(pytest.param(4, name, marks=pytest.mark.full) for name in FOUR_RANKS)],
+)
+def test_ranks_take_the_step_of_a_local_batch(ran, world_size, name):
     """Only these ranks held a batch, and all took the step of a batch packed locally."""
+    kind, _, holding = LAYOUTS[world_size][name]
+    found = [rank[name] for rank in ran(world_size)]
     assert {rank for rank, each in enumerate(found) if each["holds"]} == holding
     assert sorted(each["dp_rank"] for each in found if each["holds"]) == sorted({each["dp_rank"] for each in found})
     assert {each["experts"] for each in found} == {(4, 1) if kind == "llama4" else None}
@@ -57,16 +61,3 @@ def same_steps(found: list[dict[str, Any]], kind: str, holding: set[int]) -> Non
         for (ours, theirs), (first, _) in zip(each["reports"], found[0]["reports"], strict=True):
             assert {**ours[3], "seconds": 0} == {**theirs[3], "seconds": 0}
             assert ours[:3] == theirs[:3] == first[:3]
-
-
-@pytest.mark.parametrize("name", TWO_RANKS)
-def test_two_ranks_take_the_step_of_a_local_batch(by_two: list[dict[str, Any]], name: str) -> None:
-    kind, _, holding = TWO_RANKS[name]
-    same_steps([rank[name] for rank in by_two], kind, holding)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", FOUR_RANKS)
-def test_four_ranks_take_the_step_of_a_local_batch(by_four: list[dict[str, Any]], name: str) -> None:
-    kind, _, holding = FOUR_RANKS[name]
-    same_steps([rank[name] for rank in by_four], kind, holding)

@@ -5,8 +5,6 @@ shown is everything around it: boundaries, the rotary angles that Megatron looks
 tokens under context parallelism. Not exercised: Transformer Engine itself.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -31,7 +29,7 @@ TWO_RANKS = {
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory):
     root = tmp_path_factory.mktemp("policies")
     for name, (kind, settings) in POLICIES.items():
         random_policies.make(kind, root / name, **settings)
@@ -39,23 +37,23 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def expected(paths: dict[str, str]) -> dict[str, Any]:
+def expected(paths):
     return run_ranks(1, "parity_ranks:many", [(name, path, PLAIN) for name, path in paths.items()])[0]
 
 
 @pytest.fixture(scope="module")
-def found(paths: dict[str, str]) -> dict[str, Any]:
+def found(paths):
     one = run_ranks(1, "varlen_ranks:many", [(name, paths[name], PLAIN) for name in ALONE])[0]
     jobs = [(name, paths[kind], layout) for name, (kind, layout) in TWO_RANKS.items()]
     return one | run_ranks(2, "varlen_ranks:many", jobs)[0]
 
 
 @pytest.mark.parametrize("name", [*ALONE, *TWO_RANKS])
-def test_the_step_is_that_of_our_attention(name: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_the_step_is_that_of_our_attention(name, found, expected):
     kind = TWO_RANKS[name][0] if name in TWO_RANKS else name
     same_step(found[name], expected[kind])
     assert (found[name]["logprobs"] - expected[kind]["logprobs"]).abs().max() < 5e-5
 
 
-def test_chunks_make_a_difference(expected: dict[str, Any]) -> None:
+def test_chunks_make_a_difference(expected):
     assert (expected["llama4"]["logprobs"] - expected["llama4 one chunk"]["logprobs"]).abs().max() > 0.1

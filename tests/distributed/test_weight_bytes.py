@@ -8,11 +8,7 @@ after each bucket that is sent, and in updates of changes 8 bytes of size before
 Not exercised: NCCL; what gloo adds on the wire.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import random_policies
@@ -28,7 +24,7 @@ CASES = [("llama", (2, 1, 1, 1), 2), ("qwen3_moe", (1, 2, 2, 1), 1), ("llama4", 
 """(Family; tensor, pipeline, expert, context parallel, the rest of the four ranks data parallel; workers)."""
 
 
-def check_transport(ranks: list[dict[str, Any]], version: int) -> None:
+def check_transport(ranks, version):
     """What groups carried on either side is what was planned, and what senders say that they sent."""
     whole = version == 0
     received = ranks[0]["versions"][version]["received"]
@@ -44,7 +40,7 @@ def check_transport(ranks: list[dict[str, Any]], version: int) -> None:
             assert carried == expected == received[shard][rank["sender"]]
 
 
-def check_report(ranks: list[dict[str, Any]], version: int) -> tuple[int, int, int]:
+def check_report(ranks, version):
     """(bytes, most sent by a rank, most received by a worker): the report of each rank says what was counted."""
     sent, received = Counter[int](), Counter[int]()
     for rank in ranks:
@@ -58,7 +54,7 @@ def check_report(ranks: list[dict[str, Any]], version: int) -> tuple[int, int, i
     return found
 
 
-def test_senders_and_workers_carry_their_share_and_what_the_plan_counts(tmp_path: Path) -> None:
+def test_senders_and_workers_carry_their_share_and_what_the_plan_counts(tmp_path):
     for kind, *_ in CASES:
         random_policies.make(kind, tmp_path / kind)
     jobs = [(str(tmp_path / kind), layout(kind, *sizes), workers) for kind, sizes, workers in CASES]

@@ -8,12 +8,7 @@ every tensor, cut where no rank's part ends; those of vLLM's workers are in test
 Not exercised: worlds of more than four ranks (tests/weights/test_owners.py plans those), NCCL.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import random_policies
@@ -33,7 +28,7 @@ SIZES = list(product((1, 2), repeat=4))
 Sizes = tuple[int, int, int, int]
 
 
-def cases(world: int, kinds: Iterable[str], engines: Iterable[int]) -> list[tuple[str, Sizes, int]]:
+def cases(world, kinds, engines):
     """(kind, sizes, workers) that use all ranks."""
     found = []
     for kind in kinds:
@@ -53,9 +48,7 @@ def cases(world: int, kinds: Iterable[str], engines: Iterable[int]) -> list[tupl
         *(pytest.param(4, (kind,), (1, 2), id=f"all of 4 {kind}", marks=pytest.mark.full) for kind in (*DENSE, *MOE)),
     ],
 )
-def test_every_layout_updates_every_worker_bit_for_bit(
-    world: int, kinds: tuple[str, ...], engines: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_every_layout_updates_every_worker_bit_for_bit(world, kinds, engines, tmp_path):
     every = cases(world, kinds, engines)
     for kind in {kind for kind, *_ in every}:
         random_policies.make(kind, tmp_path / kind)
@@ -68,7 +61,7 @@ def test_every_layout_updates_every_worker_bit_for_bit(
         check_versions(versions, expected, workers)
 
 
-def check_versions(versions: list[list[dict[str, Any]]], expected: dict[str, torch.Tensor], workers: int) -> None:
+def check_versions(versions, expected, workers):
     """The workers of every version have the values, each by one worker, that steps from `expected` make."""
     assert len(versions) == VERSIONS
     for of_workers in versions:
@@ -96,7 +89,7 @@ RECORDED: list[tuple[str, Sizes, dict[str, bool], int, int]] = [
 """(Family; tensor, pipeline, expert, context parallel; keys of megatron.ddp; workers; most senders)."""
 
 
-def test_changes_that_the_optimizer_records_update_every_worker_bit_for_bit(tmp_path: Path) -> None:
+def test_changes_that_the_optimizer_records_update_every_worker_bit_for_bit(tmp_path):
     for kind in {kind for kind, *_ in RECORDED}:
         random_policies.make(kind, tmp_path / kind)
     jobs = [

@@ -1,7 +1,5 @@
 """What one rank of the trainer's distributed tests does."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

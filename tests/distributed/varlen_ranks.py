@@ -1,7 +1,5 @@
 """What one rank does in the tests of packed rows as Transformer Engine gets them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import parity_ranks

@@ -1,7 +1,5 @@
 """What each rank does for the tests of weight updates: send its parts over gloo, to workers in rank 0's threads."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import uuid

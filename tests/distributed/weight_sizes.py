@@ -1,7 +1,5 @@
 """Layouts of weight updates by their sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MOE = ("qwen3_moe", "qwen3_moe_tied", "llama4", "llama4_tied")

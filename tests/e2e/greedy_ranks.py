@@ -1,7 +1,5 @@
 """What a rank of its own does for the live-update test: Megatron's greedy tokens of a Hugging Face folder."""
 
-from __future__ import annotations
-
 
 def greedy_tokens(recipe_path: str, policy: str, prompts: list[list[int]], count: int) -> list[list[int]]:
     """The `count` likeliest tokens after each prompt, by Megatron."""

@@ -29,7 +29,7 @@ async def differences(fleet, prompts, rollouts):
     return np.abs(np.concatenate([np.array(s[len(p.token_ids) - 1 :]) - r.rollout_logprobs for p, r, s in pairs]))
 
 
-async def one_step(fleet, recipe, prompts, rollouts, step=1):
+async def one_step(fleet, recipe, prompts, rollouts):
     """An optimiser step on made-up rewards: every second completion of a prompt is right."""
     half = len(prompts) // 2
     groups = [
@@ -49,10 +49,10 @@ async def one_step(fleet, recipe, prompts, rollouts, step=1):
     )
     planned = plan_step(
         plan.samples,
-        step=step,
+        step=1,
         dp_size=fleet.info.dp_size,
         micro_batch_tokens=512,
-        policy_version=step - 1,
+        policy_version=0,
     )
     await fleet.trainer.prepare(planned, of_rollouts([rollouts[i + half * n] for i in range(half) for n in (0, 1)]))
     return await fleet.trainer.step(planned.step)

@@ -1,7 +1,5 @@
 """A program for tests that reads JSON commands from its input and answers one JSON line each."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,10 +1,8 @@
 """One real vLLM server for the tests of this folder."""
 
-from __future__ import annotations
-
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,14 @@ Run = Callable[[Awaitable[Any]], Any]
 
 
 @pytest.fixture(scope="session")
-def run() -> Iterator[Run]:
+def run():
     """Runs a coroutine on the event loop of the session's engine."""
     with asyncio.Runner() as runner:
         yield runner.run
 
 
 @pytest.fixture(scope="session")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def policies(tmp_path_factory):
     """Two dense policies of one shape, and two Llama-4 style mixtures of experts."""
     import tiny_policies  # torch and transformers, which the quick tests of this folder do not need
 
@@ -34,7 +32,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def engine(run: Run, policies: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def engine(run, policies, tmp_path_factory):
     """A server of policy dense_a in float32; tests that change its weights restore them."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
     recipe = recipe_for(policies["dense_a"], vllm={"middleware": "server_insight.Insight"})

@@ -1,7 +1,5 @@
 """Recipes for engines that serve tiny policies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

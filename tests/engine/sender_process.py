@@ -3,8 +3,6 @@
 Run as a program it reads JSON commands from its input and answers one JSON line each. It never loads vLLM.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

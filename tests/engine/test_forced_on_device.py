@@ -24,7 +24,7 @@ SLOTS, LENGTH, VOCABULARY, EOS = 6, 64, 9, 0
 class Runner:
     """Slots of a V2 runner: requests enter, sample in any order of rows, are preempted and return."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tokens = torch.zeros(SLOTS, LENGTH, dtype=torch.int32)
         self.prompt, self.prefill = torch.zeros(SLOTS, dtype=torch.int32), torch.zeros(SLOTS, dtype=torch.int32)
         lengths = [SimpleNamespace(gpu=t, np=t.numpy()) for t in (self.prompt, self.prefill)]
@@ -39,7 +39,7 @@ class Runner:
         )
         self.processor = ForcedTokens(None, state)
 
-    def enter(self, slot: int, prompt: list[int], completion: list[int], plan: Plan | None) -> None:
+    def enter(self, slot, prompt, completion, plan):
         self.tokens[slot] = VOCABULARY - 1  # what the slot's last request left
         both = prompt + completion
         self.tokens[slot, : len(both)] = torch.tensor(both)
@@ -47,7 +47,7 @@ class Runner:
         params = SamplingParams(extra_args=None if plan is None else plan.to_extra_args())
         assert self.processor.add_request(slot, params) == (plan is not None)
 
-    def step(self, slots: list[int], lengths: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def step(self, slots, lengths, logits):
         """lengths: tokens of each slot, prompt included."""
         self.processor.apply_staged_writes()
         rows = torch.tensor(slots)
@@ -63,7 +63,7 @@ class Runner:
         return self.processor.apply(logits, context)
 
 
-def forced_in(row: torch.Tensor, before: torch.Tensor) -> int | None:
+def forced_in(row, before):
     """The token that this row of logits forces; None if it was left as it was."""
     if torch.equal(row, before):
         return None

@@ -20,12 +20,12 @@ from megatron_scalerl.engine.interruption import (
 EOS, END, A, B = 2, 4, 7, 8
 
 
-def plan(**changes) -> Plan:
+def plan(**changes):
     default = {"cut": 3, "phrase_ids": (5, END), "think_end_ids": (END,), "answer_budget": 2, "eos_id": EOS}
     return Plan(**default | changes)
 
 
-def grow(plan: Plan, wishes, limit: int = 200) -> tuple[list[int], list[bool]]:
+def grow(plan, wishes, limit=200):
     """The completion of a policy that would sample `wishes`, with interruption: (tokens, forced)."""
     forcing, tokens, forced = Forcing(plan), [], []
     for wish in wishes:

@@ -24,13 +24,13 @@ def core(tokens, waiting=0, decoding=1, number=0):
     return CoreProgress(core=number, tokens=tokens, waiting=waiting, decoding=decoding)
 
 
-def seconds_until_death(looks, *, in_flight=1, settings=SETTINGS, every_s=1.0):
+def seconds_until_death(looks, *, in_flight=1, settings=SETTINGS):
     """Poll a clock once a second; the seconds after which it reports a stall, and its message."""
     clock = StallClock(settings)
     for number, (cores, paused) in enumerate(looks):
-        wrong = clock.update(cores, in_flight=in_flight, paused=paused, elapsed_s=every_s)
+        wrong = clock.update(cores, in_flight=in_flight, paused=paused, elapsed_s=1.0)
         if wrong is not None:
-            return number * every_s, wrong
+            return number, wrong
     return None, None
 
 

@@ -1,7 +1,5 @@
 """Tiny policies for the engine's tests, made by transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Time that a test sets, and an event loop in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from concurrent.futures import Future, ThreadPoolExecutor

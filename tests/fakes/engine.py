@@ -1,7 +1,5 @@
 """The controller's client of an engine, without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace

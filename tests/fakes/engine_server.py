@@ -8,8 +8,6 @@ with the same digests as in a real engine; every update's version and digest are
 the file $STAND_IN_FAULTS/NAME exists, the engine of this name answers generations as the file's content says.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -3,8 +3,6 @@
 It has the functions that `cluster.gpus` calls, with pynvml's names, arguments and constants, and raises as they do.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping

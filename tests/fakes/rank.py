@@ -1,7 +1,5 @@
 """A rank's end of the controller's socket, and conversations of such ranks with a real client."""
 
-from __future__ import annotations
-
 import asyncio
 
 import zmq

@@ -6,8 +6,6 @@ python tests/fakes/run_with_stand_ins.py agent RUN ...    (the agent of an engin
 STAND_IN_LIMIT_S: seconds within which an agent takes the controller for gone, without an answer or a heartbeat.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sampler of completions, without tokens of a policy."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 

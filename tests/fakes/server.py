@@ -1,7 +1,5 @@
 """Responses as engines write them, and a stand-in server that gives them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Weight updates and probes that move no weights."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from typing import Any

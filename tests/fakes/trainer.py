@@ -1,7 +1,5 @@
 """The controller's client of a trainer, without a trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,9 +1,6 @@
 """Where a check runs: at toy size on the CPU, in every session; at full size on the GPU with `-m gpu`."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import gpu_cases
@@ -15,7 +12,7 @@ ON_GPU = pytest.mark.gpu
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("gpu", marks=ON_GPU)])
-def device(request: pytest.FixtureRequest) -> str:
+def device(request):
     """ "cpu" or "gpu"."""
     return request.param
 
@@ -28,13 +25,13 @@ def device(request: pytest.FixtureRequest) -> str:
         pytest.param(("gpu", "te"), id="gpu-te", marks=[ON_GPU, pytest.mark.te]),
     ],
 )
-def where(request: pytest.FixtureRequest) -> tuple[str, str]:
+def where(request):
     """(device, the trainer's layers)."""
     return request.param
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Callable[..., list[Any]]:
+def ranks():
     """`run_ranks` on a device, by default of plain layers: each rank is a process, on a GPU of its own."""
 
     def run(
@@ -48,7 +45,7 @@ def ranks() -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], gpu_cases.Prepared]:
+def prepared(tmp_path_factory):
     """(family, device) -> its policy and what transformers computes with it; made once a session."""
 
     @functools.cache

@@ -1,8 +1,6 @@
 """One side of a weight update in which an engine is killed: python gone_engine.py ROLE FOLDER, ROLE sender, gone or
 next. The sender has a default group, as a rank of the trainer."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

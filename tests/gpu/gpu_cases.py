@@ -4,8 +4,6 @@ If bf16 rounding makes a router select another expert, the log-prob of a token c
 experts are compared by the median. Weights are stored in bf16, so that both precisions start from the same ones.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

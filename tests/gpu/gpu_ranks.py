@@ -1,7 +1,5 @@
 """What one rank of the GPU checks does, on its device."""
 
-from __future__ import annotations
-
 import gc
 import time
 from dataclasses import replace

@@ -1,14 +1,11 @@
 """A vLLM engine and a trainer rank on one device: fp32 head, secret, pause, interruption, a weight update, parity."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import statistics
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -23,14 +20,14 @@ from random_policy import train
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import RunFolder
 from megatron_scalerl.controller.weight_sync import WeightSync
-from megatron_scalerl.engine.client import SECRET_HEADER, WHOLE_DISTRIBUTION, EngineClient, SamplingSpec
+from megatron_scalerl.engine.client import SECRET_HEADER, WHOLE_DISTRIBUTION, SamplingSpec
 from megatron_scalerl.launch.launcher import launching
 from megatron_scalerl.launch.placement import Fleet
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.plans import Draw, Plans, forced_ids
 from megatron_scalerl.tiny.build import TinyArguments, build
-from megatron_scalerl.types import Prompt, Rollout
+from megatron_scalerl.types import Prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -64,10 +61,10 @@ class Served:
     fleet: Fleet
 
     @property
-    def client(self) -> EngineClient:
+    def client(self):
         return self.fleet.engines.alive[0]
 
-    async def complete(self, tokens: int, count: int = 8, **options: Any) -> list[Rollout]:
+    async def complete(self, tokens, count=8, **options):
         """One completion of each of the first prompts."""
         specs = [SamplingSpec(max_tokens=tokens, seed=i, ignore_eos=True, **options) for i in range(count)]
         return await asyncio.gather(
@@ -76,7 +73,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(kind: str, folder: Path, device: str, **sections: Any) -> Iterator[Served]:
+def serving(kind, folder, device, **sections):
     build(folder / "tiny", TinyArguments(seed=4, train_prompts=100, held_out=100, sft_examples=1))
     policy = engine_cases.write_policy(kind, folder / kind, device)
     recipe = engine_cases.recipe_of(policy, folder / "tiny", folder / "runs", device, **sections)
@@ -85,7 +82,7 @@ def serving(kind: str, folder: Path, device: str, **sections: Any) -> Iterator[S
     with asyncio.Runner() as runner, contextlib.closing(RunFolder(recipe)) as run_folder:
         stack, attempt = contextlib.AsyncExitStack(), run_folder.attempt
 
-        async def started() -> Fleet:
+        async def started():
             launcher = await stack.enter_async_context(launching(recipe, attempt, SECRET))
             trainer = await stack.enter_async_context(launcher.trainer(attempt))
             fleet = await launcher.start(trainer)
@@ -100,17 +97,17 @@ def serving(kind: str, folder: Path, device: str, **sections: Any) -> Iterator[S
 
 
 @pytest.fixture(scope="module")
-def served(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(device, tmp_path_factory):
     with serving("llama", tmp_path_factory.mktemp("engine"), device) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def reference(served: Served) -> Reference:
+def reference(served):
     return Reference(served.recipe.policy.path, served.recipe.policy.dtype)
 
 
-def test_the_head_is_fp32(served: Served) -> None:
+def test_the_head_is_fp32(served):
     """By what its worker says, and by the log-probs of the five likeliest tokens at each of 32 steps."""
     params = WHOLE_DISTRIBUTION | dict(max_tokens=32, temperature=1.0, seed=0, logprobs=5, ignore_eos=True)
     body = {"token_ids": list(served.prompts[0].token_ids), "sampling_params": params | {"detokenize": False}}
@@ -122,14 +119,14 @@ def test_the_head_is_fp32(served: Served) -> None:
     assert statistics.fmean(abs(x - round(x)) for x in scaled) >= _GRID_LEAST
 
 
-def test_every_path_needs_the_secret(served: Served) -> None:
+def test_every_path_needs_the_secret(served):
     """tests/engine/test_engine.py asks every route."""
     wrong = [[], [(SECRET_HEADER, SECRET[:-1] + "!")], [(SECRET_HEADER, SECRET)] * 2]
 
-    async def scenario() -> tuple[dict[Any, int], int]:
+    async def scenario():
         async with aiohttp.ClientSession() as session:
 
-            async def ask(method: str, path: str, headers: Any) -> int:
+            async def ask(method, path, headers):
                 async with session.request(method, served.client.url + path, headers=headers) as response:
                     return response.status
 
@@ -144,13 +141,11 @@ def test_every_path_needs_the_secret(served: Served) -> None:
 
 
 @pytest.mark.parametrize("clear_cache", [False, True])
-def test_a_pause_stops_tokens_and_loses_none(
-    clear_cache: bool, served: Served, reference: Reference, record_property: Any
-) -> None:
+def test_a_pause_stops_tokens_and_loses_none(clear_cache, served, reference, record_property):
     """The engine's core answers fifty requests meanwhile, between which it would decode."""
     tokens, client = 400, served.client
 
-    async def scenario() -> tuple[int, int, bytes, Rollout]:
+    async def scenario():
         start = (await client.progress()).tokens
         running = asyncio.create_task(served.complete(tokens, 1))
         await decoded(client, start + 12)
@@ -169,19 +164,19 @@ def test_a_pause_stops_tokens_and_loses_none(
     judge(record_property, {"nats": reference.distance(served.prompts[:1], [rollout], pairs)})
 
 
-async def decoded(client: EngineClient, tokens: int) -> None:
+async def decoded(client, tokens):
     """Returns once the engine has generated that many tokens since it started."""
     async with asyncio.timeout(60):
         while (await client.progress()).tokens < tokens:
             await asyncio.sleep(0.005)
 
 
-def test_thinking_is_interrupted_at_its_cut(served: Served, device: str, record_property: Any) -> None:
+def test_thinking_is_interrupted_at_its_cut(served, device, record_property):
     """The phrase is at its position and masked, unless a completion ended or ended thinking before."""
     cuts = [3 + 7 * i for i in range(12 if device == "cpu" else 24)]
     specs = [Plans(served.recipe, served.tokenizer).spec(Draw(seed=i, thinking_cut=c), 0) for i, c in enumerate(cuts)]
 
-    async def scenario() -> list[Rollout]:
+    async def scenario():
         asked = zip(served.prompts, specs)
         return await asyncio.gather(*(served.client.generate(p.token_ids, sampling=s) for p, s in asked))
 
@@ -199,15 +194,13 @@ def test_thinking_is_interrupted_at_its_cut(served: Served, device: str, record_
     record_property("interrupted", f"{sum(r.interrupted for r in rollouts)} of {len(rollouts)}")
 
 
-def test_the_trainer_computes_the_engines_log_probs(
-    served: Served, reference: Reference, device: str, record_property: Any
-) -> None:
+def test_the_trainer_computes_the_engines_log_probs(served, reference, device, record_property):
     rollouts = served.run(served.complete(40 if device == "cpu" else 120))
     pairs = served.run(scored(served, rollouts))
     judge(record_property, {"nats": reference.distance(served.prompts[:8], rollouts, pairs)})
 
 
-async def scored(served: Served, rollouts: list[Rollout], start: int = 0) -> engine_cases.Pairs:
+async def scored(served, rollouts, start=0):
     """(trainer's, engine's log-prob) of every sampled token from index `start` on."""
     rows = await served.fleet.trainer.logprobs(
         [[*p.token_ids, *r.token_ids] for p, r in zip(served.prompts, rollouts)]
@@ -219,19 +212,17 @@ async def scored(served: Served, rollouts: list[Rollout], start: int = 0) -> eng
     return found
 
 
-def test_the_engine_decodes(served: Served, record_property: Any) -> None:
+def test_the_engine_decodes(served, record_property):
     for batch in (1, 64):
         record_property(f"ms per step of {batch}", served.run(step_seconds(served.client, batch)) * 1e3)
 
 
-def test_weights_of_a_step_arrive_during_a_completion(
-    served: Served, reference: Reference, record_property: Any
-) -> None:
+def test_weights_of_a_step_arrive_during_a_completion(served, reference, record_property):
     """The last test of this engine, whose weights change. Later tokens come from the new weights alone."""
     client, tokens = served.client, 1000
     fixed = [*served.prompts[0].token_ids, *range(6, 22)]
 
-    async def scenario() -> tuple[Any, Rollout, float]:
+    async def scenario():
         await train(
             served.fleet.trainer, samples_of(served.prompts, await served.complete(40)), micro_batch_tokens=2048
         )
@@ -254,7 +245,7 @@ def test_weights_of_a_step_arrive_during_a_completion(
 
 
 @pytest.mark.gpu
-def test_the_trainer_replays_the_engines_experts(tmp_path: Path, record_property: Any) -> None:
+def test_the_trainer_replays_the_engines_experts(tmp_path, record_property):
     """vLLM's V2 model runner reports them; that of CPUs does not. The learning rate is 0."""
     sections = dict(rollouts=dict(routing_replay=True), optimizer=dict(lr=0.0))
     with serving("qwen3_moe", tmp_path, "gpu", **sections) as served:
@@ -265,7 +256,7 @@ def test_the_trainer_replays_the_engines_experts(tmp_path: Path, record_property
             assert (found.layers, found.topk, values.size) == (LAYERS, CHOSEN, tokens * LAYERS * CHOSEN)
             assert values.max() < EXPERTS and len(np.unique(values)) > 1
 
-        async def mismatch(step: int, completions: list[Rollout]) -> float:
+        async def mismatch(step, completions):
             samples = samples_of(served.prompts, completions)
             report = await train(served.fleet.trainer, samples, step=step, micro_batch_tokens=2048)
             return report.metrics["mismatch_mean"]

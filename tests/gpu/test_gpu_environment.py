@@ -1,13 +1,10 @@
 """Versions of the package's dependencies, compilers that kernels need at run time, and what is missing."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import shutil
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,14 +18,14 @@ IDLE_MIB = 3 * 1024
 
 
 @pytest.mark.slow
-def test_versions_are_those_that_the_package_pins(record_property: Any) -> None:
+def test_versions_are_those_that_the_package_pins(record_property):
     """Packages, and on a GPU the driver's CUDA and the loaded NCCL: the doctor's checks."""
     for check in version_checks(probe_machine(hide_gpus=True), gpus_in_process(None).cuda_version):
         record_property(check.name, check.found)
         assert check.status != "failed", check
 
 
-def test_compilers_and_headers_are_there(record_property: Any) -> None:
+def test_compilers_and_headers_are_there(record_property):
     """Triton's launcher, Megatron's index helpers and vLLM's CPU kernels are compiled at first use."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as in Triton
     chosen = os.environ.get("CC")
@@ -39,13 +36,13 @@ def test_compilers_and_headers_are_there(record_property: Any) -> None:
 
 
 @pytest.mark.vllm
-def test_vllm_finds_the_packages_plugin() -> None:
+def test_vllm_finds_the_packages_plugin():
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     assert any(plugin.value.startswith("megatron_scalerl.") for plugin in plugins), "pip install -e ."
 
 
 @pytest.mark.gpu
-def test_the_gpu_computes_and_is_idle(record_property: Any) -> None:
+def test_the_gpu_computes_and_is_idle(record_property):
     for field in ("name", "memory.total", "clocks.max.sm", "power.limit", "mig.mode.current"):
         record_property(field, nvidia_smi(field))
     used = nvidia_smi("memory.used")

@@ -4,25 +4,21 @@ Plain layers run in fp32, with a tight tolerance, and in bf16; Transformer Engin
 packed sequences require.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from gpu_cases import KINDS, ONE_BF16, TWO_BF16, Step, bf16_distances, fp32_distances, judge
+from gpu_cases import KINDS, ONE_BF16, TWO_BF16, bf16_distances, fp32_distances, judge
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def made(ranks: Callable, prepared: Callable) -> Callable[[str, str], dict[tuple[str, str], Step]]:
+def made(ranks, prepared):
     """(device, layers) -> the trainer's step by (family, dtype); one process for all families."""
 
     @functools.cache
-    def make(device: str, layers: str) -> dict[tuple[str, str], Step]:
+    def make(device, layers):
         dtypes = ("bfloat16",) if layers == "te" else ("float32", "bfloat16")
         cases = [replace(prepared(kind, device).case, dtype=dtype) for kind in KINDS for dtype in dtypes]
         [steps] = ranks(1, "gpu_ranks:steps", cases, device=device, layers=layers)
@@ -32,9 +28,7 @@ def made(ranks: Callable, prepared: Callable) -> Callable[[str, str], dict[tuple
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_that_of_transformers(
-    kind: str, where: tuple[str, str], made: Callable, prepared: Callable, record_property: Any
-) -> None:
+def test_a_step_is_that_of_transformers(kind, where, made, prepared, record_property):
     reference, steps = prepared(kind, where[0]), made(*where)
     distances = bf16_distances(kind, steps[kind, "bfloat16"], reference.exact, ONE_BF16 * reference.own)
     if where[1] == "plain":
@@ -45,8 +39,6 @@ def test_a_step_is_that_of_transformers(
 @pytest.mark.gpu
 @pytest.mark.te
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_kinds_of_layers_make_the_same_step(
-    kind: str, made: Callable, prepared: Callable, record_property: Any
-) -> None:
+def test_both_kinds_of_layers_make_the_same_step(kind, made, prepared, record_property):
     te, plain = (made("gpu", layers)[kind, "bfloat16"] for layers in ("te", "plain"))
     judge(record_property, bf16_distances(kind, te, plain, TWO_BF16 * prepared(kind, "gpu").own))

@@ -1,15 +1,11 @@
 """The logit projection's backends compared with fp64 and with the torch backend on the CPU, on each device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from gpu_cases import judge, relative
 from logits.logit_problems import as_megatron_parameter, by_log_softmax
-from torch import Tensor
 
 from megatron_scalerl.logits import token_logprobs
 from megatron_scalerl.logits.choice import choose_backend
@@ -33,16 +29,16 @@ BACKENDS = [
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda pair: "-".join(pair))
-def place(request: pytest.FixtureRequest) -> tuple[torch.device, str]:
+def place(request):
     """(device, backend)."""
     return at(request.param[0]), request.param[1]
 
 
-def at(device: str) -> torch.device:
+def at(device):
     return CPU if device == "cpu" else torch.accelerator.current_accelerator()
 
 
-def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def problem(dtype):
     """hidden [T, H], head [V, H], targets [T]; targets at block and vocabulary boundaries."""
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype)
@@ -50,12 +46,12 @@ def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, torch.tensor([0, 255, 256, 511, 512, 4095, 4096, VOCAB - 1]).repeat(TOKENS)[:TOKENS]
 
 
-def total(logprob: Tensor, entropy: Tensor) -> Tensor:
+def total(logprob, entropy):
     g = torch.linspace(-1.0, 2.0, TOKENS, device=logprob.device, dtype=logprob.dtype)
     return (logprob * g).sum() + (entropy * g.flip(0)).sum()
 
 
-def computed(place: tuple[torch.device, str], dtype: torch.dtype, **options: Any) -> tuple[Tensor, ...]:
+def computed(place, dtype, **options):
     """Log-probabilities, entropies [T], gradients of hidden [T, H] and of the head [V, H] (fp32), on the CPU."""
     device, backend = place
     hidden, weight, targets = (t.to(device) for t in problem(dtype))
@@ -68,7 +64,7 @@ def computed(place: tuple[torch.device, str], dtype: torch.dtype, **options: Any
     return tuple(t.detach().cpu() for t in (*pair, hidden.grad, weight.main_grad))
 
 
-def exact(dtype: torch.dtype) -> tuple[Tensor, ...]:
+def exact(dtype):
     """The same in fp64."""
     hidden, weight, targets = problem(dtype)
     h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
@@ -77,7 +73,7 @@ def exact(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(t.detach() for t in (*pair, h.grad, w.grad))
 
 
-def compare(record: Any, found: tuple[Tensor, ...], expected: tuple[Tensor, ...], head: float, hidden: float) -> None:
+def compare(record, found, expected, head, hidden):
     judge(
         record,
         {
@@ -91,20 +87,18 @@ def compare(record: Any, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]
 
 @pytest.mark.parametrize("workspace", [512.0, 2.0])
 @pytest.mark.parametrize("mode", HEAD)
-def test_bf16_operands_are_as_exact_as_documented(
-    mode: str, workspace: float, place: tuple[torch.device, str], record_property: Any
-) -> None:
+def test_bf16_operands_are_as_exact_as_documented(mode, workspace, place, record_property):
     found = computed(place, BF16, grad_logits=mode, workspace_mb=workspace)
     compare(record_property, found, exact(BF16), HEAD[mode], HIDDEN[BF16])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_a_device_computes_what_the_cpu_does(dtype: torch.dtype, place: tuple, record_property: Any) -> None:
+def test_a_device_computes_what_the_cpu_does(dtype, place, record_property):
     found = computed(place, dtype, grad_logits="fp32")
     compare(record_property, found, computed((CPU, "torch"), dtype, grad_logits="fp32"), 1e-5, HIDDEN[dtype])
 
 
-def test_fp32_operands_meet_no_tf32(place: tuple[torch.device, str], record_property: Any) -> None:
+def test_fp32_operands_meet_no_tf32(place, record_property):
     """The user allows TF32, and still does afterwards."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -117,7 +111,7 @@ def test_fp32_operands_meet_no_tf32(place: tuple[torch.device, str], record_prop
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_two_shards_are_one_vocabulary(dtype: torch.dtype, place: tuple[torch.device, str]) -> None:
+def test_two_shards_are_one_vocabulary(dtype, place):
     device, backend = place
     hidden, weight, targets = (t.to(device) for t in problem(dtype))
     scale, kept = torch.tensor(1.0, device=device), dict(round_logits=False, entropy=True, entropy_grad=False)
@@ -131,7 +125,7 @@ def test_two_shards_are_one_vocabulary(dtype: torch.dtype, place: tuple[torch.de
 
 
 @pytest.mark.parametrize("level", [-1e4, 1e4])
-def test_logits_far_from_zero_stay_finite(level: float, place: tuple[torch.device, str]) -> None:
+def test_logits_far_from_zero_stay_finite(level, place):
     device, backend = place
     hidden, weight, targets = (t.to(device) for t in problem(FP32))
     hidden[:, 0], weight[:, 0] = 1.0, level
@@ -142,13 +136,13 @@ def test_logits_far_from_zero_stay_finite(level: float, place: tuple[torch.devic
     assert (logprob <= 0).all() and (entropy >= 0).all()
 
 
-def test_the_backend_of_a_device(device: str) -> None:
+def test_the_backend_of_a_device(device):
     chosen = [choose_backend("auto", at(device), dtype).name for dtype in (BF16, torch.float64)]
     assert chosen == ["torch" if device == "cpu" else "cuda", "torch"]
 
 
 @pytest.mark.gpu
-def test_the_workspace_bounds_the_allocator(record_property: Any) -> None:
+def test_the_workspace_bounds_the_allocator(record_property):
     """One pass of 8,192 tokens, whose logits would take 1,002 MiB; a first pass allocates what libraries keep."""
     device = at("gpu")
     hidden = torch.randn(8192, WIDTH, device=device, dtype=BF16, requires_grad=True)

@@ -5,8 +5,6 @@ shared memory (all of these on one GPU, which trainer and engine share), and on 
 such runs on CPUs.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,15 +1,10 @@
 """Values and gradients of the losses in fp32 on each device compared with fp64; test_losses.py has them by hand."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from gpu_cases import judge
-from torch import Tensor
 
-from megatron_scalerl.losses import LOSSES, LossInputs, LossOutput
+from megatron_scalerl.losses import LOSSES, LossInputs
 
 CAP = 5.0
 CLIPS: dict[str, tuple[float, float]] = {"dapo": (0.2, 0.26), "grpo": (0.2, 0.2), "gspo": (3e-3, 5e-3)}
@@ -21,7 +16,7 @@ EDGE = 1e-4
 """Ratios this close to a clip may be on its other side in fp32 and have another gradient, which is not compared."""
 
 
-def loss_inputs(tokens: int) -> LossInputs:
+def loss_inputs(tokens):
     """`tokens` random positions of 16 sequences in fp64: a tenth is masked and holds NaN and infinities.
 
     Log ratios have a standard deviation of 0.4, so that caps and clips take effect. The mean of each sequence is
@@ -42,7 +37,7 @@ def loss_inputs(tokens: int) -> LossInputs:
         torch.arange(tokens) % 4
     ]
 
-    def column(values: Tensor) -> Tensor:
+    def column(values):
         return values.where(mask, off).float().double()  # rounded, so that fp64 and fp32 have the same inputs
 
     return LossInputs(
@@ -55,7 +50,7 @@ def loss_inputs(tokens: int) -> LossInputs:
     )
 
 
-def taken(name: str, inputs: LossInputs, device: Any, dtype: torch.dtype) -> tuple[LossOutput, Tensor]:
+def taken(name, inputs, device, dtype):
     """(output of the loss, gradient of the trainer's log-probs)."""
     columns = {field: getattr(inputs, field).to(device, copy=True) for field in LossInputs.__dataclass_fields__}
     columns = {field: v.to(dtype) if v.is_floating_point() else v for field, v in columns.items()}
@@ -67,7 +62,7 @@ def taken(name: str, inputs: LossInputs, device: Any, dtype: torch.dtype) -> tup
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_fp32_on_a_device_is_fp64(name: str, device: str, record_property: Any) -> None:
+def test_fp32_on_a_device_is_fp64(name, device, record_property):
     """The value's error is relative to the magnitudes of its terms; a gradient's to itself plus a hundredth of the
     largest, because GSPO's gradient is a sum over a sequence that may cancel."""
     inputs = loss_inputs(512 if device == "cpu" else 4096)

@@ -3,14 +3,9 @@
 The planner's prediction has a bound on a GPU. On a CPU a resident set has none: the code runs at toy widths.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import bench_shapes
 import pytest
@@ -35,9 +30,7 @@ SHAPES += [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(shape))
-def test_a_shapes_memory_is_as_predicted(
-    shape: tuple[str, str, str], ranks: Callable, tmp_path: Path, record_property: Any
-) -> None:
+def test_a_shapes_memory_is_as_predicted(shape, ranks, tmp_path, record_property):
     device, layers, name = shape
     asked = bench_shapes.SHAPES[name]
     asked = bench_shapes.toy(asked) if device == "cpu" else asked
@@ -51,7 +44,7 @@ def test_a_shapes_memory_is_as_predicted(
 
 
 @pytest.mark.gpus(8)
-def test_the_layout_of_the_8b_recipe(device: str, ranks: Callable, tmp_path: Path, record_property: Any) -> None:
+def test_the_layout_of_the_8b_recipe(device, ranks, tmp_path, record_property):
     """TP 2, sequence parallel, DP 4, with fewer layers; two ranks of toy widths on a CPU."""
     toy = device == "cpu"
     config = json.loads((RECIPE_8B.parent / "configs" / "Llama-3.1-8B" / "config.json").read_text())

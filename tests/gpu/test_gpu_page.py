@@ -1,7 +1,5 @@
 """The page of a session with GPU tests, and the planner's constants in it. PyTorch's GPU is a stand-in."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -40,7 +38,7 @@ def test_needs_te(): pass
 """
 
 
-def test_a_session_leaves_a_page_and_the_planners_constants(tmp_path: Path) -> None:
+def test_a_session_leaves_a_page_and_the_planners_constants(tmp_path):
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "test_some.py").write_text(TESTS)

@@ -4,16 +4,12 @@ With plain layers in fp32 only the order of sums differs. With Transformer Engin
 before ranks add them, so two layouts are two bf16 results.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from gpu_cases import FP32, MIXTURES, TWO_BF16, Case, Step, bf16_distances, fp32_distances, judge, typical
+from gpu_cases import FP32, MIXTURES, TWO_BF16, bf16_distances, fp32_distances, judge, typical
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpus(2)]
 
@@ -22,18 +18,18 @@ LAUNCH_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def made(ranks: Callable, prepared: Callable) -> Callable[[str, str, str], Step]:
+def made(ranks, prepared):
     """(device, layers, layout or "alone" and a family) -> the step of rank 0.
 
     On GPUs each layout has processes of its own, in case one hangs.
     """
 
-    def case(device: str, layers: str, layout: str, kind: str) -> Case:
+    def case(device, layers, layout, kind):
         dtype, world = "bfloat16" if layers == "te" else "float32", 1 if layout == "alone" else 2
         return replace(prepared(kind, device).case, dtype=dtype, layout=layout, world_size=world)
 
     @functools.cache
-    def launched(device: str, layers: str, layouts: tuple[str, ...]) -> dict[str, Step]:
+    def launched(device, layers, layouts):
         cases = [case(device, layers, layout, kind_of(layout)) for layout in layouts]
         if layouts == ("alone",):
             cases.append(case(device, layers, "alone", "qwen3_moe"))
@@ -41,21 +37,19 @@ def made(ranks: Callable, prepared: Callable) -> Callable[[str, str, str], Step]
         steps = ranks(cases[0].world_size, "gpu_ranks:steps", cases, **options)[0]
         return {(case.kind if case.layout == "alone" else case.layout): step for case, step in zip(cases, steps)}
 
-    def make(device: str, layers: str, name: str) -> Step:
+    def make(device, layers, name):
         group = ("alone",) if name not in LAYOUTS else (name,) if device == "gpu" else LAYOUTS
         return launched(device, layers, group)[name]
 
     return make
 
 
-def kind_of(layout: str) -> str:
+def kind_of(layout):
     return "qwen3_moe" if layout == "EP2" else "llama"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_devices_make_the_step_of_one(
-    layout: str, where: tuple[str, str], made: Callable, prepared: Callable, record_property: Any
-) -> None:
+def test_two_devices_make_the_step_of_one(layout, where, made, prepared, record_property):
     """Log-probs before and after it, loss, gradient norm."""
     kind = kind_of(layout)
     found, alone = made(*where, layout), made(*where, kind)

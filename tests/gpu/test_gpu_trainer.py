@@ -4,16 +4,11 @@ Plain layers: Transformer Engine supports packed sequences in bf16 only; test_gp
 CPU a step is compared with itself, which tries the code only.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from gpu_cases import Case, Step, judge, relative
+from gpu_cases import judge, relative
 
 pytestmark = pytest.mark.slow
 
@@ -35,13 +30,13 @@ GROWTH_BYTES = 10_000
 
 
 @pytest.fixture(scope="module")
-def case(prepared: Callable, device: str) -> Case:
+def case(prepared, device):
     """With a learning rate at which one step changes the weights by a few percent."""
     return replace(prepared("llama", device).case, capped=True, lr=0.05)
 
 
 @pytest.fixture(scope="module")
-def made(ranks: Callable, case: Case, device: str) -> dict[str, Step]:
+def made(ranks, case, device):
     """The steps in fp32 and bf16: here, and on the CPU."""
     cases = [replace(case, dtype=dtype) for dtype in ("float32", "bfloat16")]
     [here] = ranks(1, "gpu_ranks:steps", cases, device=device)
@@ -49,7 +44,7 @@ def made(ranks: Callable, case: Case, device: str) -> dict[str, Step]:
     return {"fp32": here[0], "bf16": here[1], "cpu fp32": cpu[0], "cpu bf16": cpu[1]}
 
 
-def test_fp32_is_the_cpus(made: dict[str, Step], record_property: Any) -> None:
+def test_fp32_is_the_cpus(made, record_property):
     found, expected = made["fp32"], made["cpu fp32"]
     judge(
         record_property,
@@ -63,7 +58,7 @@ def test_fp32_is_the_cpus(made: dict[str, Step], record_property: Any) -> None:
     )
 
 
-def test_bf16_errs_as_the_cpus(made: dict[str, Step], record_property: Any) -> None:
+def test_bf16_errs_as_the_cpus(made, record_property):
     found, rounded, exact = made["bf16"], made["cpu bf16"], made["cpu fp32"]
     distances = {
         name: (
@@ -78,13 +73,13 @@ def test_bf16_errs_as_the_cpus(made: dict[str, Step], record_property: Any) -> N
     judge(record_property, distances)
 
 
-def test_packed_sequences_are_those_alone(ranks: Callable, case: Case, device: str, record_property: Any) -> None:
+def test_packed_sequences_are_those_alone(ranks, case, device, record_property):
     [(packed, gradient, alone, other)] = ranks(1, "gpu_ranks:packing", case, device=device)
     apart = float(np.abs(packed - alone).max())
     judge(record_property, {"log-probs": (apart, NATS), "gradient": (relative(gradient, other), GRADIENT)})
 
 
-def test_a_checkpoint_restores_every_bit(ranks: Callable, case: Case, device: str, tmp_path: Path) -> None:
+def test_a_checkpoint_restores_every_bit(ranks, case, device, tmp_path):
     bf16 = replace(case, dtype="bfloat16")
     [found] = ranks(1, "gpu_ranks:saved_and_loaded", bf16, tmp_path / "checkpoint", device=device)
     assert found["extra"] == {"written_by": "tests"}
@@ -93,7 +88,7 @@ def test_a_checkpoint_restores_every_bit(ranks: Callable, case: Case, device: st
     assert found["devices"] == set() and found["counters"] == ({1}, {2})
 
 
-def test_steps_leave_no_memory_behind(ranks: Callable, case: Case, device: str, record_property: Any) -> None:
+def test_steps_leave_no_memory_behind(ranks, case, device, record_property):
     """Step 2 to step 6; a CPU's resident set has no bound."""
     [found] = ranks(1, "gpu_ranks:memory_after_steps", replace(case, dtype="bfloat16"), device=device)
     bound = GROWTH_BYTES if device == "gpu" else 2**40

@@ -34,15 +34,15 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **more}
 
 
-def pids_in(path, count, timeout_s=240.0):
+def pids_in(path, count):
     """Wait until `count` process ids are written, and return them."""
-    until = time.monotonic() + timeout_s
+    until = time.monotonic() + 240
     while time.monotonic() < until:
         found = path.read_text().split() if path.exists() else []
         if len(found) >= count:
             return [int(pid) for pid in found]
         time.sleep(0.02)
-    raise AssertionError(f"expected {count} process ids in {path} within {timeout_s} s")
+    raise AssertionError(f"expected {count} process ids in {path} within 240 s")
 
 
 def alive(groups):
@@ -55,9 +55,9 @@ def gone(groups, timeout_s=240.0):
     return none_left(lambda: alive(groups), timeout_s)
 
 
-def gone_processes(pids, timeout_s=240.0):
+def gone_processes(pids):
     """True once none of these processes runs; otherwise the remaining ones are printed."""
-    return none_left(lambda: [pid for pid in pids if runs(pid)], timeout_s)
+    return none_left(lambda: [pid for pid in pids if runs(pid)], 240)
 
 
 def runs(pid):

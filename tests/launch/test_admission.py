@@ -1,7 +1,5 @@
 """Who may be an agent of a run, and what follows from its messages: raw sockets against real `Agents`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

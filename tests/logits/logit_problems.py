@@ -1,7 +1,5 @@
 """Projections with known answers, and the answer of log_softmax in fp64."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -3,8 +3,6 @@
 Everything of it runs here but `torch.mm(out_dtype=)`, `torch.addmm(out_dtype=)` and the device itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +24,7 @@ TIGHT, ROOMY = 12_000, 2**20
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def interpreted(monkeypatch):
     interpret(monkeypatch, row_kernels)
     bf16_as_on_a_gpu(monkeypatch)
     small = {"TOKEN_STEP": 8, "COLUMN_STEP": 16, "FEWEST_TOKENS": 16, "FEWEST_COLUMNS": 32, "CHUNK_COLUMNS": 64}
@@ -34,7 +32,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda_backend, name, value)
 
 
-def problem(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def problem(dtype, seed=0):
     """hidden, weight and targets; the targets lie on edges of blocks and of the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype)
@@ -43,32 +41,32 @@ def problem(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tens
     return hidden, weight, targets
 
 
-def truth(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor):
+def truth(hidden, weight, targets, temperature):
     """Log-probabilities and entropies in fp64, with their gradients' leaves."""
     h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     log_p = (h @ w.t() / temperature.double()[:, None]).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), h, w
 
 
-def weighted(logprob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+def weighted(logprob, entropy):
     g = torch.linspace(-1.0, 2.0, TOKENS).to(logprob.dtype)
     return (logprob * g).sum() + (entropy * g.flip(0)).sum()
 
 
-def weighted_chunk(logprob: torch.Tensor, entropy: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def weighted_chunk(logprob, entropy, places):
     """The terms of `weighted` that belong to some of the tokens."""
     g = torch.linspace(-1.0, 2.0, TOKENS)
     return (logprob * g[places]).sum() + (entropy * g.flip(0)[places]).sum()
 
 
-def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+def relative(found, exact):
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
 @pytest.mark.parametrize(("mode", "bound"), [("bf16", 3e-3), ("bf16x2", 1e-5), ("fp32", 1e-6)])
-def test_bf16_head_against_fp64(workspace: int, mode: Any, bound: float) -> None:
+def test_bf16_head_against_fp64(workspace, mode, bound):
     """Values within 1e-5 nats; the head's gradient, in an fp32 main_grad, within the bound of its kind."""
     hidden, weight, targets = problem(torch.bfloat16)
     temperature = torch.linspace(0.5, 2.0, TOKENS)
@@ -87,7 +85,7 @@ def test_bf16_head_against_fp64(workspace: int, mode: Any, bound: float) -> None
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("logits", ["fp32", "model"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_torch_backend(logits: Any, dtype: torch.dtype) -> None:
+def test_equals_the_torch_backend(logits, dtype):
     """Also with a padded vocabulary, tokens without loss and a tight workspace."""
     results_of = {}
     for name in ("cuda", "torch"):
@@ -109,7 +107,7 @@ def test_equals_the_torch_backend(logits: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("mode", ["bf16", "bf16x2", "fp32"])
-def test_kept_logits_give_the_gradients_of_recomputed_ones(mode: Any) -> None:
+def test_kept_logits_give_the_gradients_of_recomputed_ones(mode):
     """Into bf16 gradients, of a padded vocabulary with tokens without loss; recomputing them is not called."""
     found = []
     for keep in (True, False):
@@ -131,7 +129,7 @@ def test_kept_logits_give_the_gradients_of_recomputed_ones(mode: Any) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
-def test_accumulating_twice_is_accumulating_both(workspace: int) -> None:
+def test_accumulating_twice_is_accumulating_both(workspace):
     """main_grad += 2 micro-batches = the sum of each alone, on top of what was there."""
     grads = []
     for seeds in ((1,), (2,), (1, 2)):
@@ -147,7 +145,7 @@ def test_accumulating_twice_is_accumulating_both(workspace: int) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("main_grad", [True, False])
-def test_a_narrow_gradient_is_rounded_once(main_grad: bool) -> None:
+def test_a_narrow_gradient_is_rounded_once(main_grad):
     """Blocks are summed in fp32 beside a bf16 gradient and added to what it holds: 1/2 + sum, to bf16."""
     held, found = (0.5 if main_grad else 0.0), []
     for dtype in (torch.float32, torch.bfloat16):
@@ -166,9 +164,7 @@ def test_a_narrow_gradient_is_rounded_once(main_grad: bool) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("workspace", [10_000, ROOMY])
 @pytest.mark.parametrize("logits", ["fp32", "model"])
-def test_a_bf16_head_inside_the_chunk_against_fp64(
-    workspace: int, logits: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bf16_head_inside_the_chunk_against_fp64(workspace, logits, monkeypatch):
     """A shard's padding, a token without loss and a temperature per token, in three chunks and in one."""
     hidden, weight, targets = problem(torch.bfloat16)
     hidden.requires_grad_(), weight.requires_grad_()
@@ -178,7 +174,7 @@ def test_a_bf16_head_inside_the_chunk_against_fp64(
     multiply = cuda_backend.add_product
     monkeypatch.setattr(cuda_backend, "add_product", lambda *given: (products.append(1), multiply(*given)))
 
-    def of_chunk(logprob: torch.Tensor, entropy: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def of_chunk(logprob, entropy, places):
         chunks.append(len(places))
         return weighted_chunk(logprob, entropy, places)
 
@@ -199,7 +195,7 @@ def test_a_bf16_head_inside_the_chunk_against_fp64(
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("fewest", [8, 9])
-def test_a_thin_chunk_computes_the_logits_twice(fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thin_chunk_computes_the_logits_twice(fewest, monkeypatch):
     """Where chunks of 8 tokens fit and fewer than 9 are thin; all tokens of a short row are never too few."""
     monkeypatch.setattr(cuda_backend, "FEWEST_CHUNK_TOKENS", fewest)
     hidden, weight, targets = problem(torch.float32)
@@ -216,7 +212,7 @@ def test_a_thin_chunk_computes_the_logits_twice(fewest: int, monkeypatch: pytest
 
 @pytest.mark.parametrize("workspace_mb", [512, 2048])
 @pytest.mark.parametrize("mode", ["bf16", "bf16x2", "fp32"])
-def test_a_chunk_fits_the_workspace(mode: Any, workspace_mb: int) -> None:
+def test_a_chunk_fits_the_workspace(mode, workspace_mb):
     """Logits and what is made of them; a chunk is not thinner than 1,024 tokens."""
     hidden = torch.empty(1, 4096, dtype=torch.bfloat16).expand(16_384, -1)
     weight = torch.empty(1, 4096, dtype=torch.bfloat16).expand(128_256, -1)
@@ -230,7 +226,7 @@ def test_a_chunk_fits_the_workspace(mode: Any, workspace_mb: int) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_loss_inside_the_chunk() -> None:
+def test_a_loss_inside_the_chunk():
     """token_loss gives what token_logprobs and the same loss give."""
     grads = []
     for inside in (False, True):
@@ -247,7 +243,7 @@ def test_a_loss_inside_the_chunk() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_two_shards_give_what_one_does() -> None:
+def test_two_shards_give_what_one_does():
     """Tensor parallelism of 2 by hand: merged statistics, and the shards' gradients of hidden summed."""
     hidden, weight, targets = problem(torch.float32)
     whole = projection_of(hidden, weight, targets)
@@ -265,7 +261,7 @@ def test_two_shards_give_what_one_does() -> None:
         assert (one - two).abs().max() < 2e-6 * max(1.0, one.abs().max().item())
 
 
-def projection_of(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **changes: Any) -> Projection:
+def projection_of(hidden, weight, targets, **changes):
     options: dict[str, Any] = dict(
         scale=torch.tensor(1.0),
         first=0,
@@ -279,7 +275,7 @@ def projection_of(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Ten
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_the_workspace_is_honoured() -> None:
+def test_the_workspace_is_honoured():
     """fp32 operands (no casts): beside results and numbers per token nothing exceeds it, a quarter of all logits."""
     hidden, weight, targets = problem(torch.float32)
     budget, per_token = 3_000, 4 * len(targets)
@@ -305,9 +301,7 @@ def test_the_workspace_is_honoured() -> None:
     rounded=st.booleans(),
     room=st.floats(0.0, 12.0),
 )
-def test_blocks_fit_into_every_workspace(
-    tokens: int, columns: int, width: int, mode: Any, rounded: bool, room: float
-) -> None:
+def test_blocks_fit_into_every_workspace(tokens, columns, width, mode, rounded, room):
     """From the smallest workspace that is allowed to 2^12 times it; whole rows or whole columns where they fit."""
     hidden = torch.empty(1, width, dtype=torch.bfloat16).expand(tokens, -1)
     weight = torch.empty(1, width, dtype=torch.bfloat16).expand(columns, -1)
@@ -330,7 +324,7 @@ def test_blocks_fit_into_every_workspace(
 @pytest.mark.usefixtures("interpreted")
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_shape_against_fp64(data: st.DataObject) -> None:
+def test_any_shape_against_fp64(data):
     """Tokens, columns and hidden sizes that no block divides, shards that start anywhere, a workspace of any size."""
     tokens, columns, width = (data.draw(st.integers(1, most)) for most in (20, 90, 20))
     first, room = data.draw(st.integers(0, 100)), data.draw(st.floats(0.0, 6.0))
@@ -353,7 +347,7 @@ def test_any_shape_against_fp64(data: st.DataObject) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_fp64_is_left_to_the_torch_backend() -> None:
+def test_fp64_is_left_to_the_torch_backend():
     hidden, weight, targets = problem(torch.float64)
     with pytest.raises(ValueError, match=r"bfloat16 or float32 on a CUDA GPU, not torch\.float64 on cpu"):
         token_logprobs(hidden, weight, targets, backend="cuda")

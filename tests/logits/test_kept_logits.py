@@ -1,9 +1,5 @@
 """Logits that stay in the workspace until the backward pass: the same gradients as from recomputed ones."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from logit_problems import LiveBytes, gradients_by_log_softmax, problem, relative
@@ -18,16 +14,16 @@ ALL_LOGITS = 4 * TOKENS * VOCAB
 class Products(TorchDispatchMode):
     """Counts the matrix products."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_, torch.ops.aten.addmm)
         return function(*args, **(kwargs or {}))
 
 
-def both_passes(dtype: torch.dtype, **options: Any) -> tuple[torch.Tensor, ...]:
+def both_passes(dtype, **options):
     """Log-probabilities, entropies and both gradients."""
     h, w, y = problem(TOKENS, WIDTH, VOCAB, dtype)
     h.requires_grad_(), w.requires_grad_()
@@ -49,9 +45,7 @@ def both_passes(dtype: torch.dtype, **options: Any) -> tuple[torch.Tensor, ...]:
     ],
 )
 @pytest.mark.parametrize("entropy", ["metric", "grad"])
-def test_results_are_those_of_recomputed_logits(
-    dtype: torch.dtype, grad_logits: str, bound: float, entropy: str
-) -> None:
+def test_results_are_those_of_recomputed_logits(dtype, grad_logits, bound, entropy):
     """Also with a padded vocabulary, tokens without loss and a temperature per token."""
     options = dict(
         entropy=entropy,
@@ -66,13 +60,13 @@ def test_results_are_those_of_recomputed_logits(
 
 
 @pytest.mark.parametrize(("keep", "products"), [(True, 3), (False, 4)])
-def test_one_product_less(keep: bool, products: int) -> None:
+def test_one_product_less(keep, products):
     with Products() as counted:
         both_passes(torch.float32, keep_logits=keep)
     assert counted.count == products
 
 
-def test_another_backward_pass_recomputes_them() -> None:
+def test_another_backward_pass_recomputes_them():
     h, w, y = problem()
     h.requires_grad_(), w.requires_grad_()
     total = token_logprobs(h, w, y, keep_logits=True)[0].sum()
@@ -86,9 +80,7 @@ def test_another_backward_pass_recomputes_them() -> None:
 @pytest.mark.parametrize(
     ("reason", "workspace", "largest"), [("workspace", ALL_LOGITS, 2**25), ("size", 2**30, TOKENS * VOCAB - 1)]
 )
-def test_not_kept_where_they_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch, reason: str, workspace: int, largest: int
-) -> None:
+def test_not_kept_where_they_do_not_fit(monkeypatch, reason, workspace, largest):
     """The workspace bounds both passes, and on a CPU the size of a chunk."""
     monkeypatch.setattr(torch_backend, "LARGEST_CHUNK", largest)
     h, w, y = problem(TOKENS, WIDTH, VOCAB, torch.float32)
@@ -98,7 +90,7 @@ def test_not_kept_where_they_do_not_fit(
     assert pair[0].requires_grad and live.now < ALL_LOGITS / 4, reason
 
 
-def test_kept_only_for_a_backward_pass() -> None:
+def test_kept_only_for_a_backward_pass():
     h, w, y = problem(TOKENS, WIDTH, VOCAB, torch.float32)
     h.requires_grad_(), w.requires_grad_()
     with LiveBytes() as live:
@@ -113,7 +105,7 @@ def test_kept_only_for_a_backward_pass() -> None:
 
 @pytest.mark.parametrize("workspace", [2**17, 2**18, 2**19])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_workspace_bounds_both_passes(dtype: torch.dtype, workspace: int) -> None:
+def test_the_workspace_bounds_both_passes(dtype, workspace):
     h, w, y = problem(TOKENS, WIDTH, VOCAB, dtype)
     h.requires_grad_(), w.requires_grad_()
     with LiveBytes() as live:

@@ -1,7 +1,5 @@
 """Every mistake in the projection's arguments is a ValueError with what was expected and what was found."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,8 +13,8 @@ class Quantized(torch.Tensor):
     """A head whose numbers are not those that it shows, as quantization libraries make them."""
 
 
-def with_target(place: int, target: int, tokens: int = 7) -> torch.Tensor:
-    return torch.zeros(tokens, dtype=torch.int64).index_fill(0, torch.tensor([place]), target)
+def with_target(place, target):
+    return torch.zeros(7, dtype=torch.int64).index_fill(0, torch.tensor([place]), target)
 
 
 H, W, Y = problem(dtype=torch.float32)
@@ -58,7 +56,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("in_chunks", [False, True])
-def test_a_mistake_is_named(mistake: str, in_chunks: bool) -> None:
+def test_a_mistake_is_named(mistake, in_chunks):
     changes, message = MISTAKES[mistake]
     arguments = dict(hidden=H, weight=W, targets=Y) | changes
     if arguments.pop("cut", False):
@@ -70,13 +68,13 @@ def test_a_mistake_is_named(mistake: str, in_chunks: bool) -> None:
             token_logprobs(**arguments)
 
 
-def test_without_loss_a_target_may_be_anything() -> None:
+def test_without_loss_a_target_may_be_anything():
     mask = torch.arange(7) != 2
     assert token_logprobs(H, W, with_target(2, -100), loss_mask=mask)[0][2] == 0.0
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])
-def test_places_say_what_a_mask_says(in_chunks: bool) -> None:
+def test_places_say_what_a_mask_says(in_chunks):
     mask = torch.tensor([True, False, True, True, False, False, True])
     found = []
     for where in (dict(loss_mask=mask), dict(places=mask.nonzero()[:, 0], trusted=True)):
@@ -90,7 +88,7 @@ def test_places_say_what_a_mask_says(in_chunks: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
-def test_places_replace_a_mask() -> None:
+def test_places_replace_a_mask():
     places = torch.arange(3)
     with pytest.raises(ValueError, match=r"expected places \[C\] in int64 instead of loss_mask, found beside"):
         token_logprobs(H, W, Y, places=places, loss_mask=torch.ones(7, dtype=torch.bool))
@@ -98,7 +96,7 @@ def test_places_replace_a_mask() -> None:
         token_logprobs(H, W, Y, places=places.int())
 
 
-def test_trusted_arguments_are_not_read() -> None:
+def test_trusted_arguments_are_not_read():
     """On the meta device looking would be an error; shapes are still checked."""
     h, w, y, temperature = (x.to("meta") for x in (H, W, Y, torch.ones(7)))
     for places in (None, torch.arange(3, device="meta")):
@@ -110,17 +108,17 @@ def test_trusted_arguments_are_not_read() -> None:
         token_logprobs(h, w, y[:6], trusted=True)
 
 
-def test_cuda_on_a_cpu_requires_a_gpu() -> None:
+def test_cuda_on_a_cpu_requires_a_gpu():
     with pytest.raises(ValueError, match=r"the backend cuda .* on a CUDA GPU, not torch.float32 on cpu; take auto"):
         token_logprobs(H, W, Y, backend="cuda")
 
 
 @pytest.mark.parametrize("name", ["auto", "torch"])
-def test_auto_is_torch_without_a_gpu(name: str) -> None:
+def test_auto_is_torch_without_a_gpu(name):
     assert choice.choose_backend(name, torch.device("meta"), torch.float32).name == "torch"
 
 
-def test_auto_is_cuda_on_a_gpu_for_the_types_that_it_multiplies() -> None:
+def test_auto_is_cuda_on_a_gpu_for_the_types_that_it_multiplies():
     types = (torch.bfloat16, torch.float32, torch.float64)
     chosen = [choice.choose_backend("auto", torch.device("cuda"), dtype).name for dtype in types]
     assert chosen == ["cuda", "cuda", "torch"]

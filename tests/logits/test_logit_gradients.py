@@ -1,7 +1,5 @@
 """How exact gradients are for each way that the logits' gradient enters the GEMMs, and where they are added up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from logit_problems import as_megatron_parameter, gradients_by_log_softmax, problem, relative
@@ -14,7 +12,7 @@ BOUNDS = {"bf16": 3e-3, "bf16x2": 1e-5, "fp32": 2e-6}
 """Relative error of the head's gradient before it is rounded to the head's own type."""
 
 
-def gradients(dtype: torch.dtype, grad_logits: str, **options: object) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+def gradients(dtype, grad_logits, **options):
     """Gradients of hidden and of the head (the latter in fp32), and the exact ones."""
     h, w, y = problem(TOKENS, WIDTH, VOCAB, dtype, top=20.0)
     weights = torch.randn(2, TOKENS, generator=torch.Generator().manual_seed(1))
@@ -26,20 +24,20 @@ def gradients(dtype: torch.dtype, grad_logits: str, **options: object) -> tuple[
 
 
 @pytest.mark.parametrize("grad_logits", BOUNDS)
-def test_error_of_a_bf16_head_s_gradient(grad_logits: str) -> None:
+def test_error_of_a_bf16_head_s_gradient(grad_logits):
     grad_h, grad_w, expected = gradients(torch.bfloat16, grad_logits)
     assert grad_w.dtype == torch.float32 and relative(grad_w, expected[1]) < BOUNDS[grad_logits]
     assert grad_h.dtype == torch.bfloat16 and relative(grad_h, expected[0]) < 3.5e-3
 
 
 @pytest.mark.parametrize("grad_logits", BOUNDS)
-def test_fp32_operands_keep_an_fp32_gradient(grad_logits: str) -> None:
+def test_fp32_operands_keep_an_fp32_gradient(grad_logits):
     grad_h, grad_w, expected = gradients(torch.float32, grad_logits)
     assert relative(grad_w, expected[1]) < 2e-6 and relative(grad_h, expected[0]) < 2e-6
 
 
 @pytest.mark.parametrize("switched", ["bf16", "tf32"])
-def test_what_the_user_lets_matmul_do_does_not_reach_the_logits(switched: str) -> None:
+def test_what_the_user_lets_matmul_do_does_not_reach_the_logits(switched):
     """On a CPU with a bf16 or TF32 unit the user's setting costs fp32 logits 1e-2; it is as it was afterwards."""
     expected = gradients(torch.float32, "fp32")
     switch = torch.backends.mkldnn.matmul
@@ -55,7 +53,7 @@ def test_what_the_user_lets_matmul_do_does_not_reach_the_logits(switched: str) -
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
-def test_the_user_s_setting_is_put_back_after_an_error() -> None:
+def test_the_user_s_setting_is_put_back_after_an_error():
     switch = torch.backends.mkldnn.matmul
     before = switch.fp32_precision
     with pytest.raises(RuntimeError), fp32_products(torch.device("cpu"), of_bf16=True):
@@ -64,7 +62,7 @@ def test_the_user_s_setting_is_put_back_after_an_error() -> None:
     assert switch.fp32_precision == before
 
 
-def test_products_of_bf16_numbers_are_exact_in_any_mode() -> None:
+def test_products_of_bf16_numbers_are_exact_in_any_mode():
     """Integers up to 8 in every place: all sums are below 2^24, so every order gives the same bits."""
     generator = torch.Generator().manual_seed(5)
     a, b = (torch.randint(-8, 9, shape, generator=generator).float() for shape in ((70, 512), (512, 90)))
@@ -73,7 +71,7 @@ def test_products_of_bf16_numbers_are_exact_in_any_mode() -> None:
     assert torch.equal(fast, (a.double() @ b.double()).float())
 
 
-def test_main_grad_is_added_to_in_fp32() -> None:
+def test_main_grad_is_added_to_in_fp32():
     """Twice the same call: twice the gradient, to fp32; a bf16 .grad would be off by 1e-3."""
     h, w, y = problem(TOKENS, WIDTH, VOCAB, torch.bfloat16)
     head = as_megatron_parameter(w)
@@ -84,7 +82,7 @@ def test_main_grad_is_added_to_in_fp32() -> None:
     assert relative(head.main_grad, expected) < 1e-5
 
 
-def test_padding_gets_nothing_in_main_grad() -> None:
+def test_padding_gets_nothing_in_main_grad():
     h, w, y = problem(dtype=torch.float32)
     head = as_megatron_parameter(w)
     head.main_grad.fill_(0.5)
@@ -93,7 +91,7 @@ def test_padding_gets_nothing_in_main_grad() -> None:
 
 
 @pytest.mark.parametrize(("main_grad", "where"), [(None, "main_grad"), (True, "main_grad"), (False, "grad")])
-def test_where_the_gradient_goes(main_grad: bool | None, where: str) -> None:
+def test_where_the_gradient_goes(main_grad, where):
     h, w, y = problem(dtype=torch.float32)
     head = as_megatron_parameter(w)
     token_logprobs(h, head, y, main_grad=main_grad)[0].sum().backward()
@@ -105,7 +103,7 @@ def test_where_the_gradient_goes(main_grad: bool | None, where: str) -> None:
         assert head.main_grad.abs().sum() == 0
 
 
-def test_an_embedding_tied_in_one_stage_gets_a_stand_in_of_zeros() -> None:
+def test_an_embedding_tied_in_one_stage_gets_a_stand_in_of_zeros():
     """Autograd adds the stand-in to the embedding's own gradient, and DDP's hook adds the sum to main_grad."""
     h, w, y = problem(dtype=torch.float32)
     head = as_megatron_parameter(w)

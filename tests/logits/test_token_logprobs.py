@@ -1,7 +1,5 @@
 """The logit projection against log_softmax, in fp64 by gradcheck, and where exponentials over- and underflow."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -15,7 +13,7 @@ from megatron_scalerl.logits import token_logprobs
 KIB = 1 / 1024
 
 
-def test_two_words_by_hand() -> None:
+def test_two_words_by_hand():
     """Logits (ln 3, 0): probabilities 3/4 and 1/4."""
     h, w = torch.tensor([[math.log(3.0)]] * 2), torch.tensor([[1.0], [0.0]])
     logprob, entropy = token_logprobs(h, w, torch.tensor([0, 1]), entropy="metric")
@@ -23,7 +21,7 @@ def test_two_words_by_hand() -> None:
     assert entropy.tolist() == pytest.approx([-0.75 * math.log(0.75) - 0.25 * math.log(0.25)] * 2, rel=1e-6)
 
 
-def test_a_number_as_temperature_is_exact_in_fp64() -> None:
+def test_a_number_as_temperature_is_exact_in_fp64():
     h, w, y = problem()
     found, _ = token_logprobs(h, w, y, temperature=0.7)
     expected = (h @ w.t() / 0.7).log_softmax(-1).gather(1, y[:, None])[:, 0]
@@ -31,12 +29,12 @@ def test_a_number_as_temperature_is_exact_in_fp64() -> None:
 
 
 @pytest.mark.parametrize(("entropy", "temperature"), [("none", 0.7), ("metric", "per token"), ("grad", 1.0)])
-def test_gradients_in_fp64(entropy: str, temperature: float | str) -> None:
+def test_gradients_in_fp64(entropy, temperature):
     h, w, y = problem()
     tau = torch.linspace(0.5, 2.0, len(y), dtype=torch.float64) if temperature == "per token" else temperature
     h.requires_grad_(), w.requires_grad_()
 
-    def function(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def function(h, w):
         pair = token_logprobs(h, w, y, entropy=entropy, temperature=tau, workspace_mb=1.5 * KIB, vocab_size=9)
         return pair if entropy == "grad" else pair[:1]
 
@@ -52,7 +50,7 @@ def test_gradients_in_fp64(entropy: str, temperature: float | str) -> None:
     more_workspace=st.integers(0, 8192),
     seed=st.integers(0, 99),
 )
-def test_any_shape_in_any_workspace(tokens: int, width: int, vocab: int, more_workspace: int, seed: int) -> None:
+def test_any_shape_in_any_workspace(tokens, width, vocab, more_workspace, seed):
     """From the smallest blocks up; ragged ends, one token, one column, none."""
     generator = torch.Generator().manual_seed(seed)
     h, w = (torch.randn(n, width, generator=generator, dtype=torch.float64) for n in (tokens, vocab))
@@ -68,7 +66,7 @@ def test_any_shape_in_any_workspace(tokens: int, width: int, vocab: int, more_wo
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
 
 
-def test_entropy_carries_no_gradient_unless_asked() -> None:
+def test_entropy_carries_no_gradient_unless_asked():
     h, w, y = problem()
     h.requires_grad_()
     assert not token_logprobs(h, w, y, entropy="metric")[1].requires_grad
@@ -76,7 +74,7 @@ def test_entropy_carries_no_gradient_unless_asked() -> None:
     assert token_logprobs(h, w, y)[1].abs().sum() == 0
 
 
-def test_padded_columns_have_probability_zero() -> None:
+def test_padded_columns_have_probability_zero():
     h, w, y = problem(vocab=11)
     padded = torch.cat([w, torch.full((5, w.shape[1]), 9.0, dtype=w.dtype)]).requires_grad_()
     logprob, entropy = token_logprobs(h, padded, y, entropy="grad", vocab_size=11)
@@ -86,7 +84,7 @@ def test_padded_columns_have_probability_zero() -> None:
     assert padded.grad is not None and padded.grad[11:].abs().max() == 0 and padded.grad[:11].abs().min() > 0
 
 
-def test_tokens_without_loss_are_left_out() -> None:
+def test_tokens_without_loss_are_left_out():
     """Their hidden states may be nan and their targets nonsense: neither is read. The others are as without them."""
     h, w, y = problem(tokens=9)
     mask = torch.tensor([True, False, True, True, False, False, True, False, True])
@@ -104,7 +102,7 @@ def test_tokens_without_loss_are_left_out() -> None:
     assert torch.equal(leaves[0].grad[mask], short[0].grad) and torch.equal(leaves[1].grad, short[1].grad)
 
 
-def test_no_token_with_loss_at_all() -> None:
+def test_no_token_with_loss_at_all():
     h, w, y = problem()
     h.requires_grad_(), w.requires_grad_()
     logprob = token_logprobs(h, w, y, loss_mask=torch.zeros(7, dtype=torch.bool))[0]
@@ -112,7 +110,7 @@ def test_no_token_with_loss_at_all() -> None:
     assert logprob.tolist() == [0.0] * 7 and h.grad.abs().sum() == 0 and w.grad.abs().sum() == 0
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
+def test_only_what_needs_a_gradient_gets_one():
     h, w, y = problem()
     expected = gradients_by_log_softmax(h, w, y, torch.ones(7))
     for index in range(2):
@@ -124,7 +122,7 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", [-1e4, -300.0, 0.0, 300.0, 1e4])
-def test_logits_far_from_zero_stay_exact(level: float, dtype: torch.dtype) -> None:
+def test_logits_far_from_zero_stay_exact(level, dtype):
     """Adding one number to all logits changes nothing; a running maximum that starts at 0 would give nan."""
     h = torch.tensor([[1.0, level]] * 3).to(dtype)
     w = torch.tensor([[2.0, 1.0], [1.0, 1.0], [0.0, 1.0]]).to(dtype)
@@ -140,7 +138,7 @@ def test_logits_far_from_zero_stay_exact(level: float, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("workspace_mb", [1.0, 0.35 * KIB])
-def test_a_certain_token_keeps_its_gradient(workspace_mb: float) -> None:
+def test_a_certain_token_keeps_its_gradient(workspace_mb):
     """1 - p of a token with p = 1 - 2e-9: computed from p it would be 0 in fp32. In one block and in three."""
     h = torch.tensor([[20.0]], requires_grad=True)
     w = torch.tensor([[1.0], *[[-10.0]] * 8, [0.0]])
@@ -148,7 +146,7 @@ def test_a_certain_token_keeps_its_gradient(workspace_mb: float) -> None:
     assert h.grad is not None and h.grad.item() == pytest.approx(math.exp(-20.0), rel=1e-3)
 
 
-def test_fp32_logits_are_exact_and_model_logits_are_rounded() -> None:
+def test_fp32_logits_are_exact_and_model_logits_are_rounded():
     """bf16 inputs: fp32 logits agree with fp64 to 1e-5 nats; rounded to bf16 they are off by 1e-3 and more."""
     h, w, y = problem(tokens=64, hidden=64, vocab=200, dtype=torch.bfloat16)
     truth = by_log_softmax(h, w, y)[0]
@@ -163,7 +161,7 @@ def test_fp32_logits_are_exact_and_model_logits_are_rounded() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_within_5e_5_nats_for_logits_up_to_50(dtype: torch.dtype, temperature: float) -> None:
+def test_within_5e_5_nats_for_logits_up_to_50(dtype, temperature):
     h, w, y = problem(tokens=512, hidden=256, vocab=3000, dtype=dtype, top=50.0 * temperature)
     y[::2] = (h.double() @ w.double().t()).argmax(1)[::2]
     logprob, entropy = token_logprobs(h, w, y, entropy="metric", temperature=temperature, workspace_mb=2.0)
@@ -172,7 +170,7 @@ def test_within_5e_5_nats_for_logits_up_to_50(dtype: torch.dtype, temperature: f
     assert (entropy.double() - expected[1]).abs().max() < 5e-5
 
 
-def test_temperature_divides_logits_token_by_token() -> None:
+def test_temperature_divides_logits_token_by_token():
     h, w, y = problem(dtype=torch.float32)
     tau = torch.tensor([0.3, 0.5, 0.8, 1.0, 1.3, 2.0, 5.0])
     found = token_logprobs(h, w, y, temperature=tau, entropy="metric")

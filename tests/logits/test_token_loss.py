@@ -1,7 +1,5 @@
 """The loss inside the chunk: the value and the gradients of the two-pass way, from one computation of the logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from logit_problems import LiveBytes, as_megatron_parameter, problem, relative
@@ -12,7 +10,7 @@ from megatron_scalerl.losses import LOSSES, LossInputs, is_separable, make_loss
 TOKENS = 50
 
 
-def rows(seed: int = 2) -> dict[str, torch.Tensor]:
+def rows(seed=2):
     generator = torch.Generator().manual_seed(seed)
     return dict(
         rollout_logprobs=-3.0 * torch.rand(TOKENS, generator=generator),
@@ -23,7 +21,7 @@ def rows(seed: int = 2) -> dict[str, torch.Tensor]:
     )
 
 
-def leaves(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def leaves(dtype):
     h, w, y = problem(TOKENS, 16, 70, dtype)
     return h.requires_grad_(), w.requires_grad_(), y
 
@@ -31,7 +29,7 @@ def leaves(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("chunk", [1, 7, TOKENS])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", filter(is_separable, LOSSES))
-def test_equals_two_passes(name: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_two_passes(name, dtype, chunk, monkeypatch):
     monkeypatch.setattr(torch_backend, "LARGEST_CHUNK", chunk * 70)
     loss, columns = make_loss(name, {"max_is_weight": 1.5} if name == "cispo" else {}), rows()
     h, w, y = leaves(dtype)
@@ -43,7 +41,7 @@ def test_equals_two_passes(name: str, dtype: torch.dtype, chunk: int, monkeypatc
     h, w, y = leaves(dtype)
     shown: list[int] = []
 
-    def of_chunk(logprobs: torch.Tensor, entropies: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def of_chunk(logprobs, entropies, places):
         shown.extend(places.tolist())
         assert len(places) <= chunk
         return loss(LossInputs(trainer_logprobs=logprobs, **{k: v[places] for k, v in columns.items()})).loss
@@ -60,13 +58,13 @@ def test_equals_two_passes(name: str, dtype: torch.dtype, chunk: int, monkeypatc
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_without_room_for_a_row_the_logits_are_computed_twice(masked: bool) -> None:
+def test_without_room_for_a_row_the_logits_are_computed_twice(masked):
     """The loss is then of all its tokens at once, and a kept scalar scales both gradients as it does in chunks."""
     found = []
     mask = torch.arange(8) % 3 > 0 if masked else None
     shown: list[int] = []
 
-    def loss(logprobs: torch.Tensor, entropies: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def loss(logprobs, entropies, places):
         shown[:] = places.tolist()
         return (logprobs * (1 + places)).sum() + entropies.sum()
 
@@ -81,7 +79,7 @@ def test_without_room_for_a_row_the_logits_are_computed_twice(masked: bool) -> N
     assert all(relative(twice, once) < 1e-12 for twice, once in zip(*found))
 
 
-def test_the_loss_may_read_the_entropy() -> None:
+def test_the_loss_may_read_the_entropy():
     h, w, y = leaves(torch.float64)
     logprob, entropy = token_logprobs(h, w, y, entropy="grad")
     (logprob.square().sum() + 0.1 * entropy.exp().sum()).backward()
@@ -92,21 +90,21 @@ def test_the_loss_may_read_the_entropy() -> None:
     assert relative(h.grad, expected[0]) < 1e-12 and relative(w.grad, expected[1]) < 1e-12
 
 
-def test_without_a_gradient_there_is_only_the_value() -> None:
+def test_without_a_gradient_there_is_only_the_value():
     h, w, y = leaves(torch.float32)
     with torch.no_grad():
         value, logprobs, _ = token_loss(h, w, y, lambda lp, e, i: lp.sum())
     assert not value.requires_grad and value == pytest.approx(float(logprobs.sum()), rel=1e-6)
 
 
-def test_no_token_with_loss() -> None:
+def test_no_token_with_loss():
     h, w, y = leaves(torch.float32)
     value, logprobs, _ = token_loss(h, w, y, lambda lp, e, i: lp.sum(), loss_mask=torch.zeros(TOKENS, dtype=bool))
     value.backward()
     assert value == 0 and logprobs.abs().sum() == 0 and h.grad.abs().sum() == 0 and w.grad.abs().sum() == 0
 
 
-def test_main_grad_gets_the_scaled_gradient_once_per_backward() -> None:
+def test_main_grad_gets_the_scaled_gradient_once_per_backward():
     h, w, y = (t.detach() for t in leaves(torch.bfloat16))
     head, plain = as_megatron_parameter(w), as_megatron_parameter(w)
     for scale in (0.5, 2.0):
@@ -118,12 +116,12 @@ def test_main_grad_gets_the_scaled_gradient_once_per_backward() -> None:
     assert relative(head.main_grad, plain.main_grad.double()) < 1e-6
 
 
-def test_logits_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_computed_once(monkeypatch):
     """Elements that GEMMs put out: T x V for the logits, T x H and V x H for the gradients; in two passes 2 T x V."""
     h, w, y = leaves(torch.float32)
     vocab = w.shape[0]
 
-    def elements(compute: object) -> int:
+    def elements(compute):
         made = []
         for name in ("set_product", "add_product"):
             original = getattr(torch_backend, name)
@@ -139,7 +137,7 @@ def test_logits_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert elements(lambda: token_logprobs(h, w, y)[0].sum().backward()) == 2 * TOKENS * vocab + grads
 
 
-def test_nothing_of_the_logits_lives_until_backward() -> None:
+def test_nothing_of_the_logits_lives_until_backward():
     h, w, y = problem(200, 4, 500, torch.float32)
     h.requires_grad_(), w.requires_grad_()
     with LiveBytes() as live:

@@ -1,7 +1,5 @@
 """The workspace is a bound on what is really allocated, whatever the shapes; backward recomputes in it, too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from logit_problems import LiveBytes, problem
@@ -14,7 +12,7 @@ PER_TOKEN = 160 * TOKENS
 """Bytes that grow with the tokens alone: statistics, results, targets and masks, gradients that came in."""
 
 
-def peaks(dtype: torch.dtype, workspace_mb: float, grad_logits: str, entropy: str) -> tuple[int, int]:
+def peaks(dtype, workspace_mb, grad_logits, entropy):
     """Most bytes beside inputs and results in the forward pass, and beside gradients in the backward pass."""
     h, w, y = problem(TOKENS, WIDTH, VOCAB, dtype)
     h.requires_grad_(), w.requires_grad_()
@@ -33,19 +31,19 @@ def peaks(dtype: torch.dtype, workspace_mb: float, grad_logits: str, entropy: st
     [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.bfloat16, "bf16x2"), (torch.bfloat16, "fp32")],
 )
 @pytest.mark.parametrize("workspace", [2**18, 2**20])
-def test_nothing_exceeds_it(dtype: torch.dtype, grad_logits: str, workspace: int) -> None:
+def test_nothing_exceeds_it(dtype, grad_logits, workspace):
     forward, backward = peaks(dtype, workspace / 2**20, grad_logits, "grad")
     assert forward < workspace + PER_TOKEN and backward < workspace + PER_TOKEN
 
 
-def test_it_is_used() -> None:
+def test_it_is_used():
     """A large workspace takes larger blocks: what is allocated grows with it, up to all logits at once."""
     small, large = (peaks(torch.float32, mb, "fp32", "none") for mb in (0.25, 16.0))
     assert small[0] < 2**18 + PER_TOKEN and small[1] < 2**18 + PER_TOKEN
     assert large[0] > ALL_LOGITS and large[1] > ALL_LOGITS
 
 
-def test_nothing_of_the_logits_is_kept_for_the_backward_pass() -> None:
+def test_nothing_of_the_logits_is_kept_for_the_backward_pass():
     h, w, y = problem(TOKENS, WIDTH, VOCAB, torch.float32)
     h.requires_grad_()
     kept: list[int] = []
@@ -56,7 +54,7 @@ def test_nothing_of_the_logits_is_kept_for_the_backward_pass() -> None:
 
 @pytest.mark.parametrize("workspace", [2**17, 2**19])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loss_in_the_chunk_keeps_to_it(dtype: torch.dtype, workspace: int) -> None:
+def test_a_loss_in_the_chunk_keeps_to_it(dtype, workspace):
     h, w, y = problem(TOKENS, WIDTH, VOCAB, dtype)
     h.requires_grad_(), w.requires_grad_()
     with LiveBytes() as live:

@@ -1,7 +1,5 @@
 """Values and gradients of every loss against numbers computed by hand, each option on and off."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The three means as token weights."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Families without Megatron: rotary frequencies, the weight map cut and put together again, refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

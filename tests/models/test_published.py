@@ -1,7 +1,5 @@
 """Published policies by their config.json as transformers 4 wrote it: every tensor and every parameter counted."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 from pathlib import Path
@@ -28,7 +26,7 @@ MISTRAL = dict(
 )
 
 
-def of_recipes(name: str) -> dict[str, Any]:
+def of_recipes(name):
     """The configuration that the recipes of full size plan with."""
     return json.loads((CONFIGS / name / "config.json").read_text())
 
@@ -115,7 +113,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_every_parameter_of_a_published_policy_has_its_place(name: str, tmp_path: Path) -> None:
+def test_every_parameter_of_a_published_policy_has_its_place(name, tmp_path):
     """Names and shapes are those of transformers' module, experts counted together; none is there twice."""
     expected, written = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(written))
@@ -130,7 +128,7 @@ def test_every_parameter_of_a_published_policy_has_its_place(name: str, tmp_path
     check_layout(family(config), tp_size=2, ep_size=16 if "num_moe_experts" in family(config).transformer else 1)
 
 
-def on_meta(config: Any) -> torch.nn.Module:
+def on_meta(config):
     from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
 
     with torch.device("meta"):
@@ -139,7 +137,7 @@ def on_meta(config: Any) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config)
 
 
-def test_scout_has_rope_in_three_of_four_layers(tmp_path: Path) -> None:
+def test_scout_has_rope_in_three_of_four_layers(tmp_path):
     written = of_recipes("Llama-4-Scout-17B-16E")
     written["text_config"] |= {"no_rope_layers": []}
     written["text_config"]["rope_scaling"] |= {"factor": 16.0, "high_freq_factor": 1.0}  # as its instruct version

@@ -1,7 +1,5 @@
 """Rotary frequencies equal transformers', with every scaling and in both dialects of the config."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -38,7 +36,7 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_scalings_equal_transformers(name: str) -> None:
+def test_scalings_equal_transformers(name):
     scaling: dict[str, Any] = SCALINGS[name]
     config = LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=dict(scaling))
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
@@ -49,7 +47,7 @@ def test_scalings_equal_transformers(name: str) -> None:
     assert not torch.allclose(found.inv_freq, plain.inv_freq, rtol=1e-3)
 
 
-def test_yarn_by_hand() -> None:
+def test_yarn_by_hand():
     """Factor 4: high frequencies kept, low ones a quarter; attention factor 0.1 ln 4 + 1, squared on the scores."""
     config = LlamaConfig(head_dim=128, rope_parameters=dict(YARN), max_position_embeddings=131072)
     found = rotary(config, 128)
@@ -62,7 +60,7 @@ def test_yarn_by_hand() -> None:
     assert family(config).transformer["softmax_scale"] == pytest.approx(1.1386294361**2 / math.sqrt(128))
 
 
-def test_both_dialects_are_read() -> None:
+def test_both_dialects_are_read():
     """transformers 4 says rope_theta and rope_scaling, 5 rope_parameters: theta 100 in dimension 4 is (1, 0.1)."""
     old, new = PretrainedConfig(), PretrainedConfig()
     old.rope_theta, new.rope_parameters = 100.0, dict(rope_type="default", rope_theta=100.0)
@@ -84,7 +82,7 @@ def test_both_dialects_are_read() -> None:
         (dict(rope_type="default", partial_rotary_factor=0.5), "partial_rotary_factor: expected 1, found 0.5"),
     ],
 )
-def test_other_scalings_are_refused(parameters: dict[str, Any], line: str) -> None:
+def test_other_scalings_are_refused(parameters, line):
     config = PretrainedConfig()
     config.rope_parameters = {"rope_theta": 1e4, **parameters}
     with pytest.raises(ValueError, match=line):

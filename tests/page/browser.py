@@ -1,7 +1,5 @@
 """Drives a headless Chromium by its DevTools protocol: what a page asks for, logs and shows."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A small run with records, a store and a tokenizer, some of whose tokens are hostile to whoever shows them."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager
 
@@ -100,8 +98,8 @@ def made_group(number, ids=((0, 2, 3, 4), (1, 3, 4)), *, prompt_ids=(0, 3)):
     return group_of((first, second), scores, prompt=prompt, group_id=number), (first, second)
 
 
-def write_page_run(folder, *, steps=3, validations=20, long_tokens=3):
-    """The run: `steps` steps with two groups each; group 1 is hostile, group 2 has a line of 1 MB.
+def write_page_run(folder, *, validations=20, long_tokens=3):
+    """The run: three steps with two groups each; group 1 is hostile, group 2 has a line of 1 MB.
 
     long_tokens: of the first completion of group 3, the last of which is ` therefore`.
     """
@@ -111,17 +109,17 @@ def write_page_run(folder, *, steps=3, validations=20, long_tokens=3):
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
     recipe |= {"name": "</title><script>window.broken = 3</script>", "steps": 200}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"policy": {"path": str(folder / "policy")}}))
-    append(folder / "metrics.jsonl", *(step_record(n + 1) for n in range(steps)))
+    append(folder / "metrics.jsonl", *(step_record(n + 1) for n in range(3)))
     attempts = ({"run_id": "r", "incarnation": f"local.{n}", "unix_time": 1e9 + 900 * n} for n in range(2))
     append(folder / "attempts.jsonl", *attempts)
     fault = {"name": "engine-0", "state": "draining", "reason": "exit </script>", "unix_time": 1000000500.0}
     append(folder / "engines.jsonl", fault)
-    groups = [made_group(number) for number in range(2 * steps)]
+    groups = [made_group(number) for number in range(6)]
     groups[1] = made_group(1, (HOSTILE_IDS, HOSTILE_IDS), prompt_ids=HOSTILE_IDS)
     if long_tokens > 3:
         groups[3] = made_group(3, ((*[0] * (long_tokens - 1), 2), (1, 3, 4)))
     groups[2] = made_group(2, ((0, LONG_LINE, 4), (1, 3, 4)))
-    batches = [BatchRecord(batch=n, step=n + 1, policy_version=n, group_ids=(2 * n, 2 * n + 1)) for n in range(steps)]
+    batches = [BatchRecord(batch=n, step=n + 1, policy_version=n, group_ids=(2 * n, 2 * n + 1)) for n in range(3)]
     write_journal(folder, groups=groups, batches=batches)
     scores = CompletionScores(
         group_id=0, position=1, policy_version=0, logprobs=[-2.3, -1.0, -1.0], entropies=[0.7, 0.0, 0.0]

@@ -8,7 +8,7 @@ from megatron_scalerl.page.completions import Reader, token_texts
 from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.page.run_data import RunData
 from megatron_scalerl.rollouts.history import BatchRecord, read_history
-from megatron_scalerl.rollouts.retention import Expired, remove
+from megatron_scalerl.rollouts.retention import remove
 
 
 def opened(run):
@@ -52,24 +52,16 @@ def test_a_group_says_how_it_was_trained(run):
     assert "text" not in reader.group(0, texts=False)["completions"][0]
 
 
-@pytest.mark.parametrize("policy", ["parquet", "resume"])
-def test_what_retention_made_of_a_group(tmp_path, policy):
+def test_groups_that_retention_has_deleted(tmp_path):
     run = write_page_run(tmp_path / "run")
-    write_journal(run, groups=[made_group(6)])  # in no batch
-    history = read_history(run)
-    [number] = {event.stored.segment for event in history.finished.values()}
-    batch_of = {g: record for record in history.batches for g in record.group_ids}
-    trained = tuple((e.stored, batch_of[g]) for g, e in history.finished.items() if g in batch_of)
-    _, reader = opened(run)
-    before = reader.group(0)
-    remove(run / "rollouts", [Expired(segment=number, trained=trained)], policy)
+    together = BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6, 7))
+    write_journal(run, groups=map(made_group, (6, 7)), batches=[together], segment_bytes=1)
+    finished = read_history(run).finished
+    remove(run / "rollouts", {finished[group_id].segment for group_id in (0, 7)})
     index, reader = opened(run)
-    if policy == "parquet":
-        found = reader.group(0)
-        assert [each["text"] for each in found["completions"]] == [each["text"] for each in before["completions"]]
-        assert found["completions"][0]["untrained"] == "groups of its batch are deleted or rewritten as Parquet"
-    assert sorted(index.chosen(24)) == (list(range(6)) if policy == "parquet" else [])
-    for group_id in (6,) if policy == "parquet" else (0, 6):
+    assert index.chosen(24) == [6]
+    assert reader.group(6)["completions"][0]["untrained"] == "groups of its batch are deleted"
+    for group_id in (0, 7):
         with pytest.raises(ValueError, match=rf"expected group {group_id}, found none \(checkpoint.rollouts\)"):
             reader.group(group_id)
 

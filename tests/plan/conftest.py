@@ -4,5 +4,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def short_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_queue(monkeypatch):
     monkeypatch.setattr("megatron_scalerl.plan.planner.COMPLETIONS", 2_000)

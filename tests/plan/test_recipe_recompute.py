@@ -5,10 +5,8 @@ A policy with experts fits, besides, where the router sends every token to one r
 """
 
 import re
-from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +16,7 @@ from megatron_scalerl.plan.activations import MODULES, kept, layer_bytes, recomp
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family
 from megatron_scalerl.plan.engine import decoding, engine_memory
-from megatron_scalerl.plan.hardware import GPUS, Gpu, Kernels
+from megatron_scalerl.plan.hardware import GPUS, Kernels
 from megatron_scalerl.plan.memory import trainer_memory
 from megatron_scalerl.plan.sharding import layout_of
 from megatron_scalerl.plan.work import Lengths, token_flops
@@ -33,23 +31,23 @@ MARGIN = 0.15
 FUSED = Kernels(layers="te", device="gpu")
 
 
-def shipped() -> list[Path]:
+def shipped():
     """Every recipe in the folder that is whole; overlays have no name."""
     return sorted(path for path in RECIPES.rglob("*.yaml") if "name" in yaml.safe_load(path.read_text()))
 
 
-def with_recompute(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+def with_recompute(recipe, settings):
     data = recipe.model_dump()
     model = {key: value for key, value in data["megatron"]["model"].items() if not key.startswith("recompute_")}
     data["megatron"]["model"] = model | settings
     return Recipe.model_validate(data)
 
 
-def block(layers: int, method: str = "block") -> dict[str, Any]:
+def block(layers, method="block"):
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
-def settings_of(layers: int) -> Iterator[dict[str, Any]]:
+def settings_of(layers):
     yield {}
     for number in range(1, len(MODULES) + 1):
         for modules in combinations(MODULES, number):
@@ -58,24 +56,24 @@ def settings_of(layers: int) -> Iterator[dict[str, Any]]:
     yield block(1, "uniform")
 
 
-def flops(recipe: Recipe, tokens: int = 8192) -> float:
+def flops(recipe, tokens=8192):
     family, _ = load_family(CONFIGS / Path(recipe.policy.path).name)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
     return token_flops(recipe, family, layout, [tokens]).hardware(recipe)
 
 
-def gpu_of(path: Path) -> Gpu:
+def gpu_of(path):
     """The GPU of the command in the recipe's first comment."""
     named = re.search(r"^#.* plan .*--gpu (\S+)", path.read_text(encoding="utf8"), re.MULTILINE)
     return GPUS[named[1] if named else "h100-80g"]
 
 
-def fits(recipe: Recipe, gpu: Gpu) -> bool:
+def fits(recipe, gpu):
     """With the margin, and with any routing; a colocated engine takes its part of the GPU."""
     family, hf_config = load_family(CONFIGS / Path(recipe.policy.path).name)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
 
-    def peak(imbalance: float) -> float:
+    def peak(imbalance):
         assumed = Assumptions(expert_imbalance=imbalance)
         engine = engine_memory(recipe, family, count(family, hf_config), gpu, assumed).total
         beside = engine if recipe.engine.colocate else 0
@@ -86,7 +84,7 @@ def fits(recipe: Recipe, gpu: Gpu) -> bool:
     return layout.ep == 1 or peak(layout.ep) <= gpu.memory_bytes
 
 
-def commands() -> list[str]:
+def commands():
     """The commands of the planner in the recipes' first comments."""
     return [
         command for path in shipped() for command in re.findall(r"^#   .* (plan .*)", path.read_text(), re.MULTILINE)
@@ -94,9 +92,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_every_recipe_fits_by_the_command_that_it_names(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_recipe_fits_by_the_command_that_it_names(command, monkeypatch, capsys):
     monkeypatch.chdir(RECIPES.parent)
     assert main([*command.split(), "--no-build"]) == 0
     assert ": fits: " in capsys.readouterr().out
@@ -110,7 +106,7 @@ LARGE = "qwen3_30b_a3b_16gpus"
     "path",
     [pytest.param(p, id=p.stem, marks=pytest.mark.full if p.stem == LARGE else ()) for p in shipped()],
 )
-def test_no_recipe_recomputes_what_fits_without(path: Path) -> None:
+def test_no_recipe_recomputes_what_fits_without(path):
     recipe = load_recipe(path, [])
     if recompute_of(recipe).granularity == "none":
         return
@@ -128,21 +124,21 @@ VPP2 = [*PP2, "megatron.parallel.virtual_pipeline_model_parallel_size=2"]
 
 
 @pytest.mark.parametrize(("parallel", "recomputed"), [([], 4), (PP2, 8), (VPP2, 16)])
-def test_block_is_for_each_model_chunk_of_each_stage(parallel: list[str], recomputed: int) -> None:
+def test_block_is_for_each_model_chunk_of_each_stage(parallel, recomputed):
     """Megatron-Core's TransformerBlock counts its own layers: one of each virtual stage of each pipeline stage."""
     base = load_recipe(LLAMA, parallel)
     none, some, all_ = (flops(with_recompute(base, s)) for s in ({}, block(4), block(1, "uniform")))
     assert (some - none) / (all_ - none) == pytest.approx(recomputed / 32)
 
 
-def test_memory_counts_the_same_layers_as_the_work() -> None:
+def test_memory_counts_the_same_layers_as_the_work():
     """Two chunks of 8 layers in each stage: 4 of each are recomputed, not the first 4 of the stage."""
     base = load_recipe(LLAMA, VPP2)
     family, _ = load_family(CONFIGS / "Llama-3.1-8B")
     layout = layout_of(base, family, 16)
     assert layout.stages[0] == (*range(8), *range(16, 24)) and layout.places == (*range(8),) * 4
 
-    def saved(settings: dict[str, Any]) -> float:
+    def saved(settings):
         memory = trainer_memory(with_recompute(base, settings), family, layout, Assumptions(), kernels=FUSED)
         return next(term.bytes for term in memory[0].terms if term.name == "saved activations")
 
@@ -150,7 +146,7 @@ def test_memory_counts_the_same_layers_as_the_work() -> None:
     assert none - half == pytest.approx((none - all_) / 2)
 
 
-def test_uniform_groups_fill_a_model_chunk() -> None:
+def test_uniform_groups_fill_a_model_chunk():
     """Megatron-Core would read past the last layer at the first step."""
     family, _ = load_family(CONFIGS / "Llama-3.1-8B")
     for parallel, layers, each in ((VPP2, 8, 16), (PP2, 16, 32), ([], 32, 3)):
@@ -161,7 +157,7 @@ def test_uniform_groups_fill_a_model_chunk() -> None:
         layout_of(with_recompute(recipe, block(each, "block")), family, 16)
 
 
-def test_norms_that_are_fused_are_not_recomputed() -> None:
+def test_norms_that_are_fused_are_not_recomputed():
     """With Transformer Engine only the norm before experts is a module of its own."""
     selective = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     for path, kernels, norms in (
@@ -178,13 +174,13 @@ def test_norms_that_are_fused_are_not_recomputed() -> None:
         assert whole.total - left == norms * shape.hidden / layout.sp * 2
 
 
-def test_shared_experts_that_are_recomputed_cost_their_flops() -> None:
+def test_shared_experts_that_are_recomputed_cost_their_flops():
     base = load_recipe(SCOUT, [])
     shared = {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]}
     assert flops(with_recompute(base, shared)) - flops(with_recompute(base, {})) == 48 * 6 * 5120 * 8192
 
 
-def test_an_optimizer_instance_holds_the_whole_state() -> None:
+def test_an_optimizer_instance_holds_the_whole_state():
     family, _ = load_family(CONFIGS / "Llama-4-Scout-17B-16E")
     one, three = (
         layout_of(load_recipe(SCOUT, [f"megatron.parallel.num_distributed_optimizer_instances={n}"]), family, 96)
@@ -193,7 +189,7 @@ def test_an_optimizer_instance_holds_the_whole_state() -> None:
     assert (one.dense_shards, one.expert_shards) == (12, 3) and (three.dense_shards, three.expert_shards) == (4, 1)
 
 
-def test_copies_in_one_engine_share_the_experts_alone() -> None:
+def test_copies_in_one_engine_share_the_experts_alone():
     """Tensor parallel 4 x data parallel 2 on eight devices: each copy has its own attention, embedding and head."""
     found = []
     for tensor, data in ((8, 1), (4, 2)):

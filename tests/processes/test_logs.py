@@ -65,7 +65,7 @@ def test_the_terminal_shows_warnings_and_no_traceback_and_the_file_shows_all(mon
     if level:
         monkeypatch.setenv("MSRL_LOG_LEVEL", level)
     logger, file = logging.getLogger("megatron_scalerl.part"), io.StringIO()
-    with logs.log_to_terminal("controller"), logs.log_to_file(file, "controller"):
+    with logs.log_to_terminal(), logs.log_to_file(file):
         logger.info("begun")
         logger.warning("late")
         try:
@@ -80,7 +80,7 @@ def test_the_terminal_shows_warnings_and_no_traceback_and_the_file_shows_all(mon
 
 def test_text_of_a_policy_cannot_pose_as_a_record_or_command_a_terminal():
     file = io.StringIO()
-    with logs.log_to_file(file, "controller"):
+    with logs.log_to_file(file):
         logging.getLogger("megatron_scalerl.part").warning("answer: %s", "1\n2026-11-21 00:00:00,000 INFO x\x1b[2J")
     first, second = file.getvalue().splitlines()
     assert first.endswith("answer: 1")

@@ -136,11 +136,11 @@ def rewards(batches):
     return [s.reward for groups in batches for g in groups for s in g.scores]
 
 
-def exponential_kills(mean_s, until_s, seed=3, engines=2):
-    source, at, kills = random.Random(seed), 0.0, []
-    while at < until_s:
-        at += source.expovariate(1 / mean_s)
-        kills.append((at, source.randrange(engines)))
+def exponential_kills():
+    source, at, kills = random.Random(3), 0.0, []
+    while at < 20000:
+        at += source.expovariate(1 / 20.0)
+        kills.append((at, source.randrange(2)))
     return kills
 
 
@@ -185,7 +185,7 @@ def test_kills_change_no_completion(tmp_path, k):
     """Group by group the same lengths and rewards as without kills: the distribution cannot favor short ones."""
     whole, stream, _ = run(tmp_path / "whole", k=k, batches=60, kills=[])
     assert stream.reissued_groups == 0
-    killed, stream, _ = run(tmp_path / "killed", k=k, batches=60, kills=exponential_kills(20.0, 20_000))
+    killed, stream, _ = run(tmp_path / "killed", k=k, batches=60, kills=exponential_kills())
     assert stream.reissued_groups > 50
     expected = {g.group_id: g for groups in whole for g in groups}
     found = {g.group_id: g for groups in killed for g in groups}
@@ -201,7 +201,7 @@ def test_kills_change_no_completion(tmp_path, k):
 def test_another_draw_in_place_of_a_killed_completion_would_favor_short_ones(tmp_path):
     """What the test above would find if a group issued again had new draws."""
     whole, _, _ = run(tmp_path / "whole", k=8, batches=60, kills=[], fresh=True)
-    killed, _, _ = run(tmp_path / "killed", k=8, batches=60, kills=exponential_kills(20.0, 20_000), fresh=True)
+    killed, _, _ = run(tmp_path / "killed", k=8, batches=60, kills=exponential_kills(), fresh=True)
     assert ks_2samp(lengths(whole), lengths(killed)).pvalue < 1e-3
     assert sum(lengths(killed)) < 0.85 * sum(lengths(whole))
 

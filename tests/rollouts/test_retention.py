@@ -1,12 +1,9 @@
-"""What a checkpoint makes unnecessary goes, or becomes Parquet; what a resume needs stays."""
+"""What a checkpoint makes unnecessary goes; what a resume needs stays."""
 
 import asyncio
-import contextlib
 import os
 import shutil
 
-import pandas
-import pyarrow.parquet
 import pytest
 from fakes.run import attempt, recipe
 from journal_groups import found, found_batch, group, record
@@ -16,7 +13,6 @@ from megatron_scalerl.checkpoints.commit import committed, discard, read_commit
 from megatron_scalerl.controller.run_folder import check_history, resume_point
 from megatron_scalerl.rollouts.history import read_batch, read_groups, read_history
 from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.rollouts.parquet import SCHEMA, list_groups, read_group
 from megatron_scalerl.rollouts.retention import Retention
 
 BATCHES = [record(0, 1, 0), record(1, 2), record(2, 4)]
@@ -41,7 +37,6 @@ def retained(run_dir, batches, policy, **options):
         (2, "resume", [3, 4, 5]),
         (3, "resume", [3, 5]),
         (3, "keep", [0, 1, 2, 3, 4, 5]),
-        (3, "parquet", [3, 5]),
     ],
 )
 def test_groups_of_later_batches_and_of_none_stay(tmp_path, batches, policy, segments):
@@ -82,91 +77,44 @@ async def test_a_group_that_is_written_and_not_recorded_yet_holds_its_segment(tm
     assert set(read_groups(tmp_path, history, history.unbatched())) == {1, 2, 3}
 
 
-def test_parquet_has_every_completion_in_the_order_of_the_batches(tmp_path):
-    write_journal(tmp_path, groups=map(group, (0, 1, 2, 4)), batches=BATCHES)
-    write_journal(tmp_path, groups=[group(3)], retain=3, policy="parquet", segment_bytes=1)
-    assert names(tmp_path) == ["segment-00000.parquet", "segment-00001.bin"]
-    files = sorted((tmp_path / "rollouts").glob("*.parquet"))
-    assert files and all(path.stat().st_mode & 0o777 == 0o600 for path in files)
-    assert all(pyarrow.parquet.read_schema(path).equals(SCHEMA) for path in files)
-    table = pandas.concat([pandas.read_parquet(path) for path in files], ignore_index=True)
-    assert table["group_id"].tolist() == [1, 1, 0, 0, 2, 2, 4, 4]
-    assert table["index"].tolist() == [0, 1] * 4
-    row = table.iloc[1]
-    expected, rollouts = group(1)
-    rollout, score = rollouts[1], expected.scores[1]
-    assert row["token_ids"].tolist() == list(rollout.token_ids)
-    assert row["logprobs"].tolist() == pytest.approx(rollout.rollout_logprobs, rel=1e-7)
-    assert row["versions"].tolist() == list(rollout.policy_versions)
-    assert row["loss_mask"].tolist() == list(rollout.loss_mask)
-    assert row["prompt_token_ids"].tolist() == list(expected.prompt.token_ids)
-    assert (row["prompt"], row["answer"], row["prompt_id"]) == ("1;+2=", "3", "p1")
-    assert (row["reward"], row["correct"], row["step"], row["batch"]) == (score.reward, score.correct, 1, 0)
-    assert (row["first_version"], row["last_version"], row["tokens"], row["sampled_tokens"]) == (3, 4, 3, 2)
-    assert (row["truncated"], row["interrupted"], row["thinking_cut"], row["seed"]) == (False, True, 44, 12)
-    assert list_groups(files[0])[0] == (1, 1, True)
-    assert read_group(files[0], 1)["rollouts"][1]["token_ids"] == list(rollout.token_ids)
+async def test_a_removal_that_fails_is_raised_and_the_next_one_deletes_the_segment(tmp_path, monkeypatch):
+    unlink = os.unlink
 
+    def stand_in(path, *arguments, **options):
+        if str(path).endswith(".bin"):
+            raise OSError(5, "Input/output error")
+        unlink(path, *arguments, **options)
 
-@contextlib.asynccontextmanager
-async def opened(run_dir):
-    """A journal that makes Parquet of each segment."""
-    journal = Journal(run_dir, policy="parquet", segment_bytes=1)
-    try:
-        yield journal
-    finally:
-        await journal.close()
-
-
-async def test_a_removal_that_fails_is_raised_and_leaves_the_segment(tmp_path, monkeypatch):
-    """A full disk while Parquet is written, by a stand-in; then a damaged block."""
-    fsync, full = os.fsync, r"No space left on device: '.*segment-00000.parquet'"
-
-    def stand_in(handle):
-        if "parquet" in os.readlink(f"/proc/self/fd/{handle}"):
-            raise OSError(28, "No space left on device")
-        fsync(handle)
-
-    async with opened(tmp_path) as journal:
-        await finish(journal, *group(0))
-        await finish(journal, *group(1))
-        await journal.batch(record(0, 0))
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "fsync", stand_in)
-            await journal.retain(1)
-            with pytest.raises(OSError, match=full):
-                await journal.removed()
-        with pytest.raises(OSError, match=full):
-            await journal.batch(record(1, 1))
-    assert names(tmp_path) == ["segment-00000.bin", "segment-00001.bin"]
-
-    path = tmp_path / "rollouts" / "segment-00000.bin"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + b"?")
-    async with opened(tmp_path) as journal:
+    journal = Journal(tmp_path, policy="resume", segment_bytes=1)
+    await finish(journal, *group(0))
+    await finish(journal, *group(1))
+    await journal.batch(record(0, 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", stand_in)
         await journal.retain(1)
-        with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: expected checksum"):
+        with pytest.raises(OSError, match="Input/output"):
             await journal.removed()
-
-    path.write_bytes(whole)
-    async with opened(tmp_path) as journal:
-        await journal.retain(1)
-        await journal.removed()
-    assert names(tmp_path) == ["segment-00000.parquet", "segment-00001.bin"]
+    with pytest.raises(OSError, match="Input/output"):
+        await journal.batch(record(1, 1))
+    await journal.close()
+    assert names(tmp_path) == ["segment-00000.bin", "segment-00001.bin"]
+    journal = Journal(tmp_path, policy="resume", segment_bytes=1)
+    await journal.retain(1)
+    await journal.removed()
+    await journal.close()
+    assert names(tmp_path) == ["segment-00001.bin"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["resume", "parquet"])
-def test_every_kept_checkpoint_can_be_resumed(tmp_path, policy):
+def test_every_kept_checkpoint_can_be_resumed(tmp_path):
     """Twelve steps, a checkpoint every second one; then from the newest, and from the one before it."""
-    settings = recipe(tmp_path, steps=12, checkpoint={"every_steps": 2, "keep": 2, "rollouts": policy})
+    settings = recipe(tmp_path, steps=12, checkpoint={"every_steps": 2, "keep": 2, "rollouts": "resume"})
     assert attempt(settings, kill_at_s=42).reason is None
     folder = tmp_path / "r"
     kept = [path for _, path in committed(folder / "checkpoints")]
     assert len(kept) == 2 and read_commit(kept[0])["step"] >= 4
     gone = [n for n in range(4) if f"segment-{n:05d}.bin" not in names(folder)]
     assert gone, "the segments before the first checkpoint are removed"
-    assert policy == "resume" or {f"segment-{n:05d}.parquet" for n in gone} & set(names(folder))
     for older in (False, True):
         again = tmp_path / f"older{older}"
         again.mkdir()
@@ -175,7 +123,7 @@ def test_every_kept_checkpoint_can_be_resumed(tmp_path, policy):
         recipe_file.write_text(recipe_file.read_text().replace(str(tmp_path), str(again)))
         if older:
             discard(again / "r" / "checkpoints" / kept[1].name)
-        resumed = recipe(again, steps=12, checkpoint={"every_steps": 2, "keep": 2, "rollouts": policy})
+        resumed = recipe(again, steps=12, checkpoint={"every_steps": 2, "keep": 2, "rollouts": "resume"})
         outcome = attempt(resumed)
         assert outcome.reason == "all 12 steps are made"
         assert outcome.trained[0] == read_commit(kept[0 if older else 1])["step"] + 1

@@ -1,7 +1,5 @@
 """The viewer prints one completion with forced tokens and policy versions marked, with and without colour."""
 
-import shutil
-
 import pytest
 from command_line import command
 from journals import write_journal
@@ -41,23 +39,8 @@ def run_dir(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["segments", "Parquet"])
-def any_format(request, run_dir, tmp_path):
-    """The same run with its rollouts in each format; as Parquet, what was trained."""
-    folder = tmp_path / "run"
-    shutil.copytree(run_dir, folder)
-    if request.param == "Parquet":
-        (folder / "rollouts" / "segment-00000.bin").unlink()
-        options = {"policy": "parquet", "segment_bytes": 1}
-        write_journal(tmp_path / "other", groups=map(group, range(3)), batches=batches(), retain=2, **options)
-        for path in (tmp_path / "other" / "rollouts").iterdir():
-            shutil.move(path, folder / "rollouts")
-        assert len(list((folder / "rollouts").glob("*.parquet"))) == 2
-    return folder
-
-
-def test_the_newest_groups_first_completion_is_shown_without_arguments(any_format, capsys):
-    assert main([str(any_format)]) == 0
+def test_the_newest_groups_first_completion_is_shown_without_arguments(run_dir, capsys):
+    assert main([str(run_dir)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "group      2, epoch 0, in no batch yet, pass rate 1/2",
         "completion 0 of 2, 8 tokens, seed 11",
@@ -69,8 +52,8 @@ def test_the_newest_groups_first_completion_is_shown_without_arguments(any_forma
     ]
 
 
-def test_forced_tokens_and_versions_are_marked_without_colour(any_format, capsys):
-    assert main([str(any_format), "--step", "2", "--index", "1"]) == 0
+def test_forced_tokens_and_versions_are_marked_without_colour(run_dir, capsys):
+    assert main([str(run_dir), "--step", "2", "--index", "1"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "group      1, epoch 0, in the batch of step 2, pass rate 1/2"
     assert out[2:5] == [

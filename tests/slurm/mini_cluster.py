@@ -5,8 +5,6 @@ process, with which every process of the cluster ends. The GPUs are devices with
 Debian's packages slurm-wlm and munge. `python mini_cluster.py FOLDER NODE...` is that process.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

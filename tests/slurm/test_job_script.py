@@ -365,7 +365,6 @@ def test_the_status_of_a_folder_without_slurm(tmp_path, tiny, without_slurm, cap
         (["--seconds-left", "f"], "--seconds-left requires --gpu-hours"),
         (["r.yaml", "--partition", "p", "--time", "60", "--gpu-hours", "0"], "--gpu-hours: expected more than 0"),
         (["r.yaml", "--partition", "p", "--time", "60", "--nodes", "0"], "--nodes: expected at least 1"),
-        (["r.yaml", "--engine-nodes", "2"], "use --nodes, one job of one kind of node"),
     ],
 )
 def test_options_that_contradict_each_other_are_one_line(words, said, capsys):

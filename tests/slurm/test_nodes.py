@@ -14,12 +14,12 @@ pytestmark = pytest.mark.slow
 
 
 @contextlib.contextmanager
-def link_down(cluster, node):
-    cluster.link(node, "down")
+def link_down(cluster):
+    cluster.link("node2", "down")
     try:
         yield
     finally:
-        cluster.link(node, "up")
+        cluster.link("node2", "up")
 
 
 def test_an_unfit_node_is_named_and_excluded(stand_in, capsys):
@@ -56,7 +56,7 @@ def test_where_all_nodes_are_unfit_none_is_excluded(stand_in, capsys):
 
 def test_a_node_on_which_the_check_never_starts_is_named(stand_in, on_login_node, capsys):
     words, run = stand_in("finish", *TWO, "--check-seconds", "60", *FLEET)
-    with link_down(on_login_node, "node2"):
+    with link_down(on_login_node):
         [job] = submitted(words, capsys)
         wait_for(lambda: "queued again" in output_of(run, job), "the exclusion of node2")
     assert "unfit node2: no report (" in output_of(run, job)
@@ -69,7 +69,7 @@ def test_a_short_outage_of_a_nodes_network_ends_nothing(stand_in, on_login_node,
     [job] = submitted(words, capsys)
     beats = run / "slurm" / "beats-node2"
     wait_for(beats.exists, "the step on node2")
-    with link_down(on_login_node, "node2"):
+    with link_down(on_login_node):
         before = len(beats.read_text())
         wait_for(lambda: len(beats.read_text()) > before + 10, "a second of the step without its network")
     assert f"job {job}: RUNNING" in status(run, capsys)

@@ -9,7 +9,7 @@ from megatron_scalerl.recipe.sections import PAPER_PHRASE
 from megatron_scalerl.tiny import task
 
 
-def evaluate(text: str) -> list[int]:
+def evaluate(text):
     """Intermediate values of a problem, computed from its text alone."""
     first, *steps = text.rstrip("=").split(";")
     values = [int(first)]

@@ -1,17 +1,13 @@
 """The tools as modules, without their folder on the path."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
-from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 
 
 @pytest.fixture
-def bench(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+def bench(request):
     """The file that the test module calls TOOL, imported anew."""
     path = request.module.TOOL
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -1,7 +1,5 @@
 """The benchmarks that users run: each ends at a toy size, with figures that fit each other."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -19,13 +17,13 @@ Bench = Callable[[str], Figures]
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path):
     """Words of a command line, with {folder} for an empty folder that stays empty -> the lines of figures."""
     folder, out = tmp_path / "folder", tmp_path / "out.jsonl"
     folder.mkdir()
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOOLS.parent), "PYTHONWARNINGS": "ignore"}
 
-    def run(words: str) -> Figures:
+    def run(words):
         name, *options = words.format(folder=folder).split()
         argv = [sys.executable, str(TOOLS / f"bench_{name}.py"), *options, "--json", str(out)]
         env = os.environ | variables
@@ -39,7 +37,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 @pytest.fixture
-def warm(tiny: Path, tmp_path: Path) -> Path:
+def warm(tiny, tmp_path):
     """The tiny task with a policy where a warm one would be."""
     (tmp_path / "warm").mkdir()
     (tmp_path / "warm" / "policy").symlink_to(tiny / "base_policy")
@@ -48,12 +46,12 @@ def warm(tiny: Path, tmp_path: Path) -> Path:
     return tmp_path / "warm"
 
 
-def ratio(over: float, under: float) -> Any:
+def ratio(over, under):
     """Of two rounded figures."""
     return pytest.approx(over / under, rel=0.02, abs=1e-3)
 
 
-def test_async(bench: Bench, warm: Path) -> None:
+def test_async(bench, warm):
     """One run of each kind; a second call repeats none."""
     out = warm / "runs.jsonl"
     words = f"async --tiny {warm} --rounds 1 --steps 3 --skip 1 --arms 2 --out {out}"
@@ -64,7 +62,7 @@ def test_async(bench: Bench, warm: Path) -> None:
     assert bench(words)[-1] == found
 
 
-def test_checkpoint(bench: Bench) -> None:
+def test_checkpoint(bench):
     [found] = bench("checkpoint --toy --rounds 1 --folder {folder}")
     assert found["stopped_over_at_once"] == ratio(found["stopped"], found["at_once"])
     assert 0 < found["copied"] <= found["stopped"] and found["steps"] >= 1
@@ -72,7 +70,7 @@ def test_checkpoint(bench: Bench) -> None:
     assert found["bytes"] > 2 * 32_000 * 96 * 14
 
 
-def test_controller(bench: Bench) -> None:
+def test_controller(bench):
     words = "--engines 2 --in-flight 64 --tokens 2400 --delay 0.2 --warm-up 1 --seconds 1 --groups-per-batch 2"
     [found] = bench(f"controller {words} --decoders 1")
     tokens = found["steps"] * 2 * 16 * 2400
@@ -82,7 +80,7 @@ def test_controller(bench: Bench) -> None:
     assert found["processors"].keys() == {"controller", "engines", "trainer", "decoders"}
 
 
-def test_convert(bench: Bench) -> None:
+def test_convert(bench):
     """No process holds a tensor."""
     [found] = bench("convert --kind moe --gib 0.5 --rounds 1 --folder {folder}")
     assert 0 < found["largest_tensor"] < found["nbytes"]
@@ -90,7 +88,7 @@ def test_convert(bench: Bench) -> None:
     assert all(0 < peak < found["promised_anonymous"] / 2 for peak in found["peak_anonymous"].values())
 
 
-def test_decode(bench: Bench) -> None:
+def test_decode(bench):
     [found] = bench("decode --toy")
     assert found["step_ms"].keys() == {"tiny", "1b"}
     for steps in found["step_ms"].values():
@@ -98,7 +96,7 @@ def test_decode(bench: Bench) -> None:
     assert found["engine_step_ms"] == found["step_ms"]["tiny"]["1"] > 0
 
 
-def test_logits(bench: Bench) -> None:
+def test_logits(bench):
     head, *lines, last = bench("logits --tokens=256 --hidden=32 --vocab=2048 --threads=1 --rounds=1 --peers none")
     ours = ["torch, 512 MiB", "torch, 96 MiB", "torch, loss in the chunk, 512 MiB"]
     assert [line["contender"] for line in lines] == [*ours, "naive, fp32 logits"]
@@ -108,18 +106,18 @@ def test_logits(bench: Bench) -> None:
     assert len(last["targets"]) == 7 and all(target["met"] is not None for target in last["targets"])
 
 
-def test_plan(bench: Bench) -> None:
+def test_plan(bench):
     [found] = bench("plan memory --only dense-fp32")
     assert found["ratio"] == ratio(found["predicted_mib"], found["measured_mib"]) and 0.8 < found["ratio"] < 1.25
 
 
-def test_rollouts(bench: Bench) -> None:
+def test_rollouts(bench):
     [found] = bench("rollouts --rounds 1 --requests 4 --in-flight 4")
     assert found["ratio"] == ratio(found["ours_tokens_per_s"], found["offline_tokens_per_s"])
     assert found["ours_tokens_per_s"] > 0 and found["ratio_of_each_round"] == [found["ratio"]]
 
 
-def test_shapes(bench: Bench) -> None:
+def test_shapes(bench):
     [found] = bench("shapes --toy --shapes 1b")
     assert len(found["losses"]) == len(found["seconds"]) == 7 and found["tokens"] == 2 * 256
     assert found["losses"][-1] < found["losses"][0] and found["tokens_per_second"] > 0
@@ -128,7 +126,7 @@ def test_shapes(bench: Bench) -> None:
     assert found["predicted_over_measured"] == ratio(total, found["peak"]["total"])
 
 
-def test_step(bench: Bench) -> None:
+def test_step(bench):
     """The three sides train on the same tokens."""
     [found] = bench("step --rounds 1 --samples 8 --micro-batch-tokens 256")
     assert found["ratio"] == ratio(found["ours_seconds"], found["bare_seconds"])
@@ -136,14 +134,14 @@ def test_step(bench: Bench) -> None:
     assert 0 < found["loss_tokens"] < found["tokens"] < found["padded_tokens"] and found["micro_batches"] == 3
 
 
-def test_store(bench: Bench) -> None:
+def test_store(bench):
     words = "store --batches 2 --groups 2 --group-size 4 --tokens 1000 --ready 1 --folder {folder}"
     [found] = bench(words)
     assert 8 < found["bytes_per_token"] < 9 and found["ready_groups"] == 2
     assert found["batch_bytes"] >= 2 * 4 * 1000 * 8 and found["tokens_per_second"] > 0 < found["replay_ready_seconds"]
 
 
-def test_weights(bench: Bench) -> None:
+def test_weights(bench):
     [found] = bench("weights --rounds 1 --layers 1 --hidden 256 --vocab 512 --bucket-mib 1")
     assert {"gloo", "update", "changes", "staged"} <= found["seconds"].keys()
     assert all(over > 0 for over in found["over_gloo"].values()) and found["over_gloo"]["gloo"] == 1

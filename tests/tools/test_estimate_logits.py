@@ -1,7 +1,5 @@
 """The estimate of the logit projection counts the products that the projection launches."""
 
-from __future__ import annotations
-
 from estimate_logits import FLOPS, estimate
 
 

@@ -1,8 +1,5 @@
 """Constants of several measurements, and the planner's figures of a decode step, by hand."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 
 import bench_decode
@@ -15,7 +12,7 @@ from megatron_scalerl.plan.hardware import GIB
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-def test_medians_but_the_largest_reserve_of_one_kind_of_layers(tmp_path: Path) -> None:
+def test_medians_but_the_largest_reserve_of_one_kind_of_layers(tmp_path):
     measured = [
         Measurement(layers="te", figures={"dense_utilization": 0.4, "runtime_gib": 1.5, "mfu": 0.3}),
         Measurement(layers="te", figures={"dense_utilization": 0.2, "runtime_gib": 2.5}),
@@ -28,12 +25,12 @@ def test_medians_but_the_largest_reserve_of_one_kind_of_layers(tmp_path: Path) -
     assert (read.gpu, read.layers, {n: m.value for n, m in read.assumptions.items()}) == ("h100-80g", "te", found)
 
 
-def test_nothing_measured_leaves_no_file(tmp_path: Path) -> None:
+def test_nothing_measured_leaves_no_file(tmp_path):
     assert write_constants(tmp_path / "file.yaml", [], gpu=H100, source="a test") == {}
     assert not (tmp_path / "file.yaml").exists()
 
 
-def test_a_decode_step_is_a_fixed_time_and_the_weights() -> None:
+def test_a_decode_step_is_a_fixed_time_and_the_weights():
     """1.675e9 parameters that are read, in 2 ms beyond the tiny policy's 3: half of an H100's 3.35 TB/s."""
     parameters = SimpleNamespace(total=1_775_000_000, embedding=100_000_000)
     found = bench_decode.rates({1: 3e-3}, {1: 5e-3}, parameters, gpu=H100, freed=2 * parameters.total + 7 * GIB)

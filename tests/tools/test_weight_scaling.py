@@ -3,10 +3,7 @@
 Layouts of up to 16 ranks here; `python tools/weight_scaling.py --count` counts those of up to 64 and prints them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,9 +19,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "weight_scaling.py"
         ("17B x 16 (Scout), 108B", 1.01, 0.0001),
     ],
 )
-def test_no_rank_sends_and_no_worker_gets_much_more_than_an_even_share(
-    bench: Any, name: str, sent: float, replicated: float
-) -> None:
+def test_no_rank_sends_and_no_worker_gets_much_more_than_an_even_share(bench, name, sent, replicated):
     counted = [bench.count(bench.COUNTED[name], layout, 256) for layout in bench.LAYOUTS[:3]]
     for found, (ranks, *_, engine_tp) in zip(counted, bench.LAYOUTS):
         work = found.work

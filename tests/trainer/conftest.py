@@ -1,22 +1,17 @@
 """One trainer process inside pytest: a world of one, created once for the tests of this folder that request it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def policy(tmp_path_factory):
     from random_policies import write_policy
 
     return write_policy(tmp_path_factory.mktemp("policy") / "llama")
 
 
 @pytest.fixture(scope="module")
-def new_trainer(policy: Path) -> Iterator[Callable]:
+def new_trainer(policy):
     """Builds a trainer of the random policy; keywords are recipe sections."""
     from random_policy import make_recipe
 

@@ -1,7 +1,5 @@
 """Counts operations for which a GPU's host would wait, while a step runs on a CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Packed rows of random queries, keys and values, and an attention for them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,10 +1,6 @@
 """What is checked of a batch before anything is queued: ids, and that ranks which share a batch hold the same."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,21 +8,20 @@ import torch.distributed as dist
 from random_policy import batches_of, random_samples
 
 from megatron_scalerl.trainer.agreement import _digest, agree, check_tokens
-from megatron_scalerl.types import MicroBatch
 
 
-def rows() -> list[MicroBatch]:
+def rows():
     [batch] = batches_of(random_samples(1), micro_batch_tokens=64)
     return list(batch.micro_batches)
 
 
-def changed(m: MicroBatch, name: str, place: int, value: Any) -> MicroBatch:
+def changed(m, name, place, value):
     array = getattr(m, name).copy()
     array[place] = value
     return replace(m, **{name: array})
 
 
-def test_ids_outside_the_vocabulary_are_named() -> None:
+def test_ids_outside_the_vocabulary_are_named():
     first, second, *_ = rows()
     check_tokens([first, second], 64)
     with pytest.raises(ValueError, match=r"micro-batch 1: tokens: expected ids .* to 63, found 64 at position 3 \("):
@@ -36,12 +31,12 @@ def test_ids_outside_the_vocabulary_are_named() -> None:
         check_tokens([first, changed(second, "targets", place, -1)], 64)
 
 
-def test_targets_without_loss_may_hold_anything() -> None:
+def test_targets_without_loss_may_hold_anything():
     [first, *_] = rows()
     check_tokens([changed(first, "targets", int(np.flatnonzero(~first.loss_mask)[0]), 999)], 64)
 
 
-def test_the_digest_sees_every_array_and_the_order() -> None:
+def test_the_digest_sees_every_array_and_the_order():
     given = rows()
     known = _digest(given)
     assert 0 <= known < 2**63 and known == _digest(rows()) and known != _digest(given[::-1])
@@ -61,14 +56,12 @@ def test_the_digest_sees_every_array_and_the_order() -> None:
         ([1, 8, 2, 11], "rank 1: expected step 7 with 2 micro-batches, as rank 0, found step 8 with 2"),
     ],
 )
-def test_ranks_that_differ_are_named(
-    facts: list[int], message: str | None, new_trainer: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_differ_are_named(facts, message, new_trainer, monkeypatch):
     """The exchange is a stand-in that brings another rank's facts; real ranks agree in every distributed test."""
     given = rows()[:2]
     facts = [_digest(given) if value == 11 else value for value in facts]
 
-    def gather(everyone: Any, mine: Any) -> None:
+    def gather(everyone, mine):
         everyone[: len(mine)] = mine
         everyone[len(mine) :] = mine.new_tensor(facts)
 

@@ -1,7 +1,5 @@
 """A batch on the wire: the same columns as ever, few bytes, and nothing else is accepted."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,7 +23,7 @@ from megatron_scalerl.types import ExpertChoices, Sample
 LIMITS = Limits(micro_batch_tokens=64, experts=(3, 2))
 
 
-def drawn(seed: int, *, experts: bool) -> list[Sample]:
+def drawn(seed, *, experts):
     """Samples with forced ranges, mixed versions, log-probs of either width, experts for some of them."""
     rng, samples = random.Random(seed), []
     for _ in range(rng.randint(1, 14)):
@@ -87,7 +85,7 @@ def test_a_token_takes_less_than_fourteen_bytes():
     assert sum(map(len, frames)) < 14 * 16 * 1000 < 41 * 16 * 1200
 
 
-def two() -> tuple[list[Sample], list[bytes]]:
+def two():
     samples = [
         Sample(prompt_token_ids=(1, 2), rollout=rollout(), advantage=1.0, token_weight=0.5),
         Sample(prompt_token_ids=(3,), rollout=rollout(tokens=(4, 5)), advantage=-1.0, token_weight=0.5),
@@ -206,7 +204,7 @@ def test_a_flipped_bit_is_refused_or_another_batch_of_the_same_size(place, bit, 
         assert sum(len(m.tokens) for m in batch.micro_batches) <= sum(map(len, frames))
 
 
-def rank(*, holds_batch: bool = True, experts: tuple[int, int] | None = None) -> BatchFrames:
+def rank(*, holds_batch=True, experts=None):
     """What one rank keeps; it has no peers."""
     alone = SimpleNamespace(size=lambda: 1)
     place = SimpleNamespace(holds_batch=holds_batch, groups=SimpleNamespace(mp=alone, cp=alone))

@@ -1,7 +1,5 @@
 """The rank that a failure names: the one that exited unheard, otherwise the first that failed."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

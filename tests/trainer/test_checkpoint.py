@@ -1,7 +1,5 @@
 """Stopped and resumed equals uninterrupted, bit for bit, in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Llama 4's chunks and query scale around an attention that knows neither: equal to ours, alone and in the model."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -20,7 +18,7 @@ TEMPERATURE = partial(attention_temperature, floor_scale=8.0, attn_scale=0.1)
 @pytest.mark.parametrize(
     ("chunked", "query_scale"), [(True, None), (False, TEMPERATURE), (False, None)], ids=["chunks", "scale", "plain"]
 )
-def test_it_is_our_attention_on_the_same_row(chunked: bool, query_scale) -> None:
+def test_it_is_our_attention_on_the_same_row(chunked, query_scale):
     tensors = qkv(sum(LENGTHS))
     ours = attention(chunked=chunked, query_scale=query_scale)
     expected = ours(*tensors, None, packed_seq_params=row_of(LENGTHS, 16))
@@ -35,7 +33,7 @@ def test_it_is_our_attention_on_the_same_row(chunked: bool, query_scale) -> None
         assert (grad - reference).abs().max() < 1e-12
 
 
-def test_rotation_keeps_the_boundaries_of_whole_sequences() -> None:
+def test_rotation_keeps_the_boundaries_of_whole_sequences():
     row = packed_row([0, 5, 25], torch.cat([torch.arange(5), torch.arange(20)]), chunk=8, fused=True)
     assert row.cu_seqlens_q.tolist() == [0, 5, 25] and (row.longest, row.max_seqlen_q) == (20, 64)
     assert row.in_chunks.cu_seqlens_q.tolist() == row.in_chunks.cu_seqlens_kv.tolist() == [0, 5, 13, 21, 25]

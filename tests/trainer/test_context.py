@@ -1,23 +1,21 @@
 """The share of a context-parallel rank: whole chunks of every sequence, in the order of Megatron's RoPE."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
-from megatron_scalerl.trainer.layers.context import PADDING, Share, Span, share_of, spans
+from megatron_scalerl.trainer.layers.context import PADDING, Span, share_of, spans
 from megatron_scalerl.trainer.layers.packing import packed_row
 
 
-def share(lengths: list[int], rank: int, size: int, divisor: int = 1) -> Share:
+def share(lengths, rank, size, divisor=1):
     starts = [0, *accumulate(lengths)]
     return share_of(starts, rank=rank, size=size, group=None, divisor=divisor)
 
 
-def test_two_ranks_share_five_and_eight_tokens() -> None:
+def test_two_ranks_share_five_and_eight_tokens():
     """5 tokens are padded to 8; chunks of 2: rank 0 has the first and the last, rank 1 the middle."""
     first, second = (share([5, 8], rank, 2) for rank in range(2))
     assert first.starts == second.starts == [0, 8, 16]
@@ -28,7 +26,7 @@ def test_two_ranks_share_five_and_eight_tokens() -> None:
     assert first.of_row(torch.arange(100, 113), fill=9).tolist() == [100, 101, 9, 9, 105, 106, 111, 112]
 
 
-def test_without_context_parallelism_a_share_is_the_row() -> None:
+def test_without_context_parallelism_a_share_is_the_row():
     row = torch.arange(13)
     assert share([5, 8], 0, 1).of_row(row) is row
     filled = share([5, 8], 0, 1, divisor=4)
@@ -39,7 +37,7 @@ def test_without_context_parallelism_a_share_is_the_row() -> None:
 
 @pytest.mark.parametrize(("size", "divisor"), [(2, 1), (2, 2), (4, 1), (3, 2), (2, 3)])
 @pytest.mark.parametrize("lengths", [[7, 1, 30, 29, 12, 3], [64], [5, 0, 9]])
-def test_ranks_hold_every_token_once_and_the_way_back(lengths: list[int], size: int, divisor: int) -> None:
+def test_ranks_hold_every_token_once_and_the_way_back(lengths, size, divisor):
     shares = [share(lengths, rank, size, divisor) for rank in range(size)]
     taken = torch.cat([s.places for s in shares])
     assert len({len(s.places) for s in shares}) == 1 and len(shares[0].places) % divisor == 0
@@ -50,7 +48,7 @@ def test_ranks_hold_every_token_once_and_the_way_back(lengths: list[int], size: 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_positions_are_those_that_megatron_rotates_by(size: int) -> None:
+def test_positions_are_those_that_megatron_rotates_by(size):
     angles = torch.arange(64)
     for rank in range(size):
         mine = share([7, 30, 12], rank, size)
@@ -61,7 +59,7 @@ def test_positions_are_those_that_megatron_rotates_by(size: int) -> None:
         assert torch.cat(found).tolist() == mine.position_ids.tolist()
 
 
-def test_queries_see_their_sequence_or_their_chunk_up_to_themselves() -> None:
+def test_queries_see_their_sequence_or_their_chunk_up_to_themselves():
     starts = [0, 8, 20]
     assert spans(starts, rank=0, size=2) == (
         Span(queries=2, start=0, keys=2),
@@ -79,7 +77,7 @@ def test_queries_see_their_sequence_or_their_chunk_up_to_themselves() -> None:
     )
 
 
-def test_transformer_engines_context_parallelism_refuses_chunks() -> None:
+def test_transformer_engines_context_parallelism_refuses_chunks():
     mine = share([8, 20], 0, 2)
     with pytest.raises(ValueError, match=r"attention_chunk_size: expected at least .* \(20 tokens\).* found 16"):
         packed_row(mine.starts, mine.position_ids, chunk=16, fused=True, share=mine)

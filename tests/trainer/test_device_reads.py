@@ -5,13 +5,9 @@ experts and the optimizer take part); and forward and backward on the meta devic
 docs/cuda.md has the same lists with what each costs on a GPU.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +47,7 @@ EXPERTS = {
 """In every layer with experts, without Transformer Engine's permutation and grouped products."""
 
 
-def reads(trainer: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def reads(trainer, batch, monkeypatch):
     counter = DeviceReads()
     with monkeypatch.context() as patch:
         patch.setattr(step_module, "host_row", counter.on_host(step_module.host_row))
@@ -60,7 +56,7 @@ def reads(trainer: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> Counte
     return Counter({key: count for key, count in found.items() if key not in HOST_ONLY})
 
 
-def per_step_and_micro_batch(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], dict[str, int]]:
+def per_step_and_micro_batch(trainer, monkeypatch):
     """From steps of one and of three micro-batches, after a first one that makes what stays."""
     [batch] = batches_of(random_samples(1))
     [row] = batch.micro_batches
@@ -73,15 +69,11 @@ def per_step_and_micro_batch(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_dense_policy_reads_nothing_back_per_micro_batch(
-    name: str, new_trainer: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dense_policy_reads_nothing_back_per_micro_batch(name, new_trainer, monkeypatch):
     assert per_step_and_micro_batch(new_trainer(**SETTINGS[name]), monkeypatch) == (A_STEP, {})
 
 
-def test_experts_read_their_counts_in_every_layer(
-    new_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_read_their_counts_in_every_layer(new_trainer, tmp_path, monkeypatch):
     import random_policies
 
     random_policies.make("qwen3_moe", tmp_path)  # layer 1 of 4 is dense
@@ -93,11 +85,11 @@ def test_experts_read_their_counts_in_every_layer(
 class Copies(TorchDispatchMode):
     """Counts copies from the host to the meta device, by whether the host waits for them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.waited, self.queued = 0, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         copies = func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
         source = args[1] if func is torch.ops.aten.copy_.default else args[0] if copies else None
@@ -108,7 +100,7 @@ class Copies(TorchDispatchMode):
         return out
 
 
-def on_meta(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def on_meta(trainer, monkeypatch):
     """The trainer with its policy on the meta device; only its schedule can run then."""
     model = unwrap(trainer.chunks[0]).to(META)
     model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to(META)
@@ -121,9 +113,7 @@ def on_meta(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("backend", ["torch", "cuda"])
-def test_forward_and_backward_run_where_a_read_is_an_error(
-    name: str, backend: str, new_trainer: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forward_and_backward_run_where_a_read_is_an_error(name, backend, new_trainer, monkeypatch):
     """And a micro-batch is sent in one copy, which nobody waits for."""
     sections = {**SETTINGS[name], "trainer": {**SETTINGS[name].get("trainer", {}), "logit_backend": backend}}
     if backend == "cuda":
@@ -140,7 +130,7 @@ def test_forward_and_backward_run_where_a_read_is_an_error(
     assert all(g is not None and g.device == META for g in gradients)
 
 
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_kernels(monkeypatch):
     """Stands in for the Triton kernels, which write into tensors that are there: here nothing is written."""
     from megatron_scalerl.logits import cuda_backend, row_kernels
 
@@ -151,7 +141,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SETTINGS)
-def test_pytorch_sees_no_wait_on_a_gpu(name: str, new_trainer: Callable) -> None:
+def test_pytorch_sees_no_wait_on_a_gpu(name, new_trainer):
     """PyTorch's own check, which names the first operator that waits; it has not been run yet."""
     trainer = new_trainer(policy={"dtype": "bfloat16"}, **SETTINGS[name])
     [batch] = batches_of(random_samples(2), micro_batch_tokens=64)
@@ -165,7 +155,7 @@ def test_pytorch_sees_no_wait_on_a_gpu(name: str, new_trainer: Callable) -> None
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_counter_sees_what_it_is_for() -> None:
+def test_the_counter_sees_what_it_is_for():
     """Each way to read a device, once."""
     counter = DeviceReads()
     values = torch.arange(4.0)

@@ -1,7 +1,5 @@
 """Who may join a run, and which messages are valid: real worker processes and raw sockets against a real client."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -33,11 +31,11 @@ WORKER = [sys.executable, "-m", "megatron_scalerl.trainer.worker"]
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_cpu.yaml"
 
 
-def environment(trainer: TrainerClient, **changes) -> dict[str, str]:
+def environment(trainer, **changes):
     return {**os.environ, **trainer.worker_env(0), "MSRL_RECIPE": "nowhere.yaml", "OMP_NUM_THREADS": "1", **changes}
 
 
-async def outcome(trainer: TrainerClient, env: dict[str, str], *, fails: bool) -> tuple[int, str, str]:
+async def outcome(trainer, env, *, fails):
     """Exit status and last line of a worker, and the error of the client, which `fails` or goes on waiting."""
     process = await asyncio.create_subprocess_exec(*WORKER, env=env, stderr=subprocess.PIPE)
     waiting = asyncio.create_task(trainer.wait_ready(timeout_s=120))
@@ -232,7 +230,7 @@ def test_a_stop_without_an_answer_ends_in_time_and_closes(monkeypatch):
     conversation(scenario, world_size=1)
 
 
-def knock(endpoint: str, times: int) -> None:
+def knock(endpoint, times):
     """Connects as somebody who knows nothing of the run, and leaves again."""
     host, port = endpoint.removeprefix("tcp://").split(":")
     for _ in range(times):

@@ -1,7 +1,5 @@
 """A trainer resumes from its own checkpoints and starts from others', and executes nothing from them."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import shutil
@@ -17,8 +15,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from random_policy import batches_of, random_samples
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from megatron_scalerl.checkpoints.safe_check import check_checkpoint
-from megatron_scalerl.checkpoints.safe_index import COMMON_OBJECT, read_index
+from megatron_scalerl.checkpoints.safe_index import COMMON_OBJECT, check_checkpoint, read_index
 from megatron_scalerl.trainer.checkpoint import load, save
 
 
@@ -152,8 +149,8 @@ def test_a_whole_checkpoint_opens(folder, refused):
 def test_the_check_needs_no_torch(folder):
     """The controller asks before it starts anything."""
     code = (
-        "import sys; from megatron_scalerl.checkpoints.safe_check import check_checkpoint\n"
-        f"check_checkpoint({str(folder)!r}); print([m for m in ('torch', 'megatron.core') if m in sys.modules])"
+        "import pathlib, sys; from megatron_scalerl.checkpoints.safe_index import check_checkpoint\n"
+        f"check_checkpoint(pathlib.{folder!r}); print([m for m in ('torch', 'megatron.core') if m in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"

@@ -10,11 +10,11 @@ from megatron_scalerl.recipe.process_sections import TrainerSection
     ("stated", "large", "shared", "mib"),
     [(None, False, False, 512), (None, True, False, 2048), (None, True, True, 512), (1024.0, True, True, 1024)],
 )
-def test_it_is_stated_or_that_of_the_device(stated: float | None, large: bool, shared: bool, mib: float) -> None:
+def test_it_is_stated_or_that_of_the_device(stated, large, shared, mib):
     assert workspace_mb(stated, large_gpu=large, shared=shared) == mib
 
 
 @pytest.mark.parametrize("name", ["triton", "in_place"])
-def test_a_backend_that_has_left_says_what_to_take(name: str) -> None:
+def test_a_backend_that_has_left_says_what_to_take(name):
     with pytest.raises(ValueError, match=f"the backend {name} of the logit projection has left; take auto"):
         TrainerSection(logit_backend=name)

@@ -1,7 +1,5 @@
 """Megatron's options from recipe and family: what wins over what, and one clear line for a wrong key."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from typing import Any
@@ -21,12 +19,12 @@ from megatron_scalerl.trainer.ranks import init_parallel
 
 
 def recipe(
-    megatron: dict[str, Any] | None = None,
+    megatron=None,
     *,
-    dtype: str = "float32",
-    world_size: int = 1,
-    optimizer: dict[str, Any] | None = None,
-) -> Recipe:
+    dtype="float32",
+    world_size=1,
+    optimizer=None,
+):
     return Recipe(
         name="options",
         steps=1,
@@ -38,7 +36,7 @@ def recipe(
     )
 
 
-def alone(pp_size: int = 1) -> Parallel:
+def alone(pp_size=1):
     sizes = {f"{name}_size": 1 for name in ("tp", "ep", "etp", "dp", "cp")}
     ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "ep", "etp", "dp", "cp")}
     return Parallel(rank=0, world_size=1, device=torch.device("cpu"), groups=None, pp_size=pp_size, **sizes, **ranks)
@@ -48,16 +46,16 @@ SIZES: dict[str, Any] = dict(vocab_size=8, hidden_size=16, intermediate_size=32,
 SIZES |= dict(num_attention_heads=4, num_key_value_heads=2)
 
 
-def llama() -> Any:
+def llama():
     return family(LlamaConfig(**SIZES))
 
 
-def mixture() -> Any:
+def mixture():
     sizes = SIZES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=4)
     return family(Qwen3MoeConfig(**sizes, decoder_sparse_step=1))
 
 
-def test_free_options_win_over_our_settings() -> None:
+def test_free_options_win_over_our_settings():
     given = dict(recompute_granularity="selective", layernorm_epsilon=1e-6, max_sequence_length=2048)
     options = model_options(llama(), recipe(dict(model=given)), alone())
     assert options.config.recompute_granularity == "selective"
@@ -65,7 +63,7 @@ def test_free_options_win_over_our_settings() -> None:
     assert options.config.num_query_groups == 2 and options.config.normalization == "RMSNorm"
 
 
-def test_every_option_of_megatron_core_stands_in_one_list() -> None:
+def test_every_option_of_megatron_core_stands_in_one_list():
     lists = [options.FREE, options.MODEL, options.UNUSED, options.ELSEWHERE, set(options.REFUSED)]
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert fields - set().union(*lists) == set()
@@ -96,37 +94,35 @@ def test_every_option_of_megatron_core_stands_in_one_list() -> None:
         ("rotary_base", 500000),
     ],
 )
-def test_an_option_that_makes_another_model_than_config_json_is_refused(key: str, value: Any) -> None:
+def test_an_option_that_makes_another_model_than_config_json_is_refused(key, value):
     with pytest.raises(ValueError, match=rf"megatron\.model\.{key}: .* another model than the policy's config.json"):
         model_options(mixture(), recipe(dict(model={key: value})), alone())
 
 
-def test_a_value_that_config_json_has_may_be_repeated() -> None:
+def test_a_value_that_config_json_has_may_be_repeated():
     given = dict(num_layers=2, num_query_groups=2, moe_router_topk=2, hidden_dropout=0.0, moe_input_jitter_eps=None)
     assert model_options(mixture(), recipe(dict(model=given)), alone()).config.moe_router_topk == 2
 
 
-def test_bf16_sets_every_dtype() -> None:
+def test_bf16_sets_every_dtype():
     config = model_options(llama(), recipe(dtype="bfloat16"), alone()).config
     assert config.bf16 and config.params_dtype is torch.bfloat16 and config.pipeline_dtype is torch.bfloat16
     assert optimizer_config(recipe(dtype="bfloat16")).bf16
 
 
-def test_pipelines_exchange_rows_of_any_length() -> None:
+def test_pipelines_exchange_rows_of_any_length():
     assert model_options(llama(), recipe(), alone(pp_size=2)).config.variable_seq_lengths
     assert not model_options(llama(), recipe(), alone()).config.variable_seq_lengths
 
 
-def test_the_precision_aware_optimizer_is_refused() -> None:
+def test_the_precision_aware_optimizer_is_refused():
     with pytest.raises(ValueError, match=r"aware_optimizer: is not supported: .* checkpoints read them"):
         optimizer_config(recipe(dict(optimizer=dict(use_precision_aware_optimizer=True))))
     assert not optimizer_config(recipe()).use_precision_aware_optimizer
 
 
 @pytest.mark.parametrize("given", [{}, {"gradient_accumulation_fusion": True}])
-def test_with_te_the_accumulation_is_not_fused_in_the_output_layer(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, bool]
-) -> None:
+def test_with_te_the_accumulation_is_not_fused_in_the_output_layer(monkeypatch, given):
     monkeypatch.setattr(options, "HAVE_TE", True)
     monkeypatch.setattr(options, "_transformer_config", lambda settings: settings)
     assert model_options(llama(), recipe(dict(model=given)), alone()).config["gradient_accumulation_fusion"] is False
@@ -140,12 +136,12 @@ def test_with_te_the_accumulation_is_not_fused_in_the_output_layer(
         ("tensor_model_parallel_size", "megatron.parallel"),
     ],
 )
-def test_a_key_of_another_section_is_sent_there(key: str, owner: str) -> None:
+def test_a_key_of_another_section_is_sent_there(key, owner):
     with pytest.raises(ValueError, match=rf"megatron\.model\.{key}: {owner} sets it"):
         model_options(llama(), recipe(dict(model={key: 2})), alone())
 
 
-def test_the_optimizer_section_reaches_adamw() -> None:
+def test_the_optimizer_section_reaches_adamw():
     section = dict(lr=3e-4, betas=(0.8, 0.9), eps=1e-15, weight_decay=0.02, clip_grad=0.5)
     config = optimizer_config(recipe(optimizer=section))
     found = (config.lr, config.adam_beta1, config.adam_beta2, config.adam_eps, config.weight_decay, config.clip_grad)
@@ -155,7 +151,7 @@ def test_the_optimizer_section_reaches_adamw() -> None:
         optimizer_config(recipe(dict(optimizer=dict(lr=1.0))))
 
 
-def test_gradients_are_reduced_in_fp32_and_overlapped_only_on_gpus() -> None:
+def test_gradients_are_reduced_in_fp32_and_overlapped_only_on_gpus():
     config = ddp_config(recipe())
     assert config.use_distributed_optimizer and config.grad_reduce_in_fp32
     if not torch.cuda.is_available():
@@ -163,7 +159,7 @@ def test_gradients_are_reduced_in_fp32_and_overlapped_only_on_gpus() -> None:
     assert not ddp_config(recipe(dict(ddp=dict(use_distributed_optimizer=False)))).overlap_param_gather
 
 
-def test_a_world_that_cannot_be_cut_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_that_cannot_be_cut_is_one_clear_line(monkeypatch):
     place = dict(RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     for name, value in place.items():
         monkeypatch.setenv(name, value)
@@ -180,7 +176,7 @@ def test_a_world_that_cannot_be_cut_is_one_clear_line(monkeypatch: pytest.Monkey
         init_parallel(recipe(world_size=3))
 
 
-def test_an_interleaved_pipeline_is_refused_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interleaved_pipeline_is_refused_on_cpus(monkeypatch):
     monkeypatch.setattr(device, "HAVE_GPU", False)
     parallel = dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     with pytest.raises(
@@ -189,7 +185,7 @@ def test_an_interleaved_pipeline_is_refused_on_cpus(monkeypatch: pytest.MonkeyPa
         init_parallel(recipe(dict(parallel=parallel), world_size=2))
 
 
-def test_a_pipeline_with_context_parallelism_requires_variable_lengths() -> None:
+def test_a_pipeline_with_context_parallelism_requires_variable_lengths():
     place = replace(alone(pp_size=2), cp_size=2)
     assert model_options(llama(), recipe(), place).config.variable_seq_lengths
     given = recipe(dict(model=dict(variable_seq_lengths=False)))
@@ -219,7 +215,7 @@ def test_fp8_is_refused_since_its_checkpoints_hold_pickles():
         ({"moe_z_loss_coeff": 1e-3, "calculate_per_token_loss": True}, "with an auxiliary loss"),
     ],
 )
-def test_what_would_train_or_count_wrong_in_silence_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_what_would_train_or_count_wrong_in_silence_is_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         model_options(llama(), recipe(dict(model=settings)), alone())
 
@@ -234,8 +230,8 @@ def test_what_would_train_or_count_wrong_in_silence_is_refused(settings: dict[st
     ],
 )
 def test_layouts_of_experts_that_old_megatron_trains_wrongly_are_refused(
-    version: str, parallel: dict[str, int], grouped: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    version, parallel, grouped, said, monkeypatch
+):
     monkeypatch.setattr(options.megatron.core, "__version__", version)
     sizes = {f"{kind}_parallel_size": size for kind, size in parallel.items()}
     model = dict(sequence_parallel=True, moe_grouped_gemm=grouped)

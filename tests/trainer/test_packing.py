@@ -1,7 +1,5 @@
 """Packed attention equals attention on each sequence alone; buckets cover every token once."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,7 @@ LENGTHS = [
 ]
 
 
-def alone(q, k, v, starts: list[int]) -> torch.Tensor:
+def alone(q, k, v, starts):
     """Softmax attention written out, one sequence and one head at a time."""
     repeat = q.shape[2] // k.shape[2]
     parts = []
@@ -36,7 +34,7 @@ def alone(q, k, v, starts: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("chunk", [None, 8])
-def test_packed_attention_is_attention_on_each_sequence(lengths: list[int], chunk: int | None) -> None:
+def test_packed_attention_is_attention_on_each_sequence(lengths, chunk):
     tensors = qkv(sum(lengths))
     starts = starts_of(lengths)
     pieces = starts if chunk is None else split_into_chunks(starts, chunk)
@@ -50,7 +48,7 @@ def test_packed_attention_is_attention_on_each_sequence(lengths: list[int], chun
         assert (grad - reference).abs().max() < 1e-12
 
 
-def test_a_plain_batch_is_attention_on_each_row() -> None:
+def test_a_plain_batch_is_attention_on_each_row():
     """[s, b] without a packed row: two sequences side by side."""
     q, k, v = (torch.stack(x[:, 0].detach().split(10), dim=1) for x in qkv(20))
     found = attention()(q, k, v, None)
@@ -59,7 +57,7 @@ def test_a_plain_batch_is_attention_on_each_row() -> None:
         assert (found[:, b : b + 1] - expected).abs().max() < 1e-12
 
 
-def test_the_query_scale_of_a_position_multiplies_its_query() -> None:
+def test_the_query_scale_of_a_position_multiplies_its_query():
     q, k, v = qkv(9)
     scaled = attention(query_scale=lambda positions: 1.0 + positions.double())
     found = scaled(q, k, v, None, packed_seq_params=row_of([4, 5]))
@@ -68,7 +66,7 @@ def test_the_query_scale_of_a_position_multiplies_its_query() -> None:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_buckets_hold_every_token_once_and_little_padding(lengths: list[int]) -> None:
+def test_buckets_hold_every_token_once_and_little_padding(lengths):
     found = layout(starts_of(lengths))
     tokens = torch.cat([bucket.gather[bucket.valid] for bucket in found.buckets])
     assert torch.equal(tokens[found.restore], torch.arange(sum(lengths)))
@@ -76,13 +74,13 @@ def test_buckets_hold_every_token_once_and_little_padding(lengths: list[int]) ->
     assert slots <= sum(lengths) / SAME_BUCKET
 
 
-def test_chunks_restart_in_every_sequence() -> None:
+def test_chunks_restart_in_every_sequence():
     assert split_into_chunks([0, 10, 14, 22], 4) == [0, 4, 8, 10, 14, 18, 22]
     whole = row_of([10, 4, 8], chunk=16)
     assert whole.chunked is whole.layout
 
 
-def test_dropout_is_refused() -> None:
+def test_dropout_is_refused():
     config = SimpleNamespace(attention_dropout=0.1, context_parallel_size=1)
     with pytest.raises(ValueError, match="attention_dropout"):
         SdpaCoreAttention(config, 1, None, "self")

@@ -1,12 +1,8 @@
 """Stages know the shapes of micro-batches beforehand, in the order of the schedule."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -16,7 +12,7 @@ from megatron_scalerl.trainer.layers.context import share_length, share_of
 from megatron_scalerl.trainer.pipeline import KnownShapes, known_shapes
 
 
-def config(**changes: Any) -> Any:
+def config(**changes):
     settings = dict(
         variable_seq_lengths=True,
         virtual_pipeline_model_parallel_size=None,
@@ -27,16 +23,16 @@ def config(**changes: Any) -> Any:
     return SimpleNamespace(**(settings | changes))
 
 
-def keywords(new_trainer: Callable, settings: Any, **place: int) -> dict[str, Any]:
+def keywords(new_trainer, settings, **place):
     [batch] = batches_of(random_samples(1), micro_batch_tokens=64)
     return known_shapes(batch.micro_batches, settings, replace(new_trainer().parallel, **place))
 
 
-def test_upstream_still_asks_where_we_answer() -> None:
+def test_upstream_still_asks_where_we_answer():
     assert "_communicate_shapes" in vars(P2PCommunicator) and "_communicate_shapes" in vars(KnownShapes)
 
 
-def test_shapes_come_in_the_order_of_the_micro_batches(new_trainer: Callable) -> None:
+def test_shapes_come_in_the_order_of_the_micro_batches(new_trainer):
     [batch] = batches_of(random_samples(1), micro_batch_tokens=64)
     lengths = [len(m.tokens) for m in batch.micro_batches]
     assert len(set(lengths)) > 1
@@ -49,7 +45,7 @@ def test_shapes_come_in_the_order_of_the_micro_batches(new_trainer: Callable) ->
     assert ask(None, None, False, True) == ((0, 0, 0), second)
 
 
-def test_sequence_parallel_stages_exchange_a_part(new_trainer: Callable) -> None:
+def test_sequence_parallel_stages_exchange_a_part(new_trainer):
     settings = config(sequence_parallel=True, tensor_model_parallel_size=4)
     found = keywords(new_trainer, settings, pp_size=2, tp_size=4)["p2p_communicator"]
     [batch] = batches_of(random_samples(1), micro_batch_tokens=64)
@@ -61,13 +57,13 @@ def test_sequence_parallel_stages_exchange_a_part(new_trainer: Callable) -> None
     ("changes", "stages"),
     [({}, 1), ({"variable_seq_lengths": False}, 2), ({"virtual_pipeline_model_parallel_size": 2}, 2)],
 )
-def test_elsewhere_megatron_goes_on_alone(changes: dict[str, Any], stages: int, new_trainer: Callable) -> None:
+def test_elsewhere_megatron_goes_on_alone(changes, stages, new_trainer):
     assert keywords(new_trainer, config(**changes), pp_size=stages) == {}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("divisor", [1, 2])
-def test_lengths_are_those_of_the_shares(size: int, divisor: int) -> None:
+def test_lengths_are_those_of_the_shares(size, divisor):
     starts = [0, *accumulate([7, 1, 30, 0, 12])]
     share = share_of(starts, rank=0, size=size, group=None, divisor=divisor)
     places = starts[-1] if share.places is None else len(share.places)

@@ -1,7 +1,5 @@
 """Who is sent a batch, when, and how much of it waits in the controller: a real client and stand-in ranks."""
 
-from __future__ import annotations
-
 import asyncio
 
 import msgspec

@@ -1,7 +1,5 @@
 """The warm start: its examples, its schedule, and that its loss is the cross-entropy of the sampled tokens."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,10 +1,7 @@
 """A tree of host tensors comes over in one copy, each tensor once, with type, shape and bits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +31,7 @@ class Tree:
     number: int = 7
 
 
-def tree() -> Tree:
+def tree():
     values = torch.from_numpy(np.linspace(-1, 1, 12, dtype=np.float32)).view(3, 4)
     leaf = Leaf(ids=torch.arange(5, dtype=torch.int32)[::2])
     return Tree(
@@ -48,16 +45,16 @@ def tree() -> Tree:
 
 
 @pytest.fixture
-def one_copy(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def one_copy(monkeypatch):
     """Stands in for pinned memory and a GPU's memory; gives the buffers of every copy."""
     buffers: list[torch.Tensor] = []
     empty = torch.empty
 
-    def pinned(size: int) -> torch.Tensor:
+    def pinned(size):
         buffers.append(empty(size, dtype=torch.uint8))
         return buffers[-1]
 
-    def of_device(*shape: Any, device: Any = None, **keywords: Any) -> torch.Tensor:
+    def of_device(*shape, device=None, **keywords):
         return empty(*shape, **keywords)
 
     monkeypatch.setattr(staging, "_pinned", pinned)
@@ -65,12 +62,12 @@ def one_copy(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return buffers
 
 
-def test_on_a_cpu_it_is_the_tree_itself() -> None:
+def test_on_a_cpu_it_is_the_tree_itself():
     given = tree()
     assert staged(given, CPU) is given
 
 
-def test_every_tensor_arrives_with_its_bits(one_copy: list[torch.Tensor]) -> None:
+def test_every_tensor_arrives_with_its_bits(one_copy):
     given = tree()
     found = staged(given, META)
     assert len(one_copy) == 1
@@ -82,14 +79,14 @@ def test_every_tensor_arrives_with_its_bits(one_copy: list[torch.Tensor]) -> Non
     assert (found.number, found.nothing, found.leaves[0].name) == (7, None, "leaf")
 
 
-def test_an_object_that_occurs_twice_is_sent_once(one_copy: list[torch.Tensor]) -> None:
+def test_an_object_that_occurs_twice_is_sent_once(one_copy):
     found = staged(tree(), META)
     assert found.again is found.values and found.leaves[0] is found.leaves[1]
     [buffer] = one_copy
     assert buffer.numel() == 4 * ALIGNMENT  # values, mask, ids, a number; the empty tensor takes no place
 
 
-def test_the_device_does_not_see_what_is_written_afterwards(one_copy: list[torch.Tensor]) -> None:
+def test_the_device_does_not_see_what_is_written_afterwards(one_copy):
     given = tree()
     found = staged(given, META)
     before = found.values.clone()
@@ -97,7 +94,7 @@ def test_the_device_does_not_see_what_is_written_afterwards(one_copy: list[torch
     assert torch.equal(found.values, before)
 
 
-def test_a_packed_row_keeps_what_megatron_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_row_keeps_what_megatron_reads(monkeypatch):
     monkeypatch.setattr(staging, "_pinned", partial(torch.empty, dtype=torch.uint8))
     positions = torch.cat([torch.arange(n) for n in (5, 30, 8)])
     fused = staged(packed_row([0, 5, 35, 43], positions, chunk=16, fused=True), META)
@@ -107,6 +104,6 @@ def test_a_packed_row_keeps_what_megatron_reads(monkeypatch: pytest.MonkeyPatch)
     assert plain.chunked is plain.layout and plain.layout.buckets[0].gather.device == META
 
 
-def test_a_tensor_of_a_device_is_a_mistake() -> None:
+def test_a_tensor_of_a_device_is_a_mistake():
     with pytest.raises(AssertionError, match="meta"):
         staged(replace(tree(), values=torch.empty(3, device=META)), META)

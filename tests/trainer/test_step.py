@@ -1,7 +1,5 @@
 """One optimizer step against a plain reference, and what must not change it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What Transformer Engine's layers are told, as far as a CPU shows it: none runs here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ class LinearOfTE(torch.nn.Linear):
     fuse_wgrad_accumulation = False
 
 
-def test_only_linears_of_te_accumulate_into_main_grad() -> None:
+def test_only_linears_of_te_accumulate_into_main_grad():
     layers = [LinearOfTE(2, 2), torch.nn.Linear(2, 2), torch.nn.Sequential(LinearOfTE(2, 2))]
     model.accumulate_in_linears([torch.nn.Sequential(*layers)])
     assert layers[0].fuse_wgrad_accumulation and layers[2][0].fuse_wgrad_accumulation
@@ -27,13 +25,11 @@ def test_only_linears_of_te_accumulate_into_main_grad() -> None:
 
 
 @pytest.mark.parametrize("passes_on", [False, True])
-def test_fused_rope_of_packed_rows_rotates_interleaved_pairs(
-    monkeypatch: pytest.MonkeyPatch, passes_on: bool
-) -> None:
+def test_fused_rope_of_packed_rows_rotates_interleaved_pairs(monkeypatch, passes_on):
     """Where Megatron-Core's own wrapper passes `interleaved` on, that stays."""
 
-    def of_the_floor(t: Any, cu_seqlens: Any, freqs: Any, cp_size: int = 1, cp_rank: int = 0) -> None: ...
-    def newer(t: Any, cu_seqlens: Any, freqs: Any, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False): ...
+    def of_the_floor(t, cu_seqlens, freqs, cp_size=1, cp_rank=0): ...
+    def newer(t, cu_seqlens, freqs, cp_size=1, cp_rank=0, interleaved=False): ...
 
     wrapper = newer if passes_on else of_the_floor
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", wrapper)
@@ -51,5 +47,5 @@ def test_fused_rope_of_packed_rows_rotates_interleaved_pairs(
     assert called == [(("t", "angles"), how)]
 
 
-def test_without_te_nothing_is_fused() -> None:
+def test_without_te_nothing_is_fused():
     assert not device.HAVE_TE and not options._device_settings()["apply_rope_fusion"]

@@ -1,7 +1,5 @@
 """Parameters of a small model's workers, and a loader like vLLM's for them."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_scalerl.weights.live_weights import BLOCK_ROWS

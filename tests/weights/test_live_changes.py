@@ -1,7 +1,5 @@
 """Changed elements written into live parameters: as if all values had been written, and nothing else touched."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -11,16 +9,16 @@ from sampling import sampled
 
 from megatron_scalerl.weights.changes import Changes, bits_of, decode, encode, find
 from megatron_scalerl.weights.live_changes import write_changes
-from megatron_scalerl.weights.live_map import needs, record
+from megatron_scalerl.weights.live_map import needs, record_copies
 from megatron_scalerl.weights.live_weights import live_parts
 from megatron_scalerl.weights.plan import manifest_of
 
 
-def some_changed(values, rng, share=0.1):
+def some_changed(values, rng):
     """A copy with some elements changed."""
     found = values.clone()
     n = values.numel()
-    places = [i for i in range(n) if rng.random() < share][: n // 8] or [rng.randrange(n)]
+    places = [i for i in range(n) if rng.random() < 0.1][: n // 8] or [rng.randrange(n)]
     found.view(-1)[places] = torch.tensor([rng.uniform(-2, 2) for _ in places]).to(values.dtype)
     return found
 
@@ -51,7 +49,7 @@ def test_changes_are_what_the_loader_writes(rank, tp, seed):
     new = {name: some_changed(values, rng) for name, values in old.items()}
     expected, parameters = live(tp), live(tp)
     loader(expected, rank, tp)(new.items())
-    scatters = record(loader(parameters, rank, tp), MANIFEST, parameters)
+    scatters = record_copies(loader(parameters, rank, tp), MANIFEST, parameters)
     parts, needed = live_parts(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
     loader(parameters, rank, tp)(old.items())
     for number, name in enumerate(old):
@@ -69,7 +67,7 @@ def test_changes_are_what_the_loader_writes(rank, tp, seed):
 def test_changes_of_experts_in_blocks_of_rows(fused):
     rng, (manifest, load) = random.Random(0), experts(fused, "bfloat16")
     parameter, expected = torch.zeros(3, 80, 6).bfloat16(), torch.zeros(3, 80, 6).bfloat16()
-    scatters = record(lambda given: load(given, parameter), manifest, {"w13": parameter})
+    scatters = record_copies(lambda given: load(given, parameter), manifest, {"w13": parameter})
     parts = live_parts(scatters, manifest, {"w13": parameter}, {"w13"})
     old = {meta.name: torch.randn(meta.shape).bfloat16() for meta in manifest}
     new = {name: some_changed(values, rng) for name, values in old.items()}
@@ -85,7 +83,7 @@ def test_changes_of_experts_in_blocks_of_rows(fused):
 def test_a_wider_parameter_and_a_scalar():
     parameters = {"norm": torch.zeros(16)}
     manifest, old = manifest_of([("plain", "bfloat16", (16,))]), torch.randn(16).bfloat16()
-    parts = live_parts(record(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
+    parts = live_parts(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
     parts[0].write(((0, 16),), old)
     new = old.clone()
     new[[3, 9]] += 1

@@ -1,12 +1,10 @@
 """The map from Hugging Face tensors to live parameters, recorded from loaders like vLLM's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from live_model import MANIFEST, SHAPES, live, loader, weights
 
-from megatron_scalerl.weights.live_map import Scatter, missing, needs, record
+from megatron_scalerl.weights.live_map import Scatter, missing, needs, record_copies
 
 
 def source(scatter, flat):
@@ -23,7 +21,7 @@ def test_scatters_write_what_the_loader_writes(rank, tp):
     values = weights()
     loader(by_loader, rank, tp)(values.items())
     untouched = {name: tensor.clone() for name, tensor in by_map.items()}
-    scatters = record(loader(by_map, rank, tp), MANIFEST, by_map)
+    scatters = record_copies(loader(by_map, rank, tp), MANIFEST, by_map)
     assert all(torch.equal(by_map[name], untouched[name]) for name in by_map), "recording copies nothing"
     for scatter in scatters:
         scatter.destination(by_map[scatter.parameter]).copy_(source(scatter, values[scatter.tensor].flatten()))
@@ -39,7 +37,7 @@ def test_what_a_worker_needs_is_all_that_it_reads(rank):
     parameters, expected = live(), live()
     values = weights()
     loader(expected, rank)(values.items())
-    scatters = record(loader(parameters, rank), MANIFEST, parameters)
+    scatters = record_copies(loader(parameters, rank), MANIFEST, parameters)
     found = needs(scatters, MANIFEST)
     rows = {0: (0, 4), 1: (4, 8)}[rank]
     assert found["q"] == found["gate"] == found["up"] == ((rows, (0, 6)),)
@@ -59,7 +57,7 @@ def test_what_a_worker_needs_is_all_that_it_reads(rank):
 
 def test_a_tensor_that_is_not_loaded_is_not_needed():
     parameters = live()
-    scatters = record(lambda given: [None for _ in given], MANIFEST, parameters)
+    scatters = record_copies(lambda given: [None for _ in given], MANIFEST, parameters)
     assert scatters == [] and set(needs(scatters, MANIFEST).values()) == {()}
 
 
@@ -90,4 +88,6 @@ def test_needs_that_overlap_are_sent_once():
 def test_what_cannot_be_followed_is_named(load, message):
     parameters = live()
     with pytest.raises(NotImplementedError, match=message):
-        record(lambda given: [load(parameters, w) for name, w in given if name == "plain"], MANIFEST, parameters)
+        record_copies(
+            lambda given: [load(parameters, w) for name, w in given if name == "plain"], MANIFEST, parameters
+        )

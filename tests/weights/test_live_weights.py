@@ -1,7 +1,5 @@
 """Parts of tensors written into live parameters: any rectangle, in any order, as the loader would have put it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -10,7 +8,7 @@ from live_model import MANIFEST, SHAPES, experts, in_blocks, live, loader, weigh
 from sampling import sampled
 
 from megatron_scalerl.weights.digest import total, value_digest
-from megatron_scalerl.weights.live_map import needs, record
+from megatron_scalerl.weights.live_map import needs, record_copies
 from megatron_scalerl.weights.live_weights import LiveWeights, live_parts
 from megatron_scalerl.weights.plan import manifest_of
 
@@ -31,7 +29,7 @@ def test_pieces_in_any_order_are_what_the_loader_writes(rank, tp, seed):
     rng, values = random.Random(seed), weights(seed)
     expected, parameters = live(tp), live(tp)
     loader(expected, rank, tp)(values.items())
-    parts = live_parts(record(loader(parameters, rank, tp), MANIFEST, parameters), MANIFEST, parameters)
+    parts = live_parts(record_copies(loader(parameters, rank, tp), MANIFEST, parameters), MANIFEST, parameters)
     for name, shape in SHAPES.items():
         for ranges in pieces(shape, rng):
             for part in parts[name]:
@@ -43,7 +41,7 @@ def test_pieces_in_any_order_are_what_the_loader_writes(rank, tp, seed):
 @pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
 def test_the_digest_of_what_is_held(rank, tp, seed):
     rng, values, parameters = random.Random(seed), weights(seed), live(tp)
-    scatters = record(loader(parameters, rank, tp), MANIFEST, parameters)
+    scatters = record_copies(loader(parameters, rank, tp), MANIFEST, parameters)
     parts, needed = live_parts(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
     for number, (name, value) in enumerate(values.items()):
         for part in parts[name]:
@@ -63,7 +61,7 @@ def test_the_digest_of_what_is_held(rank, tp, seed):
 def test_a_wider_parameter_holds_values_of_the_tensors_type():
     parameters = {"norm": torch.zeros(6)}
     manifest, values = manifest_of([("plain", "bfloat16", (6,))]), torch.randn(6).bfloat16()
-    [part] = live_parts(record(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
+    [part] = live_parts(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
     part.write(((0, 6),), values)
     sent = value_digest(values, 0, (0,), (range(6),))
     assert part.digest(0, torch.bfloat16) == sent
@@ -74,7 +72,7 @@ def test_a_wider_parameter_holds_values_of_the_tensors_type():
 def test_a_wider_parameter_with_other_values_is_not_taken_for_zeros():
     parameters = {"norm": torch.full((6,), 0.1)}
     manifest = manifest_of([("plain", "bfloat16", (6,))])
-    [part] = live_parts(record(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
+    [part] = live_parts(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
     assert value_digest(torch.zeros(6).bfloat16(), 0, (0,), (range(6),)) == 0 != part.digest(0, torch.bfloat16)
 
 
@@ -122,7 +120,7 @@ def test_experts_in_blocks_of_rows(fused, seed):
     parameter, expected = torch.zeros(3, 80, 6), torch.zeros(3, 80, 6)
     values = {meta.name: torch.randn(meta.shape) for meta in manifest}
     load(values.items(), expected)
-    scatters = record(lambda given: load(given, parameter), manifest, {"w13": parameter})
+    scatters = record_copies(lambda given: load(given, parameter), manifest, {"w13": parameter})
     parts = live_parts(scatters, manifest, {"w13": parameter}, {"w13"})
     for name, value in values.items():
         for ranges in pieces(value.shape, rng):
@@ -137,7 +135,7 @@ def test_experts_in_blocks_of_rows(fused, seed):
 
 def test_a_piece_changes_nothing_else():
     parameters = live()
-    parts = live_parts(record(loader(parameters, 0), MANIFEST, parameters), MANIFEST, parameters)
+    parts = live_parts(record_copies(loader(parameters, 0), MANIFEST, parameters), MANIFEST, parameters)
     [part] = parts["gate"]
     part.write(((1, 3), (2, 4)), torch.full((2, 2), 7.0))
     changed = (parameters["gate_up"] != -1.0).nonzero().tolist()
@@ -149,7 +147,7 @@ def test_a_piece_changes_nothing_else():
 def test_bfloat16_from_the_wire_becomes_the_parameters_type():
     parameters = {"norm": torch.zeros(6)}
     manifest = manifest_of([("plain", "bfloat16", (6,))])
-    parts = live_parts(record(loader(parameters, 0), manifest, parameters), manifest, parameters)
+    parts = live_parts(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)
     parts["plain"][0].write(((2, 5),), torch.tensor([1.0, 2.0, 3.0]).bfloat16())
     assert parameters["norm"].tolist() == [0, 0, 1, 2, 3, 0]
 
@@ -157,7 +155,7 @@ def test_bfloat16_from_the_wire_becomes_the_parameters_type():
 def test_a_copy_across_dimensions_is_refused():
     parameters = {"flat": torch.zeros(48)}
     manifest = manifest_of([("q", "float32", (8, 6))])
-    scatters = record(
+    scatters = record_copies(
         lambda given: [parameters["flat"].data.copy_(w.flatten()) for _, w in given], manifest, parameters
     )
     with pytest.raises(NotImplementedError, match="weights: q: expected dimension 0 of flat along one of its own"):

@@ -1,9 +1,6 @@
 """Who sends what: every layout sends every element once, from the rank that holds it, in even shares."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -45,12 +42,12 @@ def layout(*, tp=1, pp=1, dp=1, ep=1, etp=1):
     return found
 
 
-def stages(found: Any, pp: int) -> dict[int, int]:
+def stages(found, pp):
     layers = len(found.layers)
     return {layer: layer * pp // layers for layer in range(layers)}
 
 
-def check_sent(found: Any, places: list[Place], plan: Any) -> None:
+def check_sent(found, places, plan):
     """What each sender's own shards hold makes up what every shard of the engines needs, and nothing else."""
     shapes = {name: shape for rule in found.rules for name, shape in rule.hf_shapes.items()}
     source = {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in shapes.items()}
@@ -87,7 +84,7 @@ LAYOUTS = [(tp, pp, dp, ep) for tp, pp, dp, ep in product((1, 2), (1, 2), (1, 2,
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize(("tp", "pp", "dp", "ep"), sampled("owners", LAYOUTS, 7))
-def test_every_layout_sends_the_checkpoint(kind: str, tp: int, pp: int, dp: int, ep: int) -> None:
+def test_every_layout_sends_the_checkpoint(kind, tp, pp, dp, ep):
     found = FAMILIES[kind]()
     for etp in (1, tp):
         if (tp * dp) % (ep * etp):
@@ -101,18 +98,18 @@ def test_every_layout_sends_the_checkpoint(kind: str, tp: int, pp: int, dp: int,
             assert {meta.name for meta in plan.plan.parameters} == names
 
 
-def test_a_tied_head_is_sent_once() -> None:
+def test_a_tied_head_is_sent_once():
     names = [m.name for m in _plan(FAMILIES["llama tied"](), tp=2, pp=2, dp=1).plan.parameters]
     assert "lm_head.weight" not in names and names.count("model.embed_tokens.weight") == 1
 
 
-def _plan(found: Any, *, tp: int, pp: int, dp: int, most: int = 64, **more: int) -> Any:
+def _plan(found, *, tp, pp, dp, most=64, **more):
     places = layout(tp=tp, pp=pp, dp=dp, **more)
     needs = [all_of(manifest(found, "bfloat16"))]
     return send_plan(found, places, stages(found, pp), needs, dtype="bfloat16", most_senders=most)
 
 
-def shares(plan: Any) -> list[float]:
+def shares(plan):
     """Bytes of each sender, as a share of all."""
     sent = [0] * plan.plan.senders
     for part in plan.plan.parts:
@@ -120,20 +117,20 @@ def shares(plan: Any) -> list[float]:
     return [each / sum(sent) for each in sent]
 
 
-def test_shares_are_even_over_tensor_and_data_parallel_ranks() -> None:
+def test_shares_are_even_over_tensor_and_data_parallel_ranks():
     found = family(LlamaConfig(**WIDE))
     for tp, dp in ((1, 8), (8, 1), (4, 2), (2, 4)):
         plan = _plan(found, tp=tp, pp=1, dp=dp)
         assert plan.ranks == tuple(range(8)) and max(shares(plan)) < 1.35 / 8, (tp, dp, shares(plan))
 
 
-def test_no_more_ranks_send_than_asked_for_unless_one_copy_needs_them() -> None:
+def test_no_more_ranks_send_than_asked_for_unless_one_copy_needs_them():
     found = family(LlamaConfig(**WIDE))
     assert [_plan(found, tp=1, pp=1, dp=8, most=n).plan.senders for n in (1, 3, 8)] == [1, 3, 8]
     assert [_plan(found, tp=2, pp=2, dp=4, most=n).plan.senders for n in (1, 7, 8, 16)] == [4, 4, 8, 16]
 
 
-def test_a_large_mixture_of_experts() -> None:
+def test_a_large_mixture_of_experts():
     """128 ranks: tensor parallel 4, pipeline 4, expert parallel 8; made in a moment, and even."""
     config = {**QWEN3_MOE, **WIDE, "num_experts": 32, "mlp_only_layers": [], "num_hidden_layers": 8}
     found = family(Qwen3MoeConfig(**config))
@@ -142,7 +139,7 @@ def test_a_large_mixture_of_experts() -> None:
     assert plan.plan.senders == 128 and max(shares(plan)) < 3 / 128
 
 
-def test_plans_of_all_ranks_are_one() -> None:
+def test_plans_of_all_ranks_are_one():
     first, second = (_plan(FAMILIES["llama4"](), tp=2, pp=2, dp=2, ep=2) for _ in range(2))
     assert first.plan.digests == second.plan.digests
     assert first.plan.digests != _plan(FAMILIES["llama4"](), tp=2, pp=2, dp=2, ep=1).plan.digests

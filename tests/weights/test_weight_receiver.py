@@ -101,7 +101,7 @@ def test_a_value_that_no_update_changed_is_noticed_by_the_next_one_and_repaired_
 
 
 def test_staged_and_streamed_updates_follow_each_other(pair):
-    of = pair(deltas="absolute", anchor_every=2)
+    of = pair(deltas="absolute")
     of.connect()
     for version, staged in enumerate((True, False, True, True, False, True)):
         assert of.update(version, staged=staged) is None

@@ -9,8 +9,6 @@ first half of their steps; published ones from the authors' fitted part, and fro
 --held-back: the tiny runs that no prior knows, with the shipped one. --others: curves that do not ship.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass

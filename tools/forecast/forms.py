@@ -7,8 +7,6 @@
 The first two are fitted by least squares, the last by marginal likelihood.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 

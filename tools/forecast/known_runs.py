@@ -1,7 +1,5 @@
 """The runs that the prior is learned from and the methods are compared on: published and tiny ones in one form."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable

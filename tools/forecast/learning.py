@@ -13,8 +13,6 @@ The hypotheses on deviations are chosen, not learned (`megatron_scalerl.fit.prio
     python tools/forecast/learning.py
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The methods of forecasting that the benchmark compares, and their scores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The curves of Khatri et al. (2025, arXiv 2510.13786): examples/curves/README.md says where they come from."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Coverage of the 90 % intervals on synthetic runs, whose sigmoid is known."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Also Llama 4's chunks and query scale around Transformer Engine's attention.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

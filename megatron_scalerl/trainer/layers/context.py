@@ -6,9 +6,6 @@ Every sequence is padded to a multiple of 2 x size tokens and split into as many
 (thd_get_partitioned_indices; read, not run) expect that order, and cu_seqlens of whole padded sequences.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -16,11 +13,13 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megatron_scalerl.record import record
+
 PADDING = -1
 """Index of a token that is padding."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Span:
     """Consecutive queries of a rank's share, and their keys: the queries' positions are the last of the keys'."""
 
@@ -30,7 +29,7 @@ class Span:
     keys: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Context:
     """Inputs of attention beside a rank's own queries, keys and values."""
 
@@ -44,7 +43,7 @@ class Context:
     """The same with attention inside chunks."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Share:
     """A rank's tokens of a packed row of N tokens: n of the padded row's M."""
 

@@ -1,7 +1,5 @@
 """RMS norms: one for sequence parallelism, two of queries and keys, and one of a linear layer's result."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_scalerl.record import record
 from megatron_scalerl.trainer.layers.context import Context, Share
 
 SAME_BUCKET = 0.75
@@ -24,7 +25,7 @@ itself (attention/dot_product_attention/dot_product_attention.py:1130 of 2.11): 
 planned, for a longest sequence, which differs between micro-batches."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Bucket:
     """Sequences of similar length, padded to the longest of them."""
 
@@ -38,7 +39,7 @@ class Bucket:
     """[tokens] slots that are not padding."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Layout:
     """The buckets of one row, and the inverse permutation."""
 
@@ -72,7 +73,7 @@ class PackedRow(PackedSeqParams):
     """[N', L, K] experts of this rank's tokens, see `layers.routing`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Plan:
     """How this rank computes one row. Produced by `trainer.model.PolicyModel.plan`."""
 

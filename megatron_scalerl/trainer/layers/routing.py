@@ -9,8 +9,6 @@ a flag. Here the choices are part of the row (`PackedRow.expert_choices`), so an
 recomputation of whole layers use those of their own micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The Transformer Engine part is written against Megatron-Core 0.16.1; it ran on one GPU with 0.19.2 (docs/gpu.md).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

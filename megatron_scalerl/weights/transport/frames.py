@@ -15,14 +15,12 @@ receiver loads one while the next one arrives. Changes are those that the optimi
 where it records none, a sender keeps a bucket as the receivers have it and compares.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
+from megatron_scalerl.record import record
 from megatron_scalerl.weights.changes import Changes, decode
 from megatron_scalerl.weights.digest import digest, mixed
 from megatron_scalerl.weights.plan import Bucket, Ranges, Slot, WeightPlan, buckets, volume
@@ -44,7 +42,7 @@ def shape_of(ranges: Ranges) -> tuple[int, ...]:
     return tuple(b - a for a, b in ranges)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Values:
     """A rectangle of a tensor, as it arrives."""
 

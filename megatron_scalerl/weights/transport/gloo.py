@@ -6,8 +6,6 @@ involved. What is sent: `transport.frames`.
 The broadcast group over NCCL: the framing of `transport.frames` with buckets in device memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A sending rank's side of the framing in `transport.frames`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -34,7 +32,7 @@ class Sender:
         self._own: list[Bucket] = []
         self._copies: dict[int, torch.Tensor] = {}
         # own bucket -> it as all receivers have it, where changes may be sent and the optimizer records none
-        self._version, self._since_whole = WHOLE, 0
+        self._version = WHOLE
 
     def send(self, plan: WeightPlan, read: Read, version: int, written: Written | None = None) -> list[int]:
         """Send this rank's parts of one update; returns the digests of its buckets, in the order of `plan.buckets`.
@@ -90,9 +88,7 @@ class Sender:
 
     def _begin(self, plan: WeightPlan, version: int) -> int:
         """Send the headers; the version that the update's changes are from, or WHOLE."""
-        whole = self._connection.deltas == "off" or self._since_whole >= self._connection.anchor_every
-        base = WHOLE if whole else self._version
-        self._since_whole = 0 if base == WHOLE else self._since_whole + 1
+        base = WHOLE if self._connection.deltas == "off" else self._version
         for shard, group in sorted(self.groups.items()):
             count = sum(bucket.shard == shard for bucket in self._own)
             group.broadcast(header(plan, shard, version, count, base).to(group.device))

@@ -12,8 +12,6 @@ with their own: unlike gloo's ports, another user of the host cannot take a memb
 closes is noticed by the others at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import mmap
