@@ -80,7 +80,7 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)
                 return SAVED_CODE
             end = read_jsonl(end_file)
-            gave_up = end != ended and end[-1]["gave_up"]
+            gave_up = end != ended and end[-1].get("gave_up")
             if code in _FINAL or stopped_by or gave_up or (code in _NOT_STARTED and first):
                 return code if code >= 0 else 1
             first = False
