@@ -70,7 +70,6 @@ with explained():
     from megatron_scalerl.engine.membership import Membership
     from megatron_scalerl.launch.hosts import allow_open_files
     from megatron_scalerl.launch.placement import Devices, Fleet
-    from megatron_scalerl.processes.loop_watch import LoopLag
     from megatron_scalerl.processes.signals import SaveAndExit
     from megatron_scalerl.prompts.dataset import PromptSet
     from megatron_scalerl.recipe import Recipe
@@ -227,7 +226,6 @@ async def controller_of(folder: Path, recipe: Recipe, prompts: PromptSet, o: arg
             sync=sync,
             probe=StandInProbe(),
             meter=meter,
-            lag=LoopLag(),
             progress=Progress(Console(file=open(os.devnull, "w")), recipe.steps),  # noqa: SIM115
             saving=SaveAndExit(),
             **{name: make(run.path) for name, make in more.items()},

@@ -61,9 +61,8 @@ def status(run_dir: Path) -> Iterator[str]:
     jobs = jobs_of(run, cluster.queued()) if cluster.present() else []
     yield from _job_lines(run, newest, jobs) if cluster.present() else _attempt_lines(run, newest)
     yield from node_lines(run, jobs)
-    yield from _progress(run, (newest or {}).get("gpu_hours"))
-    if any(job.state == "RUNNING" for job in jobs) and (run / "ledger.jsonl").exists():
-        yield _heartbeat(run)
+    running = any(job.state == "RUNNING" for job in jobs)
+    yield from _progress(run, (newest or {}).get("gpu_hours"), running=running)
     error = last_error(run)
     if error is not None:
         yield f"last error: {error}"
@@ -155,7 +154,7 @@ def _requeues(run: Path, newest: dict[str, Any] | None) -> str:
     return f"queued again {count}{bound}"
 
 
-def _progress(run: Path, budget: float | None) -> Iterator[str]:
+def _progress(run: Path, budget: float | None, *, running: bool) -> Iterator[str]:
     if not (run / "recipe.yaml").exists():
         yield "not started yet"
         return
@@ -166,17 +165,13 @@ def _progress(run: Path, budget: float | None) -> Iterator[str]:
     if validations := read_jsonl(run / "validation.jsonl"):
         last = validations[-1]
         yield f"held-out pass rate {last['pass_rate']:.3f} at step {last['step']}"
+    if running and metrics:  # the controller's event loop writes to the ledger every HEARTBEAT_S
+        since = timedelta(seconds=max(0, int(time.time() - os.path.getmtime(run / "ledger.jsonl"))))
+        lag = metrics[-1].get("loop_lag_seconds", 0.0)
+        yield f"last heartbeat {since} ago; the event loop was up to {lag:.1f} s late in the last batch"
     cost = spent(run)
     left = f", {max(0.0, budget - cost.hours):.4g} left of {budget:g}" if budget else ""
     yield f"{cost.hours:.4g} {cost.unit} spent{money(cost.hours, recipe['cost'])}{left}"
-
-
-def _heartbeat(run: Path) -> str:
-    """What the controller's event loop shows of itself: it writes to the ledger every HEARTBEAT_S."""
-    since = timedelta(seconds=max(0, int(time.time() - os.path.getmtime(run / "ledger.jsonl"))))
-    lags = [row["loop_lag_seconds"] for row in read_jsonl(run / "metrics.jsonl") if "loop_lag_seconds" in row]
-    longest = f"; its event loop was up to {lags[-1]:.1f} s late in the last batch" if lags else ""
-    return f"last heartbeat of the controller: {since} ago{longest}"
 
 
 def last_error(run: Path) -> str | None:

@@ -78,7 +78,14 @@ def submit(
     ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
     site = read_site(request.site)
-    partitions, missing = _partitions(dry_run=dry_run)
+    partitions: Mapping[str, Partition] = {}
+    missing = "" if cluster.present() else "this machine has no Slurm"
+    try:
+        partitions = {} if missing else cluster.partitions()
+    except RuntimeError as error:
+        if not dry_run:
+            raise
+        missing = str(error)
     here = not missing
     partition = check_partition(request.partition, partitions) if here else assumed(request, site.gres)
     plan = _plan(recipes, name, request, site, partition)
@@ -115,18 +122,6 @@ def submit(
     yield f"submitted: job {', '.join(jobs)}; asked to save {plan.lead_s} s before its time limit"
     yield f"output: {plan.outputs}; logs: RUN/slurm and RUN/logs"
     yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in plan.runs)
-
-
-def _partitions(*, dry_run: bool) -> tuple[dict[str, Partition], str]:
-    """The cluster's partitions, or why a dry run is without them. Raises RuntimeError where Slurm fails otherwise."""
-    if not cluster.present():
-        return {}, "this machine has no Slurm"
-    try:
-        return cluster.partitions(), ""
-    except RuntimeError as error:
-        if not dry_run:
-            raise
-        return {}, str(error)
 
 
 def _resolved(

@@ -61,22 +61,24 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
             early.append(number)
 
     before = {number: signal.signal(number, on_signal) for number in _HANDLED}
+    end_file = run_dir / "end.json"
     try:
         first, failures, newest = True, 0, latest(run_dir / "checkpoints")
         takeover = Takeover(run_dir)
         while True:
             # a session of its own: a terminal's SIGINT reaches the child once, from here
-            charged, ended = _written(run_dir, "ledger.jsonl"), _written(run_dir, "end.json")
+            charged, ended = _size(run_dir / "ledger.jsonl"), read_jsonl(end_file)
             child = subprocess.Popen(tied_command(list(command)), start_new_session=True, env={**os.environ, **held})
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))
             code, child = _exit_code(child.wait()), None
-            if _written(run_dir, "ledger.jsonl") != charged:
+            if _size(run_dir / "ledger.jsonl") != charged:
                 held = held_from_now()
             if SAVE_SIGNAL in stopped_by and code not in _ENDED and not (code in _NOT_STARTED and first):
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)
                 return SAVED_CODE
-            gave_up = _written(run_dir, "end.json") != ended and _gave_up(run_dir)
+            end = read_jsonl(end_file)
+            gave_up = end != ended and any(row.get("gave_up") for row in end)
             if code in _FINAL or stopped_by or gave_up or (code in _NOT_STARTED and first):
                 return code if code >= 0 else 1
             first = False
@@ -99,17 +101,9 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
             signal.signal(number, handler)
 
 
-def _gave_up(run_dir: Path) -> bool:
-    return any(row.get("gave_up") for row in read_jsonl(run_dir / "end.json"))
-
-
-def _written(run_dir: Path, name: str) -> tuple[int, int] | None:
-    """What changes when a file of the run is appended to or written anew; None for one that is missing."""
-    file = run_dir / name
-    if not file.exists():
-        return None
-    status = file.stat()
-    return status.st_ino, status.st_size
+def _size(file: Path) -> int:
+    """Bytes of a file, -1 of one that is missing."""
+    return file.stat().st_size if file.exists() else -1
 
 
 def _exit_code(code: int) -> int:

@@ -61,7 +61,6 @@ from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.evaluation.inputs import Evaluated
 from megatron_scalerl.launch.placement import Fleet
 from megatron_scalerl.processes.garbage import rare_full_collections
-from megatron_scalerl.processes.loop_watch import LoopLag
 from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
@@ -91,7 +90,6 @@ class Controller:
         sync: WeightSync,
         probe: Probe,
         meter: Meter,
-        lag: LoopLag,
         progress: Progress,
         saving: SaveAndExit,
         evaluation: Evaluated | None = None,
@@ -106,7 +104,6 @@ class Controller:
         self._sync, self._probe, self._saving = sync, probe, saving
         self._scorer = TokenScores(recipe, fleet, folder.path)
         self._meter, self._ledger, self._progress = meter, meter.ledger, progress
-        self._lag = lag
         self._state = RunState(step=start.step, batches=start.batches)
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
         last = max([start.step, *(b.step for b in history.batches)])
@@ -280,7 +277,7 @@ class Controller:
         batch = self._meter.charge_train(self._state.batches - 1, self._state.step)
         return {
             "step_seconds": batch.seconds,
-            "loop_lag_seconds": self._lag.take(),
+            "loop_lag_seconds": self._meter.lag.take(),
             "generated_tokens_per_second": batch.tokens / max(batch.seconds, 1e-9),
             "engine_idle_seconds": self._stream.take_idle_seconds(),
             **engine_metrics(self._fleet.engines),

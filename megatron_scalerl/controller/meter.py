@@ -21,6 +21,7 @@ from megatron_scalerl.controller.run_folder import ResumePoint
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.launch.placement import Devices
 from megatron_scalerl.processes.child_process import cancelled
+from megatron_scalerl.processes.loop_watch import LoopLag
 from megatron_scalerl.record import record
 
 HEARTBEAT_S = 10.0
@@ -77,12 +78,15 @@ class Meter:
         start: ResumePoint,
         *,
         since: float | None = None,
+        lag: LoopLag | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """start: the checkpoint to resume from. since: by the clock, since when the devices are held: the end of
         the attempt before it in this process, for the first one the job's start. None: from now on. clock: monotonic
         seconds."""
         self.ledger = ledger
+        self.lag = lag or LoopLag()
+        """Of the event loop, since the last batch."""
         self._clock = clock
         self._training_tokens = self._validation_tokens = 0
         self._batch = BatchTime()

@@ -275,7 +275,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_sinc
     devices = replace(Devices.of(recipe), engine=engines.devices)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
     with contextlib.closing(ledger):
-        meter = Meter(ledger, devices, start, since=held_since)
+        meter = Meter(ledger, devices, start, since=held_since, lag=run.lag)
         engines.on_devices = meter.hold_engine_devices
         if run.collector is not None:
             run.collector.attempt(start.step, ledger.seconds)
@@ -304,7 +304,6 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_sinc
                     sync=WeightSync(fleet.trainer, fleet.engines, recipe),
                     probe=Probe(recipe, run.sampler, fleet, [*prompts.training, *prompts.held_out]),
                     meter=meter,
-                    lag=run.lag,
                     progress=progress,
                     saving=run.saving,
                     sinks=[] if run.collector is None else [run.collector],

@@ -18,13 +18,14 @@ import logging
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from megatron_scalerl.processes.child_process import ChildProcess
+from megatron_scalerl.processes.parent_death import tied_command
 
 logger = logging.getLogger(__name__)
 
@@ -69,20 +70,19 @@ async def watched_loop() -> AsyncIterator[LoopLag]:
     faulthandler.register(STACKS_SIGNAL, file=2)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    try:
-        words = [sys.executable, "-m", __name__, str(reader), str(HUNG_S)]
-        log = Path(os.devnull)
-        watcher = await ChildProcess.start("loop-watch", words, os.environ, log, pass_fds=[reader], output=2)
-    finally:
+    words = [sys.executable, "-m", __name__, str(reader), str(HUNG_S)]
+    # a session of its own: what a terminal sends to the run does not stop it
+    with subprocess.Popen(tied_command(words), pass_fds=[reader], start_new_session=True) as watcher:
         os.close(reader)
-    lag = LoopLag()
-    beats = asyncio.create_task(lag.beat(writer), name="loop watch")
-    try:
-        yield lag
-    finally:
-        beats.cancel()
-        os.close(writer)
-        await watcher.stop()
+        lag = LoopLag()
+        beats = asyncio.create_task(lag.beat(writer), name="loop watch")
+        try:
+            yield lag
+        finally:
+            watcher.kill()
+            beats.cancel()
+            await asyncio.gather(beats, return_exceptions=True)
+            os.close(writer)
 
 
 def main() -> None:
@@ -93,9 +93,8 @@ def main() -> None:
     while silent < limit:
         if select.select([pipe], [], [], _BEAT_S)[0]:
             silent = 0
-            if not os.read(pipe, select.PIPE_BUF):
-                return
-        elif not _is_stopped(watched):
+            os.read(pipe, select.PIPE_BUF)
+        elif b") T " not in Path(f"/proc/{watched}/stat").read_bytes():  # stopped; where a tracer holds it, " t "
             silent += 1
     line = f"megatron-scalerl: the event loop stood still for {limit} s: its process is killed; its stacks:\n"
     threading.Thread(target=os.write, args=(2, line.encode()), daemon=True).start()  # it may wait for ever
@@ -103,11 +102,6 @@ def main() -> None:
     os.kill(watched, STACKS_SIGNAL)
     time.sleep(_STACKS_S)
     os.kill(watched, signal.SIGKILL)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether the process is stopped as a whole; one whose main thread alone is held by a tracer is not."""
-    return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0] == "T"
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def _check_size(path: Path, nbytes: int) -> None:
     """Raises ValueError for far more bytes than compression saves on texts."""
     most = max(LEAST_BOUND, MOST_TIMES * path.stat().st_size)
     if nbytes > most:
-        raise ValueError(f"{path}: holds more than {most:,} bytes in {path.stat().st_size:,}: these are no texts")
+        raise ValueError(f"{path}: holds more than {most:,} bytes, far more than texts in a file of this size")
 
 
 def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:

@@ -334,7 +334,7 @@ class FiltersSection(Section):
     """Drop groups whose rewards are all equal, without refill (section 3.2 of the paper). A length penalty makes
     rewards differ among correct completions."""
     max_empty_batches: PositiveInt = 50
-    """The run ends after this many consecutive batches that are empty after filtering."""
+    """The run gives up after this many consecutive batches that are empty after filtering (exit code 1)."""
 
 
 class LossSection(Section):

@@ -35,7 +35,6 @@ from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.evaluation.inputs import Evaluated
 from megatron_scalerl.launch.placement import Devices, Fleet
-from megatron_scalerl.processes.loop_watch import LoopLag
 from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
@@ -274,7 +273,6 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, co
             sync=StandInSync(engines, trainer, seconds=PUBLISH_S),
             probe=StandInProbe(),
             meter=meter,
-            lag=LoopLag(),
             progress=Progress(Console(file=io.StringIO()), settings.steps),
             saving=saving,
             evaluation=evaluation,

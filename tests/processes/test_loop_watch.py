@@ -1,14 +1,12 @@
 """A process whose event loop stands still is ended, with its stacks; one that is stopped, or well, is not."""
 
-import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
-import pytest
 from launch.stand_ins import environment
+from waiting import wait_until
 
 PROGRAM = """
 import asyncio, ctypes, os, sys, threading, time
@@ -53,53 +51,66 @@ print("ended", flush=True)
 
 
 def started(how):
-    return subprocess.Popen(
+    """A program that has begun its loop."""
+    process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, how],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-@pytest.mark.parametrize("how", ["hang_in_c", "hang_in_a_lock", "hang_busy", "hang_in_a_write"])
-def test_a_loop_that_stands_still_is_ended_with_its_stacks(how):
-    process = started(how)
-    out, err = process.communicate(timeout=240)
-    assert (process.returncode, out) == (-signal.SIGKILL, "begun\n")
-    assert err.startswith(
-        "megatron-scalerl: the event loop stood still for 3 s: its process is killed; its stacks:\n"
-    )
-    assert f"in {how}\n" in err and "in main\n" in err
-
-
-def test_a_process_that_is_stopped_is_not_ended():
-    process = started("well")
     assert process.stdout.readline() == "begun\n"
+    return process
+
+
+def watcher_of(process):
+    """Once it runs its own program."""
+    return wait_until(
+        lambda: next(
+            (
+                w
+                for w in psutil.Process(process.pid).children()
+                if "megatron_scalerl.processes.loop_watch" in w.cmdline()
+            ),
+            None,
+        )
+    )
+
+
+def test_a_loop_that_stands_still_is_ended_with_its_stacks():
+    hangs = ("hang_in_c", "hang_in_a_lock", "hang_busy", "hang_in_a_write")
+    processes = [started(how) for how in hangs]
+    said = "megatron-scalerl: the event loop stood still for 3 s: its process is killed; its stacks:\n"
+    for how, process in zip(hangs, processes):
+        out, err = process.communicate(timeout=240)
+        assert (process.returncode, out) == (-signal.SIGKILL, ""), how
+        assert err.startswith(said) and f"in {how}\n" in err and "in main\n" in err
+
+
+def test_a_process_that_is_stopped_is_not_ended_and_the_watch_ends_with_it():
+    """The limit is 3 s; stacks and SIGKILL would come 6 s later."""
+    process = started("well")
+    watcher = watcher_of(process)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(8)  # of the limit of 3 s; the watch would send SIGKILL after 9 s
-    [watcher] = psutil.Process(process.pid).children()
-    time.sleep(4)
+    ticks = watcher.num_ctx_switches().voluntary
+    wait_until(lambda: watcher.num_ctx_switches().voluntary >= ticks + 12)  # its own waits, of a second each
     process.send_signal(signal.SIGCONT)
-    out, err = process.communicate(timeout=240)
-    assert (process.returncode, out, err) == (0, "ended\n", "")
-    assert not watcher.is_running()
+    assert process.communicate(timeout=240) == ("ended\n", "")
+    assert process.returncode == 0 and not watcher.is_running()
 
 
 def test_the_lag_is_what_the_loop_came_late_by():
     process = started("late")
     out, err = process.communicate(timeout=240)
-    begun, lag, ended = out.splitlines()
+    lag, ended = out.splitlines()
     longest, rest = map(float, lag.removeprefix("lag ").split())
-    assert (begun, ended, err) == ("begun", "ended", "")
+    assert (process.returncode, ended, err) == (0, "ended", "")
     assert longest >= 1.0 and rest == 0
 
 
 def test_a_run_goes_on_without_its_watch():
     process = started("well")
-    assert process.stdout.readline() == "begun\n"
-    [watcher] = psutil.Process(process.pid).children()
-    os.kill(watcher.pid, signal.SIGKILL)
+    watcher_of(process).kill()
     out, err = process.communicate(timeout=240)
     assert (process.returncode, out) == (0, "ended\n")
     assert "nothing ends a loop that hangs" in err

@@ -328,5 +328,5 @@ def test_a_file_that_holds_far_more_than_its_size_is_refused(tmp_path, monkeypat
         Row(where=ANY, values={"prompt": "1+1=", "answer": "2"})
     ], "one of 256 MiB and less may"
     monkeypatch.setattr(sources, "LEAST_BOUND", 10**6)
-    with pytest.raises(ValueError, match=rf"{name}: holds more than [\d,]+ bytes in [\d,]+: these are no texts"):
+    with pytest.raises(ValueError, match=rf"{name}: holds more than [\d,]+ bytes, far more than texts"):
         list(read_rows(tmp_path / name))
