@@ -79,18 +79,8 @@ def submit(
     More than one recipe, or a throttle: an array. name: of the job. recipe_file: of the only recipe. Raises
     ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
-    site = read_site(request.site)
-    partition = assumed(request, site.gres)
-    here = cluster.present()
-    silent = "this machine has no Slurm"
-    try:
-        if here:
-            partition = check_partition(request.partition, cluster.partitions())
-    except RuntimeError as error:
-        if not dry_run:
-            raise
-        here = False
-        silent = f"Slurm does not answer ({error})"
+    site, here = read_site(request.site), cluster.present()
+    partition = check_partition(request.partition, cluster.partitions()) if here else assumed(request, site.gres)
     plan = _plan(recipes, name, request, site, partition)
     if request.throttle is not None:
         check_script(plan.script, plan.runs)
@@ -114,7 +104,7 @@ def submit(
         else:
             nodes = f"{partition.gpus} GPUs and {partition.cpus} CPUs"
             yield (
-                f"not checked, since {silent}: that {partition.name} exists, with nodes of {nodes} "
+                f"not checked, since this machine has no Slurm: that {partition.name} exists, with nodes of {nodes} "
                 "(assumed), its time limit, that Slurm accepts the job, that the run has no other one, and that the "
                 f"nodes see {plan.cwd} and {plan.runs[0]}"
             )
@@ -135,7 +125,8 @@ def _resolved(
 
     resolved: list[Recipe] = []
     warnings: dict[str, None] = {}
-    checks, fits = "passed", "not reached"
+    checks = "passed"
+    fits = "not reached"
     for recipe, run in zip(recipes, plan.runs, strict=True):
         whole = recipe
         try:

@@ -317,20 +317,6 @@ def test_a_dry_run_without_slurm_renders_the_job_and_says_what_was_not_checked(
     assert script.with_name("recipe.yaml").read_bytes() == before, "of a job that may be queued"
 
 
-def test_a_dry_run_renders_the_job_where_slurm_does_not_answer(tmp_path, tiny, without_slurm, capsys):
-    for name in ("sbatch", "sinfo"):
-        (tmp_path / "programs" / name).write_text("#!/bin/sh\necho no controller >&2; exit 1\n")
-        (tmp_path / "programs" / name).chmod(0o755)
-    run = write_recipe(tmp_path / "r.yaml", tiny, output_dir=tmp_path)
-    words = ["submit", str(tmp_path / "r.yaml"), "--partition", "a", "--time", "1-0", "--gpus", "0"]
-    assert main([*words, "--dry-run"]) == 0
-    shown = capsys.readouterr().out.replace("\n", " ")
-    assert "not checked, since Slurm does not answer (sinfo failed: no controller): that a exists" in shown
-    assert "checks of settings, policy and prompts: passed" in shown
-    cluster.check_syntax(run / "slurm" / "job.sbatch")
-    assert main(words) == 1, "nothing is submitted"
-
-
 def test_the_status_of_a_folder_without_slurm(tmp_path, tiny, without_slurm, capsys):
     run = write_recipe(tmp_path / "r.yaml", tiny, output_dir=tmp_path)
     attempt = written(run, "true").parent / "7.1"
