@@ -294,10 +294,7 @@ def test_a_run_with_nothing_to_train_on_ends_without_a_step(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {},
-            r"none of the first 8 completions that end closes its thinking with '</think>', so no answer can be",
-        ),
+        ({}, "none of the first 8 completions that end closes its thinking with '</think>', so no answer can"),
         ({"sft": {"path": "warm.jsonl"}}, "had nothing left to train on"),
         ({"prompts": {"think_start": "", "think_end": ""}}, "had nothing left to train on"),
     ],

@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parent.parent
 ENDED = """
@@ -23,6 +26,14 @@ def ran(*command, cwd=ROOT):
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+def test_the_quickstart_on_one_gpu_has_settings_of_a_recipe():
+    text = (ROOT / "examples" / "quickstart.sh").read_text()
+    [given] = re.findall(r"^    --gpu\) gpu=\((.*?)\)", text, re.MULTILINE)
+    recipe = load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", given.split())
+    assert recipe.policy.dtype == "bfloat16" and recipe.devices == 1
+    assert subprocess.run(["bash", "-n", "examples/quickstart.sh"], cwd=ROOT, check=False).returncode == 0
 
 
 @pytest.mark.slow

@@ -132,7 +132,8 @@ def _resolved(
 
     resolved: list[Recipe] = []
     warnings: dict[str, None] = {}
-    checks, fits = "passed", "not reached"
+    checks = "passed"
+    fits = "not reached"
     for recipe, run in zip(recipes, plan.runs, strict=True):
         whole = recipe
         try:

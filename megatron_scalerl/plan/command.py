@@ -92,7 +92,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         from megatron_scalerl.plan.settings import check_settings
         from megatron_scalerl.plan.text import show, verdict
 
-        check_settings(recipe, folder)
+        is_policy = options.config is None and folder == Path(recipe.policy.path)
+        check_settings(recipe, None if is_policy else folder, planned=True)
         plan = make_plan(recipe, folder, options.gpus, GPUS[gpu], assumed, layers=layers, origins=origins)
         built = "skipped" if options.no_build else compare_with_build(plan, folder)
     if options.json:

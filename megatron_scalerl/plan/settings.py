@@ -36,25 +36,25 @@ class Settings:
     """Capacity of one packed micro-batch (tokens)."""
 
 
-def check_settings(recipe: Recipe, config: str | Path | None = None) -> Settings:
+def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned: bool = False) -> Settings:
     """Check options of vLLM and Megatron, loss, verifiers, layout, think tags, templates and lengths.
 
-    config: folder of the policy's config.json, for a plan: there need not be a tokenizer, nor a family that can be
-    trained. Raises ValueError, in one line with the key.
+    config: folder of a config.json that stands for the policy's, without a tokenizer. planned: for a plan, which may
+    be of a family that cannot be trained, and for another Megatron-Core. Raises ValueError, in one line with the key.
     """
     for task in tasks_of(recipe):
         check_verifier(task.rewards.verifier)
     check_options(recipe.engine.vllm)
     make_loss(recipe.loss.name, recipe.loss.arguments)
-    hf_config = read_hf_config(config or recipe.policy.path, planned=config is not None)
-    policy = family(hf_config, planned=config is not None)
+    hf_config = read_hf_config(config or recipe.policy.path, planned=planned)
+    policy = family(hf_config, planned=planned)
     given = recipe.megatron
     if policy.name in FAMILIES and (given.model or given.parallel or given.ddp or given.optimizer):
         from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
 
-        check_megatron(policy, recipe, faults=config is None)
+        check_megatron(policy, recipe, faults=not planned)
     tokenizer = chat = None
-    if config is None or Path(config) == Path(recipe.policy.path):
+    if config is None:
         tokenizer = policy_tokenizer(recipe, hf_config)
         chat = chat_of_recipe(recipe, tokenizer)
         recipe = chat.settled(recipe)

@@ -32,6 +32,7 @@ THINK_TAGS = (
     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
 )
 """Tags that open and close thinking in the chat templates of reasoning models."""
+NO_TAGS = ("", "")
 QUESTION = {"role": "user", "content": "1+1"}
 ANSWER = {"role": "assistant", "content": "2"}
 """Messages that show what a template makes of them."""
@@ -70,7 +71,7 @@ def chat_of_recipe(recipe: Recipe, tokenizer: Any, *, messages: bool | None = No
     """
     if messages is None:
         messages = any(map(_has_messages, tasks_of(recipe)))
-    chat = chat_of(tokenizer, recipe.prompts, messages=messages, warm_start=_completions(recipe))
+    chat = chat_of(tokenizer, recipe.prompts, messages=messages, warm_start=_warm_start(recipe))
     check_think_tags(tokenizer, chat.think_start, chat.think_end)
     return chat
 
@@ -83,43 +84,43 @@ def _has_messages(task: Task) -> bool:
     return any(layout.has_messages(row) for row in islice(rows, SAMPLE))
 
 
-def _completions(recipe: Recipe) -> list[str]:
+def _warm_start(recipe: Recipe) -> str:
     """The first completions of the warm start. A file that is gone has the recipe's closing tag, or the paper's."""
     path, end = recipe.sft.path, recipe.prompts.think_end
     if path is None:
-        return []
+        return ""
     if not Path(path).is_file():
-        return [THINK_TAGS[0][1] if end == AUTO else end]
-    return [str(row.values.get("completion", "")) for row in islice(read_json_lines(Path(path)), SAMPLE)]
+        return THINK_TAGS[0][1] if end == AUTO else end
+    return "\n".join(str(row.values.get("completion")) for row in islice(read_json_lines(Path(path)), SAMPLE))
 
 
-def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_start: Sequence[str] = ()) -> Chat:
+def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_start: str = "") -> Chat:
     """Decide how a policy is talked to; what `prompts` sets stays as it is.
 
     tokenizer: of Hugging Face. messages: the rows have lists of messages. warm_start: completions of its examples.
     The template: rows of messages take it where there is one, rows of text do not. The tags: those of the template;
-    else those of the warm start; else those that a tokenizer has as tokens, unless the prompts take a template,
-    which would write them; else none. A template that closes thinking in the prompt has none. Raises ValueError for
-    a template that fails, and for a closing tag that neither the template in use nor vocabulary, prompt or warm
-    start has.
+    else those of the warm start; else those of the vocabulary, unless the prompts take a template, which would write
+    them; else none. A template that closes thinking in the prompt has none. Raises ValueError for a template that
+    fails, and, where prompts take it, for a closing tag that nothing has.
     """
-    template = bool(tokenizer.chat_template)
-    takes = messages and template if prompts.chat_template == AUTO else bool(prompts.chat_template)
-    tags, source = _tags(tokenizer, prompts, takes=takes and template, warm_start=warm_start)
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    takes = bool(messages and template) if prompts.chat_template == AUTO else prompts.chat_template
+    shown = apply_template(tokenizer, prompts, [QUESTION]) if takes and template else ""
+    texts = {
+        "chat template": template + shown,
+        "warm start": warm_start,
+        "vocabulary": "\n".join(tokenizer.get_vocab()),
+        "prompt": prompts.prompt_template + (prompts.system or ""),
+    }
+    taught = ("chat template", "warm start") if takes else ("chat template", "warm start", "vocabulary")
+    tags = next(filter(None, (tags_in(texts[source]) for source in taught)), NO_TAGS)
+    if any(shown.rstrip().endswith(end) for _, end in THINK_TAGS):
+        tags = NO_TAGS
     start, end = prompts.think_start, prompts.think_end
     if start == AUTO:
         start = tags[0] if end in (AUTO, tags[1]) else ""
     if end == AUTO:
         end = tags[1]
-    known = [tokenizer.get_chat_template() if template else "", prompts.prompt_template, prompts.system or ""]
-    written = end.strip() in {tags[1], *tokenizer.get_vocab()}
-    written = written or any(end.strip() in text for text in (*known, *warm_start))
-    if takes and not written:
-        raise ValueError(
-            f"prompts.think_end: nobody writes {end!r}: it is not in the chat template, the vocabulary, "
-            "prompts.prompt_template, prompts.system or the warm start (sft.path); set prompts.think_start and "
-            "think_end to '' for a policy that does not think in tags, or make a warm start"
-        )
     rows = f"rows of {'messages' if messages else 'text'}"
     if takes:
         rows += " take the tokenizer's chat template"
@@ -127,33 +128,15 @@ def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_sta
         rows += " do not take the tokenizer's chat template, which prompts.chat_template true applies"
     else:
         rows += " are sent as text, since the tokenizer has no chat template"
+    source = next((source for source, text in texts.items() if end.strip() in text), "")
+    thinks = f"thinking is closed by {end!r}, as the {source or 'chat template'} has it"
     if not end.strip():
         thinks = "the policy thinks in no tags, and its whole completion is the answer"
-    else:
-        thinks = f"thinking is closed by {end!r}, as the {source if end == tags[1] else 'recipe'} has it"
-    if not written:
-        thinks += "; the tokenizer does not know it, so that only a warm start can have taught it"
-    return Chat(chat_template=takes, think_start=start, think_end=end, why=f"{rows}; {thinks}")
-
-
-def _tags(
-    tokenizer: Any, prompts: PromptsSection, *, takes: bool, warm_start: Sequence[str]
-) -> tuple[tuple[str, str], str]:
-    """(the tags that open and close thinking, where they are from); both empty where nothing has any."""
-    if tokenizer.chat_template:
+    elif not source and end != tags[1]:
+        thinks = f"nobody writes prompts.think_end {end!r}: no {', '.join(texts)} has it"
         if takes:
-            shown = apply_template(tokenizer, prompts, [QUESTION]).rstrip()
-            if any(shown.endswith(end) for _, end in THINK_TAGS):
-                return ("", ""), ""
-        else:
-            shown = ""
-        if tags := tags_in(tokenizer.get_chat_template() + shown):
-            return tags, "chat template"
-    if tags := next(filter(None, map(tags_in, warm_start)), None):
-        return tags, "warm start"
-    vocabulary = {} if takes else tokenizer.get_vocab()
-    tags = next((pair for pair in THINK_TAGS if all(tag.strip() in vocabulary for tag in pair)), None)
-    return (tags, "vocabulary") if tags else (("", ""), "")
+            raise ValueError(f"{thinks}; set think_start and think_end to '', or name the warm start (sft.path)")
+    return Chat(chat_template=takes, think_start=start, think_end=end, why=f"{rows}; {thinks}")
 
 
 def tags_in(text: str) -> tuple[str, str] | None:

@@ -249,10 +249,8 @@ class _Loader:
         if not read:
             why = "all rows are for other verifiers" if elsewhere else "the file is empty"
             raise ValueError(f"{path}: has no prompt: {why}")
-        if 2 * skipped > read:
+        if 2 * skipped > read or not unique:
             raise ValueError(f"{path}: {skipped} of {read} rows cannot be learned from, such as {self._unusable[-1]}")
-        if not unique:
-            raise ValueError(f"{path}: none of its {read} rows can be learned from, such as {self._unusable[-1]}")
         kept = self._render(unique)
         if not kept:
             raise ValueError(

@@ -121,8 +121,8 @@ class Layout:
         return other_columns(row, {*names, *(name.partition(".")[0] for name in names)})
 
 
-QUESTIONS = ("prompt", "problem", "question", "input", "query", "instruction ?input", "context_messages", "messages")
-ANSWERS = ("answer", "label", "ground_truth", "final_answer", "expected_answer", "reference_answer", "answerKey")
+QUESTIONS = ("prompt", "problem", "question", "input", "query", "instruction ?input", "context_messages", "message")
+ANSWERS = ("answer", "label", "ground_truth", "final_answer", "expected_answer", "answerKey", "correct")
 PUBLISHED = (
     ("verl", "prompt", "reward_model.ground_truth", ""),
     ("orz", "0.value", "1.ground_truth.value", ""),
@@ -144,9 +144,13 @@ PUBLISHED = (
 PAIRS = tuple(
     ((*question.split(),), answer, rank)
     for questions, answers, rank in (
+        ((*QUESTIONS, "messages"), ("reference_answer",), 0),
         (QUESTIONS, ANSWERS, 1),
+        (("messages",), (*ANSWERS, "metadata.expected_answer"), 2),
         (QUESTIONS, ("solution",), 2),
-        (("instruction ?input",), ("output",), 2),
+        (("messages",), ("solution",), 3),
+        (("query",), ("response",), 2),
+        (("instruction ?input", "input"), ("output",), 2),
         (("Problem", "Question"), ("Answer",), 1),
     )
     for answer in answers
@@ -154,10 +158,14 @@ PAIRS = tuple(
 )
 """Layouts with common names: question, reference, rank."""
 LAYOUTS = (
-    *(Layout(name=n, question=(*q.split(),), reference=(*r.split(),), verifier=v) for n, q, r, v in PUBLISHED),
+    *(
+        Layout(name=n, question=(*q.split(),), reference=(*r.split(),), verifier=v, rank=1 if n == "humaneval" else 0)
+        for n, q, r, v in PUBLISHED
+    ),
     *(Layout(name=f"{q[0]}/{r}", question=q, reference=(r,), rank=rank) for q, r, rank in PAIRS),
 )
-"""A worked solution (rank 2) is the reference of a file without answers; it has them in a box."""
+"""A worked solution (rank 2) is the reference of a file without answers; it has them in a box. Beside a question,
+`messages` (rank 2) are its whole conversation. MBPP+ has the columns of HumanEval (rank 1), and tests with numpy."""
 
 
 def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layout, Iterator[Row]]:
@@ -224,9 +232,11 @@ def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifie
     fitting = [layout for layout in fitting if any(usable[layout.name])] or fitting
     if not fitting:
         found = ", ".join(dict.fromkeys(chain.from_iterable(row.values for row in rows))) or "no columns"
+        advice = "name two of them as prompts.prompt_column and prompts.answer_column"
+        if re.search("(?i)incorrect|distractor", found):
+            advice = "write all choices into one column, choices, and the letter of the right one into answer"
         raise ValueError(
-            f"{path}: no known layout has its columns, {found}; name two of them as prompts.prompt_column and "
-            f"prompts.answer_column (docs/prompts.md lists the layouts)"
+            f"{path}: no known layout has its columns, {found}; {advice} (docs/prompts.md lists the layouts)"
         )
     lowest = min(layout.rank for layout in fitting)
     fitting = [layout for layout in fitting if layout.rank == lowest]
@@ -240,10 +250,10 @@ def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifie
     return able[0]
 
 
-def _pair(layout: Layout, row: Row, verifier: str) -> tuple[Question, str] | None:
+def _pair(layout: Layout, row: Row, verifier: str) -> tuple[str, str] | None:
     """Question and reference of a row, None where it lacks one."""
     try:
-        return layout.question_of(row), layout.reference_of(row, verifier)
+        return layout.question_of(row).text, layout.reference_of(row, verifier)
     except ValueError:
         return None
 
@@ -301,6 +311,8 @@ def _choices(row: Row) -> dict[str, str]:
         found = dict(zip(map(str, found["label"]), found["text"]))
     pairs = found.items() if isinstance(found, dict) else ()
     texts = {letter: str(each) for letter, each in pairs if isinstance(each, (str, int, float))}
+    if all(text.lstrip("(")[:2] in (f"{letter})", f"{letter}.") for letter, text in texts.items()):  # AQuA
+        texts = {letter: text.lstrip("(")[2:].strip() for letter, text in texts.items()}
     return texts if all(re.fullmatch(r"\w", letter) for letter in texts) else {}
 
 
@@ -318,6 +330,8 @@ def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> 
             raise ValueError(f"{row.where}: expected messages with role and text in {column!r}, found others")
         refuse_surrogates(row.where, column, content)
         messages.append({"role": ROLES.get(role, role), "content": content})
+    while len(messages) > 1 and messages[-1]["role"] == "assistant":  # the answer of a warm start's row
+        messages.pop()
     if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise ValueError(
             f"{row.where}: expected a last message of the user in {column!r}, found {messages[-1]}"[:200]

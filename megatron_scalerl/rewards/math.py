@@ -149,7 +149,10 @@ def _spelled(text: str) -> str:
 
 def _stated(reference: str) -> str:
     """A reference, or the answer of one that is a worked solution: its last box, or what stands after ####."""
-    text = reference.rpartition("####")[2].strip()
+    _, mark, after = reference.rpartition("####")
+    text = after.strip()
+    if mark:
+        text = text.partition("\n")[0]  # MetaMathQA adds a sentence
     return (last_box(text) if _has_words(text) else None) or text
 
 

@@ -66,6 +66,14 @@ def test_a_plan_of_another_split_says_what_to_set(capsys):
     assert said in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_folder_with_a_config_alone_is_planned_as_such(tmp_path, capsys):
+    words = [str(ROOT / "recipes" / "qwen3_8b_8gpus.yaml"), "--check", "--no-build", "--gpus", "8"]
+    folder = ROOT / "recipes" / "configs" / "Qwen3-8B"
+    assert main(["plan", *words, f"policy.path={folder}"]) == 2
+    assert "tokenizer" in capsys.readouterr().err
+    assert main(["plan", *words, f"policy.path={folder}", "--config", str(folder)]) == 0
+
+
 def test_an_interleaved_pipeline_is_planned_without_a_gpu(tiny):
     paths = [f"policy.path={tiny / 'base_policy'}", f"prompts.path={tiny / 'prompts.jsonl'}"]
     layout = [f"megatron.parallel={PIPELINE}", "trainer.world_size=3", "megatron.model.variable_seq_lengths=true"]

@@ -61,7 +61,37 @@ MATH = {
         "p.jsonl",
         "context_messages/answer",
         {"context_messages": USER, "answer": "3/4"},
-        {"context_messages": [*USER, {"role": "assistant", "content": "3/4"}], "answer": "3/4"},
+        {"context_messages": [{"role": "assistant", "content": "3/4"}], "answer": "3/4"},
+    ),
+    "OpenRLHF message": (
+        "p.jsonl",
+        "message/answer",
+        {"message": USER, "answer": "3/4"},
+        {"message": [], "answer": "3/4"},
+    ),
+    "MetaMathQA": (
+        "p.json",
+        "query/response",
+        {"query": ASK, "response": "Half.\n#### 0.75\nThe answer is: 0.75", "original_question": "What?"},
+        {"query": ASK, "response": "Half.\n#### a half\nThe answer is: a half", "original_question": "What?"},
+    ),
+    "MegaScience": (
+        "p.parquet",
+        "question/reference_answer",
+        {"question": ASK, "answer": "It is \\boxed{1}, no.", "reference_answer": "3/4", "subject": "math"},
+        {"question": ASK, "answer": "It is \\boxed{1}.", "reference_answer": "", "subject": "math"},
+    ),
+    "Nemotron-Post-Training": (
+        "p.jsonl",
+        "messages/metadata.expected_answer",
+        {"messages": [*USER, {"role": "assistant", "content": "2/4"}], "metadata": '{"expected_answer": "3/4"}'},
+        {"messages": [{"role": "assistant", "content": "2/4"}], "metadata": '{"expected_answer": "3/4"}'},
+    ),
+    "Llama-Nemotron": (
+        "p.jsonl",
+        "input/output",
+        {"input": USER, "output": "<think>\nHm.\n</think>\nIt is \\boxed{3/4}.", "category": "math"},
+        {"input": USER, "output": "It is so.", "category": "math"},
     ),
     "DeepScaleR": (
         "p.json",
@@ -286,6 +316,18 @@ CODE = {
         "mbpp_sanitized",
         {"prompt": "Add two numbers.", "code": "pass", "test_list": ASSERTS, "test_imports": []},
         {"prompt": "Add two numbers.", "code": "pass", "test_list": ["pass"], "test_imports": []},
+        ADD,
+    ),
+    "MBPP+": (
+        "p.parquet",
+        "mbpp_sanitized",
+        {
+            "prompt": "Add two numbers.",
+            "test_imports": [],
+            "test_list": ASSERTS,
+            "test": "import numpy as np\nassert add(2, 3) == 5",
+        },
+        {"prompt": "Add two numbers.", "test_imports": [], "test_list": [], "test": "import numpy as np"},
         ADD,
     ),
     "KodCode": (

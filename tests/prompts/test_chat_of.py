@@ -50,13 +50,13 @@ DECIDED = {
     "base, warm start": (None, (), {}, False, ("x</think>",), False, THINK, "as the warm start has it"),
     "base, tokens": (None, ("[THINK]", "[/THINK]"), {}, False, (), False, ("[THINK]", "[/THINK]"), "vocabulary"),
     "the recipe's": (QWEN3, (), {"think_start": "", "think_end": ""}, True, (), True, NONE, "whole completion"),
-    "the recipe's closing tag": (None, (), {"think_end": "</t>"}, False, (), False, ("", "</t>"), "as the recipe"),
+    "the recipe's closing tag": (None, (), {"think_end": "</t>"}, False, (), False, ("", "</t>"), "nobody writes"),
     "the recipe's, as the prompt asks": (
         CHATML, (), {"think_end": "</think>", "system": "Think, then </think>"}, True, (), True,
-        ("", "</think>"), "as the recipe",
+        ("", "</think>"), "as the prompt has it",
     ),
     "the recipe's, taught elsewhere": (
-        None, (), {"think_start": "<t>", "think_end": "</t>"}, False, (), False, ("<t>", "</t>"), "only a warm start"
+        None, (), {"think_start": "<t>", "think_end": "</t>"}, False, (), False, ("<t>", "</t>"), "nobody writes"
     ),
     "the recipe's opening tag": (QWEN3, (), {"think_start": ""}, True, (), True, ("", "</think>"), "'</think>'"),
 }  # fmt: skip
@@ -66,16 +66,16 @@ DECIDED = {
 def test_template_and_tags_follow_from_tokenizer_rows_and_warm_start(case):
     template, tokens, settings, messages, warm_start, takes, tags, why = DECIDED[case]
     tokenizer = tokenizer_with(template, tokens)
-    chat = chat_of(tokenizer, PromptsSection(**settings), messages=messages, warm_start=warm_start)
+    chat = chat_of(tokenizer, PromptsSection(**settings), messages=messages, warm_start="\n".join(warm_start))
     assert (chat.chat_template, (chat.think_start, chat.think_end)) == (takes, tags)
     assert why in chat.why
 
 
 @pytest.mark.parametrize("settings", [{"think_end": "</think>"}, {"think_start": "<think>", "think_end": "</thnik>"}])
-@pytest.mark.parametrize("warm_start", [(), ("2</done>3",)])
+@pytest.mark.parametrize("warm_start", ["", "2</done>3"])
 def test_a_closing_tag_that_nobody_writes_is_refused(settings, warm_start):
     prompts = PromptsSection(**settings)
-    with pytest.raises(ValueError, match=rf"prompts\.think_end: nobody writes '{prompts.think_end}'"):
+    with pytest.raises(ValueError, match=rf"nobody writes prompts\.think_end '{prompts.think_end}'"):
         chat_of(tokenizer_with(CHATML), prompts, messages=True, warm_start=warm_start)
 
 

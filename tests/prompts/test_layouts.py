@@ -85,6 +85,9 @@ REFERRED = (
     ({"question": PRIME, "choices": ["4", "7"], "answer": 7}, SHOWN, "7"),
     ({"question": PRIME, "choices": [{"text": "4"}], "answer": 7}, PRIME, "7"),
     ({"question": PRIME, "choices": {"*": "4", "label": 1, "text": [2]}, "answer": 7}, PRIME, "7"),
+    ({"question": PRIME, "options": ["A)4", "B)7"], "correct": "B", "rationale": "7."}, SHOWN, "B"),
+    ({"question": PRIME, "options": {"A": "(A) 4", "B": "(B) 7"}, "answer": "B"}, SHOWN, "B"),
+    ({"question": PRIME, "choices": ["A. 4", "7"], "answer": 1}, f"{PRIME}\n\nA. A. 4\nB. 7", "B"),
     ({"Body": "He has 3.", "Question": "How many?", "Answer": "3"}, "He has 3.\n\nHow many?", "3"),
     ({"question": "How many?", "context": None, "final_answer": ["3"]}, "How many?", "3"),
     ({"context": "He has 3.", "question": "He has 3. Sum?", "answer": "3"}, "He has 3. Sum?", "3"),
@@ -128,6 +131,19 @@ def test_settings_name_columns_and_paths_into_them(tokenizer, tmp_path):
     assert only.training[0].answer == "2"
 
 
+@pytest.mark.parametrize("wrong", ["Incorrect Answer 1", "distractor1"])
+def test_choices_in_columns_of_their_own_are_said(wrong, tokenizer, tmp_path):
+    row = {"Question": PRIME, "Correct Answer": "7", wrong: "4"}
+    with pytest.raises(ValueError, match="write all choices into one column, choices, and the letter of the right"):
+        load(tokenizer, write(tmp_path, "p.jsonl", [row]))
+
+
+def test_the_question_counts_more_than_a_conversation_with_it(tokenizer, tmp_path):
+    talk = [{"role": "user", "content": f"{ASK} Be brief."}, {"role": "assistant", "content": "3/4"}]
+    loaded = load(tokenizer, write(tmp_path, "p.jsonl", [{"problem": ASK, "messages": talk, "answer": "3/4"}]))
+    assert loaded.training[0].text == ASK
+
+
 def test_an_ambiguous_file_names_the_presets(tokenizer, tmp_path):
     path = write(tmp_path, "p.jsonl", [{"prompt": ASK, "problem": "What is 1?", "answer": "3/4"}])
     with pytest.raises(ValueError, match=r"set prompts\.preset to prompt/answer or problem/answer"):
@@ -157,6 +173,12 @@ def test_rows_of_another_task_do_not_refuse_a_mixed_file(tokenizer, tmp_path):
     assert len(load(tokenizer, others).report.unusable) == 9
     with pytest.raises(ValueError, match="has no prompt: all rows are for other verifiers"):
         load(tokenizer, write(tmp_path, "c.jsonl", [code]), preset="intellect")
+
+
+def test_a_file_of_which_nothing_is_left_says_why(tokenizer, tmp_path):
+    path = write(tmp_path, "p.jsonl", [{"prompt": ASK, "answer": "see the figure"}] * 4)
+    with pytest.raises(ValueError, match=r"1 of 4 rows cannot be learned from, such as .*which is text"):
+        load(tokenizer, path)
 
 
 def test_several_messages_need_a_chat_template(tokenizer, tmp_path):

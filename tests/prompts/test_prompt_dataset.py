@@ -255,14 +255,6 @@ def test_a_file_in_another_encoding_loses_no_row(encoding, name, tokenizer, tmp_
         load_prompts(tokenizer, section(tmp_path / name))
 
 
-def test_a_file_of_which_nothing_is_left_says_why(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl", [ROWS[0]] * 4)
-    with pytest.raises(
-        ValueError, match=r"none of its 4 rows can be learned from, such as .*line 1: .*: never right"
-    ):
-        load_prompts(tokenizer, section(path), lambda task, answers: ["never right"] * len(answers))
-
-
 def test_a_prompt_without_tokens_is_refused(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl", ROWS)
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
