@@ -135,6 +135,7 @@ class Controller:
             next_group_id=history.admitted,
             count_tokens=meter.count_training,
             rounds=rounds,
+            problems=prompts.problems,
         )
         self._overlap = Overlap(
             recipe, fleet, folder.path, self._state, self._stream, sync=sync, probe=probe, meter=meter, saving=saving

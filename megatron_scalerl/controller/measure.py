@@ -236,7 +236,8 @@ class Measurements:
         self._recipe, self._state, self._engines = recipe, state, engines
         self._metrics, self._meter = metrics, meter
         held = HeldEngine(engines, meter)
-        held_out = HeldOut(recipe, prompts.held_out, sampler, metrics, progress)
+        usable = [prompt for prompt in prompts.held_out if not prompts.problems.get(prompt.prompt_id)]
+        held_out = HeldOut(recipe, usable, sampler, metrics, progress)
         self._validations = Measurement(recipe, held_out, engines=engines, held=held, meter=meter, rounds=rounds)
         self._evaluations: Measurement | None = None
         if evaluation is not None:

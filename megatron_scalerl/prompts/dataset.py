@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_scalerl.prompts.layouts import OtherTask, Question, other_task, read_layout
@@ -22,8 +22,11 @@ from megatron_scalerl.types import Prompt
 
 PROMPTS_CHANGED = "a prompt file, the tokenizer or its template has changed"
 
-CheckAnswers = Callable[[Task, Sequence[tuple[str, str, Mapping[str, Any]]]], Sequence[str]]
-"""(task, questions with their references and other columns) -> for each why no answer could be right, or nothing."""
+CheckAnswers = Callable[
+    [Task, Sequence[tuple[str, str, Mapping[str, Any]]]], tuple[Sequence[str], Sequence[str | None]]
+]
+"""(task, questions with their references and other columns) -> for each why no answer may be paid, or nothing: by the
+texts alone, and as found out otherwise, which may differ the next time; None: to be found out at its first use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +79,9 @@ class PromptSet:
     held_out: tuple[Prompt, ...]
     """Task after task, each in the order of hashes, so that its first n do not depend on the order of the file."""
     report: PromptReport
+    problems: dict[str, str | None] = field(default_factory=dict)
+    """Prompts that a check refused whose result may differ the next time, with the reason; None: to be checked at
+    their first use. They stay, so that digest and order do not change when the run is resumed."""
 
     def digest(self) -> str:
         """16 hexadecimal digits of the SHA-256 of all ids and tokens, in order."""
@@ -92,7 +98,9 @@ def prompt_id(text: str, answer: str, task: str = "") -> str:
 
 
 def load_prompts(
-    tokenizer: Any, tasks: Sequence[Task], check_answers: CheckAnswers = lambda task, answers: [""] * len(answers)
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    check_answers: CheckAnswers = lambda task, answers: ([""] * len(answers),) * 2,
 ) -> PromptSet:
     """Read, render and split the prompts of the recipe's tasks.
 
@@ -102,7 +110,8 @@ def load_prompts(
     reported: those without a text or an answer, and those that `check_answers` refuses. Raises ValueError, in one
     line, for an invalid file, where most of its rows cannot be learned from, or if a task has no training prompt.
     """
-    loaders = [_Loader(tokenizer, task, check_answers) for task in tasks]
+    problems: dict[str, str | None] = {}
+    loaders = [_Loader(tokenizer, task, check_answers, problems) for task in tasks]
     splits = [loader.load_split() for loader in loaders]
     texts = {prompt.text for _, held_out in splits for prompt in held_out}
     training: list[Prompt] = []
@@ -124,7 +133,7 @@ def load_prompts(
         for _, held_out in splits
         for prompt in sorted(held_out, key=lambda prompt: (_text_hash(prompt.text), prompt.prompt_id))
     ]
-    return PromptSet(training=tuple(training), held_out=tuple(ordered), report=_sum(reports))
+    return PromptSet(training=tuple(training), held_out=tuple(ordered), report=_sum(reports), problems=problems)
 
 
 def _sum(reports: Sequence[PromptReport]) -> PromptReport:
@@ -175,10 +184,14 @@ _Usable = tuple[str, Question, Prompt]
 class _Loader:
     """Reads the files of a task into prompts and counts skipped rows."""
 
-    def __init__(self, tokenizer: Any, task: Task, check_answers: CheckAnswers) -> None:
+    def __init__(
+        self, tokenizer: Any, task: Task, check_answers: CheckAnswers, problems: dict[str, str | None]
+    ) -> None:
+        """problems: as of `PromptSet`, filled here."""
         self._renderer = PromptRenderer(tokenizer, task.prompts)
         self._prompts = task.prompts
         self._check_answers = check_answers
+        self._problems = problems
         self.task = task
         self.split_off = 0
         """Prompts of `path` that are held out."""
@@ -201,8 +214,8 @@ class _Loader:
     def report(self, training: Sequence[Prompt], held_out: Sequence[Prompt], *, leaked: int) -> PromptReport:
         return PromptReport(
             rows=self._rows,
-            training=len(training),
-            held_out=len(held_out),
+            training=sum(not self._problems.get(prompt.prompt_id) for prompt in training),
+            held_out=sum(not self._problems.get(prompt.prompt_id) for prompt in held_out),
             duplicates=self._duplicates,
             leaked=leaked,
             too_long=tuple(self._too_long),
@@ -242,14 +255,24 @@ class _Loader:
             )
             unique.setdefault(identity, (row.where, question, prompt))
         answers = [(prompt.text, prompt.answer, prompt.extra) for _, _, prompt in unique.values()]
-        for identity, problem in zip(list(unique), self._check_answers(self.task, answers)):
+        problems, tried = self._check_answers(self.task, answers)
+        for identity, problem, trial in zip(list(unique), problems, tried):
+            if problem or trial:
+                self._unusable.append(f"{unique[identity][0]}: {layout.reference[-1]!r}: {problem or trial}")
             if problem:
-                self._unusable.append(f"{unique.pop(identity)[0]}: {layout.reference[-1]!r}: {problem}")
+                del unique[identity]
+            elif trial != "":
+                self._problems[identity] = trial
+        checked = len(tried) - tried.count(None)
+        if checked < len(tried):
+            self._layouts.append(
+                f"{path}: {checked} of {len(tried)} references were checked, the others are at their first use"
+            )
         read, skipped = self._rows - before - elsewhere, len(self._unusable) - unusable - elsewhere
         if not read:
             why = "all rows are for other verifiers" if elsewhere else "the file is empty"
             raise ValueError(f"{path}: has no prompt: {why}")
-        if 2 * skipped > read or not unique:
+        if 2 * skipped > read or not unique or 2 * (checked - tried.count("")) > checked:
             raise ValueError(f"{path}: {skipped} of {read} rows cannot be learned from, such as {self._unusable[-1]}")
         kept = self._render(unique)
         if not kept:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation, Overflow
 from typing import Any
 
-from megatron_scalerl.rewards.code_tests import parse_tests
+from megatron_scalerl.rewards.code_tests import CodeTests, parse_tests
 from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded
 from megatron_scalerl.rewards.sandbox import Sandbox
 
@@ -52,12 +52,13 @@ def extract_program(answer_text: str) -> str | None:
     """
     blocks = list(_blocks(answer_text))
     python = [text for language, text in blocks if language in PYTHON]
-    unnamed = [text for language, text in blocks if not language and _is_program(text)]
+    unnamed = [text for language, text in blocks if not language and is_program(text)]
     programs = python or unnamed or [text for _, text in blocks]
     return programs[-1] if programs else None
 
 
-def _is_program(text: str) -> bool:
+def is_program(text: str) -> bool:
+    """Whether a text is Python that calls, defines or imports something."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -95,9 +96,12 @@ def verify_code(answer_text: str, reference: str, extra: dict[str, Any], *, limi
     """
     tests = parse_tests(reference, extra)
     program = extract_program(answer_text)
-    if program is None:
-        return False
-    with Sandbox.made(limits) as sandbox:
+    return program is not None and passes(program, tests, limits)
+
+
+def passes(program: str, tests: CodeTests, limits: Limits, deadline: float | None = None) -> bool:
+    """True if a program passes all tests. deadline: as of `Sandbox`. Raises as `verify_code`."""
+    with Sandbox(limits, deadline=deadline) as sandbox:
         if tests.script is not None:
             return sandbox.run_tests(program, tests.script, tests.entry_point)
         inputs = [given for given, _ in tests.cases]

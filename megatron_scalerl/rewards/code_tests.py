@@ -62,6 +62,8 @@ class CodeTests:
     """The function that the script's `check` is called with; empty: the script calls it itself."""
     called: frozenset[str] = frozenset()
     """Names of the program that the script uses, of which a problem has to have one."""
+    names: frozenset[str] = frozenset()
+    """All names of the program that a script of the data set uses; none where the script was made here."""
 
 
 def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeTests:
@@ -90,7 +92,10 @@ def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeT
         return _calls(parsed, name)
     if any(map(_is_call, parsed)):
         raise ValueError("functional tests need the name of the function: metadata.func_name or fn_name")
-    return CodeTests(cases=tuple((_text(case["input"]), _text(case["output"])) for case in parsed))
+    tests = CodeTests(cases=tuple((_text(case["input"]), _text(case["output"])) for case in parsed))
+    if not any(expected.strip() for _, expected in tests.cases):
+        raise ValueError("its tests pass a program that does nothing: all outputs are empty")
+    return tests
 
 
 def _is_call(case: Mapping[str, Any]) -> bool:
@@ -142,6 +147,8 @@ def _calls(parsed: list[dict[str, Any]], name: str) -> CodeTests:
                 f"expected a list of arguments as input of a test of {name}, found a {type(given).__name__}"
             )
         cases.append([given, expected])
+    if all(expected in (None, [None]) for _, expected in cases):
+        raise ValueError("its tests pass a program that does nothing: all outputs are null")
     script = _CALLS.format(name=name, cases=json.dumps(cases))
     return CodeTests(script=script, entry_point=name, called=frozenset((name,)))
 
@@ -179,9 +186,9 @@ def _script(text: str, entry_point: str) -> CodeTests:
             "expected an assertion that runs: in the text itself, in a function test* without arguments, in a class "
             "Test*, or in check(candidate) of a row with entry_point; found none"
         )
-    return CodeTests(
-        script=text, entry_point=entry_point, called=frozenset(filter(None, (entry_point,))) or _called(nodes)
-    )
+    entry = frozenset(filter(None, (entry_point,)))
+    names = _called(nodes)
+    return CodeTests(script=text, entry_point=entry_point, called=entry or names, names=entry | names)
 
 
 def _of_pytest(nodes: list[ast.AST]) -> Iterator[str]:

@@ -180,6 +180,11 @@ class VerifierPool:
             self.counters["correct" if score.correct else score.reason] += 1
         return penalized(score, tokens, self._rewards.length_penalty)
 
+    async def problem_of(self, prompt: Prompt) -> str:
+        """Why no answer to a prompt may be paid, or nothing; a limit that is exceeded, too. Raises as `score`."""
+        request = (None, self._rewards.verifier, prompt.text, prompt.answer, dict(prompt.extra))
+        return (await self._score_once(pickle.dumps(request))).reason
+
     async def _score_once(self, request: bytes) -> Score:
         """The score of a request: cached, of an outstanding identical check, or of a new check."""
         key = hashlib.sha256(request).digest()
@@ -266,6 +271,8 @@ class VerifierPool:
         if outcome.error and not self._error_shown:
             self._error_shown = True
             logger.warning("the verifier raised; the completion counts as wrong:\n%s", outcome.error)
+        if outcome.unusable:
+            return self._wrong(outcome.unusable)
         value = outcome.value
         if value is None:
             return self._wrong("error")
@@ -325,3 +332,7 @@ class TaskPools:
     ) -> Score:
         """As `VerifierPool.score`."""
         return await self._pools[prompt.task].score(text_after_thinking, prompt, truncated=truncated, tokens=tokens)
+
+    async def problem_of(self, prompt: Prompt) -> str:
+        """As `VerifierPool.problem_of`."""
+        return await self._pools[prompt.task].problem_of(prompt)

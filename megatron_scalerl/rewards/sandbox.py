@@ -30,9 +30,6 @@ UNPRIVILEGED = 65534
 """The user that programs run as where the sandbox is started by root."""
 END_TIMEOUT_S = 10.0
 """Seconds for the processes of a sandbox to be gone after it was closed."""
-MAKE_TRIES = 3
-MAKE_PAUSE_S = 0.5
-"""Tries to make a sandbox, with pauses that double: the system may be short of processes or memory for a moment."""
 
 
 class SandboxError(VerifierUnavailable):
@@ -56,11 +53,11 @@ class Result:
 class Sandbox:
     """One sandbox; `with` closes it. The programs of one request run in it, one after another."""
 
-    def __init__(self, limits: Limits, *, timeout_s: float | None = None) -> None:
-        """Raises SandboxError if it cannot be made. timeout_s: time for all of its answers; None: no limit."""
+    def __init__(self, limits: Limits, *, deadline: float | None = None) -> None:
+        """Raises SandboxError if it cannot be made. deadline: of its answers, by time.monotonic (s); None: none."""
         assert limits.memory_mb is not None
         self._limits = limits
-        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._deadline = deadline
         self._buffer = b""
         command = [sys.executable, "-S", "-m", "megatron_scalerl.rewards.sandbox_init", str(os.getpid())]
         try:
@@ -80,16 +77,6 @@ class Sandbox:
         except BaseException:
             self.close()
             raise
-
-    @classmethod
-    def made(cls, limits: Limits) -> Sandbox:
-        """A sandbox, after MAKE_TRIES tries at most. Raises SandboxError."""
-        for attempt in range(MAKE_TRIES - 1):
-            try:
-                return cls(limits)
-            except SandboxError:
-                time.sleep(MAKE_PAUSE_S * 2**attempt)
-        return cls(limits)
 
     def __enter__(self) -> Sandbox:
         return self

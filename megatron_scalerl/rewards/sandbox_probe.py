@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 from megatron_scalerl.rewards.limits import Limits
@@ -76,7 +77,7 @@ def _named(value: Any) -> str:
 def _run(program: str, limits: Limits) -> Result:
     """Run a program once. Raises ValueError if there is no sandbox, or no interpreter in it."""
     try:
-        with Sandbox(limits, timeout_s=TIMEOUT_S) as sandbox:
+        with Sandbox(limits, deadline=time.monotonic() + TIMEOUT_S) as sandbox:
             results = list(sandbox.run(program, [""], [1 << 16]))
     except SandboxError as error:
         raise ValueError(f"{_HEAD}; {error}") from None

@@ -77,6 +77,8 @@ class Outcome:
     """Why the check could not be made."""
     error: str = ""
     """The traceback of a verifier that raised."""
+    unusable: str = ""
+    """Why no answer to the prompt may be paid."""
 
 
 def load_verifier(spec: str, limits: Limits) -> Verifier:
@@ -131,10 +133,14 @@ def _check_signature(head: str, name: str, verifier: Verifier) -> None:
 
 
 def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
-    """Run one check, a pickle, within its limits."""
+    """Run one check, a pickle, within its limits: of an answer, or for None of the prompt itself."""
     try:
         with limited_check(limits):
-            value = verifier(*pickle.loads(check))
+            answer, *row = pickle.loads(check)
+            if answer is None:
+                unusable = _text(problem_of(limits, *row))
+                return Outcome(value=not unusable, unusable=unusable)
+            value = verifier(answer, *row)
         value = value.item() if hasattr(value, "item") else value  # numpy scalars
         if not isinstance(value, bool):
             value = float(value)
@@ -151,6 +157,15 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
             return Outcome(unavailable=_text(f"{type(error).__name__}: {error}"[:1000]))
         return Outcome(error=_text(traceback.format_exc()[-4000:]))
     return Outcome(value=value)
+
+
+def problem_of(limits: Limits, verifier: str, question: str, reference: str, columns: dict[str, Any]) -> str:
+    """Why no answer to a prompt may be paid, or nothing. Raises as `code_checks.problem_of`."""
+    from megatron_scalerl.rewards import code_checks, math
+
+    if verifier == "math":
+        return math.check_references([reference])[0]
+    return code_checks.problem_of(question, reference, columns, limits)
 
 
 def is_unavailable(error: BaseException) -> bool:

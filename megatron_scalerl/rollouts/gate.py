@@ -162,9 +162,13 @@ class StalenessGate:
         assert deadline >= lower, f"group {group_id}: first token older than its admission"
         self._ready[group_id] = deadline
 
+    def drop(self, group_id: int) -> None:
+        """A group in flight is discarded for good."""
+        del self._in_flight[group_id]
+
     def abandon(self, group_id: int) -> None:
         """A group in flight is discarded; it may start again, with a later deadline."""
-        del self._in_flight[group_id]
+        self.drop(group_id)
 
     def restore(self, group_id: int, first_token_version: int) -> None:
         """A finished group is read from the journal after a restart."""

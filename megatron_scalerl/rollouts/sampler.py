@@ -35,6 +35,10 @@ class Sampler:
         """The random choices for completion `index` of a group, a function of these three numbers."""
         return self._plans.draw(seed, group_id, index)
 
+    async def problem_of(self, prompt: Prompt) -> str:
+        """As `VerifierPool.problem_of`."""
+        return await self._verifier.problem_of(prompt)
+
     async def complete(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, max_tokens: int | None = None
     ) -> ScoredCompletion:

@@ -13,7 +13,7 @@ finished batch, freed engine slots, an engine that joins or leaves, a failure.
 * Group tasks (`_group`, one per outstanding group). Consume: the completions of a group, all from one engine, so that
   they share its prefix cache. Wait for: these completions and their scores, and for the disk. Unblocked by: the
   engine, the verifier and the journal; they never wait for the trainer, so every admitted group finishes or is issued
-  again. Each ends by moving its group to `_ready` or to `_reissue`.
+  again. Each ends by moving its group to `_ready` or to `_reissue`, or drops it: its prompt cannot be learned from.
 * `_follow_engines` (one task) notifies the condition when an engine joins or leaves.
 * `next_batch` (the controller's training loop). Consumes: `_ready`, bounded by the gate. Waits for: a batch that the
   gate may release. Unblocked by: group tasks. Returns None when the curriculum is exhausted and nothing is
@@ -61,6 +61,8 @@ from megatron_scalerl.rollouts.plans import TRAINING_PRIORITY, Draw
 from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
 from megatron_scalerl.types import Completion, CompletionLost, Prompt, RolloutGroup
 
+MOST_UNUSABLE = 1000
+"""Draws in a row of prompts that cannot be learned from, after which the run ends."""
 _FORGET = 0.02
 """Weight of the newest completion in the running mean of their lengths."""
 
@@ -172,9 +174,10 @@ class RolloutStream:
         next_group_id: int = 0,
         count_tokens: Callable[[int], None] = lambda tokens: None,
         rounds: Rounds | None = None,
+        problems: dict[str, str | None] | None = None,
     ) -> None:
         """count_tokens: called with the number of tokens of every finished completion. rounds: for
-        rollouts.deterministic."""
+        rollouts.deterministic. problems: `PromptSet.problems`, completed here."""
         self.reissued_groups = 0
         """Groups that were issued again because their engine was evicted."""
         self.policy_version = 0
@@ -183,6 +186,7 @@ class RolloutStream:
         self._curriculum = curriculum
         self._sampler = sampler
         self._journal = journal
+        self._problems = problems or {}
         self._gate = gate_of(recipe.rollouts)
         self._group_size = recipe.rollouts.group_size
         self._seed = recipe.seed
@@ -370,6 +374,18 @@ class RolloutStream:
         return bool(self._reissue and self._reissue[0].counted) or self._gate.may_start()
 
     def _draw(self) -> Admission | None:
+        """The next group of a prompt that can be learned from; None if the curriculum is exhausted.
+
+        The journal has draws of other prompts, too: the order does not depend on when a problem is found. Raises
+        RuntimeError for MOST_UNUSABLE in a row.
+        """
+        for _ in range(MOST_UNUSABLE):
+            admission = self._next()
+            if admission is None or admission.recorded or not self._problems.get(admission.prompt.prompt_id):
+                return admission
+        raise RuntimeError(f"the last {MOST_UNUSABLE} prompts that were drawn cannot be learned from")
+
+    def _next(self) -> Admission | None:
         """The next group: one to reissue, otherwise a new prompt; None if the curriculum is exhausted."""
         if self._reissue:
             return self._reissue.pop(0)
@@ -411,6 +427,14 @@ class RolloutStream:
             complete = len(results) == self._group_size
             await self._repeated(admission.recorded, [found.completion for found in kept] if complete else None)
             return
+        if problem := await self._problem_of(prompt):
+            logger.warning(
+                "group %d is left out: prompt %s cannot be learned from: %s", group_id, prompt.prompt_id, problem
+            )
+            async with self._changed:
+                self._gate.drop(group_id)
+                self._changed.notify_all()
+            return
         if len(results) < self._group_size or not kept:
             await self._reissue_group(admission, results if kept else {}, evicted=len(results) < self._group_size)
             return
@@ -430,6 +454,16 @@ class RolloutStream:
             self._gate.finish(group_id, group.first_token_version)
             self._ready[group_id] = group
             self._changed.notify_all()
+
+    async def _problem_of(self, prompt: Prompt) -> str:
+        """Why a prompt cannot be learned from, or nothing; found out at its first use where it is not known."""
+        problem = self._problems.get(prompt.prompt_id, "")
+        if problem is None:
+            try:
+                problem = self._problems[prompt.prompt_id] = await self._sampler.problem_of(prompt)
+            except CompletionLost as lost:
+                problem = str(lost)
+        return problem
 
     async def _reissue_group(
         self, admission: Admission, kept: dict[int, ScoredCompletion | None], *, evicted: bool

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_scalerl.controller.preflight import check_inputs
+from megatron_scalerl.controller.preflight import check_answers, check_inputs
 from megatron_scalerl.controller.run_folder import RunFolder, check_recipe
 from megatron_scalerl.controller.train import train
 from megatron_scalerl.recipe.file import load_recipe
+from megatron_scalerl.recipe.tasks import tasks_of
 
 ROOT = Path(__file__).parents[2]
 GOOD_ROW = json.dumps({"prompt": "1;+2=", "answer": "3"})
@@ -187,6 +188,41 @@ def test_tests_that_the_verifier_code_cannot_run_are_named_by_row(tiny, tmp_path
     assert refusal(tiny, *mixture(tiny, tmp_path, TESTS, "f(1)", "f(2)")).endswith(said)
     single = refusal(tiny, f"prompts.path={code_file(tmp_path, '4')}", "rewards.verifier=code")
     assert "line 1: 'answer': expected unit tests" in single
+
+
+def test_tests_that_pay_wrong_programs_are_reported_and_change_no_digest(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "code.jsonl"
+    tests = ("assert f(1)", *(f"assert f({number}) == 2" for number in range(3)))
+    file.write_text("".join(json.dumps({"prompt": "Write f.", "answer": text}) + "\n" for text in tests))
+    settings = (f"prompts.path={file}", "prompts.held_out_path=null", "prompts.held_out=0", "rewards.verifier=code")
+    prompts = check_inputs(recipe(tiny, *settings, "validation.every_steps=0")).prompts
+    said = f"{file}: line 1: 'answer': its tests pass a program that returns a wrong value"
+    assert prompts.report.unusable == (said,) and prompts.report.training == 3 and len(prompts.training) == 4
+    assert prompts.problems == {prompts.training[0].prompt_id: said.partition("'answer': ")[2]}
+    monkeypatch.setattr("megatron_scalerl.rewards.code_checks.LOAD_S", -1.0)
+    next((tmp_path / "megatron_scalerl" / "checks").iterdir()).unlink()
+    unknown = check_inputs(recipe(tiny, *settings, "validation.every_steps=0")).prompts
+    assert unknown.digest() == prompts.digest() and [*unknown.problems.values()] == [None] * 4
+    assert any("0 of 4 references were checked" in line for line in unknown.report.lines())
+
+
+@pytest.mark.parametrize("tests", ["assert f(1)", "f(1)"])
+def test_a_file_that_repeats_a_row_with_bad_tests_is_refused(tiny, tmp_path, monkeypatch, tests):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "code.jsonl"
+    file.write_text(10 * (json.dumps({"prompt": "Write f.", "answer": tests}) + "\n"))
+    said = refusal(tiny, f"prompts.path={file}", "rewards.verifier=code")
+    assert f"{file}: 1 of 10 rows cannot be learned from, such as {file}: line 1: 'answer': " in said
+
+
+def test_of_many_mathematical_references_a_sample_is_checked(tiny, monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.controller.preflight.MOST_REFERENCES", 5)
+    (task,) = tasks_of(recipe(tiny))
+    answers = [("q", text, {}) for text in ("see the figure", *(f"\\frac{{1}}{{{n}}}" for n in range(3, 20)), "7")]
+    problems, tried = check_answers(task, answers)
+    assert tried.count(None) == 13 and tried[-1] == "" and set(filter(None, problems)) <= {problems[0]}
+    assert check_answers(task, answers[::-1]) == (problems[::-1], tried[::-1])
 
 
 def test_a_host_that_cannot_isolate_programs_is_refused_before_any_process(tiny, tmp_path, monkeypatch):

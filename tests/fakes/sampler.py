@@ -48,9 +48,15 @@ class StandInSampler:
         """(engine, draw) of every completion."""
         self.limits: set[int | None] = set()
         """Budgets that were asked for."""
+        self.unusable: set[str] = set()
+        """Prompts that cannot be learned from, for `problem`."""
+        self.problem = "found at its first use"
 
     def draw(self, seed: int, group_id: int, index: int) -> StandInDraw:
         return StandInDraw(seed, group_id, index)
+
+    async def problem_of(self, prompt) -> str:
+        return self.problem if prompt.prompt_id in self.unusable else ""
 
     async def complete(self, engine, prompt, draw, *, priority, max_tokens=None) -> ScoredCompletion:
         self.asked.append((engine, draw))

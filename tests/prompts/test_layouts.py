@@ -37,6 +37,12 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TEMPLATE)
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """What was found out about tests is kept in another folder than the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
+
+
 def load(tokenizer, path, verifier="math", **settings):
     prompts = PromptsSection(path=path, **SETTLED | {"held_out": 0, "chat_template": True} | settings)
     task = Task(name="", weight=1.0, prompts=prompts, rewards=RewardsSection(verifier=verifier))

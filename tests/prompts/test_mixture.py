@@ -125,7 +125,8 @@ def test_no_task_trains_on_what_another_holds_out(tmp_path):
 
 def test_an_answer_that_its_verifier_cannot_use_is_named_by_file_and_line(tmp_path):
     def check(task, answers):
-        return [f"expected a test of {task.name}, found {n}" if n in unusable else "" for _, n, _ in answers]
+        problems = [f"expected a test of {task.name}, found {n}" if n in unusable else "" for _, n, _ in answers]
+        return problems, [""] * len(answers)
 
     rows = [{"prompt": f"{n};+2=", "answer": str(n)} for n in range(9)]
     unusable = {"4", "7"}

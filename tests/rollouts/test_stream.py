@@ -13,7 +13,7 @@ from waiting import passes
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.history import read_history
+from megatron_scalerl.rollouts.history import Admit, read_history, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import RolloutStream
 from megatron_scalerl.types import CompletionLost, Prompt
@@ -49,6 +49,7 @@ def prompts(count):
 
 def make_stream(tmp_path, *, k=2, engines=None, **settings):
     rollouts = {"groups_per_batch": 3, "group_size": 4, "max_in_flight": 8, "max_staleness_steps": k}
+    rollouts |= settings.get("rollouts", {})
     return RolloutStream(
         Recipe(name="r", steps=1, seed=1, policy={"path": "p"}, prompts={"path": "q"}, rollouts=rollouts),
         curriculum=Curriculum(prompts(settings.get("prompts", 500)), 7, None, settings.get("max_epochs")),
@@ -56,6 +57,7 @@ def make_stream(tmp_path, *, k=2, engines=None, **settings):
         sampler=settings.get("sampler") or sampler_of(),
         journal=Journal(tmp_path),
         next_group_id=settings.get("next_group_id", 0),
+        problems=settings.get("problems", {}),
     )
 
 
@@ -204,3 +206,49 @@ def test_a_group_whose_draws_are_always_lost_gets_others(tmp_path):
 
     groups = {g.group_id: g for g in in_virtual_time(run())}
     assert len(groups[1].completions) == 4 and groups[1].lost_completions == 0
+
+
+@pytest.mark.parametrize("rollouts", [{}, {"schedule": "ppo_off_policy", "updates_per_phase": 2}])
+def test_a_prompt_that_cannot_be_learned_from_leaves_no_group_and_is_not_drawn_again(tmp_path, rollouts):
+    problems = {"p001": "known before", "p002": None, "p003": None}
+    sampler = sampler_of()
+    sampler.unusable = {"p002"}
+
+    async def run():
+        engine = StandInEngine()
+        stream = make_stream(
+            tmp_path,
+            k=1,
+            prompts=6,
+            max_epochs=3,
+            engines=[engine],
+            rollouts=rollouts,
+            problems=problems,
+            sampler=sampler,
+        )
+        stream.start(0)
+        groups = []
+        while batch := await stream.next_batch():
+            groups += batch
+            engine.version += 1
+            await stream.trained(engine.version)
+        return groups
+
+    groups = in_virtual_time(run())
+    assert Counter(group.prompt.prompt_id for group in groups) == {f"p{i:03d}": 3 for i in (0, 3, 4, 5)}
+    assert problems == {"p001": "known before", "p002": sampler.problem, "p003": ""}
+    admitted = {e.group_id: e.prompt_id for e in read_history(tmp_path).events if isinstance(e, Admit)}
+    assert Counter(admitted.values()) == {f"p{i:03d}": 3 for i in range(6)}
+    asked = Counter(admitted[draw.group] for _, draw in sampler.asked)
+    assert asked == {"p002": 4} | {f"p{i:03d}": 12 for i in (0, 3, 4, 5)}
+    replay_draws(Curriculum(prompts(6), 7, None, 3), read_history(tmp_path))  # whatever is known then
+
+
+def test_a_stream_of_prompts_that_cannot_be_learned_from_fails(tmp_path):
+    async def run():
+        stream = make_stream(tmp_path, prompts=4, problems={f"p{i:03d}": "its tests pay all" for i in range(4)})
+        stream.start(0)
+        await stream.next_batch()
+
+    with pytest.raises(RuntimeError, match="the last 1000 prompts that were drawn cannot be learned from"):
+        in_virtual_time(run())
