@@ -46,15 +46,11 @@ def parsed(text: str, units: bool = True, timeout_s: int | None = None) -> list[
     # Imported here: both import sympy, which only the verifier processes need.
     from latex2sympy2_extended.math_normalization import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
-    from sympy import I
 
     rules = NormalizationConfig(units=units, malformed_operators=True, nits=True)
     configs = (LatexExtractionConfig(normalization_config=rules), ExprExtractionConfig())
-    parts = parse(text, configs, parsing_timeout=timeout_s)
-    return [
-        part if isinstance(part, str) else part.xreplace({i: I for i in part.free_symbols if str(i) == "i"})
-        for part in parts
-    ]
+    parts: list[Any] = parse(text, configs, parsing_timeout=timeout_s)
+    return parts
 
 
 def is_text(reading: Reading) -> bool:
@@ -81,9 +77,10 @@ def written(reading: Reading, more: int = 0) -> list[str]:
 
     more: what is added to the numerator.
     """
-    from sympy import Rational
+    from sympy import Expr, Rational
 
-    value = _exact((reading.values or reading.whole)[0])
+    (read_as, *_) = reading.values or reading.whole
+    value = _exact(read_as) if isinstance(read_as, Expr) else None
     if not isinstance(value, Rational) or not value.is_finite:
         return []
     value += Rational(more, value.q)
@@ -112,7 +109,7 @@ def _is_solved(relation: Any) -> bool:
     if not isinstance(relation, Relational) or isinstance(relation, Eq):
         return False
     bound, variable = sorted(relation.args, key=lambda side: len(side.free_symbols))
-    return variable.is_Symbol and not bound.free_symbols
+    return bool(variable.is_Symbol and bound.is_comparable)
 
 
 @functools.cache
@@ -134,11 +131,13 @@ def _exact_verify() -> Callable[..., bool]:
 
 
 def _exact(expression: Any) -> Any:
+    """The value of an expression, whose decimals are fractions and whose i is the imaginary unit."""
     from math_verify.grader import safe_sympy_doit
-    from sympy import Float, Rational
+    from sympy import Float, I, Rational
 
-    decimals = {decimal: Rational(str(decimal)) for decimal in expression.atoms(Float)}
-    return safe_sympy_doit(expression.xreplace(decimals))
+    known = {decimal: Rational(str(decimal)) for decimal in expression.atoms(Float)}
+    known |= {symbol: I for symbol in expression.free_symbols if str(symbol) == "i"}
+    return safe_sympy_doit(expression.xreplace(known))
 
 
 def _equal(gold: Any, answer: Any) -> bool:

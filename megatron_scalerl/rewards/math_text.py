@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 _Rewrites = Mapping[str, str | Callable[[re.Match[str]], str]]
 _TEXT = r"\\(?:text[a-z]*|mathrm|operatorname|mbox)\*?\s*"
 _DEGREE = r"\^\s*\{?\s*\\circ(?![a-z])\s*\}?"
+_LONGEST = 200
+"""Characters of a text in which a unit is searched."""
 _COMBINATIONS = r"(?:\\mathrm\{C\}|C)"
 _COMMANDS_OF_SIGNS = (
     *("- ", "- ", r"\times ", "/ ", r"\cdot ", r"\cdot ", r"^\circ ", r"\infty ", r"\le ", r"\ge ", r"\ne "),
@@ -74,11 +76,11 @@ _INTRODUCTION = (
     r"(?:[Tt]he )?(?:(?:final|correct) )?(?:[Aa]nswer|[Oo]ption|[Cc]hoice|[Vv]alue|[Rr]esult)(?: is)?\s*:?\s*"
 )
 _AROUND: _Rewrites = {
-    r"^\s*(?:\$+|\\\(|\\\[)\s*([^$]*?)\s*(?:\$+|\\\)|\\\])\s*$": r"\1",
-    rf"^\s*(?:{_TEXT}\{{\s*{_INTRODUCTION}\}}|({_TEXT}\{{)?\s*{_INTRODUCTION})\s*(?=\S)": r"\1",
+    r"^(?:\$+|\\\(|\\\[)([^$]*?)(?:\$+|\\\)|\\\])$": r"\1",
+    rf"^(?:{_TEXT}\{{\s*{_INTRODUCTION}\}}|({_TEXT}\{{\s*)?{_INTRODUCTION})\s*(?=\S)": r"\1",
 }
 _ALONE: _Rewrites = {
-    r"(?:\\[,;:! ]|[.,;:\s~])+$|^\s+": "",
+    r"(?<![.,;:\s~])(?:\\[,;:! ]|[.,;:\s~])+$|^\s+": "",
     r"(?<=\d)[ _](?=(?:\d{3}[ _])*\d{3}(?:\.\d+)?$)": "",
     r"^(-?\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)": r"\1\\frac{\2}{\3}",
     r"^\\?\{\s*[a-z]\s*(?:\\in\b[^|:<>]*)?(?:\\mid|\\vert|\||:)\s*((?=.*[<>]|.*\\[lg]).*?)\s*\\?\}$": r"\1",
@@ -99,7 +101,7 @@ _UNIT = re.compile(
 )
 _ONE = r"(?:\\unit\s*)?(?:" + re.sub(r"\?P<\w+>", "?:", _UNIT.pattern) + r")(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
 _GAP = r"(?:\s|~|\\[,;:! ])*"
-_UNITS = rf"(?<![A-Za-z\\]){_ONE}(?:{_GAP}(?:/|\\cdot|\*)?{_GAP}{_ONE})*"
+_UNITS = rf"(?<![A-Za-z\\]){_ONE}(?:{_GAP}(?:(?:/|\\cdot|\*){_GAP})?{_ONE})*"
 _UNIT_WORDS: _Rewrites = {
     r"(?<![A-Za-z])(?:square|sq\.?)\s+([a-z]+)": r"\1^2",
     r"(?<![A-Za-z])(?:cubic|cu\.?)\s+([a-z]+)": r"\1^3",
@@ -126,11 +128,13 @@ def latex(text: str) -> str:
 
 def whole_answer(text: str) -> str:
     """A text that is an answer and nothing else: without delimiters, an introduction and the point behind it."""
-    return _rewritten(latex(_rewritten(text, _AROUND)), _ALONE)
+    return _rewritten(latex(_rewritten(text.strip(), _AROUND)), _ALONE)
 
 
 def split_unit(text: str) -> tuple[str, str]:
     """The value of a whole answer, and its unit or the base of its digits; a text that is no unit is left out."""
+    if len(text) > _LONGEST:
+        return text, ""
     if based := _BASED.fullmatch(text):
         digits, base, word, base_of_word = based.groups()
         return (digits, f"_{base}") if digits else (f"\\text{{{word}}}", f"_{base_of_word}")

@@ -121,3 +121,8 @@ def test_a_reference_that_is_taken_for_another_one_is_refused():
 def test_each_reference_is_tried_on_its_own_forms_and_on_a_neighbour(reference, equal, problem, monkeypatch):
     monkeypatch.setattr(math, "same", lambda *_: equal)
     assert problem in check_references([reference])[0]
+
+
+@pytest.mark.parametrize("repeated", ["cm ", "$ ", "\\, ", " ", "\\unit ", "m/"])
+def test_a_text_of_units_and_spaces_alone_is_read_at_once(repeated):
+    assert verify_math(f"\\boxed{{5 {repeated * 60}!}}", "7", {}) is False
