@@ -32,12 +32,12 @@ OBJECTS = (
         "1 \\pm \\sqrt{19}",
         "\\boxed{3}",
     ),
-    *("A : B", "\\text{No}", "$\\textbf{(B)}$"),
+    *("A : B", "\\text{No}", "$\\textbf{(B)}$", "No", "Monday", "12 dollars", "\\lfloor 3.7 \\rfloor"),
 )
 TEXTS = (
     *("\\textbf{(B)}\\ 12", "$\\mathrm{(C) \\ } 7$", "\\boxed{\\text{(D) }12}", "N/A"),
-    *("B. 12", "(C) the second", "2024-05-01", "3:05", "11:30 am", "No"),
-    *("", "NaN", "None", "proof", "No solution", "12 dollars", '{"a": 1}', "null", "[]", "see the solution above"),
+    *("B. 12", "(C) the second", "2024-05-01", "3:05", "11:30 am"),
+    *("", "NaN", "None", "proof", "No solution", "12 dragons", '{"a": 1}', "null", "[]", "see the solution above"),
 )
 
 

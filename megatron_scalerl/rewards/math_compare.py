@@ -1,0 +1,162 @@
+"""What math-verify reads in a text, and the exact comparison of what it has read.
+
+math-verify compares decimals after rounding to 6 places, and everything else after `evalf(chop=True)`, which takes
+1e-20 for 0. Here a decimal is the fraction that it prints, and two numbers are equal if their difference is 0, or if
+one is a decimal of at least 6 places and 6 digits to which the other one rounds: 0.333333 is 1/3, and 0.33 is not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from megatron_scalerl.rewards.math_text import split_unit, whole_answer
+
+_ZERO = 1e-40
+"""What counts as 0 in a difference that is evaluated to 50 digits."""
+
+
+class Reading(NamedTuple):
+    """What math-verify reads in a text that is an answer and nothing else."""
+
+    whole: list[Any]
+    """The text as it is: expressions, and a text."""
+    values: list[Any]
+    """The text without its unit; empty if it has none."""
+    unit: str
+
+
+NOTHING = Reading([], [], "")
+
+
+@functools.lru_cache(maxsize=64)
+def read(text: str, timeout_s: int | None = None) -> Reading:
+    """timeout_s: of the main thread alone, by a signal; None: no limit."""
+    text = whole_answer(text)
+    value, unit = split_unit(text)
+    delimited = "$" in value or "\\boxed" in value
+    whole = parsed(text if delimited else f"\\boxed{{{text}}}", False, timeout_s)
+    return Reading(whole, [] if value == text else parsed(f"\\boxed{{{value}}}", False, timeout_s), unit)
+
+
+def parsed(text: str, units: bool = True, timeout_s: int | None = None) -> list[Any]:
+    """Expressions, and the text that they were read from. units: leave out what math-verify takes for units."""
+    # Imported here: both import sympy, which only the verifier processes need.
+    from latex2sympy2_extended.math_normalization import NormalizationConfig
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    rules = NormalizationConfig(units=units, malformed_operators=True, nits=True)
+    configs = (LatexExtractionConfig(normalization_config=rules), ExprExtractionConfig())
+    parts: list[Any] = parse(text, configs, parsing_timeout=timeout_s)
+    return parts
+
+
+def is_text(reading: Reading) -> bool:
+    """What math-verify returns where it reads nothing as mathematics."""
+    return all(isinstance(part, str) for part in reading.whole + reading.values)
+
+
+def same(expected: Reading, found: Reading, timeout_s: int | None = None) -> bool:
+    """True if an answer equals the reference. One of them may lack its unit, but units may not differ."""
+    gold = expected.whole + expected.values
+    answers = found.whole + found.values
+    if expected.unit and found.unit:
+        if expected.unit != found.unit:
+            return False
+        gold = expected.values
+        answers = found.values
+    variables = set().union(*(getattr(part, "free_symbols", ()) for part in gold))
+    solved = [part for part in answers if variables <= getattr(part, "free_symbols", set())]
+    return _exact_verify()(gold + _solutions(gold), answers + _solutions(solved), timeout_seconds=timeout_s)
+
+
+def written(reading: Reading, more: int = 0) -> list[str]:
+    """A rational number as a fraction, and as a decimal if that ends; nothing for other expressions.
+
+    more: what is added to the numerator.
+    """
+    from sympy import Expr, Rational
+
+    (read_as, *_) = reading.values or reading.whole
+    value = _exact(read_as) if isinstance(read_as, Expr) else None
+    if not isinstance(value, Rational) or not value.is_finite:
+        return []
+    value += Rational(more, value.q)
+    decimal = f"{Decimal(value.p) / value.q:f}"
+    fraction = f"\\frac{{{value.p}}}{{{value.q}}}"
+    return [fraction, decimal] if Rational(decimal) == value else [fraction]
+
+
+def _solutions(parts: Iterable[Any]) -> list[Any]:
+    """The sets of those inequalities that are solved for their variable: of 0 <= x < 1, and of x < 0, x > 1."""
+    from sympy import Intersection, Set, Union
+
+    sets = []
+    for part in parts:
+        relations = getattr(part, "_unsorted_args", [part])
+        if all(map(_is_solved, relations)):
+            combined = Union if isinstance(part, Set) else Intersection
+            sets.append(combined(*(relation.as_set() for relation in relations)))
+    return sets
+
+
+def _is_solved(relation: Any) -> bool:
+    from sympy import Eq
+    from sympy.core.relational import Relational
+
+    if not isinstance(relation, Relational) or isinstance(relation, Eq):
+        return False
+    bound, variable = sorted(relation.args, key=lambda side: len(side.free_symbols))
+    return bool(variable.is_Symbol and bound.is_comparable)
+
+
+@functools.cache
+def _exact_verify() -> Callable[..., bool]:
+    """math-verify's `verify`, whose comparison of numbers is replaced."""
+    from math_verify import grader
+
+    compare_matrices = grader.sympy_numeric_eq
+    simplify = grader.sympy_symbolic_eq
+
+    def compare(gold: Any, answer: Any, *precisions: int) -> bool:
+        if isinstance(gold, grader.MatrixBase) or isinstance(answer, grader.MatrixBase):
+            return compare_matrices(gold, answer, *precisions)
+        return _equal(gold, answer)
+
+    grader.sympy_numeric_eq = compare
+    grader.sympy_symbolic_eq = lambda gold, answer: simplify(_exact(gold), _exact(answer))
+    return grader.verify
+
+
+def _exact(expression: Any) -> Any:
+    """The value of an expression, whose decimals are fractions and whose i is the imaginary unit."""
+    from math_verify.grader import safe_sympy_doit
+    from sympy import Float, I, Rational
+
+    known = {decimal: Rational(str(decimal)) for decimal in expression.atoms(Float)}
+    known |= {symbol: I for symbol in expression.free_symbols if str(symbol) == "i"}
+    return safe_sympy_doit(expression.xreplace(known))
+
+
+def _equal(gold: Any, answer: Any) -> bool:
+    from math_verify.grader import get_pct_val
+    from sympy import Float, multiplicity
+
+    expected = _exact(gold)
+    value = _exact(answer)
+    # 25 is 25 %, and 12.5 is 12.5 %, but 0.5 % is not 0.5
+    bare = _exact(get_pct_val(answer, answer))
+    if expected == value or (bare == _exact(get_pct_val(gold, gold)) and (bare == value or bare.is_Integer)):
+        return True
+    difference = expected - value
+    size = 1 if difference.free_symbols or expected == 0 else abs(expected)
+    if all((difference / unit).evalf(50, chop=_ZERO) == 0 for unit in (1, size)):
+        return True
+    decimal = value if answer.has(Float) else expected
+    if not (decimal.is_Rational and difference.is_number and (answer.has(Float) or gold.has(Float))):
+        return False
+    places = max(multiplicity(2, decimal.q), multiplicity(5, decimal.q))
+    error = 2 * abs(difference)
+    return bool(places >= 6 and error <= 10**-places and error <= 1e-5 * size)

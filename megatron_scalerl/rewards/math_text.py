@@ -1,0 +1,155 @@
+r"""The text of a mathematical answer, rewritten into LaTeX that math-verify reads, and its unit.
+
+The same rules hold for references and answers. They are regular expressions: no text is evaluated.
+
+>>> latex(r"\boldsymbol{٣٤}"), latex(r"12\,345"), latex(r"0.1\overline{6}"), latex(r"\sin 30^\circ")
+('34', '12345', '\\frac{15}{90}', '\\sin (\\frac{30\\pi}{180})')
+>>> split_unit("9.8 m/s^2"), split_unit(r"5\text{ cm}"), split_unit("60 miles per hour"), split_unit("1011_{2}")
+(('9.8', 'm/s2'), ('5', 'cm'), ('60', 'mi/h'), ('1011', '_2'))
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Mapping
+
+_Rewrites = Mapping[str, str | Callable[[re.Match[str]], str]]
+_TEXT = r"\\(?:text[a-z]*|mathrm|operatorname|mbox)\*?\s*"
+_DEGREE = r"\^\s*\{?\s*\\circ(?![a-z])\s*\}?"
+_LONGEST = 200
+"""Characters of a text in which a unit is searched."""
+_COMBINATIONS = r"(?:\\mathrm\{C\}|C)"
+_COMMANDS_OF_SIGNS = (
+    *("- ", "- ", r"\times ", "/ ", r"\cdot ", r"\cdot ", r"^\circ ", r"\infty ", r"\le ", r"\ge ", r"\ne "),
+    *(r"\in ", r"\cup ", r"\cap ", r"\emptyset ", r"\pm ", "/ "),
+)
+_SIGNS = str.maketrans(dict(zip("−–×÷·⋅°∞≤≥≠∈∪∩∅±⁄", _COMMANDS_OF_SIGNS)))
+_CHARACTERS = {
+    "([⁰¹²³⁴-⁹⁺⁻]+)": r"^{\1}",
+    "([₀-₉]+)": r"_{\1}",
+    "(?=[¼-¾⅐-⅞])": " ",
+    r"√\s*(\w+)": r"\\sqrt{\1}",
+}
+"""Characters that NFKC would turn into plain digits: x² into x2, 3½ into 31/2."""
+
+
+def _fraction(decimal: re.Match[str]) -> str:
+    """A repeating decimal as a fraction: 0.1666... is 15/90."""
+    whole, fixed, *blocks = decimal.groups()
+    block = next(filter(None, blocks))
+    numerator = int(whole + fixed + block) - int(whole + fixed)
+    return f"\\frac{{{numerator}}}{{{'9' * len(block)}{'0' * len(fixed)}}}"
+
+
+_REWRITES: _Rewrites = {
+    r"(?![0-9])\d": lambda digit: str(int(digit[0])),
+    # names that math-verify would read as products of their letters
+    rf"({_TEXT}\{{[^{{}}]*\}})|(?<![\\A-Za-z])"
+    r"(pi|ln|log|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|sinh|cosh|tanh)(?![A-Za-z])": (
+        lambda name: name[1] or f"\\{name[2]} "
+    ),
+    # 1e-07, as Python writes a small number, which math-verify would read as 1 times e minus 7
+    r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])": r"\1 \\cdot 10^{\2}",
+    r"\\(?:left|right)\s*\.|\\(?:left|right|[bB]igg?[lr]?)(?=\s*(?:\\[{}|]|[(\[|\])]))": "",
+    r"\\(?:(?:text)?color\s*\{[^{}]*\}|(?:boldsymbol|bm|math(?:bf|it|sf)|underline|displaystyle)(?![a-z]))"
+    r"\s*(?:\{([^{}]*)\})?": r"\1",
+    rf"{_TEXT}\{{\s*(-?\d[\d.,/]*|\\\$)\s*\}}": r"\1",
+    r"\\textdollar(?![a-z])": r"\\$",
+    r"\\varnothing|\\O(?![a-zA-Z])|\\\{\s*\\\}": r"\\emptyset ",
+    rf"(\\(?:sin|cos|tan|cot|sec|csc)\s*(?:\^\{{?-?\d\}}?)?)\s*[({{]?\s*(\d+(?:\.\d+)?)\s*{_DEGREE}\s*[)}}]?": (
+        r"\1(\\frac{\2\\pi}{180})"
+    ),
+    rf"(?<![A-Za-z\\{{]){_COMBINATIONS}_\{{?(\d+)\}}?\^\{{?(\d+)\}}?": r"\\binom{\1}{\2}",
+    rf"(?:\{{\}})?[_^]\{{?(\d+)\}}?{_COMBINATIONS}_\{{?(\d+)\}}?": r"\\binom{\1}{\2}",
+    r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?": r"\\overline{\1\2\3}",
+    r"(?<![\d.])(\d{1,30})\.(\d{0,30}?)(?:(?:\\(?:overline|bar|dot)\s*\{?\s*(\d{1,30})\s*\}?+|\((\d{1,30})\))(?!\d)"
+    r"|(\d{1,12}?)\5\5+(?:\.{3}|\\[lc]?dots))": _fraction,
+    r"(?:\\\{\s*)?\\begin\{(cases|aligned|array|gathered)\}(?:\{[lcr|]*\})?"
+    r"((?:[^&]|&(?=\s*=)|(?<==)&)*?)\\end\{\1\}": (
+        lambda system: re.sub(r"[,;]?\s*\\\\(?:\[\w*\])?", ", ", system[2].replace("&", ""))
+    ),
+    r"(?<=\d)(?:\\[,;:! ]|~|\{,\})(?=\d{3}(?!\d))": "",
+}
+"""Numbers, styles, degrees inside functions, systems, and symbols that math-verify does not know."""
+_INTRODUCTION = (
+    r"(?:[Tt]he )?(?:(?:final|correct) )?(?:[Aa]nswer|[Oo]ption|[Cc]hoice|[Vv]alue|[Rr]esult)(?: is)?\s*:?\s*"
+)
+_AROUND: _Rewrites = {
+    r"^(?:\$+|\\\(|\\\[)([^$]*?)(?:\$+|\\\)|\\\])$": r"\1",
+    rf"^(?:{_TEXT}\{{\s*{_INTRODUCTION}\}}|({_TEXT}\{{\s*)?{_INTRODUCTION})\s*(?=\S)": r"\1",
+}
+_ALONE: _Rewrites = {
+    r"(?<![.,;:\s~])(?:\\[,;:! ]|[.,;:\s~])+$|^\s+": "",
+    r"(?<=\d)[ _](?=(?:\d{3}[ _])*\d{3}(?:\.\d+)?$)": "",
+    r"^(-?\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)": r"\1\\frac{\2}{\3}",
+    r"^\\?\{\s*[a-z]\s*(?:\\in\b[^|:<>]*)?(?:\\mid|\\vert|\||:)\s*((?=.*[<>]|.*\\[lg]).*?)\s*\\?\}$": r"\1",
+    rf"\s*(?:{_TEXT}\{{)?\s*\(?(?:in )?base[\s~-]*\}}?\s*(\d+)\)?\s*\}}?$": r"_{\1}",
+    r"^(-?)\s*(\\?\$|[€£¥₹])\s*([\d.][^$]*)$": r"\1\3 \2",
+}
+
+_UNIT = re.compile(
+    r"(?P<prefix>kilo|centi|milli|[kcmdnμMG])?(?:(?P<m>met(?:er|re)s?|m)|(?P<g>grams?|g)|(?P<L>lit(?:er|re)s?|[lL])"
+    r"|(?P<s>sec(?:ond)?s?|s)|(?P<W>watts?|W)|(?P<J>joules?|J)|(?P<N>newtons?|N)|(?P<V>volts?|V)|(?P<A>amp(?:ere)?s?|A)"
+    r"|(?P<Hz>hertz|Hz)|(?P<Pa>[pP]ascals?|Pa)|(?P<mol>mol(?:es?)?)|(?P<eV>eV))(?![A-Za-z])"
+    r"|(?:(?P<min>min(?:ute)?s?)|(?P<h>h(?:ou)?rs?|h)|(?P<day>days?)|(?P<week>weeks?)|(?P<month>months?)"
+    r"|(?P<year>y(?:ea)?rs?)|(?P<in>inch(?:es)?|in)|(?P<ft>foot|feet|ft)|(?P<yd>yards?|yd)|(?P<mi>miles?|mi)"
+    r"|(?P<lb>pounds?|lbs?)|(?P<oz>ounces?|oz)|(?P<gal>gallons?|gal)|(?P<cup>cups?)|(?P<acre>acres?)|(?P<cent>cents?)"
+    r"|(?P<unit>units?)|(?P<am>[aA]\.?[mM]\.?)|(?P<pm>[pP]\.?[mM]\.?)|(?P<C>[cC]elsius|C)|(?P<F>[fF]ahrenheit|F)"
+    r"|(?P<K>[kK]elvins?|K)|deg(?:ree)?s?)(?![A-Za-z])|" + _DEGREE + r"|(?P<dollar>[dD]ollars?(?![a-z])|USD|\\?\$)"
+    r"|(?P<euro>€|[eE]uros?(?![a-z])|EUR)|(?P<sterling>£)|(?P<yen>¥|[yY]en(?![a-z]))|(?P<rupee>₹|[rR]upees?(?![a-z]))"
+)
+_ONE = r"(?:\\unit\s*)?(?:" + re.sub(r"\?P<\w+>", "?:", _UNIT.pattern) + r")(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
+_GAP = r"(?:\s|~|\\[,;:! ])*"
+_UNITS = rf"(?<![A-Za-z\\]){_ONE}(?:{_GAP}(?:(?:/|\\cdot|\*){_GAP})?{_ONE})*"
+_UNIT_WORDS: _Rewrites = {
+    r"(?<![A-Za-z])(?:square|sq\.?)\s+([a-z]+)": r"\1^2",
+    r"(?<![A-Za-z])(?:cubic|cu\.?)\s+([a-z]+)": r"\1^3",
+    r"\s+per\s+": "/",
+    r"(?<![A-Za-z])mph(?![a-z])": "mi/h",
+    r"(?<![A-Za-z])(?:kph|kmp?h)(?![a-z])": "km/h",
+    rf"([\w)}}\]/]){_GAP}{_TEXT}\{{\s*({_UNITS})\s*\.?\s*\}}": r"\1 \\unit \2",
+}
+_BASED = re.compile(r"\(?(-?\d+)\)?_\{?\(?(\d+)\)?\}?|\(?(\d\w*)\)?_\{?(\d+)\}?")
+_MEASURED = re.compile(
+    rf"(.*?[^\s\\]){_GAP}(\\unit.*)|((?:\w\s*=)?(?:\\[a-zA-Z]+|[^a-zA-Z\\])+?)(?:(?<=\d)\s+|{_GAP}(?![A-Za-z]$))({_UNITS})",
+    re.DOTALL,
+)
+"""A value and its unit. A letter is a unit only behind a digit and a space: 5t and 2\\pi h are products."""
+_NOTED = re.compile(rf"(.*[^\s\\]){_GAP}{_TEXT}\{{(?!\s*(?:or|and|not)\b)[^{{}}\d]*\}}(?:\^\{{?\d\}}?)?", re.DOTALL)
+"""A value and a text behind it, as in 7\\text{ apples}."""
+
+
+def latex(text: str) -> str:
+    """A text with the characters, numbers and commands that math-verify reads."""
+    text = unicodedata.normalize("NFKC", _rewritten(text, _CHARACTERS))
+    return _rewritten(text.translate(_SIGNS), _REWRITES)
+
+
+def whole_answer(text: str) -> str:
+    """A text that is an answer and nothing else: without delimiters, an introduction and the point behind it."""
+    return _rewritten(latex(_rewritten(text.strip(), _AROUND)), _ALONE)
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """The value of a whole answer, and its unit or the base of its digits; a text that is no unit is left out."""
+    if len(text) > _LONGEST:
+        return text, ""
+    if based := _BASED.fullmatch(text):
+        digits, base, word, base_of_word = based.groups()
+        return (digits, f"_{base}") if digits else (f"\\text{{{word}}}", f"_{base_of_word}")
+    text = _rewritten(text, _UNIT_WORDS)
+    if measured := _MEASURED.fullmatch(text):
+        value, units = filter(None, measured.groups())
+        named = _UNIT.sub(
+            lambda unit: (unit["prefix"] or "")[:1] + (unit.lastgroup or ""), re.sub(r"\\(?:unit|cdot)", " ", units)
+        )
+        return value, re.sub(r"[^\w/]", "", named)
+    noted = _NOTED.fullmatch(text)
+    return (noted[1] if noted else text), ""
+
+
+def _rewritten(text: str, rewrites: _Rewrites) -> str:
+    for pattern, replacement in rewrites.items():
+        text = re.sub(pattern, replacement, text)
+    return text
