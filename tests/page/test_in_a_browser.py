@@ -161,7 +161,8 @@ async def test_a_finished_run_says_what_it_reached_and_no_verdict(run, tmp_path)
         broken = """[...document.querySelectorAll('#ledger th, #events td')].filter((each) => {
             const range = document.createRange();
             range.selectNodeContents(each);
-            return /^\\w+$/.test(each.textContent) && range.getClientRects().length > 1; }).map((each) => each.textContent)"""
+            return /^\\w+$/.test(each.textContent) && range.getClientRects().length > 1;
+        }).map((each) => each.textContent)"""
         assert (await tab.evaluate(broken), tab.complaints) == ([], [])
         labels = "[labels([11.3785, 11.379, 11.3795, 11.38]), labels([0, 0.5, 1]), labels([7])].join()"
         assert await tab.evaluate(labels) == "11.3785,11.379,11.3795,11.38,0,0.5,1,7"
