@@ -334,12 +334,12 @@ def compare_runs(
     references: Sequence[str] = (),
     pass_rate: float | None = None,
 ) -> Comparison:
-    """Group runs by recipe and compare the recipes. Names of the runs are unique.
+    """Group runs by recipe and compare the recipes. Names of the runs are unique, their unit of compute is one.
 
     fit_curve:  (run, A to hold or None) -> its fit.
     references: the arm that the others are compared with (default: the first run's), and ARM=REFERENCE for others.
     pass_rate:  whose compute is compared; default: R_0 plus 80 % of the gain to the common A.
-    Raises ValueError for one run alone, for the name of no arm, and for runs in different units of compute.
+    Raises ValueError for one run alone and for the name of no arm.
     """
     arms, to = _ordered(curves, references)
     paired = shared_start(arms)
@@ -389,11 +389,6 @@ def compare_runs(
 
 def _ordered(curves: Sequence[Curve], references: Sequence[str]) -> tuple[list[Arm], list[int]]:
     """(the arms, the reference of all first; the index of each one's own reference)."""
-    for curve in curves:
-        if curve.unit != curves[0].unit:
-            raise ValueError(
-                f"{curve.source}: expected compute in {curves[0].unit}, as of {curves[0].source}, found {curve.unit}"
-            )
     if len(curves) < 2:
         raise ValueError(f"expected at least two runs to compare, found {len(curves)}")
     arms = {arm.name: arm for arm in arms_of(curves)}

@@ -40,12 +40,10 @@ class Decision:
     """"go on", "stop" or "too early to say"."""
     reason: str
     """Why, in one clause."""
-    now: float
-    """Largest fitted compute, in the run's unit."""
     budget: float
     """Further compute that the gain is for; default: as much again as was spent."""
     gain: Estimate
-    """Gain in the true pass rate from `now` to `now + budget`."""
+    """Gain in the true pass rate from the largest fitted compute on, over `budget`."""
     worth: float
     """The gain that the budget has to buy."""
     probability: float
@@ -82,7 +80,6 @@ def decide(
     return Decision(
         verdict=verdict,
         reason=reason,
-        now=now,
         budget=budget,
         gain=estimate(gains),
         worth=worth,

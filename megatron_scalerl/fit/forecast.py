@@ -213,15 +213,13 @@ def _checked(
 
 
 def _initial_notes(curve: Curve) -> list[str]:
+    if curve.initial is not None:
+        return []
     candidates = initial_candidates(curve.pass_rate)
-    return (
-        []
-        if curve.initial is not None
-        else [
-            "R_0 is missing: no pass rate at compute 0 was given; assumed between "
-            f"{candidates[0]:.3f} and {candidates[-1]:.3f}, at or below the first point"
-        ]
-    )
+    return [
+        "R_0 is missing: no pass rate at compute 0 was given; assumed between "
+        f"{candidates[0]:.3f} and {candidates[-1]:.3f}, at or below the first point"
+    ]
 
 
 def _window(c: Array, method: str, window: Window) -> tuple[NDArray[np.bool_], list[str]]:

@@ -124,8 +124,7 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
 
 
 def _curves_of(table: TableFile, options: ColumnOptions) -> list[Curve]:
-    parts = [(name, *_one_kind(part, options)) for name, part in _selections(table, options)]
-    return [_selected_curve(part, options, name, kind) for name, part, kind in parts]
+    return [_selected_curve(*_one_kind(part, options), options, name) for name, part in _selections(table, options)]
 
 
 def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
@@ -134,7 +133,7 @@ def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
     return _curve(table, ColumnOptions(compute="compute"), name)
 
 
-def _selected_curve(table: TableFile, options: ColumnOptions, name: str, kind: str) -> Curve:
+def _selected_curve(table: TableFile, kind: str, options: ColumnOptions, name: str) -> Curve:
     """The run of these rows; one of several seeds of an arm where --series names the seed's column."""
     curve = _curve(table, options, name, kind)
     named = [column for column, _ in options.series]

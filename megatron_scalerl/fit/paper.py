@@ -42,8 +42,6 @@ class PaperFit:
     """B."""
     midpoint: float
     """C_mid, in the unit of compute."""
-    squares: float
-    """Sum of squared residuals, in pass rate squared."""
     asymptote_on_edge: bool
     """Whether A is the lowest or the highest of the grid."""
     midpoint_on_edge: bool
@@ -64,13 +62,12 @@ def fit_paper(compute: Array, pass_rate: Array, *, initial: float, fixed_asympto
     step = max(grid[1] - grid[0] for grid in grids if grid[0] <= best[2] <= grid[-1])
     fine = np.clip(np.linspace(best[2] - step, best[2] + step, 41), low, high)
     best = min(best, best_cell(compute, pass_rate, initial, asymptotes, np.unique(fine)), key=lambda c: c[0])
-    squares, asymptote, midpoint, exponent = best
+    _, asymptote, midpoint, exponent = best
     free = fixed_asymptote is None
     return PaperFit(
         asymptote=float(asymptote),
         exponent=float(exponent),
         midpoint=float(midpoint),
-        squares=float(squares),
         asymptote_on_edge=free and bool(np.isclose(asymptote, [asymptotes[0], asymptotes[-1]]).any()),
         midpoint_on_edge=bool(np.isclose(midpoint, [low, high]).any()),
         midpoint_range=(low, high),

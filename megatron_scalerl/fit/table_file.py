@@ -80,7 +80,7 @@ _NO_SCORE = re.compile(
     r"|lengths|losses|hack\w*|hallucinat\w*|invalid|timeouts?|baseline|ppl|perplexity|mfu|timings?|perf|throughput"
     r"|mem|memory|gb|mb|seqlen|latency|gradients?|ms)\b|\bs$"
 )
-_FIRST = {"core", "raw"}
+_FIRST = re.compile(r"\b(?:core|raw rewards?)\b")
 _WHOLE = {"all", "total", "overall", "average"}
 _AT = r"(?:(?:train|training|trainer|eval|val|progress)[/_])?"
 COMPUTES: tuple[tuple[str, str | None], ...] = (
@@ -411,7 +411,7 @@ def score_rank(name: str) -> tuple[int, ...] | None:
         return None
     measure = 5 if _BEST_OF.search(said) else found[0]
     parts = said.split()
-    return stage(name), int(not _FIRST & {*parts}), measure, int(not _WHOLE & {*parts}), len(parts)
+    return stage(name), int(not _FIRST.search(said)), measure, int(not _WHOLE & {*parts}), len(parts)
 
 
 def scores(names: Iterable[str]) -> list[str]:

@@ -230,17 +230,9 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     numbers = ("name", "reference", "measured", "asymptote", "exponent", "midpoint", "fixed_exponent", "to_reach")
     arms = []
     for arm in comparison.arms:
-        refits = arm.refits or (None,) * arm.runs
         runs = [
-            {
-                "name": fit.name,
-                "seed": seed,
-                **fit.parameters,
-                "exponent_at_fixed_asymptote": refit and refit.exponent,
-                "last_measured": float(fit.pass_rate[-1]),
-                "warnings": fit.warnings,
-            }
-            for fit, seed, refit in zip(arm.fits, arm.seeds, refits)
+            {"name": fit.name, "seed": seed, **fit.parameters, "warnings": fit.warnings}
+            for fit, seed in zip(arm.fits, arm.seeds)
         ]
         known = {key: _finite(getattr(arm, key)) for key in (*numbers, "ceiling", "efficiency")}
         arms.append(known | {"runs": runs, "summary": summary(comparison, arm)})

@@ -54,13 +54,6 @@ def test_runs_of_one_recipe_are_an_arm(tmp_path):
     assert not shared_start(arms) and shared_start(arms[1:])
 
 
-def test_runs_in_different_units_are_not_compared(tmp_path):
-    curves = read(two_recipes(tmp_path, seeds=(1, 2)))
-    curves[3] = replace(curves[3], unit="gpu_hours")
-    with pytest.raises(ValueError, match=r"dapo_seed2.*expected compute in device_hours, as of .*scalerl_seed1"):
-        compare_runs(curves, fitted)
-
-
 def test_two_runs_with_one_seed_are_told_apart_by_their_files(tmp_path):
     rng = np.random.default_rng(0)
     for name, path in (("small_1", "p"), ("small_2", "p"), ("large_1", "p8"), ("large_2", "p8")):

@@ -426,6 +426,8 @@ def test_other_files_are_refused_in_one_line(tmp_path, name, data, message):
         ["answer_accuracy", "mean_reward", "train_answer_accuracy"],
         ["rollout/env/all/reward/total", "rollout/env/gsm8k/reward"],
         ["pass_rate", "solve_rate"],
+        ["rollout/raw_reward", "rollout/rewards"],
+        ["rewards/total_mean", "rewards/raw_sim_mean"],
     ],
 )
 def test_the_ranked_table_of_names(ranked):
