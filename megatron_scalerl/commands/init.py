@@ -117,7 +117,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
         return choices
     from megatron_scalerl.plan.choose import choose
 
-    return choices | _of_layout(choose(_recipe(choices), recipe.policy.path, gpus, GPUS[arguments.gpu])) | given
+    return choices | _of_layout(choose(_recipe(choices), Path(recipe.policy.path), gpus, GPUS[arguments.gpu])) | given
 
 
 def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Recipe, Chat, PromptSet]:

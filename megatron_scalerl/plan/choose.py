@@ -30,7 +30,7 @@ Layout = dict[str, Any]
 """Section of the recipe -> its settings."""
 
 
-def choose(recipe: Recipe, config: str | Path, gpus: int, gpu: Gpu) -> RunPlan:
+def choose(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan:
     """The recipe with a layout for `gpus`, planned.
 
     Raises ValueError where none fits, naming the number of GPUs with which one would.
@@ -45,7 +45,7 @@ def choose(recipe: Recipe, config: str | Path, gpus: int, gpu: Gpu) -> RunPlan:
     raise ValueError(f"--gpus: no layout of {recipe.policy.path} fits {gpus} x {gpu.name}; {more}")
 
 
-def _first(recipe: Recipe, config: str | Path, gpus: int, gpu: Gpu) -> RunPlan | None:
+def _first(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan | None:
     family, _ = load_family(config)
     for colocate in (True,) if gpus == 1 else (False, True):
         engine = _smallest_engine(recipe, family, gpus, gpu, colocate=colocate)
