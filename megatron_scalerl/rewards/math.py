@@ -114,6 +114,9 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     math-verify finds in the last TAIL characters ("The answer is 34."). The reference may be a bare number or
     expression, LaTeX with or without dollars, contain a \\boxed{}, or end in "#### 34".
 
+    A reference that is a word or the letter of a choice is paid by the same word or letter as the whole box, or
+    behind "The answer is". How numbers, units and sets are compared: math_compare.py and docs/tasks.md.
+
     math-verify's own time limits are off, since they use signals: the pool kills a check that takes too long, as
     one of 9^(9^9) does.
     """
@@ -170,7 +173,9 @@ def _has_words(text: str) -> bool:
 def check_references(references: Sequence[str]) -> list[str]:
     """For each reference why no answer can be scored right against it; empty for those that are mathematical objects.
 
-    Plain numbers are not parsed. Many others are parsed in several processes: each takes about 20 ms of a CPU.
+    A reference has to equal its own text, fraction and decimal, and to differ from a neighbour, whose first number
+    is another one. Plain numbers, words and letters are compared by rule and not tried. Many others are parsed in
+    several processes: each takes about 20 ms of a CPU.
     """
     rest = sorted({text for text in references if not _NUMBER.fullmatch(text)})
     if len(rest) < _FEW:

@@ -95,10 +95,13 @@ def _solutions(parts: Iterable[Any]) -> list[Any]:
 
     sets = []
     for part in parts:
-        relations = getattr(part, "_unsorted_args", [part])
-        if all(map(_is_solved, relations)):
+        if _is_solved(part):
+            sets.append(part.as_set())
+        relations = getattr(part, "_unsorted_args", [])
+        solved = _solutions(relations)
+        if len(solved) == len(relations) > 0:
             combined = Union if isinstance(part, Set) else Intersection
-            sets.append(combined(*(relation.as_set() for relation in relations)))
+            sets.append(combined(*solved))
     return sets
 
 

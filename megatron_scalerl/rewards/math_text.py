@@ -55,6 +55,9 @@ _REWRITES: _Rewrites = {
     r"\\(?:(?:text)?color\s*\{[^{}]*\}|(?:boldsymbol|bm|math(?:bf|it|sf)|underline|displaystyle)(?![a-z]))"
     r"\s*(?:\{([^{}]*)\})?": r"\1",
     rf"{_TEXT}\{{\s*(-?\d[\d.,/]*|\\\$)\s*\}}": r"\1",
+    r"\\[dt]?frac\s*(\d)\s*(\d)(?!\d)": r"\\frac{\1}{\2}",
+    r"\\langle(?![a-z])": "(",
+    r"\\rangle(?![a-z])": ")",
     r"\\textdollar(?![a-z])": r"\\$",
     r"\\varnothing|\\O(?![a-zA-Z])|\\\{\s*\\\}": r"\\emptyset ",
     rf"(\\(?:sin|cos|tan|cot|sec|csc)\s*(?:\^\{{?-?\d\}}?)?)\s*[({{]?\s*(\d+(?:\.\d+)?)\s*{_DEGREE}\s*[)}}]?": (
@@ -85,7 +88,7 @@ _ALONE: _Rewrites = {
     r"^(-?\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)": r"\1\\frac{\2}{\3}",
     r"^\\?\{\s*[a-z]\s*(?:\\in\b[^|:<>]*)?(?:\\mid|\\vert|\||:)\s*((?=.*[<>]|.*\\[lg]).*?)\s*\\?\}$": r"\1",
     rf"\s*(?:{_TEXT}\{{)?\s*\(?(?:in )?base[\s~-]*\}}?\s*(\d+)\)?\s*\}}?$": r"_{\1}",
-    r"^(-?)\s*(\\?\$|[€£¥₹])\s*([\d.][^$]*)$": r"\1\3 \2",
+    rf"^(-?)\s*(?:{_TEXT}\{{)?(\\?\$|[€£¥₹]|Rs(?=\W))\.?\s*\}}?\s*([\d.][^$]*)$": r"\1\3 \2",
 }
 
 _UNIT = re.compile(
@@ -97,7 +100,7 @@ _UNIT = re.compile(
     r"|(?P<lb>pounds?|lbs?)|(?P<oz>ounces?|oz)|(?P<gal>gallons?|gal)|(?P<cup>cups?)|(?P<acre>acres?)|(?P<cent>cents?)"
     r"|(?P<unit>units?)|(?P<am>[aA]\.?[mM]\.?)|(?P<pm>[pP]\.?[mM]\.?)|(?P<C>[cC]elsius|C)|(?P<F>[fF]ahrenheit|F)"
     r"|(?P<K>[kK]elvins?|K)|deg(?:ree)?s?)(?![A-Za-z])|" + _DEGREE + r"|(?P<dollar>[dD]ollars?(?![a-z])|USD|\\?\$)"
-    r"|(?P<euro>€|[eE]uros?(?![a-z])|EUR)|(?P<sterling>£)|(?P<yen>¥|[yY]en(?![a-z]))|(?P<rupee>₹|[rR]upees?(?![a-z]))"
+    r"|(?P<euro>€|[eE]uros?(?![a-z])|EUR)|(?P<sterling>£)|(?P<yen>¥|[yY]en(?![a-z]))|(?P<rupee>₹|[rR]upees?(?![a-z])|Rs)"
 )
 _ONE = r"(?:\\unit\s*)?(?:" + re.sub(r"\?P<\w+>", "?:", _UNIT.pattern) + r")(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
 _GAP = r"(?:\s|~|\\[,;:! ])*"
