@@ -75,7 +75,7 @@ def test_template_and_tags_follow_from_tokenizer_rows_and_warm_start(case):
 @pytest.mark.parametrize("warm_start", ["", "2</done>3"])
 def test_a_closing_tag_that_nobody_writes_is_refused(settings, warm_start):
     prompts = PromptsSection(**settings)
-    with pytest.raises(ValueError, match=rf"nobody writes prompts\.think_end '{prompts.think_end}'"):
+    with pytest.raises(ValueError, match=rf"^prompts\.think_end: nobody writes '{prompts.think_end}'"):
         chat_of(tokenizer_with(CHATML), prompts, messages=True, warm_start=warm_start)
 
 
