@@ -106,8 +106,7 @@ class Controller:
         self._meter, self._ledger, self._progress = meter, meter.ledger, progress
         self._state = RunState(step=start.step, batches=start.batches)
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
-        last = max([start.step, *(b.step for b in history.batches)])
-        at = {"step": start.step, "batches": start.batches, "last_step": last}
+        at = {"step": start.step, "batches": start.batches, "last_step": max(start.step, history.last_step)}
         self._metrics = Metrics(folder.path, recipe.name, sinks=sinks, **at)
         self._measurements = Measurements(
             recipe,

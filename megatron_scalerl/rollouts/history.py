@@ -82,6 +82,11 @@ class History:
         return sum(isinstance(event, Admit) for event in self.events)
 
     @property
+    def last_step(self) -> int:
+        """The last optimizer step for which a batch was composed; 0 before the first."""
+        return max((record.step for record in self.batches), default=0)
+
+    @property
     def last_stored(self) -> BlockRef | None:
         """The last block of the store that the journal names."""
         places = (event.stored for event in self.finished.values())
