@@ -69,7 +69,8 @@ def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
     if kind not in FAMILIES and not (planned and kind in PLANNED):
         raise ValueError(_unsupported(str(path), found, planned=planned))
     heads = ("ForCausalLM", "ForConditionalGeneration") if "text_config" in found else ("ForCausalLM",)
-    for architecture in found.get("architectures") or ():
+    names = found.get("architectures")
+    for architecture in names if isinstance(names, list) else ():
         if not str(architecture).endswith(heads):
             raise ValueError(
                 f"{path}: {architecture} is no policy: its head is not a language model's (a reward model, a "

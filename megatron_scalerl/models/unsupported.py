@@ -58,8 +58,8 @@ def parts_of(config: Mapping[str, Any], known: Collection[str]) -> str:
     known: keys of supported families, which tell nothing where no part is known.
     """
     words = list(_words(config))
-    told = {part: next(filter(re.compile(rule).fullmatch, words), None) for part, rule in PARTS.items()}
-    parts = [f"{part} ({word})" for part, word in told.items() if word]
+    signs = {part: next(filter(re.compile(rule).fullmatch, words), None) for part, rule in PARTS.items()}
+    parts = [f"{part} ({word})" for part, word in signs.items() if word]
     strange = [
         key
         for key in [*words, *config]
@@ -77,11 +77,11 @@ def _words(config: Mapping[str, Any]) -> Iterator[str]:
     for key, value in config.items():
         if isinstance(value, Mapping) and re.match(r"text|llm|language|thinker|decoder", key):
             yield from _words(value)
-        switched_off = not value or value == "none" or (isinstance(value, float) and value == 1.0)
+        switched_off = not value or (isinstance(value, float) and value == 1.0)
         if switched_off or ("window" in key and config.get("use_sliding_window") is False):
             continue
         yield key
-        if re.search("_act$|activation", key):
+        if "act" in key:
             yield str(value)
-        if key in ("layer_types", "layers_block_type", "block_types"):
+        if isinstance(value, list) and key in ("layer_types", "layers_block_type", "block_types"):
             yield from map(str, value)

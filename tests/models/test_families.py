@@ -218,7 +218,10 @@ def test_unknown_and_broken_configs_are_one_line(tmp_path: Path) -> None:
         family(unknown)
     path = tmp_path / "config.json"
     for text, line in (
-        ('{"model_type": "new"}', rf"'new' is not supported: it has modules that nobody has compared .*; {KNOWN}"),
+        (
+            '{"model_type": "new", "layer_types": 5}',
+            rf"'new' is not supported: it has modules that nobody has compared .*; {KNOWN}",
+        ),
         ('{"model_type": "new", "own": 0}', rf"'new' is not supported: it has the keys own; {KNOWN}"),
         ('{"own": 1}', rf"model_type None is not supported: it has the keys own; {KNOWN}"),
         ("[]", r"config.json: a config is a JSON object, this file has a list"),
