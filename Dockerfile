@@ -34,7 +34,7 @@ RUN (getent group "${GROUP_ID}" || groupadd --gid "${GROUP_ID}" trainer) \
 USER ${USER_ID}:${GROUP_ID}
 WORKDIR /opt/megatron_scalerl
 
-# A layer of its own for 246 packages: it is made again where a lock changes, not where the code does. install.sh installs the
+# A layer of its own for 248 packages: it is made again where a lock changes, not where the code does. install.sh installs the
 # package itself too, so it gets a stand-in, which the next copy replaces.
 COPY --chown=${USER_ID}:${GROUP_ID} setup.cfg pyproject.toml README.md LICENSE ./
 COPY --chown=${USER_ID}:${GROUP_ID} tools/install.sh tools/install_checks.sh tools/find_python.sh tools/

@@ -10,7 +10,7 @@
 #   --part    split files above so many MiB, for a copy that limits them; the installation joins them
 #
 # There:      bash OUT/install.sh [FOLDER]    packages into FOLDER (default OUT/site), for the python3 on the path
-#             bash OUT/try.sh [RESULTS]       the first ten minutes on a GPU; what was found, in RESULTS (default OUT/results)
+#             bash OUT/try.sh [RESULTS]       at most twelve minutes on a GPU; what was found, in RESULTS (default OUT/results)
 #
 # Needs python3 with pip, git, readelf, zip and unzip. NOT RUN YET by the authors on a GPU machine.
 set -euo pipefail

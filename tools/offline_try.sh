@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The first ten minutes on a GPU machine, in the order of what is learned in a minute. Each part has its own time limit and
-# ends alone; output and reports are in RESULTS.
+# At most twelve minutes on a GPU machine, in the order of what is learned in a minute. Each part has its own time limit and
+# ends alone, by SIGINT, so that pytest writes the report of what it has found; output and reports are in RESULTS.
 #
 #   bash try.sh [RESULTS]       after install.sh; default: results, beside this script
 set -uo pipefail
@@ -13,7 +13,7 @@ results="$(cd "$results" && pwd)"
 cd "${MSRL_SITE:-$here/site}/checkout"
 part() { # NAME SECONDS COMMAND...
   local began=$SECONDS code=0
-  timeout --kill-after=10 "$2" "${@:3}" >"$results/$1.log" 2>&1 || code=$?
+  timeout --signal=INT --kill-after=10 "$2" "${@:3}" >"$results/$1.log" 2>&1 || code=$?
   echo "try.sh: $1: exit code $code, $((SECONDS - began)) s: $(tail -n 1 "$results/$1.log" | cut -c1-160)"
 }
 checks() { part "$1" "$2" "$python" -m pytest -q -m gpu -p no:cacheprovider --gpu-report "$results/$1" "${@:3}"; }

@@ -85,16 +85,16 @@ def load(wanted: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
 def _check_parts(index: CheckpointIndex, wanted: set[str], whole: bool) -> None:
     """Raises ValueError where `wanted` names a tensor that is not there or, with `whole`, not all that are."""
     stored = set(index.tensors)
-    problem = ""
-    if lacks := min(wanted - stored, default=""):
-        problem = f"it has no {printable(lacks)}"
-    elif whole and (more := min(stored - wanted, default="")):
-        problem = f"this trainer has no {printable(more)}"
-    if problem:
-        raise ValueError(
-            f"{index.path}: the checkpoint is of another policy or optimizer "
-            f"(megatron.ddp.use_distributed_optimizer): {problem}"
-        )
+    if lacks := wanted - stored:
+        problem = f"it has no {printable(min(lacks))}"
+    elif whole and (more := stored - wanted):
+        problem = f"this trainer has no {printable(min(more))}"
+    else:
+        return
+    raise ValueError(
+        f"{index.path}: the checkpoint is of another policy or optimizer "
+        f"(megatron.ddp.use_distributed_optimizer): {problem}"
+    )
 
 
 def _first_of_all_ranks(text: str) -> str:

@@ -12,11 +12,6 @@ from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
 from megatron_scalerl.distributed.rendezvous import private_folder
 from megatron_scalerl.record import record
 
@@ -54,6 +49,12 @@ class CertificateFiles:
 
 def make_certificate() -> Certificate:
     """A new certificate that signs itself and nothing else."""
+    # only a run on several hosts needs the package
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
     private = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "megatron_scalerl engine")])
     certificate = (

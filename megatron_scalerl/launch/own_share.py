@@ -83,7 +83,8 @@ def near_devices(count: int) -> list[list[Core]]:
     allowed = os.sched_getaffinity(0)
     cores = sorted({tuple(sorted(allowed & _siblings(cpu))) for cpu in allowed})
     near = [cores] * count
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    every = ",".join(map(str, range(count)))
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",") if name]
     if len(visible) < count:
         return near
     try:

@@ -140,10 +140,8 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: b
     engines = recipe.engine.count * recipe.engine.devices_per_engine
     if hosts.slots is None:
         too_few = f"engine.count: too few GPUs are visible, {slots}: the engines take {engines}"
-        if not trainer:
+        if recipe.engine.colocate or not trainer:
             return too_few
-        if recipe.engine.colocate:
-            return f"{too_few}, the trainer the same (engine.colocate)"
         return (
             f"{too_few}, the trainer {recipe.trainer.world_size} more; engine.colocate: true puts engines on the "
             "trainer's GPUs, and needs engine.vllm.gpu_memory_utilization and engine.vllm.kv_cache_memory_bytes"

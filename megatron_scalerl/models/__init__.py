@@ -1,12 +1,13 @@
 """Model families: Megatron options from a Hugging Face config, and one weight map per family for both directions."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.models import deepseek, llama, llama4, mistral, olmo2, qwen2, qwen3, qwen3_moe
 from megatron_scalerl.models.family import Family
+from megatron_scalerl.models.unsupported import parts_of
 
 FAMILIES: dict[str, Callable[..., Family]] = {
     "llama": llama.family,
@@ -22,23 +23,6 @@ FAMILIES: dict[str, Callable[..., Family]] = {
 
 PLANNED: dict[str, Callable[..., Family]] = {"deepseek_v3": deepseek.family, "kimi_k2": deepseek.family}
 """The same of families that can be planned and not trained."""
-_LATENT = "multi-head latent attention, the router's correction bias (`megatron-scalerl plan` counts it)"
-MISSING = {
-    **dict.fromkeys(PLANNED, _LATENT),
-    "gemma2": "norms after attention and MLP, scaled embeddings, soft caps of logits, sliding windows",
-    **dict.fromkeys(("gemma3", "gemma3_text"), "norms after attention and MLP, scaled embeddings, sliding windows"),
-    "glm4": "norms after attention and MLP, partial rotary embeddings, fused projections",
-    "gpt_oss": "attention sinks, sliding windows, biases of experts",
-    "granite": "multipliers of embeddings, attention, residuals and logits",
-    "mistral3": "a vision tower around the text model",
-    "mixtral": "its names of experts, sliding windows",
-    "olmo3": "sliding windows",
-    "phi3": "fused projections, partial rotary embeddings, sliding windows",
-    "qwen2_moe": "a gate on the shared expert",
-    "qwen3_next": "linear attention, a gate on the shared expert",
-    "smollm3": "layers without rotary embeddings in a dense model",
-}
-"""`model_type` of families that people ask for -> what we lack. Others lack a file in this folder."""
 
 MOST_PARTS = 10_000
 """Layers, heads or experts of a model: each is an object here."""
@@ -52,18 +36,23 @@ def family(hf_config: Any, names: Collection[str] = (), *, planned: bool = False
     planned: families that can only be planned, too. Raises ValueError for an unknown model_type and as the families
     do.
     """
-    kind = hf_config.model_type
-    _check_known(kind, planned=planned)
-    if kind == "qwen3_moe":
-        return qwen3_moe.family(hf_config, fused=any(name.endswith(".mlp.experts.gate_up_proj") for name in names))
-    return (FAMILIES | PLANNED)[kind](hf_config)
+    kind, folder = hf_config.model_type, hf_config.name_or_path
+    if kind not in FAMILIES and not (planned and kind in PLANNED):
+        raise ValueError(_unsupported("config.json", hf_config.to_dict() | {"model_type": kind}, planned=planned))
+    try:
+        if kind == "qwen3_moe":
+            fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
+            return qwen3_moe.family(hf_config, fused=fused)
+        return (FAMILIES | PLANNED)[kind](hf_config)
+    except ValueError as error:
+        raise ValueError(f"{folder}/{error}" if folder else str(error)) from None
 
 
 def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
     """The Hugging Face config of a folder; planned: of families that can only be planned, too.
 
     Raises ValueError for a folder without config.json, and for a config.json that is not readable, has an unknown
-    model_type or values of wrong types.
+    model_type or values of wrong types, or is of a model without a language model's head.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, DeepseekV3Config
@@ -75,8 +64,19 @@ def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
         found = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected JSON, found {str(error).partition(';')[0]}") from error
-    kind = found.get("model_type") if isinstance(found, dict) else None
-    _check_known(kind, planned=planned)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: a config is a JSON object, this file has a {type(found).__name__}")
+    kind = found.get("model_type")
+    if kind not in FAMILIES and not (planned and kind in PLANNED):
+        raise ValueError(_unsupported(str(path), found, planned=planned))
+    heads = ("ForCausalLM", "ForConditionalGeneration") if "text_config" in found else ("ForCausalLM",)
+    names = found.get("architectures")
+    for architecture in names if isinstance(names, list) else ():
+        if not str(architecture).endswith(heads):
+            raise ValueError(
+                f"{path}: {architecture} is no policy: its head is not a language model's (a reward model, a "
+                "classifier) or is missing; take a ...ForCausalLM"
+            )
     parts = [part for part in (found, found.get("text_config")) if isinstance(part, dict)]
     for key, value in (item for part in parts for item in part.items()):
         if key.startswith(("num_", "n_")) and isinstance(value, int | float) and value > MOST_PARTS:
@@ -89,9 +89,13 @@ def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 
 
-def _check_known(kind: str | None, *, planned: bool) -> None:
-    if kind in FAMILIES or (planned and kind in PLANNED):
-        return
-    known = [*FAMILIES, *(PLANNED if planned else ())]
-    missing = f"; missing: {MISSING[kind]}" if kind in MISSING else ""
-    raise ValueError(f"config.json: model_type {kind!r} is not supported{missing}; supported are {', '.join(known)}")
+def _unsupported(where: str, config: Mapping[str, Any], *, planned: bool) -> str:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    known = {key for family in FAMILIES for key in CONFIG_MAPPING[family]().to_dict()}
+    hint = "; `megatron-scalerl plan` counts it" if kind in PLANNED else ""
+    return (
+        f"{where}: model_type {kind!r} is not supported: it has {parts_of(config, known)}{hint}; supported are "
+        f"{', '.join([*FAMILIES, *(PLANNED if planned else ())])}; adding a family: docs/families.md"
+    )

@@ -131,7 +131,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     """
     path = Path(path)
     facts = read_commit(path)
-    saved: dict[str, int] = facts["layout"]
+    saved = facts["layout"]
     layout = _layout(trainer.parallel)
     if saved["ep_size"] != layout["ep_size"]:
         raise ValueError(

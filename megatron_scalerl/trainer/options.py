@@ -132,6 +132,11 @@ def check_megatron(family: Family, recipe: Recipe, *, faults: bool = True) -> No
     config = model_options(family, recipe, _first_rank(recipe)).config
     if faults:
         _check_experts(config)
+    if HAVE_TE and recipe.policy.dtype == "float32":
+        raise ValueError(
+            "policy.dtype: Transformer Engine's attention takes packed rows in bfloat16 alone, this is float32; set "
+            "policy.dtype=bfloat16, or MSRL_LAYERS=plain in the environment"
+        )
     if recipe.rollouts.routing_replay:
         check_replay(config, pipeline_size=config.pipeline_model_parallel_size)
 

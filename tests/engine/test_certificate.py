@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import datetime
 import ssl
+import subprocess
+import sys
 
 import pytest
 from aiohttp import web
@@ -53,6 +55,12 @@ async def serving(certificate=None, answer=None):
 async def asked(scheme, port, tls):
     async with EngineClient(url=f"{scheme}://127.0.0.1:{port}", secret=SECRET, tls=tls) as client:
         return await client.progress()
+
+
+def test_nothing_but_making_one_needs_the_package():
+    """Recipe checks and runs on one host do without it."""
+    program = "import sys; sys.modules['cryptography'] = None\nimport megatron_scalerl.launch.launcher"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_pinned_certificate_is_accepted():

@@ -1,7 +1,7 @@
 """One trainer step with plain layers on each device compared with the CPU's; packing, checkpoint, memory.
 
-Plain layers: Transformer Engine supports packed sequences in bf16 only; test_gpu_families.py compares the two. On a
-CPU a step is compared with itself, which tries the code only.
+Plain layers, but for checkpoint and memory: Transformer Engine supports packed sequences in bf16 only;
+test_gpu_families.py compares the two. On a CPU a step is compared with itself, which tries the code only.
 """
 
 from dataclasses import replace
@@ -79,17 +79,20 @@ def test_packed_sequences_are_those_alone(ranks, case, device, record_property):
     judge(record_property, {"log-probs": (apart, NATS), "gradient": (relative(gradient, other), GRADIENT)})
 
 
-def test_a_checkpoint_restores_every_bit(ranks, case, device, tmp_path):
-    bf16 = replace(case, dtype="bfloat16")
-    [found] = ranks(1, "gpu_ranks:saved_and_loaded", bf16, tmp_path / "checkpoint", device=device)
+def test_a_checkpoint_restores_every_bit(ranks, prepared, where, tmp_path):
+    device, layers = where
+    bf16 = replace(prepared("llama", device).case, capped=True, lr=0.05, dtype="bfloat16")
+    [found] = ranks(1, "gpu_ranks:saved_and_loaded", bf16, tmp_path / "checkpoint", device=device, layers=layers)
     assert found["extra"] == {"written_by": "tests"}
     assert found["names"][0] == found["names"][1] and found["different"] == []
     assert any(name.startswith("weight") for name in found["changed"]), "else loading has done nothing"
     assert found["devices"] == set() and found["counters"] == ({1}, {2})
 
 
-def test_steps_leave_no_memory_behind(ranks, case, device, record_property):
+def test_steps_leave_no_memory_behind(ranks, prepared, where, record_property):
     """Step 2 to step 6; a CPU's resident set has no bound."""
-    [found] = ranks(1, "gpu_ranks:memory_after_steps", replace(case, dtype="bfloat16"), device=device)
+    device, layers = where
+    bf16 = replace(prepared("llama", device).case, capped=True, lr=0.05, dtype="bfloat16")
+    [found] = ranks(1, "gpu_ranks:memory_after_steps", bf16, device=device, layers=layers)
     bound = GROWTH_BYTES if device == "gpu" else 2**40
     judge(record_property, {"growth in bytes": (found[-1] - found[0], bound)})

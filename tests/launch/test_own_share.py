@@ -65,7 +65,7 @@ def test_a_gpus_cpus_are_those_of_its_bus_address(monkeypatch, tmp_path):
     stand_in = SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByIndex={4: "3B", 5: "AF"}.__getitem__,
+        nvmlDeviceGetHandleByIndex={0: "AF", 1: "3B", 4: "3B", 5: "AF"}.__getitem__,
         nvmlDeviceGetPciInfo=lambda bus: SimpleNamespace(busId=f"00000000:{bus}:00.0"),
     )
     monkeypatch.setitem(sys.modules, "pynvml", stand_in)
@@ -74,6 +74,8 @@ def test_a_gpus_cpus_are_those_of_its_bus_address(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert near_devices(2) == [[(cpus[0],)], [(cpus[-1],)]]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert near_devices(2) == [[(cpus[-1],)], [(cpus[0],)]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert near_devices(2)[0] == near_devices(2)[1] and near_devices(1)[0] == [(cpu,) for cpu in cpus]
 
 

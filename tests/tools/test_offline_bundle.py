@@ -2,6 +2,7 @@
 
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 from prune_fatbin import CUBIN, MAGIC, PTX, prune
@@ -28,6 +29,21 @@ def library(folder, fatbin):
     )
     subprocess.run(["cc", "-shared", "-fPIC", "-o", out, source], check=True)
     return out
+
+
+def test_a_part_that_is_cut_writes_what_it_has_found(tmp_path):
+    """By the script's own `part`, of pytest that a signal ends in its second test."""
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_sessionfinish(session):\n    open('report', 'w').write(str(session.testscollected))\n"
+    )
+    tests = "import time\ndef test_a(): pass\ndef test_b(): open('begun', 'w'); time.sleep(600)\n"
+    (tmp_path / "test_slow.py").write_text(tests)
+    text = (ROOT / "tools" / "offline_try.sh").read_text()
+    function = text[text.index("part() {") : text.index("\nchecks()")]
+    script = f'results=.\n{function}\npart cut 20 "$0" -m pytest -q -p no:cacheprovider test_slow.py\n'
+    done = subprocess.run(["bash", "-c", script, sys.executable], cwd=tmp_path, capture_output=True, text=True)
+    assert (tmp_path / "begun").exists() and "try.sh: cut: exit code 1" in done.stdout  # 124, or 137 where it is slow
+    assert (tmp_path / "report").read_text() == "2"
 
 
 def test_only_code_that_the_chip_never_reads_is_zeroed(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.models import family
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer import options
-from megatron_scalerl.trainer.options import ddp_config, model_options, optimizer_config
+from megatron_scalerl.trainer.options import check_megatron, ddp_config, model_options, optimizer_config
 from megatron_scalerl.trainer.ranks import init_parallel
 
 
@@ -119,6 +120,18 @@ def test_the_precision_aware_optimizer_is_refused():
     with pytest.raises(ValueError, match=r"aware_optimizer: is not supported: .* checkpoints read them"):
         optimizer_config(recipe(dict(optimizer=dict(use_precision_aware_optimizer=True))))
     assert not optimizer_config(recipe()).use_precision_aware_optimizer
+
+
+def test_fp32_is_refused_where_transformer_engine_makes_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_megatron(llama(), recipe())
+    monkeypatch.setattr(options, "HAVE_TE", True)
+    monkeypatch.setattr(options, "model_options", lambda *_: SimpleNamespace(config=options_of_plain_layers))
+    options_of_plain_layers = SimpleNamespace(num_moe_experts=None)
+    check_megatron(llama(), recipe(dtype="bfloat16"))
+    with pytest.raises(
+        ValueError, match=r"^policy\.dtype: .* set policy\.dtype=bfloat16, or MSRL_LAYERS=plain in the"
+    ):
+        check_megatron(llama(), recipe())
 
 
 @pytest.mark.parametrize("given", [{}, {"gradient_accumulation_fusion": True}])

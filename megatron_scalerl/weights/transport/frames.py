@@ -11,8 +11,9 @@ One update, each line one broadcast in one group, the buckets of all groups taki
     ...
 
 A sender (`transport.sender`) packs a bucket, or codes its changes, while the one before is on the wire, and a
-receiver loads one while the next one arrives. Changes are those that the optimizer recorded (`weights.written`);
-where it records none, a sender keeps a bucket as the receivers have it and compares.
+receiver loads one while the next one arrives; over NCCL each broadcast ends before that (`NcclGroup.start`). Changes
+are those that the optimizer recorded (`weights.written`); where it records none, a sender keeps a bucket as the
+receivers have it and compares.
 """
 
 from collections import Counter

@@ -1,0 +1,87 @@
+"""What a model of an unsupported family has, by the keys and the model_type of its config.json.
+
+`PARTS` knows layers, routers and towers by the keys that publishers give them. Where none is there, the line lists
+the keys that no supported family has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+PARTS = {
+    "an encoder": r"is_encoder_decoder|encoder_(layers|config|hidden_size)|num_encoder_layers|cross_attention.*",
+    "a tower of images or sound": r"(vision|visual|audio|image|video|speech|thinker|talker|sam|codec|dac)_.*|"
+    r".*(perceiver|patch|image|_mel_|pixel|num_channels|num_codebooks|qformer|backbone|_vl(_|$)|_ocr|omni).*",
+    "multi-head latent attention": r"kv_lora_rank",
+    "linear attention": r"linear_.*|lightning.*|attn_linear.*|.*rwkv.*|delta_.*|kda_.*|minimax",
+    "state-space layers": r".*mamba.*|ssm_.*|time_step_.*|hybrid_override_pattern|state_size|attn_layer_period|"
+    r"recurrent.*|lru_.*|conv|conv_(kernel|L_cache).*|xlstm.*|[sm]lstm.*",
+    "sparse attention": r"index_(topk|n_heads|head_dim)|.*(block_sparse|sparse_attention|moba|nsa_).*",
+    "sliding windows": r"(use_)?sliding.*|.*attention_window|window_size|local_attention|attention_types|chunked.*",
+    "attention sinks": r"gpt_oss|.*_sinks?(_.*)?",
+    "experts": r"(num|n|moe_num|num_local|n_routed|num_routed)_experts|moe_.*|ffn_config",
+    "a router of its own": r"scoring_func|score_function|topk_method|(n|num_expert|topk)_group|moe_router.*|"
+    r"router_(?!aux|jitter|z_loss|weighting).*|routed_scaling_factor|.*expert_bias",
+    "a shared expert": r"(n_|num_)?shared_expert.*",
+    "multi-token prediction": r"num_nextn_predict_layers|mtp_.*|num_mtp.*",
+    "embeddings for each layer": r".*_per_layer(_input|_config)?|laurel.*|altup.*",
+    "soft caps of logits": r".*soft_?cap.*",
+    "multipliers of embeddings, residuals or logits": r".*_multipliers?|logits?_scal.*|scale_(emb|depth)|mup_.*|"
+    r"embedding_scale|scale_embedding|.*residual_scale.*|(vault)?gemma.*",
+    "norms after attention and MLP": r"(use_)?(sandwich|post)_?norm.*|gemma[2-9].*|glm4",
+    "other norms": r"layer_norm.*|(rms_|layer)?norm_(eps(ilon)?|type)(?<!rms_norm_eps)|(use_)?qk_(layer)?norm.*",
+    "partial rotary embeddings": r"partial_rotary_factor|rotary_(pct|dim|percent)|rope_(percent|ratio)",
+    "layers without rotary embeddings": r"no_rope.*|nope.*",
+    "positions other than rotary embeddings": r"alibi.*|n_positions|relative_attention.*|position_embedding_type|"
+    r"type_vocab_size|learned_pos.*|max_source_positions|axial.*",
+    "fused projections": r"phi3|glm4|fused_qkv.*|multi_query|new_decoder_architecture",
+    "another activation": r"(gelu|relu|quick|tanh|sigmoid|xielu).*",
+    "layers that share weights": r"num_hidden_groups|.*shared_layers|num_loops|total_ut_steps",
+    "biases": r"(use_)?bias|.*_bias",
+}
+"""Part -> pattern of a key, a kind of layer, an activation or a model_type that tells it."""
+_QUIET = re.compile(
+    r"(.*dropout.*|.*token.*|initializer.*|use_cache|transformers_version|architectures|model_type|dtype|torch_dtype|"
+    r"_.*|id2label|label2id|output_.*|return_dict|problem_type|chunk_size_.*|auto_map|is_decoder|tie_.*|.*_loss.*|"
+    r"layer_types|num_labels|.*_config)$"
+)
+"""Keys that say nothing of the layers."""
+_MOST = 5
+"""Parts, or keys, that a line has."""
+
+
+def parts_of(config: Mapping[str, Any], known: Collection[str]) -> str:
+    """The parts of a model, each with the key or word that tells it.
+
+    known: keys of supported families, which tell nothing where no part is known.
+    """
+    words = list(_words(config))
+    signs = {part: next(filter(re.compile(rule).fullmatch, words), None) for part, rule in PARTS.items()}
+    parts = [f"{part} ({word})" for part, word in signs.items() if word]
+    strange = [
+        key
+        for key in [*words, *config]
+        if key in config and key not in known and key.isidentifier() and not _QUIET.match(key)
+    ]
+    keys = ", ".join(list(dict.fromkeys(strange))[:_MOST])
+    if parts:
+        return ", ".join(parts[:_MOST])
+    return f"the keys {keys}" if keys else "modules that nobody has compared with a supported family's"
+
+
+def _words(config: Mapping[str, Any]) -> Iterator[str]:
+    """The model_type, keys that are switched on, activations and kinds of layers, of the text model's part, too."""
+    yield str(config.get("model_type"))
+    for key, value in config.items():
+        if isinstance(value, Mapping) and re.match(r"text|llm|language|thinker|decoder", key):
+            yield from _words(value)
+        switched_off = not value or (isinstance(value, float) and value == 1.0)
+        if switched_off or ("window" in key and config.get("use_sliding_window") is False):
+            continue
+        yield key
+        if "act" in key:
+            yield str(value)
+        if isinstance(value, list) and key in ("layer_types", "layers_block_type", "block_types"):
+            yield from map(str, value)
