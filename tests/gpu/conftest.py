@@ -1,7 +1,6 @@
 """Where a check runs: at toy size on the CPU, in every session; at full size on the GPU with `-m gpu`."""
 
 import functools
-from typing import Any
 
 import gpu_cases
 import pytest
@@ -34,9 +33,7 @@ def where(request):
 def ranks():
     """`run_ranks` on a device, by default of plain layers: each rank is a process, on a GPU of its own."""
 
-    def run(
-        count: int, target: str, *args: Any, device: str, layers: str = "plain", timeout_s: float = 300.0
-    ) -> list[Any]:
+    def run(count, target, *args, device, layers="plain", timeout_s=300.0):
         env = {"MSRL_LAYERS": layers} | ({} if device == "gpu" else {"CUDA_VISIBLE_DEVICES": ""})
         spawn = torch.accelerator.is_available()
         return run_ranks(count, target, *args, env=env, spawn=spawn, timeout_s=timeout_s)
@@ -49,7 +46,7 @@ def prepared(tmp_path_factory):
     """(family, device) -> its policy and what transformers computes with it; made once a session."""
 
     @functools.cache
-    def make(kind: str, device: str) -> gpu_cases.Prepared:
+    def make(kind, device):
         return gpu_cases.prepare(kind, device, tmp_path_factory.mktemp(kind))
 
     return make

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, use_interface
-from megatron_scalerl.weights.plan import Connection, WeightPlan, manifest_of, whole
+from megatron_scalerl.weights.plan import Connection, manifest_of, whole
 from megatron_scalerl.weights.transport import join_sender, make_sender
 from megatron_scalerl.weights.transport.frames import assembled, receive
 
@@ -19,7 +19,7 @@ ELEMENTS = 16 << 20
 """64 MiB: more than sockets hold."""
 
 
-def connection(group: str, folder: str) -> Connection:
+def connection(group, folder):
     meeting, here = FolderRendezvous(folder=folder), device.backend()
     return Connection(
         backend=here,
@@ -32,11 +32,11 @@ def connection(group: str, folder: str) -> Connection:
     )
 
 
-def plan() -> WeightPlan:
+def plan():
     return whole(manifest_of([("a", "float32", (ELEMENTS,))]))
 
 
-def send(folder: str) -> None:
+def send(folder):
     """To an engine that is killed in the middle, then to the next one."""
     dist.init_process_group(device.backend(), init_method=f"file://{folder}/trainer", rank=0, world_size=1)
     dist.all_reduce(torch.ones(1, device=device.device()))
@@ -53,7 +53,7 @@ def send(folder: str) -> None:
     sys.stdin.readline()
 
 
-def take(group: str, folder: str) -> None:
+def take(group, folder):
     """As an engine."""
     joined = join_sender(connection(group, folder), 1, 0, 0)
     if group == "gone":

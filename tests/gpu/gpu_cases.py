@@ -8,7 +8,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import random_policies
 import torch
 from random_policy import make_recipe
 
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Rollout, Sample
 
 if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # Megatron-Core would take their optimizers, which need a GPU
@@ -71,12 +70,12 @@ class Case:
     capped: bool = False
     """The engine's log-probs are random, so that some importance weights are capped; else the trainer's own."""
 
-    def token_ids(self) -> list[list[int]]:
+    def token_ids(self):
         """The sequences; deterministic."""
         rng = random.Random(self.seed)
         return [[rng.randrange(3, self.vocab) for _ in range(length + 1)] for length in self.lengths]
 
-    def samples(self, logprobs: Sequence[Sequence[float]] | None = None) -> list[Sample]:
+    def samples(self, logprobs=None):
         """One per sequence, whose first token is the prompt. logprobs: the engine's; random by default."""
         ids, rng = self.token_ids(), np.random.default_rng(5)
         if logprobs is None:
@@ -92,7 +91,7 @@ class Case:
             for index, (row, found) in enumerate(zip(ids, logprobs, strict=True))
         ]
 
-    def recipe(self) -> Recipe:
+    def recipe(self):
         """Its first step is smooth in the gradient: with a small eps Adam's first update is the gradient's sign."""
         return make_recipe(
             self.path,
@@ -103,7 +102,7 @@ class Case:
         )
 
 
-def rollout_of(completion: Sequence[int], logprobs: Sequence[float]) -> Rollout:
+def rollout_of(completion, logprobs):
     """A completion of policy version 0 with loss on all tokens."""
     size = len(completion)
     tokens = dict(token_ids=tuple(completion), rollout_logprobs=tuple(logprobs), policy_versions=(0,) * size)
@@ -136,7 +135,7 @@ class Prepared:
     """bf16 error of transformers, nats (`typical`)."""
 
 
-def prepare(kind: str, device: str, path: Path) -> Prepared:
+def prepare(kind, device, path):
     """Write the policy into `path` and make transformers' steps with it. device: "cpu" is toy size."""
     settings = {} if device == "cpu" else _WIDE | _WIDER.get(kind, {})
     random_policies.make(kind, path, dtype=torch.bfloat16, std=0.3 if device == "cpu" else 0.08, **settings)
@@ -158,7 +157,7 @@ def prepare(kind: str, device: str, path: Path) -> Prepared:
     raise AssertionError(f"{kind}: expected sequences without ties of router logits, found none in 20 draws")
 
 
-def in_transformers(case: Case, dtype: torch.dtype) -> tuple[Step, float]:
+def in_transformers(case, dtype):
     """(log-probs of transformers, and loss and gradient of a step whose ratios are all 1; the smallest router gap).
 
     On the CPU with its eager implementations. The model is loaded in `dtype`: converting a built model to bf16 would
@@ -187,8 +186,8 @@ def in_transformers(case: Case, dtype: torch.dtype) -> tuple[Step, float]:
     return Step(logprobs=torch.cat(logprobs).numpy(), loss=loss, grad_norm=norm), min(gaps, default=math.inf)
 
 
-def _watch(gaps: list[float], chosen: int) -> Callable[..., None]:
-    def watch(router: Any, inputs: tuple[torch.Tensor, ...], _: Any) -> None:
+def _watch(gaps, chosen):
+    def watch(router, inputs, _):
         logits = torch.nn.functional.linear(inputs[0].detach().flatten(0, -2), router.weight.detach())
         ranked = logits.sort(dim=-1, descending=True).values
         gaps.append(float((ranked[:, chosen - 1] - ranked[:, chosen]).min()))
@@ -200,7 +199,7 @@ Distances = Mapping[str, tuple[float, float]]
 """Quantity -> (how far it is from its reference, the bound)."""
 
 
-def judge(record: Callable[[str, object], None], distances: Distances) -> None:
+def judge(record, distances):
     """Every distance is within its bound; the one nearest to it is recorded."""
     shares = {name: found / bound if math.isfinite(found) else math.inf for name, (found, bound) in distances.items()}
     worst = max(shares, key=lambda name: shares[name])
@@ -209,19 +208,19 @@ def judge(record: Callable[[str, object], None], distances: Distances) -> None:
     assert not beyond, f"expected distances within their bounds, found (distance, bound) {beyond}"
 
 
-def relative(found: Any, expected: Any) -> float:
+def relative(found, expected):
     """L2 norm of the difference over the L2 norm of `expected`, in fp64."""
     a, b = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     assert a.shape == b.shape
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def typical(kind: str, found: np.ndarray, other: np.ndarray) -> float:
+def typical(kind, found, other):
     """Mean absolute difference; the median for a mixture of experts."""
     return float((np.median if kind in MIXTURES else np.mean)(np.abs(found - other)))
 
 
-def fp32_distances(found: Step, exact: Step) -> Distances:
+def fp32_distances(found, exact):
     """Two steps in fp32."""
     return {
         "fp32 log-probs": (float(np.abs(found.logprobs - exact.logprobs).max()), FP32),
@@ -230,7 +229,7 @@ def fp32_distances(found: Step, exact: Step) -> Distances:
     }
 
 
-def bf16_distances(kind: str, found: Step, other: Step, bound: float) -> Distances:
+def bf16_distances(kind, found, other, bound):
     """A step in bf16 and one in fp32, or two in bf16 with different layers or layouts. bound: nats."""
     more = 2 if kind in MIXTURES else 1
     return {

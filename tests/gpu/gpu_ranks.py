@@ -4,28 +4,27 @@ import gc
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from gpu_cases import Case, Step
+from gpu_cases import Step
 
 from megatron_scalerl.batching.assignment import plan_step, sample_facts
 from megatron_scalerl.batching.packing import pack
 from megatron_scalerl.batching.rollout_bytes import write
-from megatron_scalerl.distributed.parallel import Parallel, shutdown_parallel, unwrap
+from megatron_scalerl.distributed.parallel import shutdown_parallel, unwrap
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.trainer import checkpoint
 from megatron_scalerl.trainer.batch_frames import BatchFrames
 from megatron_scalerl.trainer.messages import batch_frames
 from megatron_scalerl.trainer.ranks import init_parallel
 from megatron_scalerl.trainer.step import make_trainer
-from megatron_scalerl.types import Batch, Sample
+from megatron_scalerl.types import Batch
 
 RECIPE_8B = Path(__file__).parents[2] / "recipes" / "scalerl_llama3_8b.yaml"
 
 
-def steps(cases: list[Case]) -> list[Step]:
+def steps(cases):
     """Log-probs, one step, log-probs again, for each case."""
     found = []
     for number, case in enumerate(cases):
@@ -36,7 +35,7 @@ def steps(cases: list[Case]) -> list[Step]:
     return found
 
 
-def _step(case: Case, trainer: Any, parallel: Parallel) -> Step:
+def _step(case, trainer, parallel):
     ids = case.token_ids()
     before = trainer.logprobs(ids)
     samples = case.samples(None if case.capped else before)
@@ -62,19 +61,19 @@ def _step(case: Case, trainer: Any, parallel: Parallel) -> Step:
     )
 
 
-def _parameters(trainer: Any) -> list[Any]:
+def _parameters(trainer):
     return list(unwrap(trainer.chunks[0]).parameters())
 
 
-def _gradient(trainer: Any) -> np.ndarray:
+def _gradient(trainer):
     return _joined(p.main_grad for p in _parameters(trainer))
 
 
-def _joined(tensors: Any) -> np.ndarray:
+def _joined(tensors):
     return np.concatenate([tensor.float().flatten().cpu().numpy() for tensor in tensors])
 
 
-def packing(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def packing(case):
     """(log-probs and gradient of packed sequences, the same with one sequence per row); weights do not change."""
     parallel = init_parallel(case.recipe())
     trainer = make_trainer(case.recipe(), parallel, learning_rate=lambda step: 0.0)
@@ -90,14 +89,14 @@ def packing(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
     return packed, gradient, alone, _gradient(trainer)
 
 
-def batch_of(samples: list[Sample], micro_batch_tokens: int, *, step: int = 1) -> Batch:
+def batch_of(samples, micro_batch_tokens, *, step=1):
     """The samples packed for one rank."""
     options = dict(dp_size=1, micro_batch_tokens=micro_batch_tokens, pad_multiple=1, policy_version=0)
     [batch] = pack(samples, step=step, **options)
     return batch
 
 
-def memory_after_steps(case: Case) -> list[int]:
+def memory_after_steps(case):
     """Bytes that tensors have on the device (on a CPU: resident) after each of steps 2 to 6."""
     from bench_shapes import memory
 
@@ -111,7 +110,7 @@ def memory_after_steps(case: Case) -> list[int]:
     return found[1:]
 
 
-def saved_and_loaded(case: Case, path: Path) -> dict[str, Any]:
+def saved_and_loaded(case, path):
     """One trainer saves, another loads: tensors that differ, and step counters after one more step of it."""
     parallel = init_parallel(case.recipe())
     trainer, other = (make_trainer(case.recipe(), parallel) for _ in range(2))
@@ -134,7 +133,7 @@ def saved_and_loaded(case: Case, path: Path) -> dict[str, Any]:
     }
 
 
-def _state(trainer: Any) -> dict[str, torch.Tensor]:
+def _state(trainer):
     """Weights, main weights and optimizer state by name."""
     named = unwrap(trainer.chunks[0]).named_parameters()
     found = {f"weight {name}": parameter.detach().clone() for name, parameter in named}
@@ -151,7 +150,7 @@ def _state(trainer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def layout_of_8b(overrides: list[str]) -> dict[str, Any]:
+def layout_of_8b(overrides):
     """`bench_shapes.train` for four steps of the 8B recipe under `overrides`, two micro-batches for each rank."""
     from bench_shapes import memory, reset_peaks, train, used_on_gpu
 
@@ -165,7 +164,7 @@ def layout_of_8b(overrides: list[str]) -> dict[str, Any]:
     return train(recipe, parallel, before, count=2, length=recipe.micro_batch_tokens, steps=4)
 
 
-def send(matrices: int, width: int) -> tuple[set[Any], float]:
+def send(matrices, width):
     """(digests of three updates with the same weights, GiB per second of the fastest)."""
     from megatron_scalerl.distributed import device
     from megatron_scalerl.distributed.rendezvous import private_folder, use_interface
