@@ -180,6 +180,6 @@ def test_a_finished_run_is_recognized(tmp_path):
     (folder.path / "validation.jsonl").write_text('{"step": 3}\n')
     assert finished(made, point()) == "all 3 steps are made"
     assert finished(recipe(tmp_path, steps=4, validation={"every_steps": 2}), point()) is None
-    folder.end("no prompt is left", step=3, final=True)
+    folder.end("no prompt is left", step=3, final=True, gave_up=False)
     assert finished(recipe(tmp_path, steps=4, validation={"every_steps": 2}), point()) == "no prompt is left"
     folder.close()

@@ -115,8 +115,8 @@ def test_a_model_without_the_head_of_a_policy_is_refused(head: str, tmp_path: Pa
 
 def test_quantized_weights_and_refused_keys_name_the_folder(tmp_path: Path) -> None:
     qwen2 = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"])
-    assert "the weights are quantized; take the bf16 release" in refusal(
-        tmp_path, **qwen2, quantization_config={"a": 1}
+    assert "the weights are quantized (a); take the policy's bf16 release" in refusal(
+        tmp_path, **qwen2, quantization_config={"quant_method": "a"}
     )
     said = refusal(tmp_path, **qwen2, use_sliding_window=True)
     assert said == f"{tmp_path}/config.json: use_sliding_window: expected False, found True"
