@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 # Stalls once the first of Megatron's files, or the only safetensors file, is on the disk.
 STALLING = """
 import os, sys, time
+from pathlib import Path
 from megatron_scalerl.checkpoints import conversion
 from megatron_scalerl.checkpoints.{module} import {module}
 
