@@ -22,7 +22,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +60,7 @@ from megatron_scalerl.processes.signals import SaveAndExit, Takeover, held_uncha
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.recipe.tasks import tasks_of
+from megatron_scalerl.record import record
 from megatron_scalerl.rewards.pool import TaskPools
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.history import read_history
@@ -185,7 +186,7 @@ async def _train(
                 return await _attempts(run, resumed)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class _Run:
     """What the attempts of one process share."""
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_scalerl.fit.curve import Curve
+from megatron_scalerl.record import record
 
 START = ("policy.path", "policy.megatron_path", "prompts.path", "prompts.held_out_path", "prompts.tasks")
 """Settings that name the policy and the task that runs start with."""
@@ -29,7 +29,7 @@ _SHOWN = 4
 """Differences that `differences` names."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Arm:
     """One recipe and its runs."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from megatron_scalerl.fit.checks import Fall, falling_tail
@@ -11,6 +9,7 @@ from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.formatting import short_number
 from megatron_scalerl.fit.result import Prediction
+from megatron_scalerl.record import record
 
 MARGIN = 0.02
 """Error, in pass rate, up to which a forecast counts as right."""
@@ -18,7 +17,7 @@ MIN_POINTS = 4
 """Points of the shortest prefix."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class BacktestPoint:
     """The forecast of the run's last point from one prefix."""
 
@@ -32,7 +31,7 @@ class BacktestPoint:
     """A of the prefix's fit."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Backtest:
     """How the forecast of a run's last point changed as the run went on."""
 

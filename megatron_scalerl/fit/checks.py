@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from megatron_scalerl.fit.formatting import short_number
@@ -11,6 +9,7 @@ from megatron_scalerl.fit.paper import PaperFit
 from megatron_scalerl.fit.posterior import Posterior
 from megatron_scalerl.fit.prior import DEFAULT_BOUNDS
 from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.record import record
 
 FEW_POINTS = 8
 """Fitted points below which a forecast is not trusted."""
@@ -121,7 +120,7 @@ def truncation_warnings(compute: Array, truncated: Array | None) -> list[str]:
     return [f"truncations reach {most:.0f} % (above 10 % first at {where}): 10-15 % destabilize training"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Fall:
     """A fall of the pass rate after a peak."""
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Estimate, estimate
 from megatron_scalerl.fit.result import TAIL, FitResult
 from megatron_scalerl.fit.sigmoid import Array, compute_to_reach
+from megatron_scalerl.record import record
 
 SAME_ASYMPTOTE = 0.02
 """Two asymptotes within this margin count as the same (three independent runs; Khatri et al. 2025, A.5)."""
@@ -48,7 +49,7 @@ Seeds = Sequence[tuple[int | None, ...]]
 """The seeds of the fits."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Runs:
     """One number per run of one recipe."""
 
@@ -60,7 +61,7 @@ class Runs:
     """[runs] None where unknown."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Difference:
     """A recipe minus its reference, with the variance between runs."""
 
@@ -209,7 +210,7 @@ def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
     return out
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Quantity:
     """One number of a sigmoid. A number that is positive is compared by its logarithm."""
 
@@ -268,7 +269,7 @@ def compute_to(pass_rate: float) -> Quantity:
     return Quantity(of=lambda parameters: compute_to_reach(pass_rate, **parameters))
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class ComparedArm:
     """One recipe of a comparison."""
 
@@ -307,7 +308,7 @@ class ComparedArm:
         return len(self.fits)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Comparison:
     """The table of the paper's Fig. 4 for any recipes."""
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.record import record
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Curve:
     """The validation points of one run, checked, sorted by compute."""
 

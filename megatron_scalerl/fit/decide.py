@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -11,6 +10,7 @@ from megatron_scalerl.fit.checks import FEW_POINTS, below_initial, falling_tail
 from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.result import TAIL, FitResult
 from megatron_scalerl.fit.sigmoid import Array, compute_to_reach
+from megatron_scalerl.record import record
 
 WORTH = 0.01
 """Default of the gain in pass rate that the budget has to buy."""
@@ -20,7 +20,7 @@ LIKELY, UNLIKELY = 0.8, 0.2
 Verdict = Literal["go on", "stop", "too early to say"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Estimate:
     """A number with its 90 % interval; inf where it is never reached."""
 
@@ -32,7 +32,7 @@ class Estimate:
     """95 % quantile."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Decision:
     """What a run is expected to gain, and the verdict."""
 

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ from megatron_scalerl.fit.table_file import (
     unit_of,
     words,
 )
+from megatron_scalerl.record import record
 
 IDENTITY_COLUMNS = (
     *("run", "run_id", "run_name", "series", "name", "figure", "recipe", "experiment", "model", "seed", "group"),
@@ -76,7 +77,7 @@ MISSING = frozenset(("", "-", "none", "null", "na", "n/a", "<na>", "nan", "inf",
 """Cells that are no number and no mistake, in lower case, a sign apart."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class ColumnOptions:
     """The command line's options on columns and rows."""
 

@@ -8,12 +8,13 @@ where a prompt has several generations; its share of p (1 - p) is taken to be th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.record import record
 
 SHARES = (0.2, 1.0)
 """Lowest and highest share of p (1 - p) that is believed to be noise."""
@@ -27,7 +28,7 @@ MOST_POINTS = 128
 """A run with more points is fitted to means of neighbors: a fit takes memory ~ n^2 and time ~ n^3."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class ValidationNoise:
     """What a run's records say on the noise of its points."""
 

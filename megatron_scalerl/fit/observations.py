@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.noise import binomial, pooled, scatter, validation_noise
 from megatron_scalerl.fit.prior import FLAT_PRIOR, Discrepancy, Prior
 from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.record import record
 
 NOISY = 0.01
 """Scatter of the points (standard deviation, in pass rate) from which a given R_0 of unknown size is not exact."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Observations:
     """The points of one fit. Compute is relative to `scale`, so the posterior does not depend on its unit."""
 

@@ -6,7 +6,6 @@ It depends on the validations up to then alone, so that it can be made again lat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from megatron_scalerl.fit.decide import Verdict, decide
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.inputs import curve_of_rows
 from megatron_scalerl.fit.result import FitResult, Prediction
+from megatron_scalerl.record import record
 
 DRAWS = 1000
 """Draws of each fit."""
@@ -42,7 +42,7 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Outlook:
     """The forecast of the run's last validation, made after one of its validations."""
 
@@ -64,7 +64,7 @@ class Outlook:
         return f"at step {self.end_step}: {self.pass_rate:.3f} [{self.lo:.3f}, {self.hi:.3f}]; {self.verdict}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Projection:
     """An outlook with the forecast on the way there, for a figure."""
 
@@ -73,7 +73,7 @@ class Projection:
     """From the compute of the last validation to that of the run's end, both included, at equal distances."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class RunFit:
     """The fit of all validations of a run, whether it is under way or over."""
 

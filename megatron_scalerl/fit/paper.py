@@ -12,11 +12,11 @@ the triple with the smallest sum of squares is kept. Departures from the paper:
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_scalerl.fit.sigmoid import Array, gain_share
+from megatron_scalerl.record import record
 
 FIT_FROM = 1500.0
 """GPU-hours before which the authors exclude points: the first epoch rises almost linearly."""
@@ -32,7 +32,7 @@ _CANDIDATES = 60
 """Cells of that table that `curve_fit` refines."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class PaperFit:
     """The best cell of the grid."""
 

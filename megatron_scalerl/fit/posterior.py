@@ -10,7 +10,7 @@ the mass until the region stops shrinking. The same data and seed give the same 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from megatron_scalerl.fit.noise import binomial
 from megatron_scalerl.fit.observations import Observations, correlation, covariance
 from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, Bounds, Discrepancy, Prior
 from megatron_scalerl.fit.sigmoid import PARAMETERS, Array
+from megatron_scalerl.record import record
 
 Index = NDArray[np.integer[Any]]
 
@@ -32,7 +33,7 @@ NEGLIGIBLE = 1e-5
 """Share of the marginal mass below which a node is left out of the next grid."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Posterior:
     """Draws of the parameters of one run, and the distribution of new measurements."""
 
@@ -196,7 +197,7 @@ def _misfit(posterior: Posterior) -> Array:
     return out
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class _Grid:
     """A grid with its mass. A's nodes differ between cells, so they are relative to each cell's conditional mean."""
 

@@ -7,10 +7,12 @@ sqrt(p (1 - p)). The kinds are the result of `tools/forecast/learning.py` on pub
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from megatron_scalerl.record import record
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Discrepancy:
     """One hypothesis on the model discrepancy: how a run deviates from its sigmoid, as a process in log compute.
 
@@ -28,7 +30,7 @@ class Discrepancy:
     """Prior probability of this hypothesis, relative to the others."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Kind:
     """A kind of run: where its sigmoid lies. log B and log C_mid have Student's t, the gain a Beta distribution."""
 
@@ -50,7 +52,7 @@ class Kind:
     """Second Beta parameter of that share."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Prior:
     """Prior distribution of one run's sigmoid, unit-free: a mixture of kinds, which the run's points weigh."""
 
@@ -75,7 +77,7 @@ class Prior:
     distribution, times the gain so far and the root of the log of compute. Chosen by the back-test, as the above."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Bounds:
     """The range of each parameter. A fit on its edge gets a warning."""
 

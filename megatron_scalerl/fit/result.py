@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
 from megatron_scalerl.fit.noise import first_invalid
 from megatron_scalerl.fit.posterior import Posterior
 from megatron_scalerl.fit.sigmoid import PARAMETERS, Array, sigmoid
+from megatron_scalerl.record import record
 
 LEVEL = 0.90
 """Nominal coverage of every interval of this package."""
@@ -17,7 +18,7 @@ TAIL = (1.0 - LEVEL) / 2.0
 """Probability on either side of an interval."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Prediction:
     """Forecast of one measured validation pass rate."""
 
@@ -31,7 +32,7 @@ class Prediction:
     """Upper end of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class FitResult:
     """One run's sigmoid (Khatri et al. 2025, eq. 1) with its uncertainty and warnings."""
 
@@ -135,7 +136,7 @@ class FitResult:
         return ForecastEvaluation(fit=self, predictions=predictions, measured=measured)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class ForecastEvaluation:
     """A forecast compared with measured points that were not fitted."""
 

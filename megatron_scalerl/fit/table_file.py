@@ -24,11 +24,13 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from megatron_scalerl.record import record
 
 FOLDER = ("trainer_state.json", "checkpoint-*/trainer_state.json", "metrics.jsonl")
 """Files that are looked for in a folder, in this order; of several the one with the highest number is read."""
@@ -107,7 +109,7 @@ _STEP_NAME = re.compile(r"(?:.*[-_/ ])?(?:checkpoint|ckpt|step|iter|iteration|ep
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class TableFile:
     """Rows of one run or of several; values are text (CSV) or JSON values."""
 

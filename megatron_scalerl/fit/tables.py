@@ -9,7 +9,7 @@ import base64
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from megatron_scalerl.fit.decide import Decision, Estimate
 from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.outlook import Outlook
 from megatron_scalerl.fit.result import FitResult, ForecastEvaluation, Prediction
+from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class WithInterval:
     """A cell with a value and its 90 % interval, which HTML shows below it."""
 
@@ -40,7 +41,7 @@ class WithInterval:
         return f"{self.value} {self.interval}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Table:
     """Cells as text. Numbers are aligned right."""
 
@@ -67,7 +68,7 @@ Section = tuple[str, tuple[Table | str, ...]]
 """(heading, tables and lines)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class RunReport:
     """Everything that is reported on one run."""
 

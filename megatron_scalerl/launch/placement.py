@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_scalerl.launch.hosts import Host, Hosts, HostsLeft, takes_gpus
 from megatron_scalerl.launch.own_share import share_of
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 from megatron_scalerl.types import ComputeUnit
 
 if TYPE_CHECKING:  # without them submit refuses a recipe at once
@@ -28,7 +29,7 @@ if TYPE_CHECKING:  # without them submit refuses a recipe at once
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class HostRanks:
     """The trainer's ranks on one host, which use its first devices in their order."""
 
@@ -40,7 +41,7 @@ class HostRanks:
     """Devices of the host that the run uses."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class EnginePlace:
     """One engine's place."""
 
@@ -51,7 +52,7 @@ class EnginePlace:
     """As `own_share` has it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Placement:
     """The places of all processes of a run."""
 
@@ -158,7 +159,7 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: b
     return f"--hosts: expected at least {wanted} hosts with {slots} {what} each for {fleet}, found {len(hosts.hosts)}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Devices:
     """The devices that a run holds, known before any process is started."""
 
@@ -179,7 +180,7 @@ class Devices:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Attempt:
     """One start of a run, as its processes identify it. Produced by `controller.run_folder`."""
 
@@ -193,7 +194,7 @@ class Attempt:
     """The resolved recipe, which every process reads."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Fleet:
     """Trainer ranks and engines, ready for requests. Produced by a launcher."""
 

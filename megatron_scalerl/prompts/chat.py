@@ -7,7 +7,6 @@ recipe leaves open, so that nothing after it meets a setting that is auto.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.recipe import check_tags
 from megatron_scalerl.recipe.sections import AUTO, PromptsSection
 from megatron_scalerl.recipe.tasks import Task, tasks_of
+from megatron_scalerl.record import record
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -38,7 +38,7 @@ ANSWER = {"role": "assistant", "content": "2"}
 """Messages that show what a template makes of them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Chat:
     """How a policy is talked to. Produced by `chat_of`."""
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from megatron_scalerl.prompts.layouts import OtherTask, Question, other_task, read_layout
@@ -18,6 +18,7 @@ from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.sources import listing
 from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.recipe.tasks import Task
+from megatron_scalerl.record import record
 from megatron_scalerl.types import Prompt
 
 PROMPTS_CHANGED = "a prompt file, the tokenizer or its template has changed"
@@ -29,7 +30,7 @@ CheckAnswers = Callable[
 texts alone, and as found out otherwise, which may differ the next time; None: to be found out at its first use."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class PromptReport:
     """Counts of kept and skipped rows."""
 
@@ -70,7 +71,7 @@ class PromptReport:
         return lines
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class PromptSet:
     """The prompts of a run."""
 

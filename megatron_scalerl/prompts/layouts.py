@@ -15,13 +15,14 @@ import re
 import string
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import Decimal
 from itertools import chain, islice
 from typing import Any
 
 from megatron_scalerl.prompts.sources import Row, other_columns, read_rows, refuse_surrogates
 from megatron_scalerl.recipe.sections import PromptsSection
+from megatron_scalerl.record import record
 
 SAMPLE = 64
 """Rows at the beginning of a file from which its layout is detected."""
@@ -37,7 +38,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 """Roles in ShareGPT's form of messages."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Question:
     """What a row asks."""
 
@@ -51,7 +52,7 @@ class OtherTask(ValueError):
     """The row belongs to another verifier than the file's other rows."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Layout:
     """Where the rows of a file have their questions and references."""
 

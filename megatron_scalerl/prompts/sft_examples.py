@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from megatron_scalerl.prompts.layouts import values_of
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.sources import Row, listing, read_json_lines, refuse_surrogates
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.record import record
 from megatron_scalerl.types import Rollout
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Examples:
     """The training data of a warm start."""
 

@@ -9,13 +9,14 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pyarrow
 import pyarrow.parquet
+
+from megatron_scalerl.record import record
 
 LISTED = 10
 """Skipped rows that a report lists one by one."""
@@ -29,7 +30,7 @@ MOST_TIMES, LEAST_BOUND = 200, 1 << 28
 """A compressed file of prompts may hold so many times its size, and at least so many bytes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Row:
     """One row of a prompts file."""
 

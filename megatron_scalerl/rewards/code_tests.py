@@ -22,8 +22,9 @@ import json
 import keyword
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from megatron_scalerl.record import record
 
 _CALLS = """
 import json
@@ -45,7 +46,7 @@ for _arguments, _expected in json.loads({cases!r}):
 in a list of one are common."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class CodeTests:
     """The tests of one problem: either `cases` or a `script`.
 

@@ -18,8 +18,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_scalerl.record import record
 
 OPEN_FILES = 256
 """Open files of a worker."""
@@ -34,7 +35,7 @@ class TimeLimitExceeded(Exception):
     """An answer exceeded a limit of time that its verifier measures itself: it is wrong, `timeout`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Limits:
     """The limits of one check, from the recipe's `rewards`."""
 

@@ -19,12 +19,12 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from megatron_scalerl.processes.worker import Answer, serve
+from megatron_scalerl.record import record
 from megatron_scalerl.rewards.limits import (
     MIB,
     Limits,
@@ -54,7 +54,7 @@ UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 Verifier = Callable[[str, str, dict[str, Any]], Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Setup:
     """What is the same for all checks of a pool."""
 
@@ -65,7 +65,7 @@ class Setup:
     limits: Limits
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Outcome:
     """The outcome of a check: a value, or why there is none."""
 

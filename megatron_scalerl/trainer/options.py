@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron_scalerl.models.family import Family
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.other_names import check_keys
 from megatron_scalerl.recipe.parallel_layout import check_sharding, sizes_of
+from megatron_scalerl.record import record
 from megatron_scalerl.trainer.layers.routing import check_replay
 from megatron_scalerl.trainer.ranks import parallel_keywords
 
@@ -35,7 +36,7 @@ FREE, MODEL, UNUSED, ELSEWHERE = (frozenset(TABLE[name].split()) for name in ("f
 REFUSED: Mapping[str, str] = TABLE["refused"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class ModelOptions:
     """The arguments of GPTModel. Produced by `model_options`."""
 
