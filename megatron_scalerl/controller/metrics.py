@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import msgspec
@@ -312,6 +313,7 @@ def batch_metrics(
         "truncated_share": sum(c.truncated for c in completions) / count,
         "interrupted_share": sum(c.interrupted for c in completions) / count,
         "lost_completions": float(sum(g.lost_completions for g in groups)),
+        **_lost_shares(groups),
         "verifier_failed_share": sum(s.reason in ("timeout", "memory", "crash", "error") for s in scores) / count,
         "completion_tokens_mean": sum(c.tokens for c in completions) / count,
         "staleness_mean": sum(staleness) / len(staleness),
@@ -319,6 +321,28 @@ def batch_metrics(
         "mixed_version_share": sum(c.first_version != c.last_version for c in completions) / count,
         "epoch": float(max(g.epoch for g in groups)),
     }
+
+
+def _lost_shares(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Shares of completions that were lost: of all, and of the groups below and above the middle of the batch.
+
+    In pass rate (`hard`, `easy`) and in mean length (`short`, `long`): where two differ, losses bias what is trained.
+    """
+    middle = len(groups) // 2
+    by_pass_rate = sorted(groups, key=lambda group: group.pass_rate)
+    by_length = sorted(groups, key=lambda group: fmean(c.tokens for c in group.completions))
+    parts = {
+        "lost_share": groups,
+        "lost_share_hard": by_pass_rate[:middle],
+        "lost_share_easy": by_pass_rate[middle:],
+        "lost_share_short": by_length[:middle],
+        "lost_share_long": by_length[middle:],
+    }
+    shares = {}
+    for name, part in parts.items():
+        lost = sum(group.lost_completions for group in part)
+        shares[name] = lost / max(1, lost + sum(len(group.completions) for group in part))
+    return shares
 
 
 def step_metrics(report: StepReport) -> dict[str, float]:

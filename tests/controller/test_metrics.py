@@ -247,6 +247,15 @@ def test_a_batch_has_the_variance_within_its_prompts():
     assert found["train_within_variance"] == pytest.approx((0 + 4 * 0.25 / 3) / 2)
 
 
+def test_lost_completions_are_compared_by_pass_rate_and_by_length():
+    """Lost: one of 4 of the easy, short group and two of 4 of the hard, long one."""
+    hard = replace(group([-1, -1], lengths=[9, 5]), lost_completions=2)
+    easy = replace(group([1, 1, -1], lengths=[4, 4, 4], group_id=1), lost_completions=1)
+    found = batch_metrics([hard, easy], {}, 0)
+    shares = {name.removeprefix("lost_share"): value for name, value in found.items() if "lost_share" in name}
+    assert shares == {"": 3 / 8, "_hard": 0.5, "_easy": 0.25, "_short": 0.25, "_long": 0.5}
+
+
 def test_a_sink_that_fails_ends_neither_the_run_nor_the_other_sinks(tmp_path, caplog):
     """Whatever its library raises."""
 
