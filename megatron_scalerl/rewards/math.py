@@ -53,7 +53,7 @@ _NOT_COMPUTED = re.compile(
     r"\^[\s{(]*[^\s{}()]*(?:\^|\d{5})|\d{5}[)\s]*!|![)\s]*!|\\?(?:[lr]?floor|[lr]?ceil|max|min|mod)(?![a-z])"
 )
 """Powers and factorials that take long to compute, and functions that have one value for several numbers."""
-_WORDS = re.compile(r"[^\W\d_]{3,}")
+_WORDS = re.compile(r"[^\W\d_]{3,}|(?!ln)[^\W\d_]{2} [^\W\d_]{2}")
 _FUNCTION = re.compile(
     r"sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|exp|sqrt|abs|min|max|mod|pmod|gcd|lcm|inf|infty"
     r"|infinity|det|deg|and|percent"

@@ -409,6 +409,7 @@ def alone(folder, program, *, env=None, **changes):
     script = written(folder, program, **changes)
     (folder / "bin").mkdir()
     (folder / "bin" / "sleep").symlink_to("/bin/true")
+    (folder / "ledger.jsonl").touch()
     (folder / "bin" / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>{folder}/requeued\n')
     (folder / "bin" / "scontrol").chmod(0o755)
     env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"} | (env or {})
