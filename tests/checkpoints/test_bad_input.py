@@ -240,12 +240,17 @@ def test_a_difference_is_named(megatron, source, capsys):
     assert capsys.readouterr().err.endswith("found others in model.layers.3.mlp.up_proj.weight\n")
 
 
-def test_a_checkpoint_of_another_config(megatron, refused):
-    edit_json(megatron / "hugging_face" / "config.json", lambda c: c.update(num_key_value_heads=4, head_dim=16))
+@pytest.mark.parametrize(
+    ("change", "shapes"),
+    [
+        (dict(num_key_value_heads=4, head_dim=16), "weight: expected shape [4, 192, 64], found [4, 128, 64]"),
+        (dict(num_hidden_layers=3), "layer_norm_weight: expected shape [3, 64], found [4, 64]"),
+    ],
+)
+def test_a_checkpoint_of_another_config(megatron, refused, change, shapes):
+    edit_json(megatron / "hugging_face" / "config.json", lambda c: c.update(change))
     (megatron / "COMMIT").unlink()
-    assert "linear_qkv.weight: expected shape [4, 192, 64], found [4, 128, 64]" in refused(
-        command="to-hf", origin=megatron
-    )
+    assert f"linear_qkv.{shapes}" in refused(command="to-hf", origin=megatron)
 
 
 def test_a_stock_checkpoint_without_its_origin(megatron, refused):

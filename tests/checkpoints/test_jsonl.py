@@ -135,3 +135,5 @@ def test_numbers_that_json_has_not_become_null(tmp_path):
     with contextlib.closing(JsonlWriter(tmp_path / "f.jsonl")) as file:
         file.append({"a": float("nan"), "b": float("inf")})
     assert read_jsonl(tmp_path / "f.jsonl") == [{"a": None, "b": None}]
+    with pytest.raises(OSError, match=r"f\.jsonl"):
+        file.append({"after": "its end"})

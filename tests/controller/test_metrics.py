@@ -1,17 +1,22 @@
 """Step records and validations: JSONL is authoritative; a restart drops the records that it will repeat."""
 
+import io
 import json
 import os
+import re
 import sys
+from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from rollout_groups import group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.metrics import Metrics, batch_metrics
+from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.types import PassRate, TaskPassRate
 
 
@@ -312,3 +317,12 @@ def test_a_wandb_that_cannot_start_costs_one_warning_at_each_start(
         assert warning.endswith("; this attempt goes on without W&B (WANDB_MODE=offline needs none)")
     assert column(tmp_path, "metrics") == [1, 2, 3, 4]
     assert [event.step for event in events(tmp_path).Scalars("loss")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("terminal", "shown"), [(True, range(1, 11)), (False, (5, 10))])
+def test_a_terminal_shows_each_step_and_a_log_file_every_fifth(terminal, shown):
+    console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None)
+    progress = Progress(console, steps=10)
+    for step in range(1, 11):
+        progress.step(step, defaultdict(float))
+    assert re.findall(r"^ +(\d+)  \+0", console.file.getvalue(), re.M) == [str(step) for step in shown]

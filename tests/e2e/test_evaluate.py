@@ -14,9 +14,9 @@ HOSTILE = "\x1b]0;owned\x07[red]2-1=\u202e[/nothing]"
 
 @pytest.fixture(scope="module")
 def problems(tiny_dense, tmp_path_factory):
-    """Ten problems of the tiny task with AIME's columns, the last of them hostile in its id."""
+    """Ten problems of the tiny task with AIME's columns: the first hostile in its id, the last a training prompt."""
     folder = tmp_path_factory.mktemp("problems")
-    held_out = read_jsonl(tiny_dense / "held_out.jsonl")[:10]
+    held_out = read_jsonl(tiny_dense / "held_out.jsonl")[:9] + read_jsonl(tiny_dense / "prompts.jsonl")[:1]
     rows = [{"id": f"p{i}", "problem": r["prompt"], "answer": abs(int(r["answer"]))} for i, r in enumerate(held_out)]
     rows[0]["id"] = HOSTILE
     (folder / "tiny.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -44,6 +44,7 @@ def test_budgets_of_a_folder(tiny_dense, problems, tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     assert [cell["budget"] for cell in summary["files"]] == [4, 48]
     assert summary["contamination"]["tiny"]["training_prompts"] > 100
+    assert "mean@4 at a budget of 48 of the 9 problems that no training prompt hits" in " ".join(printed.split())
     assert "thinking" in printed and (out / "budgets.png").stat().st_size > 10_000
     assert "\x1b" not in printed and "\u202e" not in printed
     assert "\\x1b]0;owned\\x07[red]2-1=\\u202e[/nothing]" in printed, "shown as text"

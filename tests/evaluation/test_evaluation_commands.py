@@ -10,6 +10,7 @@ from rich.console import Console
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.commands.evaluate import _budgets, _print_examples
 from megatron_scalerl.evaluation.inputs import check_evaluation, recipe_of_task, settings
+from megatron_scalerl.evaluation.offline import _first
 from megatron_scalerl.evaluation.problems import read_problems
 from megatron_scalerl.evaluation.results import Key, Row
 from megatron_scalerl.recipe.file import RecipeError, load_recipe_for
@@ -92,6 +93,11 @@ def test_an_interrupted_evaluation_goes_on_with_less_memory_and_not_with_other_n
     assert of() == of("engine.vllm.max_num_seqs=4", "engine.vllm.gpu_memory_utilization=0.5", "engine.count=2")
     for other in ("engine.vllm.kv_cache_dtype=fp8", "rewards.timeout_s=99", "engine.vllm.quantization=fp8"):
         assert of() != of(other), other
+
+
+def test_the_first_of_several_failures_is_raised():
+    disk = OSError(28, "No space left")
+    assert _first(ExceptionGroup("engines", [ExceptionGroup("one", [disk]), KeyError()])) is disk
 
 
 @pytest.mark.parametrize("text", ["", "a", "0", "8,4", "8,8", "8,-4", "1.5"])

@@ -33,6 +33,7 @@ def test_later_rows_do_not_change_what_was_said():
     known = rows()[:9]
     said = outlook(known, steps=100)
     assert outlooks(rows(), steps=100)[4] == said
+    assert outlooks(known, steps=100)[4:] == [said]
     again = [*known[:8], {**known[8], "pass_rate": 0.1}, known[8]]  # a step that was validated again
     assert outlook(again, steps=100) == said
 

@@ -34,6 +34,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "mask": (dict(loss_mask=torch.ones(6, dtype=bool)), r"expected loss_mask \[7\] in bool, found \[6\]"),
     "temperatures": (dict(temperature=torch.ones(3)), r"expected temperature a number or \[7\], found \[3\]"),
     "temperature": (dict(temperature=0.0), "temperature: expected above 0, found 0.0"),
+    "temperature below": (dict(temperature=-1.0), "temperature: expected above 0, found -1.0"),
     "int8 head": (dict(weight=W.to(torch.int8)), "quantized head has no exact logits.*found torch.int8"),
     "head of a subclass": (dict(weight=W.as_subclass(Quantized)), "expected a plain tensor .*found Quantized"),
     "another type than hidden": (

@@ -212,8 +212,8 @@ def test_the_weight_groups_are_counted_on_both_sides():
     assert plan.engine.group_bytes == 32 * GROUP_BYTES and GROUP_BYTES == 160_000_000
     assert plan.engine.total == plan.engine.limit_bytes + plan.engine.group_bytes and not plan.problems()
     assert alone.engine.group_bytes == 0 and alone.headroom == plan.headroom + 8 * GROUP_BYTES
-    [problem] = planned("engine.vllm.gpu_memory_utilization=0.96").problems()
-    assert "vLLM's share and the weight groups' 4.8 GiB are 1.6 GiB more than a device has" in problem
+    [problem] = planned("weights.max_senders=96", "engine.vllm.gpu_memory_utilization=0.96").problems()
+    assert "vLLM's share and the weight groups' 14.3 GiB are 11.1 GiB more than a device has" in problem
 
 
 def test_engine_options_that_disagree():

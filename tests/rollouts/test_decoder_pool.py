@@ -137,6 +137,7 @@ def die_with(monkeypatch, *, times):
 
 @pytest.mark.parametrize("times", [1, MAX_EARLY_LOSSES])
 def test_a_body_that_ends_its_processes_is_lost_and_the_others_are_not(tmp_path, monkeypatch, times):
+    monkeypatch.setattr(decoder_pool, "MAX_LOST_IN_A_ROW", 2)
     found, counters = decoded(tmp_path, answer(), die_with(monkeypatch, times=times), answer())
     assert found[0].data == found[2].data
     assert counters["restarts"] == times

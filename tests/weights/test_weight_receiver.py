@@ -135,6 +135,9 @@ def test_an_update_that_was_not_staged_is_refused(pair):
     of.sender.send(PLAN, lambda _: of.values, 2)
     with pytest.raises(RuntimeError, match="expected version 1 to be staged, found version 2"):
         of.receiver.receive_weights(UpdateInfo(version=1, staged=True))
+    of.receiver.shutdown()
+    with pytest.raises(RuntimeError, match="expected a connection to the trainer, found none"):
+        of.receiver.stage(3)
 
 
 def test_a_connection_discards_what_is_staged(pair):
