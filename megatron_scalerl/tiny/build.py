@@ -4,10 +4,11 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.record import record
 from megatron_scalerl.tiny.task import prompt_rows, warm_start_rows
 
 MANIFEST = "tiny.json"
@@ -18,7 +19,7 @@ RECIPE = Path(__file__).with_name("recipe.yaml")
 FILES = ("base_policy/config.json", "prompts.jsonl", "held_out.jsonl", "sft.jsonl")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class TinyArguments:
     """Arguments that determine the folder's content."""
 
