@@ -37,11 +37,18 @@ def compare_with_build(plan: RunPlan, config: Path) -> str:
     return f"equal on the first rank of {plan.layout.world_size}{stages}"
 
 
-def _in_a_child(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]] | str:
-    """What `stage_parameters` returns in a process of its own, or why it returns nothing."""
-    context = multiprocessing.get_context("fork")
+def _in_a_child(
+    recipe: Recipe, config_path: str, world_size: int, method: str = "fork"
+) -> list[dict[str, int]] | str:
+    """What `stage_parameters` returns in a process of its own, or why it returns nothing.
+
+    A fork has the imports. It can crash where threads of a library were running; then a fresh process is tried.
+    """
+    context = multiprocessing.get_context(method)
     answers, answer = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(answer, recipe, config_path, world_size), daemon=True)
+    child = context.Process(  # type: ignore[attr-defined]
+        target=_answer, args=(answer, recipe, config_path, world_size), daemon=True
+    )
     child.start()
     answer.close()
     try:
@@ -50,6 +57,8 @@ def _in_a_child(recipe: Recipe, config_path: str, world_size: int) -> list[dict[
         )
     except EOFError:
         child.join()
+        if method == "fork":
+            return _in_a_child(recipe, config_path, world_size, "spawn")
         built = f"its process ended with exit code {child.exitcode}"
     child.kill()
     child.join()

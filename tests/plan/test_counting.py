@@ -1,10 +1,12 @@
 """Parameters: the published totals exactly, ranks that add up to the whole, and the same from Megatron's modules."""
 
+import os
 from math import prod
 from pathlib import Path
 
 import pytest
 
+from megatron_scalerl.plan import meta_build
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family, of_stage
 from megatron_scalerl.plan.hardware import GPUS
@@ -150,4 +152,14 @@ def test_megatrons_own_modules_have_the_same_number(name, gpus):
     recipe = recipe_of(name)
     config = CONFIGS / Path(recipe.policy.path).name
     plan = make_plan(recipe, config, gpus, GPUS["h100-80g"], Assumptions())
+    assert compare_with_build(plan, config).startswith("equal on the first rank")
+
+
+@pytest.mark.slow
+def test_a_fork_that_crashes_is_followed_by_a_fresh_process(monkeypatch):
+    """Only the fork has what is replaced here."""
+    monkeypatch.setattr(meta_build, "stage_parameters", lambda *_: os._exit(7))
+    recipe = recipe_of(DENSE)
+    config = CONFIGS / Path(recipe.policy.path).name
+    plan = make_plan(recipe, config, 80, GPUS["h100-80g"], Assumptions())
     assert compare_with_build(plan, config).startswith("equal on the first rank")
