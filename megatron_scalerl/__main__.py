@@ -106,8 +106,8 @@ EPILOG = f"""`{PROGRAM} COMMAND --help` describes the options of a command.
 
 exit codes:
   0    done
-  1    a process or an operation failed; train and convert continue where they stopped when they are run again
-  2    user error, in one line: file, key or row, what was expected, what was found
+  1    a process or an operation failed, or nothing was left to train on; the same command of train or convert goes on
+  2    user error, in one line: file, key or row, and what is wrong with it
   75   SIGUSR1 asked the run to save and exit; the same command goes on with it
   76   another controller has the run
   77   Slurm has taken a host of the trainer, or of too many engines, out of the job; another job goes on with the run

@@ -127,6 +127,13 @@ def test_a_mistake_is_one_line_before_anything_heavy_is_imported(tiny):
         assert "argparse" in imported and not imported & set(HEAVY), name
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_settings_are_not_called_missing(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--no-such-option"])
+    assert "=value" not in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_help_imports_nothing_heavy():
     commands = [["megatron_scalerl"], *(["megatron_scalerl", name] for name in COMMANDS)]
     commands += [[f"tools/{name}"] for name in TOOLS]

@@ -267,7 +267,8 @@ def test_a_policy_is_converted_there_and_back(place):
     assert "equal bit for bit" in ran(same, place)
 
 
-def test_the_programs_of_the_pages_run():
+def test_the_programs_of_the_pages_run(place, monkeypatch):
+    monkeypatch.chdir(place)
     programs = [text for page in PAGES for language, text in blocks(page) if language == "python"]
     hours = np.linspace(20.0, 400.0, 20)
     given = {"gpu_hours": hours, "pass_rates": 0.4 + 0.3 / (1 + (80 / hours) ** 1.8)}

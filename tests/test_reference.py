@@ -33,6 +33,12 @@ def test_every_setting_has_a_row_with_its_default_and_meaning(reference):
     assert "| `max_is_weight` | `5.0` |" in text and "| `path` | required | Hugging Face folder" in text
 
 
+def test_every_module_of_the_reference_is_there():
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    modules = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
+    assert modules and [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
 def test_every_command_has_its_help(reference):
     text = "\n".join(reference.commands())
     assert re.findall(r"^## (\S+)$", text, re.MULTILINE) == list(COMMANDS)

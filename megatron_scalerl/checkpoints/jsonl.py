@@ -100,12 +100,13 @@ def recover(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """Every complete row of a JSONL file; a torn last line is skipped, a missing file reads as empty.
 
     Raises ValueError naming file and line for any other line that is not a JSON object, and for what is no file: a
     pipe would be waited for.
     """
+    path = Path(path)
     if not path.exists():
         return []
     if not path.is_file():

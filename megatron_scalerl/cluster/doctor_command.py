@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="key.path=value",
         help="settings that override the recipe's; overlay=FILE: those of a file",
     )

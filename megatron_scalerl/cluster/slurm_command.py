@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="key.path=value",
         help="settings that override the recipe's; overlay=FILE: those of a file",
     )

@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="training prompts to compare with the problems (as of `contamination`); may be given several times",
     )
     parser.add_argument("--examples", type=int, default=0, metavar="N", help="print N completions of each file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that override the recipe's")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.path=value", help="settings that override the recipe's"
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:

@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=sorted(GPUS), default=GPU, help="their model (default: %(default)s)")
     parser.add_argument("--out", default="my_run.yaml", metavar="FILE", help="recipe to write (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="overwrite it")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that are written as given")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.path=value", help="settings that are written as given"
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -77,7 +79,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     number = f"--gpus {recipe.devices} --gpu {arguments.gpu}"
     console.print(
         f"{out} is written for {place}; next:\n  megatron-scalerl plan {out} {number} --check\n"
-        f"  megatron-scalerl prompts {out}\n  megatron-scalerl train {out} steps={FIRST_STEPS}",
+        f"  megatron-scalerl prompts {out}\n  megatron-scalerl train {out} steps={min(FIRST_STEPS, recipe.steps)}",
         highlight=False,
     )
     return 0
@@ -94,7 +96,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
     given = {key: (value, "as given") for key, value in map(parsed_override, arguments.overrides)}
     choices: Choices = {
         "name": (Path(arguments.out).stem, ""),
-        "steps": (STEPS, f"a first run; {FIRST_STEPS} of them are a first look"),
+        "steps": (STEPS, f"a first run; {FIRST_STEPS} are a first look"),
         "policy.path": (arguments.policy, ""),
         "policy.dtype": ("bfloat16", "for GPUs") if gpus else ("float32", "for CPUs"),
         "prompts.path": (arguments.data, ""),
@@ -167,9 +169,10 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
         )
     asked = recipe.max_completion_tokens if gpus else CPU_LONGEST
     completion = min(asked, room)
-    why = "the paper's" if gpus else "CPUs are slow"
+    why = "as in the paper" if gpus else "since CPUs are slow"
     if completion < asked:
         why = f"what {positions:,} positions leave"
+    why = f"{completion:,} tokens with the answer, {why}"
     answer = completion // 7
     thinking = completion - answer
     batch = recipe.rollouts.groups_per_batch if gpus else CPU_BATCH
@@ -178,14 +181,14 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
         "prompts.think_start": (chat.think_start, ""),
         "prompts.think_end": (chat.think_end, ""),
         "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts are no longer"),
-        "prompts.held_out": (held_out, f"a tenth of them, at most {defaults.held_out}; validations use them"),
-        "interruption.enabled": (recipe.interruption.enabled, "whether thinking has a tag to close"),
+        "prompts.held_out": (held_out, "validations use them, training the others"),
+        "interruption.enabled": (recipe.interruption.enabled, "true where thinking has a tag to close"),
         "interruption.thinking_tokens": ([thinking * 5 // 6, thinking], why),
         "interruption.answer_tokens": (answer, "a seventh of the completion"),
         "rollouts.groups_per_batch": (min(batch, usable - held_out), "prompts of a step"),
         "rollouts.group_size": (recipe.rollouts.group_size if gpus else CPU_BATCH, "completions of each"),
-        "rewards.verifier": (recipe.rewards.verifier, "what the references are for"),
-        "validation.every_steps": (FIRST_STEPS, "ten times in the run"),
+        "rewards.verifier": (recipe.rewards.verifier, "it can use the references of the file"),
+        "validation.every_steps": (FIRST_STEPS, "steps between two validations"),
         "validation.prompts": (min(held_out, VALIDATED if gpus else CPU_BATCH), "of those held out"),
         "validation.generations": (4, "completions of each"),
     }

@@ -97,6 +97,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="key.path=value",
         help="settings that override the recipe's; overlay=FILE: those of a file",
     )

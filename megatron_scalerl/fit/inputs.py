@@ -352,7 +352,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     ends = f"{short_number(points[0].compute)} to {short_number(points[-1].compute)}"
     read = f"read {name}: {table.layout}, {len(points)} points of {score} over {over} ({ends} {unit_name(unit)})"
     if options.score is None and options.compute is None and (table.x or len(table.columns) > 2):
-        axis = AXES[table.layout] if table.x else "the first by its name"
+        axis = AXES[table.layout] if table.x else "its name ranks first"
         alike = [column for column in others if (score_rank(column) or ())[:-1] == (score_rank(score) or (0,))[:-1]]
         as_good = f" (as good by its name: {', '.join(alike[:3])})" if alike else ""
         said.append(f"why this score: {_why(score)}{as_good}; why this axis: {axis}")

@@ -38,6 +38,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="key.path=value",
         help="settings that override the recipe's; overlay=FILE: those of a file",
     )

@@ -94,7 +94,7 @@ def fits(plan: RunPlan) -> str:
         return f"does not fit: {problems[0]}"
     return (
         f"fits: {plan.headroom / GIB:.1f} GiB free on the fullest trainer rank, KV cache of an engine for "
-        f"{plan.engine.full_sequences:.1f} sequences of maximum length"
+        f"{plan.engine.full_sequences:,.1f} sequences of maximum length"
     )
 
 
@@ -144,7 +144,7 @@ def _engine(plan: RunPlan) -> Section:
         ("KV cache of an engine", f"{e.kv_tokens:,} tokens of {e.kv_bytes_per_token / 1024:,.0f} KiB"),
         (
             "max concurrent sequences",
-            f"{e.full_sequences:.1f} of {e.context_tokens:,} tokens, {d.running} of mean length",
+            f"{e.full_sequences:,.1f} of {e.context_tokens:,} tokens, {d.running} of mean length",
         ),
         (
             "decode at full load",

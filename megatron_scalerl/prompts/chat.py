@@ -125,7 +125,7 @@ def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_sta
     if takes:
         rows += " take the tokenizer's chat template"
     elif template:
-        rows += " do not take the tokenizer's chat template, which prompts.chat_template true applies"
+        rows += " do not take the tokenizer's chat template; prompts.chat_template=true applies it"
     else:
         rows += " are sent as text, since the tokenizer has no chat template"
     source = next((source for source, text in texts.items() if end.strip() in text), "")

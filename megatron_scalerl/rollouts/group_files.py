@@ -27,12 +27,12 @@ class ListedGroup:
     versions and loss mask. Raises ValueError for a damaged file."""
 
 
-def listed_groups(run_dir: Path) -> Iterator[ListedGroup]:
-    """Every group; of several with the same id the later counts. Raises ValueError, naming the file, for damage.
+def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
+    """Every stored group; of several with one id the last counts. Raises ValueError, naming the file, for damage.
 
     What is being written at the end of the newest file does not count.
     """
-    folder = run_dir / "rollouts"
+    folder = Path(run_dir) / "rollouts"
     if not folder.is_dir():
         raise ValueError(f"{run_dir}: expected a run folder with rollouts, found none")
     numbers = segments(folder)

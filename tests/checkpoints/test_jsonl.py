@@ -134,6 +134,6 @@ def test_rewriting_replaces_all_or_nothing(tmp_path):
 def test_numbers_that_json_has_not_become_null(tmp_path):
     with contextlib.closing(JsonlWriter(tmp_path / "f.jsonl")) as file:
         file.append({"a": float("nan"), "b": float("inf")})
-    assert read_jsonl(tmp_path / "f.jsonl") == [{"a": None, "b": None}]
+    assert read_jsonl(str(tmp_path / "f.jsonl")) == [{"a": None, "b": None}]
     with pytest.raises(OSError, match=r"f\.jsonl"):
         file.append({"after": "its end"})
