@@ -17,8 +17,6 @@ nothing: whether its A lies within 0.02 of the reference's, the paper's margin b
 says whether it is refitted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace

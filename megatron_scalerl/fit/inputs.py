@@ -4,8 +4,6 @@ An input is a run folder (its validation.jsonl) or a file of another tool. Inval
 file, row, expected and found. `Curve.read` says in one line what was understood; corrections are noted.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

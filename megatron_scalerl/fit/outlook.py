@@ -3,8 +3,6 @@
 It depends on the validations up to then alone, so that it can be made again later: the same rows give the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The layout of trainer and engines that `init` writes: the first that fits the GPUs with room to spare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -9,8 +9,6 @@ one prompt (smooth weighted round-robin), not at random: a batch's composition a
 its own. One that has no prompt left is drawn no more, and the others keep their proportions.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 

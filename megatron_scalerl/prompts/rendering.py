@@ -1,7 +1,5 @@
 """Renders a problem as the tokens that are sent to the engine, and checks that the tokenizer supports it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ of the phrase and a part of its neighbor is excluded from the loss too, or else 
 phrase itself.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A refused config.json names a part of the model that we lack, or a key of its own, in one line with the folder."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
