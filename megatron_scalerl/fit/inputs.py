@@ -103,8 +103,8 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
         return [_read_run_folder(path, options)]
     if (path / "recipe.yaml").is_file():
         raise ValueError(f"{path}: expected a run folder with validation.jsonl of a first validation, found none")
-    curves: list[Curve] = []
-    failed: list[ValueError] = []
+    curves = []
+    failed = []
     tables = read_tables(path)
     for table in tables:
         try:

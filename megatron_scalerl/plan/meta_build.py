@@ -45,9 +45,7 @@ def _in_a_child(recipe: Recipe, config_path: str, world_size: int) -> list[dict[
     child.start()
     answer.close()
     try:
-        built: list[dict[str, int]] | str = (
-            answers.recv() if answers.poll(TIMEOUT_S) else f"no answer within {TIMEOUT_S:.0f} s"
-        )
+        built = answers.recv() if answers.poll(TIMEOUT_S) else f"no answer within {TIMEOUT_S:.0f} s"
     except EOFError:
         child.join()
         built = f"its process ended with exit code {child.exitcode}"
