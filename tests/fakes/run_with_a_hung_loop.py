@@ -19,7 +19,7 @@ from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.processes import loop_watch
 
 
-def hang_once(self: Metrics, step: int, record: dict[str, object]) -> None:
+def hang_once(self, step, record):
     """In the place of `Metrics.step`."""
     original(self, step, record)
     hung = self._steps.path.with_name("hung")
