@@ -4,8 +4,6 @@ Run as a program it reads JSON commands from its input and answers one JSON line
 generation: it reads the parameters again and again while it is not paused.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

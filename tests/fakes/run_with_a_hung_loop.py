@@ -6,8 +6,6 @@ So does a write to a network file system that does not answer. RUN/hung exists f
 python tests/fakes/run_with_a_hung_loop.py train --supervise RECIPE key=value ...
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -4,8 +4,6 @@ Every matrix preserves the variance of its input, and the logits have a standard
 neither uniform nor deterministic, so that a wrong kernel changes the log-probs.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
