@@ -35,7 +35,7 @@ class CompletionLost(RuntimeError):
     without log-probabilities: `no_logprobs`) and by `rewards.pool` (no process to score it: `verifier_lost`).
     """
 
-    def __init__(self, message: str, *, reason: str) -> None:
+    def __init__(self, message: str, *, reason: str):
         super().__init__(message)
         self.reason = reason
 

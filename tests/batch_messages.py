@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from megatron_scalerl.batching.assignment import StepPlan, plan_step, sample_facts
+from megatron_scalerl.batching.assignment import plan_step, sample_facts
 from megatron_scalerl.batching.rollout_bytes import write
 from megatron_scalerl.trainer import messages
-from megatron_scalerl.types import MicroBatch, Sample
 
 TYPES = {
     "tokens": np.int64,
@@ -19,18 +18,18 @@ TYPES = {
 }
 
 
-def planned(samples: list[Sample], **options) -> StepPlan:
+def planned(samples, **options):
     """The plan of step 4 at version 3 for one data-parallel rank; `options` replace these."""
     values = {"step": 4, "dp_size": 1, "micro_batch_tokens": 64, "policy_version": 3} | options
     return plan_step([sample_facts(sample) for sample in samples], **values)
 
 
-def frames_of(plan: StepPlan, samples: list[Sample], dp_rank: int = 0) -> list[bytes]:
+def frames_of(plan, samples, dp_rank=0):
     """The frames for one data-parallel rank."""
     return messages.batch_frames(plan.ranks[dp_rank], [write(samples[i].rollout) for i in plan.numbers[dp_rank]])
 
 
-def columns(samples: list[Sample], size: int, policy_version: int) -> dict[str, np.ndarray]:
+def columns(samples, size, policy_version):
     """What a micro-batch of these samples and `size` positions must hold, by the words of `types.MicroBatch`."""
     rows, starts, experts = [], [0], []
     shape = next(((c.layers, c.topk) for c in (s.rollout.expert_choices for s in samples) if c is not None), None)
@@ -47,7 +46,7 @@ def columns(samples: list[Sample], size: int, policy_version: int) -> dict[str, 
     return found
 
 
-def positions(s: Sample, policy_version: int) -> list[tuple]:
+def positions(s, policy_version):
     """The values of each position of a sample, in the order of TYPES."""
     prompt, r = len(s.prompt_token_ids), s.rollout
     ids, rows = s.prompt_token_ids + r.token_ids, []
@@ -63,7 +62,7 @@ def positions(s: Sample, policy_version: int) -> list[tuple]:
     return rows
 
 
-def choices(s: Sample, shape: tuple[int, int]) -> list[np.ndarray]:
+def choices(s, shape):
     """The experts [L, K] of each position of a sample."""
     size, found = len(s.prompt_token_ids) + len(s.rollout.token_ids), []
     given = s.rollout.expert_choices
@@ -72,7 +71,7 @@ def choices(s: Sample, shape: tuple[int, int]) -> list[np.ndarray]:
     return found + [np.full(shape, -1)] * (size - len(found))
 
 
-def same(micro_batch: MicroBatch, expected: dict[str, np.ndarray]) -> None:
+def same(micro_batch, expected):
     """Every bit and every type, in memory that the trainer may write to."""
     for name in micro_batch.__dataclass_fields__:
         found = getattr(micro_batch, name)

@@ -1,6 +1,6 @@
 """Tokenizers of the published kinds, trained on a few lines: how they cut the think tags and the forced phrase."""
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 PAPER_TEXT = "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
@@ -18,7 +18,7 @@ _CORPUS = [
 ] * 40
 
 
-def byte_level(*, tag: AddedToken | None = None) -> PreTrainedTokenizerFast:
+def byte_level(*, tag=None):
     """As Llama 3 and Qwen: byte-level pieces, blanks joined to what follows, trimmed offsets. tag: an added token."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Sequence(
@@ -43,7 +43,7 @@ def byte_level(*, tag: AddedToken | None = None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", eos_token="<eos>")
 
 
-def sentence_piece() -> PreTrainedTokenizerFast:
+def sentence_piece():
     """As Llama 2: blanks are a mark before a word, and one stands before every text's first word."""
     inner = Tokenizer(models.BPE(unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()

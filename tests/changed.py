@@ -13,7 +13,6 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,42 +25,42 @@ EVERYTHING = {"setup.cfg", "pyproject.toml", "tests/run.sh", "tests/conftest.py"
 """A change of one of these concerns every test."""
 
 
-def files(*arguments: str) -> set[str]:
+def files(*arguments):
     """Paths from the root that a git command lists."""
     listed = subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return set(listed.split("\n")) - {""}
 
 
-def changed(commit: str) -> set[str]:
+def changed(commit):
     """Paths that differ between a commit and the working tree, new files among them."""
     return files("diff", "--name-only", "--no-renames", commit) | files("ls-files", "--others", "--exclude-standard")
 
 
 @functools.cache
-def tree(path: str) -> ast.Module:
+def tree(path):
     return ast.parse((ROOT / path).read_text(encoding="utf8"))
 
 
 class Closures:
     """What each Python file depends on, directly and at any depth."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         listed = files("ls-files", "--cached", "--others", "--exclude-standard")
         present = {path for path in listed if (ROOT / path).exists()}
         self.sources = {path for path in present if path.endswith(".py") and path.startswith(CODE)}
-        self.known: dict[str, set[str]] = {}
-        self.by_name: dict[str, set[str]] = {}
+        self.known = {}
+        self.by_name = {}
         for path in present - self.sources:
             self.by_name.setdefault(Path(path).name, set()).add(path)
 
-    def module(self, dotted: str, beside: str = "") -> str | None:
+    def module(self, dotted, beside=""):
         """The file of a module's name, if it is one of this repository."""
         name = dotted.replace(".", "/")
         folders = (*ON_PATH, f"{beside}/")
         paths = (f"{folder}{name}{end}" for folder in folders for end in (".py", "/__init__.py"))
         return next((path for path in paths if path in self.sources), None)
 
-    def _names(self, path: str) -> Iterator[str]:
+    def _names(self, path):
         """Modules that a file imports or names in a string, and names of files in its strings."""
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Import):
@@ -78,7 +77,7 @@ class Closures:
                 if path == COMMANDS:
                     yield f"megatron_scalerl.{node.value}"
 
-    def direct(self, path: str) -> set[str]:
+    def direct(self, path):
         """Files on which a Python file depends directly."""
         if path not in self.known:
             beside = str(Path(path).parent)
@@ -88,7 +87,7 @@ class Closures:
             self.known[path] = {str(module) for module in modules} | others | self._fixtures(path)
         return self.known[path]
 
-    def _fixtures(self, path: str) -> set[str]:
+    def _fixtures(self, path):
         """conftest.py files with a fixture whose name stands in a test file."""
         if not Path(path).name.startswith("test_"):
             return set()
@@ -98,7 +97,7 @@ class Closures:
             conftest for conftest in above if any(re.search(rf"\b{name}\b", source) for name in fixtures(conftest))
         }
 
-    def of(self, path: str) -> set[str]:
+    def of(self, path):
         """The file and all that it depends on."""
         closure = {path}
         waiting = [path]
@@ -110,7 +109,7 @@ class Closures:
 
 
 @functools.cache
-def fixtures(path: str) -> frozenset[str]:
+def fixtures(path):
     """Names of the fixtures of a conftest.py that a test asks for by name."""
     functions = [node for node in tree(path).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     decorators = {node.name: [ast.unparse(d) for d in node.decorator_list] for node in functions}
@@ -121,7 +120,7 @@ def fixtures(path: str) -> frozenset[str]:
     )
 
 
-def concerned(commit: str, below: list[str]) -> list[str]:
+def concerned(commit, below):
     """Test files below the paths whose closure changed since the commit."""
     different = changed(commit)
     closures = Closures()
@@ -134,7 +133,7 @@ def concerned(commit: str, below: list[str]) -> list[str]:
     return [test for test in chosen if closures.of(test) & different]
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments):
     if arguments[0] == "--files":
         mine = {path for path in changed(arguments[1]) if re.match(r"tests/(.*/)?test_\w+\.py$", path)}
         lines = sorted(path for path in mine if (ROOT / path).exists())

@@ -1,7 +1,5 @@
 """Tiny configs of every family, and the shapes of Megatron's shards as the weight map implies them."""
 
-from typing import Any
-
 from transformers import (
     Llama4TextConfig,
     LlamaConfig,
@@ -14,7 +12,7 @@ from transformers import (
 
 from megatron_scalerl.models import family
 
-LLAMA: dict[str, Any] = dict(
+LLAMA = dict(
     vocab_size=37,
     hidden_size=24,
     intermediate_size=40,
@@ -23,7 +21,7 @@ LLAMA: dict[str, Any] = dict(
     num_key_value_heads=2,
     head_dim=6,
 )
-LLAMA4: dict[str, Any] = dict(
+LLAMA4 = dict(
     vocab_size=37,
     hidden_size=24,
     intermediate_size=20,
@@ -35,7 +33,7 @@ LLAMA4: dict[str, Any] = dict(
     num_local_experts=3,
     moe_layers=[1, 3],
 )
-QWEN3_MOE: dict[str, Any] = dict(**LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
+QWEN3_MOE = dict(**LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
 CONFIGS = {
     "llama": lambda: LlamaConfig(**LLAMA),
     "llama tied": lambda: LlamaConfig(**LLAMA, tie_word_embeddings=True),
@@ -52,11 +50,11 @@ CONFIGS = {
 FUSED = ("model.layers.1.mlp.experts.gate_up_proj",)
 
 
-def family_of(kind: str) -> Any:
+def family_of(kind):
     return family(CONFIGS[kind](), FUSED if kind.endswith("fused") else ())
 
 
-def shard_shape(rule: Any, size: int) -> tuple[int, ...]:
+def shard_shape(rule, size):
     pieces = [piece for rank in range(size) for piece in rule.pieces(rank, size)]
     lengths = [part.stop - part.start for part in pieces[0].hf_index if isinstance(part, slice)]
     lengths = lengths[::-1] if pieces[0].transposed else lengths

@@ -3,10 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from megatron_scalerl.weights.source import MegatronWeightSource
 
-
-def gathered(source: MegatronWeightSource) -> dict[str, torch.Tensor]:
+def gathered(source):
     """Name -> Hugging Face tensor on rank 0, nothing on other ranks; collective."""
     plan, me = source.plan, source.parallel.rank
     source.begin()

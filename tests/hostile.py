@@ -4,13 +4,9 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_scalerl.checkpoints.commit import COMMIT, write_commit
 
@@ -20,21 +16,21 @@ ADDED = "__99_0.distcp"
 class Evil:
     """Unpickled, it makes the folder `marker`."""
 
-    def __init__(self, marker: Path):
+    def __init__(self, marker):
         self.marker = marker
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (str(self.marker),)
 
 
-def saved(value: Any) -> bytes:
+def saved(value):
     """What torch.save writes."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
-def recommit(path: Path) -> None:
+def recommit(path):
     """COMMIT says the folder as it is now."""
     if (path / COMMIT).is_file():
         facts = json.loads((path / COMMIT).read_text())
@@ -42,7 +38,7 @@ def recommit(path: Path) -> None:
         write_commit(path, facts)
 
 
-def edit_metadata(path: Path, change: Callable[[Metadata], Any]) -> None:
+def edit_metadata(path, change):
     """Applies `change` to what .metadata holds; what it returns takes its place, unless that is None."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     changed = change(metadata)
@@ -50,7 +46,7 @@ def edit_metadata(path: Path, change: Callable[[Metadata], Any]) -> None:
     recommit(path)
 
 
-def first_key(path: Path, *, objects: bool, containing: str = "") -> MetadataIndex:
+def first_key(path, *, objects, containing=""):
     """The index of an object, or of a tensor of the policy."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     return next(
@@ -60,7 +56,7 @@ def first_key(path: Path, *, objects: bool, containing: str = "") -> MetadataInd
     )
 
 
-def place(path: Path, index: MetadataIndex, content: bytes) -> None:
+def place(path, index, content):
     """The item is `content` now, in a file of its own."""
     (path / ADDED).write_bytes(content)
     edit_metadata(path, lambda m: m.storage_data.__setitem__(index, _StorageInfo(ADDED, 0, len(content))))

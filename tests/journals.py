@@ -1,25 +1,21 @@
 """A run's journal and store, written by the journal itself."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.rollouts.completions import completions_of
-from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.types import Rollout, RolloutGroup
 
 
 def write_journal(
-    run_dir: Path,
+    run_dir,
     *,
-    admitted: Iterable[int] = (),
-    groups: Iterable[tuple[RolloutGroup, Sequence[Rollout]]] = (),
-    batches: Iterable[BatchRecord] = (),
-    retain: int | None = None,
+    admitted=(),
+    groups=(),
+    batches=(),
+    retain=None,
     **options,
-) -> None:
+):
     """Append draws, finished groups, one after another, and batches; remove what `retain` batches made unneeded."""
 
     async def write():
@@ -40,12 +36,12 @@ def write_journal(
     asyncio.run(write())
 
 
-async def finish(journal: Journal, group: RolloutGroup, rollouts: Sequence[Rollout]) -> RolloutGroup:
+async def finish(journal, group, rollouts):
     """Record a finished group with its completions."""
     return await journal.finish(group, [rollout_bytes.write(rollout) for rollout in rollouts])
 
 
-def read_rollouts(run_dir: Path, group: RolloutGroup) -> list[Rollout]:
+def read_rollouts(run_dir, group):
     """The completions of a stored group, read as a batch reads them."""
     read = completions_of(run_dir, [(group.stored, position) for position in group.positions])
     found = asyncio.run(read(range(len(group.positions))))

@@ -4,7 +4,6 @@ import ipaddress
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -50,20 +49,20 @@ class Door:
     port: int
 
     @property
-    def loopback(self) -> bool:
+    def loopback(self):
         """True if only processes of this host reach it."""
         return ipaddress.ip_address(self.host).is_loopback
 
 
-def family(pids: list[int]) -> list[psutil.Process]:
+def family(pids):
     """The processes and all their descendants."""
     first = [psutil.Process(pid) for pid in pids]
     return [*first, *(child for process in first for child in process.children(recursive=True))]
 
 
-def of_family(pids: list[int], look: Callable[[psutil.Process], Iterable[Found]]) -> list[Found]:
+def of_family(pids, look):
     """What a look at each of the processes and their descendants finds; a descendant may end meanwhile."""
-    found: list[Found] = []
+    found = []
     for process in family(pids):
         try:
             found += look(process)
@@ -73,10 +72,10 @@ def of_family(pids: list[int], look: Callable[[psutil.Process], Iterable[Found]]
     return found
 
 
-def listening(pids: list[int]) -> list[Door]:
+def listening(pids):
     """Every listening TCP socket of the processes and their descendants."""
 
-    def doors(process: psutil.Process) -> list[Door]:
+    def doors(process):
         command = " ".join(process.cmdline())
         sockets = [each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
         return [Door(command=command, host=each.laddr.ip, port=each.laddr.port) for each in sockets]
@@ -84,7 +83,7 @@ def listening(pids: list[int]) -> list[Door]:
     return of_family(pids, doors)
 
 
-def stores(doors: list[Door], *, within_s: float = 2.5) -> dict[int, list[str]]:
+def stores(doors, *, within_s=2.5):
     """Port -> keys of every torch TCPStore behind the doors, read as a stranger without any secret would.
 
     within_s: takes this long where a door is no store.
@@ -95,10 +94,10 @@ def stores(doors: list[Door], *, within_s: float = 2.5) -> dict[int, list[str]]:
     return {int(port): keys for port, keys in json.loads(done.stdout).items()}
 
 
-def leaks(pids: list[int], secret: str) -> list[str]:
+def leaks(pids, secret):
     """Where the secret shows: any command line, any environment variable but the one that carries it."""
 
-    def places(process: psutil.Process) -> list[str]:
+    def places(process):
         variables = [name for name, value in process.environ().items() if secret in value and name != "MSRL_SECRET"]
         command = ["its command line"] if any(secret in word for word in process.cmdline()) else []
         return [f"{process.pid}: {place}" for place in command + variables]

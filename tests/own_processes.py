@@ -2,21 +2,20 @@
 
 import ctypes
 import os
-from collections.abc import Callable
 
 import psutil
 
 
-def adopt_orphans() -> None:
+def adopt_orphans():
     """An orphan's parent becomes this process, so that none hides behind a parent that has ended."""
     if ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0):  # PR_SET_CHILD_SUBREAPER
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def own_processes(chosen: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+def own_processes(chosen):
     """Those that run, no zombies, for which `chosen` is true."""
 
-    def runs(process: psutil.Process) -> bool:
+    def runs(process):
         try:
             return process.status() != psutil.STATUS_ZOMBIE and chosen(process)
         except (psutil.NoSuchProcess, ProcessLookupError):  # it has ended
@@ -25,7 +24,7 @@ def own_processes(chosen: Callable[[psutil.Process], bool]) -> list[psutil.Proce
     return [process for process in psutil.Process().children(recursive=True) if runs(process)]
 
 
-def sandboxes() -> set[int]:
+def sandboxes():
     """Those of the verifier `code`."""
     found = own_processes(lambda process: any("sandbox" in w or "program.py" in w for w in process.cmdline()))
     return {process.pid for process in found} - {os.getpid()}

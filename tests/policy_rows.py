@@ -1,8 +1,5 @@
 """What tests ask of a PolicyModel beside training: a row's arguments, whole logits, greedy tokens."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
@@ -11,7 +8,7 @@ Row = dict[str, Tensor]
 """As `random_policies.rows` makes them: tokens and position_ids [1, N], cu_seqlens [S+1], targets [N]."""
 
 
-def arguments(model: Any, row: Row) -> dict[str, Any]:
+def arguments(model, row):
     """Keywords of the forward pass of a (wrapped) PolicyModel for a row in host memory."""
     from megatron_scalerl.distributed.parallel import unwrap
 
@@ -20,7 +17,7 @@ def arguments(model: Any, row: Row) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def full_logits(model: Any, row: Row) -> Tensor | None:
+def full_logits(model, row):
     """[N, vocab] fp32 logits of the whole vocabulary on every rank; None before the last stage."""
     from megatron_scalerl.distributed.parallel import unwrap
 
@@ -33,7 +30,7 @@ def full_logits(model: Any, row: Row) -> Tensor | None:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
     hidden = given["plan"].share.whole(hidden[:, 0])
 
-    def project(weight: Tensor) -> Tensor:
+    def project(weight):
         return (hidden @ weight.t()).float() if policy.logits == "model" else hidden.float() @ weight.float().t()
 
     mine = policy.output_layer(project)
@@ -42,7 +39,7 @@ def full_logits(model: Any, row: Row) -> Tensor | None:
     return torch.cat(parts, dim=1)[:, : policy.family.vocab_size]
 
 
-def greedy(trainer: Any, token_ids: Sequence[int], count: int) -> list[int]:
+def greedy(trainer, token_ids, count):
     """The `count` most likely tokens after `token_ids`, without a cache and on one pipeline stage."""
     [model] = trainer.chunks
     model.eval()

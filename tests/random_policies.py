@@ -3,10 +3,7 @@
 Their weights are large, so that logits reach 5 to 20 and an error in any layer changes them visibly.
 """
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,14 +12,14 @@ VOCAB = 65
 
 ROWS = ((5, 17, 31, 24), (40, 9, 20, 12))
 """Sequence lengths of the two micro-batches."""
-FOR_ENGINES: dict[str, Any] = dict(head_dim=32, vocab_size=64)
+FOR_ENGINES = dict(head_dim=32, vocab_size=64)
 """Settings that vLLM on CPUs can serve, with the vocabulary of the tiny tokenizer."""
-QWEN2_FOR_ENGINES: dict[str, Any] = dict(num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
+QWEN2_FOR_ENGINES = dict(num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
 """vLLM's Qwen2 has heads of hidden size / heads: 32, too."""
-LLAMA4_FOR_ENGINES: dict[str, Any] = dict(**FOR_ENGINES, attention_chunk_size=128, floor_scale=64)
+LLAMA4_FOR_ENGINES = dict(**FOR_ENGINES, attention_chunk_size=128, floor_scale=64)
 """Chunks of vLLM's block size on CPUs."""
 
-_SHARED: dict[str, Any] = dict(
+_SHARED = dict(
     vocab_size=VOCAB,
     hidden_size=64,
     intermediate_size=128,
@@ -46,13 +43,13 @@ YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_
 """Attention factor 0.1 ln 4 + 1 = 1.139."""
 
 
-def _llama(**settings: Any) -> Any:
+def _llama(**settings):
     from transformers import LlamaConfig
 
     return LlamaConfig(**{**_SHARED, **settings})
 
 
-def _qwen2(**settings: Any) -> Any:
+def _qwen2(**settings):
     """With the keys of Qwen2.5's windows, which are off."""
     from transformers import Qwen2Config
 
@@ -60,27 +57,27 @@ def _qwen2(**settings: Any) -> Any:
     return Qwen2Config(**{**_SHARED, **windows, **settings})
 
 
-def _mistral(**settings: Any) -> Any:
+def _mistral(**settings):
     """head_dim is 24, where hidden size / heads is 16, as in Mistral Nemo."""
     from transformers import MistralConfig
 
     return MistralConfig(**{**_SHARED, "head_dim": 24, "sliding_window": None, **settings})
 
 
-def _olmo2(**settings: Any) -> Any:
+def _olmo2(**settings):
     from transformers import Olmo2Config
 
     return Olmo2Config(**{**_SHARED, **settings})
 
 
-def _qwen3(**settings: Any) -> Any:
+def _qwen3(**settings):
     """head_dim is 24, where hidden size / heads is 16."""
     from transformers import Qwen3Config
 
     return Qwen3Config(**{**_SHARED, "head_dim": 24, **settings})
 
 
-def _qwen3_moe(**settings: Any) -> Any:
+def _qwen3_moe(**settings):
     """Two of four experts per token."""
     from transformers import Qwen3MoeConfig
 
@@ -88,7 +85,7 @@ def _qwen3_moe(**settings: Any) -> Any:
     return Qwen3MoeConfig(**{**_SHARED, **experts, **settings})
 
 
-def llama4_text(**settings: Any) -> Any:
+def llama4_text(**settings):
     """A Llama4TextConfig: layer 3 without RoPE; chunks and temperature intervals shorter than the sequences."""
     from transformers import Llama4TextConfig
 
@@ -96,7 +93,7 @@ def llama4_text(**settings: Any) -> Any:
     return Llama4TextConfig(**{**_SHARED, **moe, "attention_chunk_size": 16, "floor_scale": 8, **settings})
 
 
-def _llama4_multimodal(**settings: Any) -> Any:
+def _llama4_multimodal(**settings):
     """A Llama4Config: the text model above with a tiny vision tower."""
     from transformers import Llama4Config
 
@@ -119,7 +116,7 @@ def _llama4_multimodal(**settings: Any) -> Any:
 
 _ONE_HEAD = dict(num_key_value_heads=1, rope_parameters=YARN_ROPE)
 
-KINDS: dict[str, Callable[..., Any]] = {
+KINDS = {
     "llama": _llama,
     "llama_tied": partial(_llama, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
     "llama_biased": partial(_llama, attention_bias=True, rope_parameters=YARN_ROPE),
@@ -145,14 +142,14 @@ FUSED = ("qwen3_moe_tied",)
 
 
 def make(
-    kind: str,
-    path: str | Path,
+    kind,
+    path,
     *,
-    dtype: torch.dtype = torch.float32,
-    std: float = 0.3,
-    init: Callable[[Any], None] | None = None,
-    **settings: Any,
-) -> Any:
+    dtype=torch.float32,
+    std=0.3,
+    init=None,
+    **settings,
+):
     """Create and save the policy `kind` of KINDS, its config changed by `settings`; returns transformers' model.
 
     `std` is the standard deviation of matrices; much larger widths require less. `init` initializes the parameters of
@@ -171,15 +168,15 @@ def make(
 
 
 def save(
-    config: Any,
-    path: str | Path,
+    config,
+    path,
     *,
-    dtype: torch.dtype = torch.float32,
-    std: float = 0.3,
-    layers_std: float | None = None,
-    init: Callable[[Any], None] | None = None,
-    original: bool = True,
-) -> Any:
+    dtype=torch.float32,
+    std=0.3,
+    layers_std=None,
+    init=None,
+    original=True,
+):
     """`make` for a config of transformers. layers_std: in the layers, None: as outside. original: as published."""
     from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
     from transformers.utils.logging import disable_progress_bar
@@ -187,7 +184,7 @@ def save(
     disable_progress_bar()
     torch.manual_seed(20251013)
     whole = config.model_type == "llama4"
-    model: Any = Llama4ForConditionalGeneration(config) if whole else AutoModelForCausalLM.from_config(config)
+    model = Llama4ForConditionalGeneration(config) if whole else AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         if init is None:
             _large_weights(model, std=std, layers_std=std if layers_std is None else layers_std)
@@ -198,7 +195,7 @@ def save(
     return model
 
 
-def _large_weights(model: Any, *, std: float, layers_std: float) -> None:
+def _large_weights(model, *, std, layers_std):
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.normal_(0.0, layers_std if ".layers." in name else std)
@@ -206,7 +203,7 @@ def _large_weights(model: Any, *, std: float, layers_std: float) -> None:
             parameter.add_(torch.randn_like(parameter) * (0.3 if "bias" in name else 0.1))
 
 
-def write_policy(path: Path, *, seed: int = 0) -> Path:
+def write_policy(path, *, seed=0):
     """A two-layer Llama with large random weights, so that its distributions are far from uniform."""
     from transformers import LlamaForCausalLM
 
@@ -217,7 +214,7 @@ def write_policy(path: Path, *, seed: int = 0) -> Path:
     return path
 
 
-def rows(lengths: tuple[tuple[int, ...], ...] = ROWS) -> list[dict[str, torch.Tensor]]:
+def rows(lengths=ROWS):
     """Packed rows of random tokens: the same tokens in sequence k of the concatenated list, however packed."""
     found, counter = [], 0
     for row in lengths:

@@ -1,22 +1,19 @@
 """The recipe of a random policy and random samples: what the trainer's tests train on."""
 
 import random
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from megatron_scalerl.batching.assignment import ReadCompletions, StepPlan, plan_step, sample_facts
+from megatron_scalerl.batching.assignment import plan_step, sample_facts
 from megatron_scalerl.batching.packing import pack
 from megatron_scalerl.batching.rollout_bytes import write
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.types import Batch, Rollout, Sample
+from megatron_scalerl.types import Rollout, Sample
 
 VOCAB = 64
 
 
-def make_recipe(path: Path, /, **sections: Any) -> Recipe:
+def make_recipe(path, /, **sections):
     """A recipe in fp32 without warm-up at a large learning rate; `sections` replace or extend it."""
-    data: dict[str, Any] = {
+    data = {
         "name": "test",
         "steps": 4,
         "policy": {"path": str(path), "dtype": "float32"},
@@ -29,7 +26,7 @@ def make_recipe(path: Path, /, **sections: Any) -> Recipe:
     return Recipe.model_validate(data)
 
 
-def random_samples(seed: int, count: int = 6) -> list[Sample]:
+def random_samples(seed, count=6):
     """Samples of 5 to 40 tokens with masks, mixed versions 0 to 3, advantages, and log-probs near the trainer's."""
     rng = random.Random(seed)
     samples = []
@@ -58,13 +55,13 @@ def random_samples(seed: int, count: int = 6) -> list[Sample]:
 
 
 def batches_of(
-    samples: list[Sample],
+    samples,
     *,
-    step: int = 1,
-    dp_size: int = 1,
-    micro_batch_tokens: int = 256,
-    pad_multiple: int = 2,
-) -> list[Batch]:
+    step=1,
+    dp_size=1,
+    micro_batch_tokens=256,
+    pad_multiple=2,
+):
     """The samples packed for `dp_size` ranks; version 3 trains."""
     return pack(
         samples,
@@ -76,23 +73,23 @@ def batches_of(
     )
 
 
-def plan_of(samples: list[Sample], *, step: int = 1, dp_size: int = 1, micro_batch_tokens: int = 256) -> StepPlan:
+def plan_of(samples, *, step=1, dp_size=1, micro_batch_tokens=256):
     """The plan behind `batches_of`."""
     facts = [sample_facts(sample) for sample in samples]
     return plan_step(facts, step=step, dp_size=dp_size, micro_batch_tokens=micro_batch_tokens, policy_version=3)
 
 
-async def train(client: Any, samples: list[Sample], **options: Any) -> Any:
+async def train(client, samples, **options):
     """One step of a client's trainer on the samples."""
     plan = plan_of(samples, **options)
     await client.prepare(plan, of_rollouts([sample.rollout for sample in samples]))
     return await client.step(plan.step)
 
 
-def of_rollouts(rollouts: Sequence[Rollout]) -> ReadCompletions:
+def of_rollouts(rollouts):
     """Completions in memory."""
 
-    async def read(numbers: Sequence[int]) -> Sequence[bytes]:
+    async def read(numbers):
         return [write(rollouts[number]) for number in numbers]
 
     return read

@@ -1,8 +1,6 @@
 """The recipe files of the project, and in what two recipes differ."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_scalerl.recipe import Recipe
 
@@ -13,20 +11,20 @@ SETTLED = {"chat_template": False, "think_start": "<think>", "think_end": "</thi
 """Settings of prompts that follow from the tokenizer, where no tokenizer is asked."""
 
 
-def small_recipe(**sections: Any) -> Recipe:
+def small_recipe(**sections):
     """A recipe with these sections; its policy and prompts are not there."""
     return Recipe.model_validate(
         {"name": "r", "steps": 1, "policy": {"path": "p"}, "prompts": {"path": "q", **SETTLED}} | sections
     )
 
 
-def differences(one: Recipe, other: Recipe) -> dict[str, Any]:
+def differences(one, other):
     """Key -> its value in `other`, where it is not that of `one`."""
     before, after = (dict(_flat(recipe.model_dump(mode="json"))) for recipe in (one, other))
     return {key: value for key, value in after.items() if key not in before or before[key] != value}
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(data, prefix=""):
     for key, value in data.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

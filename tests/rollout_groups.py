@@ -5,7 +5,7 @@ from megatron_scalerl.rollouts.sampler import ScoredCompletion
 from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score
 
 
-def rollout(*, tokens=(5, 6, 7), mask=None, versions=None, logprobs=None, **changes) -> Rollout:
+def rollout(*, tokens=(5, 6, 7), mask=None, versions=None, logprobs=None, **changes):
     size = len(tokens)
     return Rollout(
         token_ids=tuple(tokens),
@@ -16,7 +16,7 @@ def rollout(*, tokens=(5, 6, 7), mask=None, versions=None, logprobs=None, **chan
     )
 
 
-def group(rewards, *, lengths=None, truncated=(), prompt=(1, 2), group_id=0) -> RolloutGroup:
+def group(rewards, *, lengths=None, truncated=(), prompt=(1, 2), group_id=0):
     """A group with the given rewards; a reward above 0 is a correct completion."""
     lengths = lengths or [3] * len(rewards)
     rollouts = [rollout(tokens=tuple(range(10, 10 + n)), truncated=i in truncated) for i, n in enumerate(lengths)]
@@ -28,7 +28,7 @@ def group(rewards, *, lengths=None, truncated=(), prompt=(1, 2), group_id=0) -> 
     )
 
 
-def group_of(rollouts, scores, *, prompt, group_id=0) -> RolloutGroup:
+def group_of(rollouts, scores, *, prompt, group_id=0):
     """The facts about these rollouts."""
     return RolloutGroup(
         group_id=group_id,
@@ -41,6 +41,6 @@ def group_of(rollouts, scores, *, prompt, group_id=0) -> RolloutGroup:
     )
 
 
-def scored(rollout: Rollout, score: Score) -> ScoredCompletion:
+def scored(rollout, score):
     """What the sampler returns for a completion."""
     return ScoredCompletion(completion=facts_of(arrays_of(rollout)), data=write(rollout), score=score)

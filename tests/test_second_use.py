@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,7 +83,7 @@ def all_defaults_stated(place):
 
 
 SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-WAYS: dict[str, Callable[[Path], list[str]]] = {
+WAYS = {
     "as it is": as_it_is,
     "absolute recipe": lambda place: [str(place / "r.yaml"), *FIRST],
     "overrides in another order": lambda place: ["r.yaml", *reversed(FIRST)],

@@ -1,11 +1,8 @@
 """A plain core attention for packed rows, for tests in the place of Transformer Engine's."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from torch import Tensor
 
 from megatron_scalerl.trainer.layers.spec import PlainSpecProvider
 
@@ -17,21 +14,21 @@ class ReferenceVarlenAttention(torch.nn.Module):
     which rank r has chunks r and 2 x size - 1 - r, and keeps its tokens.
     """
 
-    def __init__(self, config: Any = None, pg_collection: Any = None, **_: Any):
+    def __init__(self, config=None, pg_collection=None, **_):
         super().__init__()
         self.size = config.context_parallel_size if config else 1
         self.group = pg_collection.cp if self.size > 1 else None
 
     def forward(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ):
         """[n, heads, d] queries, [n, groups, d] keys and values to [n, heads * d]."""
         row = packed_seq_params
         sizes = row.cu_seqlens_q.diff().tolist()
@@ -47,7 +44,7 @@ class ReferenceVarlenAttention(torch.nn.Module):
         return _attend(*whole, sizes)[mine[self.group.rank()]]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, sizes: list[int]) -> Tensor:
+def _attend(query, key, value, sizes):
     out = []
     for parts in zip(*(x.split(sizes) for x in (query, key, value)), strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in parts)
@@ -56,9 +53,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sizes: list[int]) -> Tens
     return torch.cat(out).flatten(1)
 
 
-def _tokens(sizes: list[int], ranks: int) -> list[Tensor]:
+def _tokens(sizes, ranks):
     """The places of each rank's tokens in the row."""
-    found: list[list[Tensor]] = [[] for _ in range(ranks)]
+    found = [[] for _ in range(ranks)]
     for sequence in torch.arange(sum(sizes)).split(sizes):
         chunks = sequence.chunk(2 * ranks)
         for rank in range(ranks):
@@ -69,6 +66,6 @@ def _tokens(sizes: list[int], ranks: int) -> list[Tensor]:
 class ReferenceVarlenProvider(PlainSpecProvider):
     """Our plain layers with the reference's attention."""
 
-    def core_attention(self) -> type:
+    def core_attention(self):
         """The reference."""
         return ReferenceVarlenAttention

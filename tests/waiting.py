@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -10,7 +9,7 @@ T = TypeVar("T")
 LIMIT_S = 240.0
 
 
-async def until(condition: Callable[[], T]) -> T:
+async def until(condition):
     """The value of the condition once it is true, while the event loop goes on. Raises TimeoutError."""
     async with asyncio.timeout(LIMIT_S):
         while not (value := condition()):
@@ -18,7 +17,7 @@ async def until(condition: Callable[[], T]) -> T:
     return value
 
 
-def wait_until(condition: Callable[[], T], limit_s: float = LIMIT_S) -> T:
+def wait_until(condition, limit_s=LIMIT_S):
     """The same outside of an event loop."""
     end = time.monotonic() + limit_s
     while not (value := condition()):
@@ -28,7 +27,7 @@ def wait_until(condition: Callable[[], T], limit_s: float = LIMIT_S) -> T:
     return value
 
 
-async def passes(count: int = 50) -> None:
+async def passes(count=50):
     """So many passes of the event loop: what is not done after them waits for something else."""
     for _ in range(count):
         await asyncio.sleep(0)

@@ -1,14 +1,12 @@
 """What workers of an engine need of a policy's tensors, without an engine."""
 
-from typing import Any
-
-from megatron_scalerl.weights.plan import Manifest, Needs, all_of
+from megatron_scalerl.weights.plan import all_of
 
 
-def needs_of_worker(manifest: Manifest, worker: int, workers: int) -> Needs:
+def needs_of_worker(manifest, worker, workers):
     """Of an engine with tensor parallelism: halves of rows or columns, cut where no rank of the trainer ends."""
 
-    def half(ranges: Any, number: int) -> Any:
+    def half(ranges, number):
         axis = number % len(ranges) if ranges else 0
         if workers == 1 or not ranges or ranges[axis][1] < 2:
             return ranges

@@ -17,14 +17,13 @@ import json
 import os
 import statistics
 from pathlib import Path
-from typing import Any
 
 import harness
 from checkout import explained
 from tiny_run import tiny_run, warm_policy
 
 TARGET = 1.6
-ARMS: dict[str, dict[str, int]] = {
+ARMS = {
     "k8, threads: trainer 1, engine 1": {"k": 8, "trainer": 1, "engine": 1},
     "k0, threads: trainer 1, engine 1": {"k": 0, "trainer": 1, "engine": 1},
     "k0, threads: trainer 2, engine 2": {"k": 0, "trainer": 2, "engine": 2},
@@ -42,7 +41,7 @@ parser = harness.benchmark(
 )
 
 
-def main() -> None:
+def main():
     """Measure what is missing and print."""
     o = parser().parse_args()
     tiny = warm_policy(o.tiny)
@@ -61,12 +60,12 @@ def main() -> None:
     harness.report(o, summary(rows, list(ARMS)[: o.arms], o.rounds) | settings)
 
 
-def read(out: Path, settings: dict[str, Any]) -> dict[tuple[int, str], dict[str, Any]]:
+def read(out, settings):
     """The runs in `out` by round and arm, without an incomplete last line.
 
     Raises ValueError for runs with other settings, and for any other line.
     """
-    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    rows = {}
     if not out.exists():
         return rows
     content = out.read_text(encoding="utf8")
@@ -88,7 +87,7 @@ def read(out: Path, settings: dict[str, Any]) -> dict[tuple[int, str], dict[str,
     return rows
 
 
-def summary(rows: dict[tuple[int, str], dict[str, Any]], arms: list[str], rounds: int) -> dict[str, Any]:
+def summary(rows, arms, rounds):
     """Ratio, its spread over rounds, and the spread of every arm."""
     seconds = {arm: [rows[n, arm]["seconds"] for n in range(rounds)] for arm in arms}
     best = min(arms[1:], key=harness.medians(seconds).__getitem__)
@@ -107,7 +106,7 @@ def summary(rows: dict[tuple[int, str], dict[str, Any]], arms: list[str], rounds
     }
 
 
-def step_seconds(tiny: Path, setting: dict[str, int], steps: int, skip: int) -> float:
+def step_seconds(tiny, setting, steps, skip):
     """Median seconds between two steps of one run."""
     overrides = (
         f"rollouts.max_staleness_steps={setting['k']}",

@@ -8,15 +8,12 @@ checkpoint has, into memory that is there: the bound. The policy is a Llama of 1
 --folder is on the disk to write to. Prints one JSON line with medians of the rounds.
 """
 
-import argparse
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import harness
 from checkout import explained
@@ -42,7 +39,7 @@ with explained():
     from megatron_scalerl.processes.child_process import end_with
     from megatron_scalerl.trainer.checkpoint import AsyncSave, save
     from megatron_scalerl.trainer.ranks import init_parallel
-    from megatron_scalerl.trainer.step import Trainer, make_trainer
+    from megatron_scalerl.trainer.step import make_trainer
 
 
 TOY = LLAMA_134M | dict(hidden=96, inner=128, layers=2)
@@ -51,10 +48,10 @@ TOY = LLAMA_134M | dict(hidden=96, inner=128, layers=2)
 class Steps:
     """Optimizer steps on batches of random tokens."""
 
-    def __init__(self, trainer: Trainer, samples: int) -> None:
+    def __init__(self, trainer, samples):
         self._trainer, self._samples = trainer, random_samples(samples, (24, 88), LLAMA_134M["vocab"])
 
-    def one(self) -> None:
+    def one(self):
         """Make the next step."""
         step = self._trainer.steps_made + 1
         [batch] = pack(
@@ -63,7 +60,7 @@ class Steps:
         self._trainer.step(batch)
 
 
-def size_of(trainer: Trainer, folder: Path) -> int:
+def size_of(trainer, folder):
     """Bytes of the files that ranks write for a checkpoint."""
     path = folder / "step_000000"
     save(path, trainer, {})
@@ -72,7 +69,7 @@ def size_of(trainer: Trainer, folder: Path) -> int:
     return size
 
 
-def one_round(trainer: Trainer, steps: Steps, folder: Path, copy: Callable[[], Any]) -> dict[str, float]:
+def one_round(trainer, steps, folder, copy):
     """Seconds of one round's parts, and `steps`: how many it made beside the writing."""
     at_once, later = folder / "step_000001", folder / "step_000002"
     found = {"at_once": seconds_of(lambda: save(at_once, trainer, {})), "copy": seconds_of(copy)}
@@ -93,7 +90,7 @@ def one_round(trainer: Trainer, steps: Steps, folder: Path, copy: Callable[[], A
     return found
 
 
-def measure(options: argparse.Namespace, policy: str, folder: Path) -> dict[str, Any]:
+def measure(options, policy, folder):
     """Medians over the rounds."""
     recipe = recipe_of(
         policy,
@@ -122,7 +119,7 @@ def measure(options: argparse.Namespace, policy: str, folder: Path) -> dict[str,
     }
 
 
-def main(options: argparse.Namespace) -> None:
+def main(options):
     """Measure and print."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         policy = random_llama(Path(folder) / "policy", **(TOY if options.toy else LLAMA_134M))

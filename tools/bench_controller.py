@@ -13,7 +13,6 @@ delay. Figures are taken after --warm-up, over at least --seconds seconds from t
 token counts when it was trained on. Prints a table.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -24,10 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import harness
 from checkout import explained
@@ -85,7 +82,7 @@ with explained():
 GROUP, ANSWER_TOKENS = 16, 2048
 
 
-def recipe_for(folder: Path, o: argparse.Namespace) -> Recipe:
+def recipe_for(folder, o):
     """The paper's lengths, or shorter ones, with enough groups for --in-flight."""
     per_engine = -(-o.in_flight // (o.engines * GROUP)) * GROUP
     groups = o.engines * per_engine // GROUP
@@ -116,7 +113,7 @@ def recipe_for(folder: Path, o: argparse.Namespace) -> Recipe:
 
 
 @contextlib.contextmanager
-def stand_in_engines(o: argparse.Namespace) -> Iterator[tuple[list[str], list[int]]]:
+def stand_in_engines(o):
     """(addresses, process ids) of the engines, five in a process."""
     servers, left = [], o.engines
     try:
@@ -138,7 +135,7 @@ def stand_in_engines(o: argparse.Namespace) -> Iterator[tuple[list[str], list[in
 
 
 @contextlib.asynccontextmanager
-async def trainer_of(folder: Path, step_seconds: float) -> AsyncIterator[tuple[TrainerClient, int]]:
+async def trainer_of(folder, step_seconds):
     """(client, process id) of the stand-in rank."""
     with private_folder() as rendezvous:
         client = TrainerClient(
@@ -157,7 +154,7 @@ async def trainer_of(folder: Path, step_seconds: float) -> AsyncIterator[tuple[T
             rank.wait()
 
 
-def prompts() -> PromptSet:
+def prompts():
     """More prompts than a run draws."""
     made = (Prompt(prompt_id=f"p{i}", text=str(i), answer="0", token_ids=(1,) * 100) for i in range(10**5))
     return PromptSet(training=tuple(made), held_out=(), report=None)
@@ -175,7 +172,7 @@ class Running:
     ledger: Ledger
     pids: dict[str, list[int]]
 
-    async def step(self, limit_s: float) -> None:
+    async def step(self, limit_s):
         """Wait for the end of the next optimizer step."""
         self.sync.published.clear()
         published = asyncio.create_task(self.sync.published.wait())
@@ -186,7 +183,7 @@ class Running:
             published.cancel()
             raise RuntimeError(f"expected a step within {limit_s:g} s, found none")
 
-    async def elapse(self, seconds: float) -> None:
+    async def elapse(self, seconds):
         """Wait, unless the controller ends; then for the end of a step."""
         done, _ = await asyncio.wait({self.task}, timeout=seconds)
         if done:
@@ -195,7 +192,7 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def controller_of(folder: Path, recipe: Recipe, prompts: PromptSet, o: argparse.Namespace, **more: Any) -> Any:
+async def controller_of(folder, recipe, prompts, o, **more):
     """A `Running` controller until the block is left. more: of its arguments, as functions of the run's folder."""
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder / "policy")
@@ -239,7 +236,7 @@ async def controller_of(folder: Path, recipe: Recipe, prompts: PromptSet, o: arg
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def measure(folder: Path, o: argparse.Namespace) -> dict[str, Any]:
+async def measure(folder, o):
     """Run the controller and observe it."""
     async with controller_of(folder, recipe_for(folder, o), prompts(), o) as running:
         found = await observe(running, o)
@@ -248,7 +245,7 @@ async def measure(folder: Path, o: argparse.Namespace) -> dict[str, Any]:
     return found | {name: round(statistics.fmean(row[name] for row in rows), 4) for name in waits}
 
 
-async def observe(running: Running, o: argparse.Namespace) -> dict[str, Any]:
+async def observe(running, o):
     """The figures between two steps that are at least --seconds apart, after --warm-up."""
     await running.elapse(o.warm_up)
     lag = Lag()
@@ -278,7 +275,7 @@ async def observe(running: Running, o: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
+def rows_of(found):
     """The figures for people."""
     lag, peaks = found["lag_ms"], found["peak_mib"]
     processors = [
@@ -302,7 +299,7 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def main(o: argparse.Namespace) -> None:
+def main(o):
     """Measure and print."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with tempfile.TemporaryDirectory() as folder:

@@ -18,11 +18,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import harness
 from checkout import explained
@@ -52,7 +50,7 @@ SLACK_BYTES = 1 << 30
 _SAMPLE_SECONDS = 0.01
 
 
-def main(arguments: argparse.Namespace) -> int:
+def main(arguments):
     """Measure and print; 0 where both targets are met, 1 otherwise."""
     console = Console(soft_wrap=True)
     if arguments.write:  # in a process of its own, as this one's memory is measured
@@ -74,18 +72,18 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if show(figures, console) else 1
 
 
-def measure(source: Path, nbytes: int, largest: int, rounds: int, console: Console) -> dict[str, Any]:
+def measure(source, nbytes, largest, rounds, console):
     """Seconds of every round, median ratios, and peak anonymous memory."""
     place = source.parent
     megatron, back, copy = place / "megatron", place / "back", place / "copy"
-    steps: list[tuple[str, Path, Path, Callable[[], Any]]] = [
+    steps = [
         ("cp", source, copy, lambda: subprocess.run(["cp", "-r", source, copy], check=True)),
         ("to-megatron", source, megatron, lambda: to_megatron(source, megatron)),
         ("cp back", megatron, copy, lambda: subprocess.run(["cp", "-r", megatron, copy], check=True)),
         ("to-hf", megatron, back, lambda: to_hf(megatron, back)),
     ]
-    seconds: dict[str, list[float]] = {name: [] for name, *_ in steps}
-    peaks: dict[str, int] = {}
+    seconds = {name: [] for name, *_ in steps}
+    peaks = {}
     for _ in range(rounds):
         for name, origin, target, step in steps:  # in this order: each needs what the one before it wrote
             settle(origin)
@@ -113,7 +111,7 @@ def measure(source: Path, nbytes: int, largest: int, rounds: int, console: Conso
     )
 
 
-def show(figures: dict[str, Any], console: Console) -> bool:
+def show(figures, console):
     """Print the table; True where all targets are met."""
     met = True
     promised = figures["promised_anonymous"]
@@ -129,7 +127,7 @@ def show(figures: dict[str, Any], console: Console) -> bool:
     return bool(met)
 
 
-def settle(folder: Path) -> None:
+def settle(folder):
     """Everything in the folder is on the disk and out of the page cache."""
     for path in [folder, *folder.rglob("*")]:
         handle = os.open(path, os.O_RDONLY)
@@ -140,12 +138,12 @@ def settle(folder: Path) -> None:
 
 
 @contextmanager
-def sampled_memory() -> Iterator[list[int]]:
+def sampled_memory():
     """[RssAnon of this process in every sample] while the block runs, in bytes."""
     samples = [0]
     stop = threading.Event()
 
-    def watch() -> None:
+    def watch():
         while not stop.wait(_SAMPLE_SECONDS):
             samples.append(harness.memory_of("RssAnon"))
 
@@ -158,21 +156,21 @@ def sampled_memory() -> Iterator[list[int]]:
         thread.join()
 
 
-def check_same(source: Path, back: Path) -> None:
+def check_same(source, back):
     """The round trip gave every weight file back byte for byte."""
     for path in sorted(source.glob("*.safetensors")):
         same = subprocess.run(["cmp", path, back / path.name], check=False).returncode == 0
         assert same, f"{path.name} came back different"
 
 
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES = {
     "dense": dict(vocab=32000, hidden=2048, inner=8192, heads=16, groups=4, head_dim=128),
     "moe": dict(vocab=32000, hidden=2048, inner=2048, heads=16, groups=4, head_dim=128)
     | dict(intermediate_size_mlp=4096, num_local_experts=16, num_experts_per_tok=1, interleave_moe_layer_step=1),
 }
 
 
-def write_checkpoint(path: str, kind: str, nbytes: int) -> dict[str, int]:
+def write_checkpoint(path, kind, nbytes):
     """Random bf16 weights of a policy of about `nbytes`; its bytes and those of its largest tensor."""
     import torch
     from random_inputs import random_model

@@ -8,14 +8,12 @@ the difference to the large one the latter. Prints one JSON line. --assumptions:
 --toy: narrow policies on a CPU, which has no such graphs.
 """
 
-import argparse
 import asyncio
 import secrets
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import harness
 from checkout import explained
@@ -48,15 +46,15 @@ with explained():
     from measured_constants import Measurement, write_constants
 
     from megatron_scalerl.cluster.probe import nvidia_smi
-    from megatron_scalerl.engine.client import EngineClient, SamplingSpec
+    from megatron_scalerl.engine.client import SamplingSpec
     from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
     from megatron_scalerl.processes.child_process import end_with
 
 
-async def step_seconds(client: EngineClient, batch: int) -> float:
+async def step_seconds(client, batch):
     """Seconds per decode step with `batch` completions, prefill excluded."""
 
-    async def timed(tokens: int) -> float:
+    async def timed(tokens):
         begin = time.perf_counter()
         specs = [SamplingSpec(max_tokens=tokens, seed=i, ignore_eos=True) for i in range(batch)]
         await asyncio.gather(*(client.generate([1, 6, 7, 8], sampling=spec) for spec in specs))
@@ -67,7 +65,7 @@ async def step_seconds(client: EngineClient, batch: int) -> float:
     return (await timed(LONG) - short) / (LONG - SHORT)
 
 
-def write_config(shape: dict[str, int], folder: Path) -> Path:
+def write_config(shape, folder):
     """Config and tokenizer of a policy; vLLM makes the weights (`load_format: dummy`)."""
     from random_inputs import llama_settings
     from transformers import LlamaConfig
@@ -81,11 +79,11 @@ def write_config(shape: dict[str, int], folder: Path) -> Path:
     return folder
 
 
-async def measure(folder: Path, *, toy: bool) -> dict[str, Any]:
+async def measure(folder, *, toy):
     """Both engines, one after the other: ms per step by policy and batch, and the planner's constants."""
     from megatron_scalerl.plan.counting import count, load_family
 
-    seconds: dict[str, dict[int, float]] = {}
+    seconds = {}
     freed = None
     for name, shape in (_TOYS if toy else _SHAPES).items():
         seconds[name], freed = await _served(write_config(shape, folder / name), toy=toy)
@@ -94,7 +92,7 @@ async def measure(folder: Path, *, toy: bool) -> dict[str, Any]:
     return {"step_ms": {n: {b: s * 1e3 for b, s in each.items()} for n, each in seconds.items()}, **figures}
 
 
-async def _served(policy: Path, *, toy: bool) -> tuple[dict[int, float], int | None]:
+async def _served(policy, *, toy):
     """(seconds per step by batch, bytes that the GPU released when the engine had ended)."""
     from random_inputs import recipe_of
 
@@ -127,16 +125,14 @@ async def _served(policy: Path, *, toy: bool) -> tuple[dict[int, float], int | N
     return found, None if held is None or after is None else held - after
 
 
-def rates(
-    tiny: dict[int, float], large: dict[int, float], parameters: Any, *, gpu: str, freed: int | None
-) -> dict[str, Any]:
+def rates(tiny, large, parameters, *, gpu, freed):
     """Measured assumptions of the planner, by name.
 
     tiny, large: seconds of a decode step by batch size. parameters: of the large policy. freed: device memory (bytes)
     released when the large engine exited.
     """
     key, read, rest = gpu_of_device(gpu), 2 * (parameters.total - parameters.embedding), large[1] - tiny[1]
-    found: dict[str, Any] = {"gpu": gpu, "engine_step_ms": tiny[1] * 1e3}
+    found = {"gpu": gpu, "engine_step_ms": tiny[1] * 1e3}
     if key is not None and rest > 0:
         found["hbm_efficiency"] = read / rest / GPUS[key].memory_bytes_per_second
     if freed is not None:
@@ -144,7 +140,7 @@ def rates(
     return found
 
 
-def main(options: argparse.Namespace) -> None:
+def main(options):
     """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(Path(folder), toy=options.toy))

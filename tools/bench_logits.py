@@ -23,8 +23,6 @@ block_mib           the same without the gradients that are handed out
 error               largest distance from fp64 (nats), over the first tokens
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -36,9 +34,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import harness
 from checkout import explained
@@ -65,9 +61,8 @@ if __name__ == "__main__":
 
 with explained():
     import torch
-    from logit_contenders import Contender, contenders_on
+    from logit_contenders import contenders_on
     from logit_targets import rounded, targets
-    from torch import Tensor
 
     from megatron_scalerl.logits.exact import fp32_products
 
@@ -86,7 +81,7 @@ operands to bf16 (exact here), which it does where that is faster (`exact.fp32_p
 class BareGemms:
     """The rate of GEMMs alone, in each way."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench):
         self.bench = bench
         options, ways = bench.options, WAYS
         if bench.on_gpu:
@@ -102,9 +97,9 @@ class BareGemms:
             name: (rounds, [(a.to(t), b.to(t), (a @ b).to(t)) for a, b in pairs])
             for name, (t, rounds) in ways.items()
         }
-        self.seconds: dict[str, list[float]] = {name: [] for name in ways}
+        self.seconds = {name: [] for name in ways}
 
-    def measure(self) -> None:
+    def measure(self):
         """Once in each way; on a GPU the mean of some in a row, so that no launch is waited for."""
         count = 10 if self.bench.on_gpu else 1
         for name, (rounds, products) in self.work.items():
@@ -117,7 +112,7 @@ class BareGemms:
                 self.bench.wait()
                 self.seconds[name].append((time.perf_counter() - start) / count)
 
-    def tflops(self) -> dict[str, float]:
+    def tflops(self):
         """By way, from the median; the first measurement warmed up."""
         return {name: self.flop / statistics.median(taken[1:]) / 1e12 for name, taken in self.seconds.items()}
 
@@ -125,7 +120,7 @@ class BareGemms:
 class Bench:
     """The operands, and how to measure on this device."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options):
         self.options = options
         self.on_gpu = options.device == "gpu"
         if self.on_gpu and not torch.accelerator.is_available():
@@ -139,11 +134,11 @@ class Bench:
         self.w = (self.drawn(options.vocab, options.hidden) * self.spread).requires_grad_()
         self.y = torch.randint(0, options.vocab, (options.tokens,), generator=self.generator, device=self.device)
 
-    def drawn(self, *size: int) -> Tensor:
+    def drawn(self, *size):
         """Normally distributed, bf16."""
         return torch.randn(size, generator=self.generator, device=self.device).bfloat16()
 
-    def step(self, contender: Contender, *, backward: bool) -> tuple[float, float, Tensor | None]:
+    def step(self, contender, *, backward):
         """Seconds of wall and processor for one pass, and log-probabilities if there are any."""
         self.forget(contender)
         self.wait()
@@ -154,7 +149,7 @@ class Bench:
         self.wait()
         return time.perf_counter() - wall, time.process_time() - busy, logprob
 
-    def forget(self, contender: Contender) -> None:
+    def forget(self, contender):
         self.h.grad = self.w.grad = None
         if contender.main_grad and getattr(self.w, "main_grad", None) is None:
             self.w.main_grad = torch.zeros_like(self.w, dtype=torch.float32)
@@ -162,11 +157,11 @@ class Bench:
         elif not contender.main_grad:
             self.w.main_grad = None
 
-    def wait(self) -> None:
+    def wait(self):
         if self.on_gpu:
             torch.accelerator.synchronize()
 
-    def error(self, logprob: Tensor | None) -> float | None:
+    def error(self, logprob):
         """Largest distance from fp64 over the first tokens (nats)."""
         if logprob is None:
             return None
@@ -175,7 +170,7 @@ class Bench:
             exact = (self.h[:n].double() @ self.w.double().t()).log_softmax(-1).gather(1, self.y[:n, None])[:, 0]
             return (logprob[:n].double() - exact).abs().max().item()
 
-    def peak_extra(self, contender: Contender) -> dict[str, float]:
+    def peak_extra(self, contender):
         """MiB above the operands: forward, and forward plus backward."""
         self.forget(contender)
         if not self.on_gpu:  # a few tokens first: code that is loaded once is nobody's memory
@@ -190,22 +185,22 @@ class Bench:
         found["block_mib"] = found["extra_mib"] - handed_out / 2**20
         return found
 
-    def _reset_peak(self) -> int:
+    def _reset_peak(self):
         if self.on_gpu:
             torch.accelerator.reset_peak_memory_stats()
             return torch.accelerator.memory_allocated()
         harness.reset_peak()
         return harness.memory_of("VmRSS")
 
-    def _peak(self) -> int:
+    def _peak(self):
         return torch.accelerator.max_memory_allocated() if self.on_gpu else harness.memory_of("VmHWM")
 
 
-def group(options: argparse.Namespace, *names: str) -> None:
+def group(options, *names):
     """Measure these contenders in this process, in turns within each round: events at each start, then lines."""
     chosen = [contender for contender in contenders(options) if contender.name in names]
     bench = Bench(options)
-    lines: dict[str, dict[str, Any]] = {}
+    lines = {}
     for contender in chosen:
         send({"begin": contender.name})
         error = bench.error(bench.step(contender, backward=True)[2])  # and warms up
@@ -213,7 +208,7 @@ def group(options: argparse.Namespace, *names: str) -> None:
     bare = BareGemms(bench)
     bare.measure()
 
-    def turn(contender: Contender) -> list[tuple[float, float]]:
+    def turn(contender):
         send({"begin": contender.name})
         bare.measure()
         return [bench.step(contender, backward=backward)[:2] for backward in (False, True)]
@@ -240,28 +235,28 @@ def group(options: argparse.Namespace, *names: str) -> None:
         send({"line": line | (bench.peak_extra(contender) if bench.on_gpu else {})})
 
 
-def memory(options: argparse.Namespace, name: str) -> None:
+def memory(options, name):
     """`Bench.peak_extra` of one contender in this process, which has done nothing else."""
     [contender] = [c for c in contenders(options) if c.name == name]
     send(Bench(options).peak_extra(contender))
 
 
-def contenders(options: argparse.Namespace) -> list[Contender]:
+def contenders(options):
     """Who takes part: ours, the naive paths, peers."""
     found = contenders_on(options.device)
     return [contender for contender in found if options.peers == "all" or not contender.peer]
 
 
-def line_of(name: str, status: str) -> dict[str, Any]:
+def line_of(name, status):
     return {"bench": "logits", "contender": name, "status": status}
 
 
-def send(event: dict[str, Any]) -> None:
+def send(event):
     """Tell the parent process."""
     print(json.dumps(event), flush=True)
 
 
-def apart(options: argparse.Namespace, work: Callable[..., None], names: list[str]) -> Iterator[dict[str, Any]]:
+def apart(options, work, names):
     """The events of `group` or `memory` in a process of its own, and {FAILED: why} if it ends in any other way.
 
     It is killed, by SIGKILL, where it sends nothing for SILENCE_S.
@@ -287,14 +282,14 @@ def apart(options: argparse.Namespace, work: Callable[..., None], names: list[st
             yield {FAILED: how, USER_ERROR: code == 2}
 
 
-def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def measured(options, names):
     """(GEMM rate and machine, a line for each name) of contenders that share a process.
 
     Whoever ends the process gets a line that says why, and the others begin anew without it. Where the first process
     ends before anybody began, raises ValueError for a user's error and RuntimeError for others.
     """
-    head: dict[str, Any] = {"gemm_tflops": None, "machine": None}
-    lines: dict[str, dict[str, Any]] = {}
+    head = {"gemm_tflops": None, "machine": None}
+    lines = {}
     while left := [name for name in names if name not in lines]:
         begun, why, user_error = None, "it ended without a result", False
         for event in apart(options, group, left):
@@ -316,13 +311,13 @@ def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, A
     return head, [rounded(lines[name]) for name in names]
 
 
-def machine(bench: Bench) -> dict[str, Any]:
+def machine(bench):
     """What this ran on, and how busy it was."""
     gpu = {"gpu": torch.get_device_module(bench.device).get_device_name()} if bench.on_gpu else {}
     return harness.machine() | gpu
 
 
-def main(options: argparse.Namespace) -> None:
+def main(options):
     """Measure all contenders and print."""
     for name, default in zip(SIZES, SHAPES[options.device]):
         setattr(options, name, getattr(options, name) or default)
@@ -349,7 +344,7 @@ def main(options: argparse.Namespace) -> None:
     harness.report(options, {"bench": "logits", "targets": targets(lines, options.device)})
 
 
-def peer_line(options: argparse.Namespace, contender: Contender) -> dict[str, Any]:
+def peer_line(options, contender):
     """The line of a peer implementation, measured in a separate process."""
     if contender.package and importlib.util.find_spec(contender.package) is None:
         return line_of(contender.name, f"not installed ({contender.package})")

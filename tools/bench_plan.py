@@ -19,8 +19,6 @@ import json
 import statistics
 import tempfile
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import harness
 from checkout import explained
@@ -28,7 +26,7 @@ from tiny_run import tiny_run, warm_policy
 
 MIB = 2**20
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "dense-fp32": {"policy": "dense", "dtype": "float32", "tokens": 2048},
     "dense-fp32-recompute": {"policy": "dense", "dtype": "float32", "tokens": 4096, "model": FULL},
     "dense-bf16": {"policy": "dense", "dtype": "bfloat16", "tokens": 4096},
@@ -50,7 +48,7 @@ FIXED_OVER_PER_COMPLETION = 13.0
 """Of one decoding step of the tiny policy: 105 tok/s with one completion, 1,400 with 128, one thread."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser():
     """The options."""
     p = harness.benchmark(
         __doc__,
@@ -64,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main() -> None:
+def main():
     """Compare and print."""
     o = parser().parse_args()
     if o.what == "rank":
@@ -81,7 +79,7 @@ ALONE |= {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "131072"
 """Environment of the measured process."""
 
 
-def compare_memory(name: str) -> dict[str, Any]:
+def compare_memory(name):
     """One configuration: predicted and measured peak above the idle process, bytes."""
     with tempfile.TemporaryDirectory() as folder:
         case = CASES[name] | {"path": folder}
@@ -103,7 +101,7 @@ def compare_memory(name: str) -> dict[str, Any]:
     }
 
 
-def write_policy(kind: str, folder: str) -> None:
+def write_policy(kind, folder):
     """A random policy: dense Llama of 22 million parameters, or Llama 4 with 4 experts of 35 million."""
     from random_inputs import random_model
 
@@ -112,7 +110,7 @@ def write_policy(kind: str, folder: str) -> None:
     random_model(kind, **common, **own).save_pretrained(folder)
 
 
-def case_recipe(case: dict[str, Any]) -> Any:
+def case_recipe(case):
     """The recipe of one configuration."""
     from random_inputs import recipe_of
 
@@ -120,7 +118,7 @@ def case_recipe(case: dict[str, Any]) -> Any:
     return recipe_of(case["path"], dtype=case["dtype"], steps=2, trainer=trainer, megatron=model)
 
 
-def predicted(case: dict[str, Any]) -> tuple[dict[str, float], int]:
+def predicted(case):
     """(the plan's terms, bytes, with the kernels of this machine; parameters)."""
     from predicted_trainer import predict_trainer
 
@@ -128,7 +126,7 @@ def predicted(case: dict[str, Any]) -> tuple[dict[str, float], int]:
     return {term.name: term.bytes for term in found.terms}, found.parameters
 
 
-def measure_rank(case: dict[str, Any]) -> dict[str, int]:
+def measure_rank(case):
     """Two optimizer steps on two full micro-batches; resident memory before, and its peak above that."""
     import gc
 
@@ -151,7 +149,7 @@ def measure_rank(case: dict[str, Any]) -> dict[str, int]:
     return {"idle": idle, "peak_above_idle": harness.memory_of("VmHWM") - idle}
 
 
-def compare_queue(tiny: Path, steps: int, skip: int) -> dict[str, Any]:
+def compare_queue(tiny, steps, skip):
     """Predict the run at k = 8 from the run at k = 0, make it, compare."""
     from megatron_scalerl.plan.simulate import simulate
     from megatron_scalerl.plan.work import Lengths
@@ -195,12 +193,12 @@ def compare_queue(tiny: Path, steps: int, skip: int) -> dict[str, Any]:
     }
 
 
-def mean_of(rows: list[dict[str, Any]], key: str) -> float:
+def mean_of(rows, key):
     """Mean of a column of the metrics."""
     return statistics.fmean(row[key] for row in rows)
 
 
-def queue_setting(recipe: Any, lengths: Any, rows: list[dict[str, Any]], steps: int, skip: int) -> Any:
+def queue_setting(recipe, lengths, rows, steps, skip):
     """(seconds a completion adds to a decoding step, k) -> the simulation's setting, the rest as measured."""
     from megatron_scalerl.plan.engine import Decoding
     from megatron_scalerl.plan.simulate import QueueSettings
@@ -209,7 +207,7 @@ def queue_setting(recipe: Any, lengths: Any, rows: list[dict[str, Any]], steps: 
     other = max(0.0, mean_of(rows, "step_seconds") - train_ - publish - mean_of(rows, WAIT))
     running = min(recipe.engine.vllm["max_num_seqs"], recipe.rollouts.max_in_flight)
 
-    def setting(per: float, k: int) -> QueueSettings:
+    def setting(per, k):
         speed = Decoding(
             fixed_seconds=FIXED_OVER_PER_COMPLETION * per,
             per_completion_seconds=per,
@@ -231,7 +229,7 @@ def queue_setting(recipe: Any, lengths: Any, rows: list[dict[str, Any]], steps: 
     return setting
 
 
-def per_completion(setting: Any, waited: float) -> float:
+def per_completion(setting, waited):
     """The speed at which the simulated synchronous run waits as long for a batch as the real one did."""
     from megatron_scalerl.plan.simulate import simulate
 
@@ -243,7 +241,7 @@ def per_completion(setting: Any, waited: float) -> float:
     return (low * high) ** 0.5
 
 
-def train(tiny: Path, k: int, steps: int) -> tuple[list[dict[str, Any]], list[int]]:
+def train(tiny, k, steps):
     """(metrics by step, completion lengths) of one real run without validations."""
     from megatron_scalerl.rollouts.history import read_batch, read_history
 

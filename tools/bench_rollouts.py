@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import harness
 from checkout import explained
@@ -35,7 +34,7 @@ with explained():
     from megatron_scalerl.launch.process import EngineProcess
 
 VOCAB, PROMPT, SHORTEST, LONGEST = 512, 31, 64, 192
-ENGINE: dict[str, Any] = {
+ENGINE = {
     "max_model_len": 512,
     "enforce_eager": True,
     "kv_cache_memory_bytes": 640 << 20,
@@ -45,23 +44,23 @@ SHAPE = dict(vocab=VOCAB, hidden=320, layers=8, inner=896, heads=5, groups=5)
 """A random Llama of 10.6M parameters."""
 
 
-def work(requests: int) -> list[tuple[list[int], int, int]]:
+def work(requests):
     """(prompt, number of new tokens, seed) of every request, the same on both sides."""
     draw = random.Random(0)
 
-    def prompt() -> list[int]:
+    def prompt():
         return [draw.randrange(3, VOCAB) for _ in range(PROMPT)]
 
     return [(prompt(), draw.randint(SHORTEST, LONGEST), seed) for seed in range(requests)]
 
 
-async def ours(process: EngineProcess, jobs: list[tuple[list[int], int, int]], in_flight: int) -> float:
+async def ours(process, jobs, in_flight):
     """Seconds for all jobs with at most `in_flight` requests at a time."""
     gate = asyncio.Semaphore(in_flight)
     # a cut that no completion reaches: the processor looks at every token and forces none
     plan = Plan(cut=400, phrase_ids=(5, 4), think_end_ids=(4,), answer_budget=400, eos_id=2)
 
-    async def one(prompt: list[int], tokens: int, seed: int) -> int:
+    async def one(prompt, tokens, seed):
         spec = SamplingSpec(max_tokens=tokens, seed=seed, interruption=plan, ignore_eos=True)
         async with gate:
             return len((await process.client.generate(prompt, sampling=spec)).token_ids)
@@ -73,7 +72,7 @@ async def ours(process: EngineProcess, jobs: list[tuple[list[int], int, int]], i
     return seconds
 
 
-def theirs(folder: str, requests: int, in_flight: int) -> None:
+def theirs(folder, requests, in_flight):
     """The other process: vLLM offline. Answers each line on its input with the seconds for all jobs."""
     from vllm import LLM, SamplingParams
 
@@ -93,7 +92,7 @@ def theirs(folder: str, requests: int, in_flight: int) -> None:
         print(seconds, flush=True)
 
 
-def start_theirs(folder: str, args: argparse.Namespace) -> subprocess.Popen[str]:
+def start_theirs(folder, args):
     """The offline side as a child, ready to run."""
     env = os.environ | {
         "OMP_NUM_THREADS": str(args.threads),
@@ -111,7 +110,7 @@ def start_theirs(folder: str, args: argparse.Namespace) -> subprocess.Popen[str]
     return child
 
 
-def answer(child: subprocess.Popen[str], prefix: str = "") -> str:
+def answer(child, prefix=""):
     """The child's next line, past what vLLM itself prints."""
     assert child.stdout is not None
     for line in child.stdout:
@@ -120,7 +119,7 @@ def answer(child: subprocess.Popen[str], prefix: str = "") -> str:
     raise RuntimeError("the offline side ended")
 
 
-async def measure(folder: str, args: argparse.Namespace) -> dict[str, list[float]]:
+async def measure(folder, args):
     """Tokens per second of both sides in each round, which take turns."""
     recipe = recipe_of(
         folder,
@@ -131,7 +130,7 @@ async def measure(folder: str, args: argparse.Namespace) -> dict[str, list[float
     process = EngineProcess.local(recipe, secret="bench", log_path=Path(folder) / "engine.log")
     child = start_theirs(folder, args)
     assert child.stdin is not None
-    rates: dict[str, list[float]] = {"ours": [], "offline": []}
+    rates = {"ours": [], "offline": []}
     try:
         await process.start()
         jobs = work(args.requests)
@@ -151,7 +150,7 @@ async def measure(folder: str, args: argparse.Namespace) -> dict[str, list[float
     return rates
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args):
     """Measure and print both sides' tokens per second and their ratio."""
     if args.offline:
         theirs(args.offline, args.requests, args.in_flight)

@@ -27,15 +27,14 @@ with explained():
     from megatron_scalerl.cluster.probe import nvidia_smi
     from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
     from megatron_scalerl.processes.child_process import end_with
-    from megatron_scalerl.recipe import Recipe
 
-TOY: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+TOY = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
 TOY |= dict(head_dim=16, vocab_size=512)
-_1B: dict[str, Any] = dict(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8)
+_1B = dict(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8)
 _1B |= dict(head_dim=64, vocab_size=128256)
 _8B = _1B | dict(hidden_size=4096, intermediate_size=14336, head_dim=128)
-_SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-_FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 WARM_UP, MEASURED = 2, 5
 """Steps; the first ones allocate and compile."""
 SPARE = 1.1
@@ -60,7 +59,7 @@ class Shape:
     dtype: str = "bfloat16"
 
 
-SHAPES: dict[str, Shape] = {
+SHAPES = {
     shape.name: shape
     for shape in (
         # widths of Llama-3.1-8B and Llama-3.2-1B (with an untied head), as many layers as fit on one GPU
@@ -98,7 +97,7 @@ class DeviceMemory:
     total: int
 
 
-def memory() -> DeviceMemory:
+def memory():
     """Current memory, after all work queued on the device has finished."""
     import torch
 
@@ -122,7 +121,7 @@ def memory() -> DeviceMemory:
     )
 
 
-def reset_peaks() -> None:
+def reset_peaks():
     """Release cached blocks and reset the peaks."""
     import torch
 
@@ -138,13 +137,13 @@ def reset_peaks() -> None:
     gpu.reset_peak_memory_stats()
 
 
-def used_on_gpu() -> int | None:
+def used_on_gpu():
     """Bytes in use on this process's GPU, before it has a context there those of others; None if unknown."""
     found = nvidia_smi("memory.used")
     return int(found) * 2**20 if found is not None and found.isdecimal() else None
 
 
-def peak_since(before: int | None) -> dict[str, int | None]:
+def peak_since(before):
     """Peak of this process since `reset_peaks`, bytes. before: `used_on_gpu()`, without a GPU `memory().used` then.
 
     `runtime` is outside the allocator: CUDA context, kernels, NCCL buffers; None if `before` is, or without a GPU.
@@ -152,14 +151,14 @@ def peak_since(before: int | None) -> dict[str, int | None]:
     from megatron_scalerl.distributed import device
 
     end = memory()
-    found: dict[str, int | None] = {"allocated": end.peak_allocated, "reserved": end.peak_reserved}
+    found = {"allocated": end.peak_allocated, "reserved": end.peak_reserved}
     if not device.HAVE_GPU:
         return found | {"runtime": None, "total": end.peak_reserved - (before or 0)}
     runtime = max(0, end.used - (before or 0) - end.reserved)
     return found | {"runtime": None if before is None else runtime, "total": end.peak_reserved + runtime}
 
 
-def recipe_for(shape: Shape, folder: Path) -> Recipe:
+def recipe_for(shape, folder):
     """The recipe that trains the policy in `folder`/config.json."""
     from random_inputs import recipe_of
 
@@ -167,7 +166,7 @@ def recipe_for(shape: Shape, folder: Path) -> Recipe:
     return recipe_of(folder, dtype=shape.dtype, trainer=trainer, megatron=model)
 
 
-def fitting(shape: Shape, folder: Path, free: int) -> tuple[Shape, Any]:
+def fitting(shape, folder, free):
     """(the shape with as many of its layers as fit, its prediction); writes its config.json.
 
     Raises ValueError if one layer does not fit.
@@ -178,7 +177,7 @@ def fitting(shape: Shape, folder: Path, free: int) -> tuple[Shape, Any]:
     from megatron_scalerl.distributed import device
 
     while True:
-        settings: dict[str, Any] = dict(num_hidden_layers=shape.layers, tie_word_embeddings=False)
+        settings = dict(num_hidden_layers=shape.layers, tie_word_embeddings=False)
         settings |= dict(max_position_embeddings=131072, architectures=["LlamaForCausalLM"])
         LlamaConfig(**shape.config, **settings).save_pretrained(folder)
         predicted = predict_trainer(
@@ -196,9 +195,7 @@ def fitting(shape: Shape, folder: Path, free: int) -> tuple[Shape, Any]:
         shape = replace(shape, layers=shape.layers // 2)
 
 
-def train(
-    recipe: Recipe, parallel: Any, before: int | None, *, count: int, length: int, steps: int
-) -> dict[str, Any]:
+def train(recipe, parallel, before, *, count, length, steps):
     """Losses, seconds and tokens of `steps` steps on random weights and full micro-batches, and the `peak_since`.
 
     count: sequences of `length` tokens for each data-parallel rank.
@@ -211,7 +208,7 @@ def train(
     trainer = make_trainer(recipe, parallel, load_weights=False)
     vocab = json.loads(Path(recipe.policy.path, "config.json").read_text())["vocab_size"]
     samples = random_samples(parallel.dp_size * count, (length, length), vocab, share=8, logprob=-11)
-    packing: dict[str, Any] = dict(micro_batch_tokens=recipe.micro_batch_tokens, policy_version=0)
+    packing = dict(micro_batch_tokens=recipe.micro_batch_tokens, policy_version=0)
     batches = pack(samples, step=1, dp_size=parallel.dp_size, pad_multiple=pad_multiple(parallel), **packing)
     batch = batches[parallel.dp_rank]
     reports = [trainer.step(replace(batch, step=step)) for step in range(1, steps + 1)]
@@ -223,7 +220,7 @@ def train(
     }
 
 
-def measure(shape: Shape, folder: Path) -> dict[str, Any]:
+def measure(shape, folder):
     """Build, train and measure in this process, which has done nothing on the device."""
     before = used_on_gpu()
     import torch
@@ -253,16 +250,14 @@ def measure(shape: Shape, folder: Path) -> dict[str, Any]:
     }
 
 
-def memory_figures(predicted: Any, peak: Mapping[str, int | None]) -> dict[str, Any]:
+def memory_figures(predicted, peak):
     """Peak memory (bytes) and the planner's prediction over it."""
     ratio = predicted.total_bytes / max(1, peak["total"] or 0)
     terms = {term.name: term.bytes for term in predicted.terms}
     return {"predicted_over_measured": ratio, "predicted": predicted.total_bytes, "terms": terms}
 
 
-def constants(
-    shape: Shape, predicted: Any, peak: Mapping[str, int | None], *, gpu: str, rate: float
-) -> dict[str, Any]:
+def constants(shape, predicted, peak, *, gpu, rate):
     """MFU, and fields of the planner's `Assumptions`; empty unless on a GPU in bf16. rate: tokens per second."""
     key = gpu_of_device(gpu)
     if not gpu or shape.dtype != "bfloat16":
@@ -277,13 +272,13 @@ def constants(
     return found
 
 
-def toy(shape: Shape) -> Shape:
+def toy(shape):
     """The shape at toy size for a CPU, in fp32."""
-    small: dict[str, Any] = dict(config=TOY, layers=2, tokens=256, micro_batches=2, dtype="float32")
+    small = dict(config=TOY, layers=2, tokens=256, micro_batches=2, dtype="float32")
     return replace(shape, sequence=shape.sequence // 64, **small)
 
 
-def main() -> None:
+def main():
     """Measure and print."""
     options = parser().parse_args()
     chosen = options.shapes.split(",")

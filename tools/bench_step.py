@@ -9,11 +9,8 @@ Prints one JSON line: `ratio_packed` and `ratio` are ours over them of the media
 `cpu_ratio` the same of CPU time.
 """
 
-import argparse
 import tempfile
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import harness
 from checkout import explained
@@ -21,7 +18,7 @@ from checkout import explained
 with explained():
     from megatron_scalerl.losses import LOSSES
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES = {
     "base": {},
     "33m": dict(vocab=8192, hidden=512, inner=1408, layers=8, heads=8, groups=4),
 }
@@ -51,11 +48,9 @@ with explained():
 
     from megatron_scalerl.batching.packing import pack, real_tokens
     from megatron_scalerl.distributed.device import HAVE_TE
-    from megatron_scalerl.distributed.parallel import Parallel
     from megatron_scalerl.models import family as family_of
     from megatron_scalerl.models import read_hf_config
     from megatron_scalerl.processes.child_process import end_with
-    from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.tiny.policy import make_llama
     from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention
     from megatron_scalerl.trainer.layers.packing import packed_row
@@ -64,7 +59,6 @@ with explained():
     from megatron_scalerl.trainer.options import ddp_config, model_options
     from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
-    from megatron_scalerl.types import Batch, MicroBatch
 
 SHORTEST, LONGEST = 24, 88
 """Tokens of a sample with its prompt, as the quickstart's."""
@@ -73,9 +67,7 @@ SHORTEST, LONGEST = 24, 88
 class ThdAttention(SdpaCoreAttention):
     """Our attention for rows in Megatron's "thd" format, of which SelfAttention drops the dimension of the batch."""
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **keywords: Any
-    ) -> Any:
+    def forward(self, query, key, value, *others, **keywords):
         """[N, heads, d] queries, [N, groups, d] keys and values to [N, 1, heads * d]."""
         return super().forward(query[:, None], key[:, None], value[:, None], *others, **keywords)
 
@@ -86,7 +78,7 @@ class BareMegatron:
     `packed`: rows [1, N] of several sequences with PackedSeqParams; else rows [b, s] with padding.
     """
 
-    def __init__(self, recipe: Recipe, parallel: Parallel, *, packed: bool) -> None:
+    def __init__(self, recipe, parallel, *, packed):
         family = family_of(read_hf_config(recipe.policy.path))
         options = model_options(family, recipe, parallel)
         self.config = options.config
@@ -107,7 +99,7 @@ class BareMegatron:
         self.chunk = DistributedDataParallel(self.config, ddp_config(recipe), model)
         self.optimizer = build_optimizer([self.chunk], recipe)
 
-    def step(self, batch: Batch) -> float:
+    def step(self, batch):
         """One optimizer step; the mean loss. Making the rows is part of it, as it is of ours."""
         rows = [self._row(m) for m in batch.micro_batches]
         self.chunk.zero_grad_buffer()
@@ -126,7 +118,7 @@ class BareMegatron:
         return sum(entry.item() for entry in logged) / len(logged)
 
 
-def _forward(rows: Any, model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+def _forward(rows, model):
     row = next(rows)
     output = model(
         row["tokens"],
@@ -138,21 +130,21 @@ def _forward(rows: Any, model: Any) -> tuple[torch.Tensor, Callable[[torch.Tenso
     return output, partial(_mean_loss, row["mask"])
 
 
-def _mean_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _mean_loss(mask, losses):
     loss = (losses * mask).sum() / mask.sum()
     return loss, loss.detach().clone()
 
 
-def packed_thd(micro_batch: MicroBatch) -> dict[str, Any]:
+def packed_thd(micro_batch):
     """The micro-batch's sequences as one row [1, N], in Megatron's format of packed sequences."""
     names = {"tokens": "tokens", "targets": "targets", "mask": "loss_mask", "position_ids": "position_ids"}
-    row: dict[str, Any] = {name: torch.from_numpy(getattr(micro_batch, field))[None] for name, field in names.items()}
+    row = {name: torch.from_numpy(getattr(micro_batch, field))[None] for name, field in names.items()}
     packed = packed_row(micro_batch.cu_seqlens.tolist(), row["position_ids"][0], fused=HAVE_TE)
     packed.qkv_format = "thd"
     return {**row, "packed_seq_params": packed}
 
 
-def padded(micro_batch: MicroBatch) -> dict[str, Any]:
+def padded(micro_batch):
     """The micro-batch's sequences as rows [b, s], padded to the longest."""
     starts = micro_batch.cu_seqlens.tolist()
     shape = (len(starts) - 1, max(b - a for a, b in zip(starts, starts[1:])))
@@ -167,7 +159,7 @@ def padded(micro_batch: MicroBatch) -> dict[str, Any]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def batch_of(options: argparse.Namespace, vocab_size: int) -> Batch:
+def batch_of(options, vocab_size):
     """The batch that every side steps on."""
     samples = random_samples(options.samples, (SHORTEST, LONGEST), vocab_size, prompt=options.prompt_tokens)
     tokens = options.micro_batch_tokens
@@ -175,7 +167,7 @@ def batch_of(options: argparse.Namespace, vocab_size: int) -> Batch:
     return batch
 
 
-def measure(options: argparse.Namespace, policy: str) -> dict[str, Any]:
+def measure(options, policy):
     """Medians of all sides over rounds in which each steps once."""
     recipe = recipe_of(
         policy,
@@ -212,7 +204,7 @@ def measure(options: argparse.Namespace, policy: str) -> dict[str, Any]:
     }
 
 
-def main(options: argparse.Namespace) -> None:
+def main(options):
     """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
         policy = f"{folder}/policy"

@@ -37,23 +37,23 @@ with explained():
     import numpy as np
     from random_inputs import group_of, random_completion
 
-    from megatron_scalerl.batching.rollout_bytes import RolloutArrays, write
+    from megatron_scalerl.batching.rollout_bytes import write
     from megatron_scalerl.rollouts.completions import completions_of
     from megatron_scalerl.rollouts.history import BatchRecord, check_groups, read_batch, read_groups, read_history
     from megatron_scalerl.rollouts.journal import Journal
-    from megatron_scalerl.types import Prompt, RolloutGroup
+    from megatron_scalerl.types import Prompt
 
 LAG_S = 0.001
 """Period of the timer whose lateness is the event loop's lag."""
 
 
-def make_group(number: int, completions: list[RolloutArrays]) -> RolloutGroup:
+def make_group(number, completions):
     """A group of these completions."""
     prompt = Prompt(prompt_id=f"{number:064x}", text="x" * 400, answer="1", token_ids=tuple(range(1000, 1250)))
     return group_of(number, prompt, completions, [i % 2 == 0 for i in range(len(completions))])
 
 
-async def fill(run: Path, options: argparse.Namespace) -> dict[str, float]:
+async def fill(run, options):
     """Write all batches and the groups of --ready more."""
     arrays = [random_completion(np.random.default_rng(0), options.tokens)] * options.group_size
     data = [write(arrays[0])] * options.group_size
@@ -82,7 +82,7 @@ async def fill(run: Path, options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-async def replay(run: Path) -> dict[str, float]:
+async def replay(run):
     """What a start reads before its first step."""
     begin = time.perf_counter()
     history = read_history(run)
@@ -101,7 +101,7 @@ async def replay(run: Path) -> dict[str, float]:
     }
 
 
-def main(options: argparse.Namespace) -> None:
+def main(options):
     """Write in this process, read in another, print one JSON line."""
     if options.replay is not None:
         print(json.dumps(asyncio.run(replay(options.replay))))

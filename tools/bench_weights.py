@@ -39,7 +39,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import harness
 from checkout import explained
@@ -90,7 +89,7 @@ with explained():
 class Trainer:
     """The sending process: one rank with a Megatron policy."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+    def __init__(self, folder, options):
         from megatron_scalerl.trainer.optimizer import parts_of
         from megatron_scalerl.trainer.ranks import init_parallel
         from megatron_scalerl.trainer.step import make_trainer
@@ -103,13 +102,13 @@ class Trainer:
         self.source = MegatronWeightSource(trainer.chunks, parallel)
         self.changes, self.parts = trainer.changes, parts_of(trainer.optimizer)
         self.written = Written() if options.compared else trainer.changes.written
-        self.seconds: dict[str, list[float]] = {arm: [] for arm in WRITES}
+        self.seconds = {arm: [] for arm in WRITES}
         self.size = sum(bucket.nbytes for bucket in plans.buckets(self.source.plan, options.bucket_mib))
-        self.senders: dict[str, Any] = {}
+        self.senders = {}
         self.buffer = torch.zeros(self.size, dtype=torch.uint8)
         self.tensors = self.assembled()
 
-    def assembled(self) -> list[torch.Tensor]:
+    def assembled(self):
         """The tensors of the checkpoint as a whole."""
         plan = self.source.plan
         found = [torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in plan.parameters]
@@ -117,13 +116,13 @@ class Trainer:
             found[part.tensor][tuple(slice(a, b) for a, b in part.ranges)] = self.source.read(number)
         return found
 
-    def connect(self, connection: Connection) -> None:
+    def connect(self, connection):
         """Open the groups."""
         self.senders[connection.group] = make_sender(connection)
         if connection.group == "whole":
             self.bare = gloo.Group(connection, 0, sender=9)
 
-    def step(self, seed: int) -> int:
+    def step(self, seed):
         """Change some elements by one unit in the last place, as an optimizer does; returns how many."""
         generator = torch.Generator().manual_seed(seed)
         mains = [pair for part in self.parts for pair in zip(*part._get_model_and_main_params_data_float16())]
@@ -145,7 +144,7 @@ class Trainer:
         self.tensors = self.assembled()
         return changed
 
-    def update(self, arm: str, version: int) -> str:
+    def update(self, arm, version):
         """Send one update; the digest of the values."""
         no_digests(arm)
         if arm == "gloo":
@@ -162,7 +161,7 @@ class Trainer:
         return ""
 
 
-def _bare_write(part: Any) -> Any:
+def _bare_write(part):
     """Megatron-Core's own method, which `WeightChanges` wraps."""
     return partial(type(part)._copy_main_params_to_model_params, part)
 
@@ -180,30 +179,30 @@ ENVIRONMENT = {
 class Child:
     """The receiving process, as the sending one sees it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         command = [sys.executable, __file__, *sys.argv[1:], "--receive", str(folder)]
         environment, pipe = os.environ | ENVIRONMENT, subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
-    def ask(self, *command: Any) -> None:
+    def ask(self, *command):
         """Send a command; `answer` waits for its value."""
         print(json.dumps(command), file=self.process.stdin, flush=True)
 
-    def answer(self) -> Any:
+    def answer(self):
         """The value of the oldest command without one; the first is of the start."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the vLLM process ended"
         return json.loads(line)
 
-    def end(self) -> None:
+    def end(self):
         """Let it exit."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
 
-def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple[int, float, dict[str, list[float]]]:
+def measure(options, folder, rendezvous):
     """(bytes of an update, bytes of a changed element, arm -> seconds of each round)."""
     child = Child(folder)
     trainer = Trainer(folder, options)
@@ -222,7 +221,7 @@ def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple
         child.ask("connect", msgspec.to_builtins(each), plans.to_json(trainer.source.plan))
         trainer.connect(each)
         child.answer()
-    seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    seconds = {arm: [] for arm in ARMS}
     for version in range(options.rounds + 1):
         for arm in ARMS:  # in this order: some need what one before them left
             if arm == "changes":
@@ -241,7 +240,7 @@ def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple
     return trainer.size, trainer.senders["changes"].bytes / changed, seconds
 
 
-def main(options: argparse.Namespace) -> None:
+def main(options):
     """Measure all arms in turn and print."""
     torch.set_num_threads(1)
     hidden = options.hidden

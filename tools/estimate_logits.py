@@ -14,10 +14,8 @@ of_gemms    the three GEMMs that nobody can do without, at FLOPS, over ms
 """
 
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import harness
@@ -55,15 +53,15 @@ PASSES = {"zeros_like", "addcmul_", "mul", "_to_copy", "copy_", "add_"}
 class Sum(TorchDispatchMode):
     """Seconds and products of a projection that is computed inside."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.seconds, self.products = 0.0, 0
 
-    def moved(self, *tensors: Tensor | None) -> None:
+    def moved(self, *tensors):
         """Traffic alone."""
         self.seconds += sum(t.numel() * t.itemsize for t in tensors if t is not None) / BANDWIDTH
 
-    def product(self, out: Tensor, a: Tensor, b: Tensor, *, adds: bool) -> None:
+    def product(self, out, a, b, *, adds):
         rows, columns = out.shape
         tiles = math.ceil(rows / TILE[0]) * math.ceil(columns / TILE[1])
         waves = math.ceil(tiles / PROCESSORS) * PROCESSORS / tiles
@@ -71,14 +69,14 @@ class Sum(TorchDispatchMode):
         self.seconds += max(2.0 * rows * columns * a.shape[1] / FLOPS * waves, moved / BANDWIDTH)
         self.products += 1
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function.overloadpacket.__name__ in PASSES:
             self.moved(*(t for t in tree_leaves((args, result)) if isinstance(t, Tensor)))
         return result
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self):
         """In place of GEMMs and kernels, which the meta device lacks, their cost."""
 
         with (
@@ -92,16 +90,16 @@ class Sum(TorchDispatchMode):
             yield
 
 
-def estimate(tokens: int, width: int, columns: int, room: int, in_chunk: bool) -> dict[str, Any]:
+def estimate(tokens, width, columns, room, in_chunk):
     """One line."""
     hidden, head = (torch.empty(n, width, dtype=torch.bfloat16, device="meta") for n in (tokens, columns))
     head.requires_grad_().main_grad = torch.empty(columns, width, device="meta")  # type: ignore[attr-defined]
     head.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
-    options: dict[str, Any] = dict(backend="cuda", workspace_mb=room, trusted=True, main_grad=True)
-    chunks: list[int] = []
+    options = dict(backend="cuda", workspace_mb=room, trusted=True, main_grad=True)
+    chunks = []
 
-    def loss(logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
+    def loss(logprobs, entropies, places):
         chunks.append(len(places))
         return logprobs.sum()
 

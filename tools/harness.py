@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,18 +17,18 @@ T = TypeVar("T")
 Figures = dict[str, Any]
 
 
-def options(text: str | None, **wanted: Any) -> Callable[[], argparse.ArgumentParser]:
+def options(text, **wanted):
     """The parser of a program, as a function. text: its description.
 
     Each keyword is an option: its default, its type if it has none, or a list of choices, the first the default; with
     a help text a pair.
     """
 
-    def parser() -> argparse.ArgumentParser:
+    def parser():
         made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         for name, given in wanted.items():
             kind, said = given if isinstance(given, tuple) else (given, None)
-            how: dict[str, Any] = {"type": type(kind), "default": kind}
+            how = {"type": type(kind), "default": kind}
             if kind is False:
                 how = {"action": "store_true"}
             elif isinstance(kind, type):
@@ -42,27 +41,27 @@ def options(text: str | None, **wanted: Any) -> Callable[[], argparse.ArgumentPa
     return parser
 
 
-def benchmark(text: str | None, **wanted: Any) -> Callable[[], argparse.ArgumentParser]:
+def benchmark(text, **wanted):
     """The same with --json FILE, which `report` needs."""
     return options(text, **wanted, json=(Path, "append the figures to this file, too"))
 
 
-def asked(o: argparse.Namespace, *names: str) -> Figures:
+def asked(o, *names):
     """These options, or all that have a value but --json."""
     wanted = names or {name for name, value in vars(o).items() if name != "json" and value is not None}
     return {name: value for name, value in vars(o).items() if name in wanted}
 
 
-def turns(arms: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+def turns(arms, rounds):
     """(round, arm) of all measurements: each round begins with the next arm."""
     for number in range(rounds):
         turn = number % len(arms)
         yield from ((number, arm) for arm in (*arms[turn:], *arms[:turn]))
 
 
-def in_rounds(arms: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 1) -> dict[str, list[T]]:
+def in_rounds(arms, rounds, *, warm_up=1):
     """What each arm gives in each round, without the first `warm_up` ones, which allocate."""
-    found: dict[str, list[T]] = {arm: [] for arm in arms}
+    found = {arm: [] for arm in arms}
     for number, arm in turns(list(arms), warm_up + rounds):
         value = arms[arm]()
         if number >= warm_up:
@@ -70,64 +69,64 @@ def in_rounds(arms: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int 
     return found
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, float]:
+def timed(work):
     """Seconds of wall and of this process's processor; the latter tell more on a machine that others load."""
     wall, busy = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - wall, time.process_time() - busy
 
 
-def seconds_of(work: Callable[[], Any]) -> float:
+def seconds_of(work):
     """Wall seconds of a call."""
     return timed(work)[0]
 
 
-def columns(rows: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
+def columns(rows):
     """Rows with the same names -> the values of each name."""
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def medians(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def medians(found):
     """Of each arm's values."""
     return {arm: statistics.median(values) for arm, values in found.items()}
 
 
-def extremes(found: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+def extremes(found):
     """Smallest and largest of each arm's values."""
     return {arm: [round(min(values), 4), round(max(values), 4)] for arm, values in found.items()}
 
 
-def paired(over: Sequence[float], under: Sequence[float]) -> list[float]:
+def paired(over, under):
     """The ratio of two arms in each round."""
     return [a / b for a, b in zip(over, under, strict=True)]
 
 
-def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
+def spread(values, digits=3):
     """Median, quartiles and extremes."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return rounded({"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values)}, digits)
 
 
-def rounded(found: Mapping[str, float], digits: int = 4, *, suffix: str = "") -> dict[str, float]:
+def rounded(found, digits=4, *, suffix=""):
     """The figures with so many decimals, and `suffix` behind their names."""
     return {f"{name}{suffix}": round(value, digits) for name, value in found.items()}
 
 
-def processor() -> str:
+def processor():
     """Its name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line[:10] == "model name"), platform.machine())
 
 
-def machine() -> Figures:
+def machine():
     """What this runs on, and how busy it is."""
     found = {"cpu": processor(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
     found["python"] = platform.python_version()
     return found | ({"torch": sys.modules["torch"].__version__} if "torch" in sys.modules else {})
 
 
-def memory_of(field: str, pid: int | str = "self") -> int:
+def memory_of(field, pid="self"):
     """VmRSS, its peak VmHWM, or RssAnon of a process (bytes); 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -136,23 +135,23 @@ def memory_of(field: str, pid: int | str = "self") -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), 0)
 
 
-def reset_peak() -> None:
+def reset_peak():
     """Let VmHWM of this process begin anew: proc_pid_clear_refs(5)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def child(script: str, *words: str, **variables: str) -> Figures:
+def child(script, *words, **variables):
     """The JSON object that another process prints last. Raises RuntimeError with its last error."""
     done = subprocess.run(
         [sys.executable, script, *words], env=os.environ | variables, capture_output=True, text=True
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
-    found: Figures = json.loads(done.stdout.strip().splitlines()[-1])
+    found = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
-def report(o: argparse.Namespace, line: Figures, *, shown: bool = True) -> None:
+def report(o, line, *, shown=True):
     """Print one line of figures as JSON, where they are `shown` otherwise not; --json gets it in any case."""
     if shown:
         print(json.dumps(line), flush=True)
@@ -161,7 +160,7 @@ def report(o: argparse.Namespace, line: Figures, *, shown: bool = True) -> None:
             file.write(json.dumps(line, default=str) + "\n")
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
+def table(heads, rows, title=None):
     """Print figures for people: all columns but the first to the right."""
     with explained():
         from rich.console import Console

@@ -23,12 +23,12 @@ LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 LAYOUT |= {tokenize.ENCODING}
 
 
-def measure(source: str) -> Counter[str]:
+def measure(source):
     """Counts of one file: tokens, statements, code lines, and each habit."""
     tree = ast.parse(source)
     docs = {node.lineno: node.end_lineno for node in ast.walk(tree) if _is_docstring(node)}
-    counts: Counter[str] = Counter(files=1)
-    lines: set[int] = set()
+    counts = Counter(files=1)
+    lines = set()
     inside = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         inside = max(inside, docs.get(token.start[0], 0))
@@ -50,16 +50,16 @@ def measure(source: str) -> Counter[str]:
     return counts
 
 
-def _is_docstring(node: ast.AST) -> bool:
+def _is_docstring(node):
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def measured(folder: Path) -> Counter[str]:
+def measured(folder):
     """Counts of every Python file below a folder."""
     return sum((measure(path.read_text()) for path in sorted(folder.rglob("*.py"))), Counter[str]())
 
 
-def row(name: str, counts: Counter[str]) -> str:
+def row(name, counts):
     """One line of the table; habits are per 1,000 code lines."""
     lines = max(1, counts["code lines"])
     habits = ("tuple assignments", "conditional expressions", "walrus")
@@ -70,7 +70,7 @@ def row(name: str, counts: Counter[str]) -> str:
     return f"{name:<14}{size}; per 1,000 lines: {shown}; comments {comments:.2f} % of all lines"
 
 
-def main() -> None:
+def main():
     """Prints the table; see above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rooms", action="store_true", help="one line for each folder of the package, too")

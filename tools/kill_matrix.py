@@ -12,7 +12,6 @@ the run has to end with a path, and has to finish once there is space. `--table`
 docs/reliability.md from the rows.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -25,7 +24,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import harness
 from checkout import explained
@@ -74,13 +72,13 @@ class Case:
     real: bool = False
 
     @property
-    def key(self) -> str:
+    def key(self):
         """Name of the try."""
         kind = "real" if self.real else "stand-in"
         return f"{self.victim}:{self.fault}:{self.at}:{kind}:{self.number}"
 
 
-def cases(tries: int, real: int) -> list[Case]:
+def cases(tries, real):
     """All tries, in an order in which every victim comes early."""
     found = [Case(victim=v, fault="KILL", at=AT[n % 2], number=n) for n in range(tries) for v in VICTIMS]
     found += [
@@ -97,7 +95,7 @@ def cases(tries: int, real: int) -> list[Case]:
 class Try:
     """One run with one fault."""
 
-    def __init__(self, folder: Path, tiny: Path, *, real: bool, steps: int = STEPS, disk: bool = False) -> None:
+    def __init__(self, folder, tiny, *, real, steps=STEPS, disk=False):
         """disk: the run's folder is on a disk of its own, and the run is not started again by its supervisor."""
         self.folder = folder
         self.disk = SmallDisk(folder / "disk") if disk else None
@@ -124,10 +122,10 @@ class Try:
         path = f"{ROOT}:{ROOT / 'tests/e2e'}"
         self.env = os.environ | {"STAND_IN_FAULTS": str(self.faults), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self.begin = time.monotonic()
-        self.first_step: float | None = None
-        self.process: subprocess.Popen[bytes] | None = None
+        self.first_step = None
+        self.process = None
 
-    def start(self) -> None:
+    def start(self):
         """Start the controller under the supervisor."""
         code = "import sys, json; from megatron_scalerl.commands.supervise import supervise; "
         code += "sys.exit(supervise(json.loads(sys.argv[1]), sys.argv[2], restarts=int(sys.argv[3])))"
@@ -136,18 +134,18 @@ class Try:
         with open(self.folder / "output", "ab") as output:
             self.process = subprocess.Popen(tied_command(argv), cwd=ROOT, env=self.env, stdout=output, stderr=output)
 
-    def steps(self) -> int:
+    def steps(self):
         """Steps recorded so far."""
         rows = _rows(self.run / "metrics.jsonl")
         return int(rows[-1]["step"]) if rows else 0
 
-    def since_first_step(self) -> float:
+    def since_first_step(self):
         """Seconds since the first step was recorded, as far as somebody asked; negative before."""
         if self.first_step is None and self.steps():
             self.first_step = time.monotonic()
         return -1.0 if self.first_step is None else time.monotonic() - self.first_step
 
-    def find(self, victim: str) -> psutil.Process | None:
+    def find(self, victim):
         """The process of the victim, None if it does not run."""
         assert self.process is not None
         with contextlib.suppress(psutil.Error):
@@ -162,7 +160,7 @@ class Try:
                         return process
         return None
 
-    def wait_for(self, case: Case, moment_s: float) -> bool:
+    def wait_for(self, case, moment_s):
         """Wait for the moment of the case; False if the run ends before."""
         assert self.process is not None
         logs = self.run / "logs"
@@ -180,7 +178,7 @@ class Try:
             time.sleep(0.005)
         return False
 
-    def inject(self, case: Case) -> None:
+    def inject(self, case):
         """Do it, to the whole process group of engines and trainer ranks."""
         if self.disk is not None:
             self.disk.fill()
@@ -201,7 +199,7 @@ class Try:
                 time.sleep(6)
                 os.kill(process.pid, signal.SIGCONT)
 
-    def start_with_space(self) -> list[str]:
+    def start_with_space(self):
         """Wait for the end of a run whose disk is full, make space and start it again; what is wrong with the end."""
         assert self.disk is not None
         output = self.folder / "output"
@@ -212,7 +210,7 @@ class Try:
         wrong = [f"exit code with a full disk: expected 1, found {code}"] if code != 1 else []
         return wrong if lines else [*wrong, f"{output}: expected a path that has no space, found none"]
 
-    def end(self) -> int:
+    def end(self):
         """Wait for the end; -1 if it takes too long."""
         assert self.process is not None
         try:
@@ -225,15 +223,15 @@ class Try:
             return -1
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _rows(path):
     return read_jsonl(path) if path.exists() else []
 
 
-def _tail(path: Path) -> str:
+def _tail(path):
     return path.read_text(errors="replace")[-2000:] if path.exists() else ""
 
 
-def outcome_of(run: Path) -> dict[str, Any]:
+def outcome_of(run):
     """What a run leaves, as far as it must be the same with every fault."""
     metrics = [row for row in _rows(run / "metrics.jsonl") if "skipped" not in row]
     validation = _rows(run / "validation.jsonl")
@@ -247,7 +245,7 @@ def outcome_of(run: Path) -> dict[str, Any]:
     }
 
 
-def faults_of(run: Path, expected: dict[str, Any] | None, steps: int = STEPS) -> list[str]:
+def faults_of(run, expected, steps=STEPS):
     """What is wrong with a run that ended; nothing if it is as it must be."""
     found, wrong = outcome_of(run), []
     groups = [g for batch in found["batches"] for g in batch]
@@ -266,9 +264,7 @@ def faults_of(run: Path, expected: dict[str, Any] | None, steps: int = STEPS) ->
     return wrong
 
 
-def attempt(
-    case: Case, folder: Path, tiny: Path, expected: dict[str, Any], seconds: dict[str, float], seed: int
-) -> dict[str, Any]:
+def attempt(case, folder, tiny, expected, seconds, seed):
     """One try; its row. A run with a disk of its own that went wrong is copied before the disk is detached."""
     tried = Try(folder, tiny, real=case.real, disk=case.victim == DISK)
     try:
@@ -281,9 +277,7 @@ def attempt(
             tried.disk.close()
 
 
-def _attempt(
-    tried: Try, case: Case, expected: dict[str, Any], seconds: dict[str, float], seed: int
-) -> dict[str, Any]:
+def _attempt(tried, case, expected, seconds, seed):
     moment_s = random.Random(f"{seed}/{case.key}").uniform(0.0, seconds.get(case.at, 0.0))
     tried.start()
     happened = tried.wait_for(case, moment_s)
@@ -315,7 +309,7 @@ def _attempt(
     }  # fmt: skip
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows):
     """The rows as Markdown: fault, tries, what happened, seconds until the run went on."""
     lines = ["| process | fault | engines | tries | as without the fault | until the run went on |"]
     lines.append("|---|---|---|---|---|---|")
@@ -332,7 +326,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def ready(out: Path) -> tuple[Path, str]:
+def ready(out):
     """(folder of the tiny policy and prompts in `out`, which are made once; commit of this checkout)."""
     out.mkdir(parents=True, exist_ok=True)
     tiny = out / "tiny"
@@ -344,7 +338,7 @@ def ready(out: Path) -> tuple[Path, str]:
     return tiny, commit
 
 
-def reference_of(out: Path, tiny: Path, commit: str, *, real: bool) -> tuple[dict[str, Any], dict[str, float]]:
+def reference_of(out, tiny, commit, *, real):
     """The run without faults, made once for a commit: (what it leaves, seconds in which a moment is drawn)."""
     folder = out / f"reference{'_real' if real else ''}_{commit}"
     if not (folder / "seconds").exists():
@@ -360,9 +354,9 @@ def reference_of(out: Path, tiny: Path, commit: str, *, real: bool) -> tuple[dic
     return outcome_of(folder / "r"), json.loads((folder / "seconds").read_text())
 
 
-def main(arguments: argparse.Namespace) -> int:
+def main(arguments):
     """Run the tries that have no row yet."""
-    out: Path = arguments.out.resolve()
+    out = arguments.out.resolve()
     rows_file = out / "rows.jsonl"
     rows = _rows(rows_file)
     if arguments.table:
@@ -370,7 +364,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     tiny, commit = ready(out)
     done = {row["case"] for row in rows}
-    references: dict[bool, tuple[dict[str, Any], dict[str, float]]] = {}
+    references = {}
     for case in cases(arguments.tries, arguments.real):
         if case.key in done or not case.key.startswith(arguments.only):
             continue

@@ -9,7 +9,6 @@ wrong one counts against all of its kills. One JSON row per kill is appended to 
 kill_matrix.py, whose --table reads them, once its run has ended; a second call continues with the next run.
 """
 
-import argparse
 import json
 import random
 import subprocess
@@ -17,7 +16,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import harness
 from checkout import explained
@@ -35,7 +33,7 @@ with explained():
 STEPS_PER_KILL, PAUSE_S, RECOVERY_S = 4, 4.0, 300.0
 
 
-def wait_for_step(tried: Try, step: int, limit_s: float) -> bool:
+def wait_for_step(tried, step, limit_s):
     """Wait until a step after `step` is recorded; False if the run ends before, or takes longer."""
     begin = time.monotonic()
     while tried.process is not None and tried.process.poll() is None and time.monotonic() - begin < limit_s:
@@ -45,9 +43,9 @@ def wait_for_step(tried: Try, step: int, limit_s: float) -> bool:
     return False
 
 
-def series(tried: Try, victims: list[str], source: random.Random, number: int) -> list[dict[str, Any]]:
+def series(tried, victims, source, number):
     """Run it and kill `victims` one after the other; a row for each that was killed."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     tried.start()
     wait_for_step(tried, 0, RECOVERY_S)
     for index, victim in enumerate(victims):
@@ -67,9 +65,9 @@ def series(tried: Try, victims: list[str], source: random.Random, number: int) -
     return rows
 
 
-def main(arguments: argparse.Namespace) -> int:
+def main(arguments):
     """Make runs until every kind of process has had its kills."""
-    out: Path = arguments.out.resolve()
+    out = arguments.out.resolve()
     tiny, commit = ready(out)
     rows_file = out / "rows.jsonl"
     steps = 4 * (STEPS_PER_KILL * arguments.kills // 4)

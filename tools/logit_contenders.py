@@ -5,7 +5,6 @@ For tools/bench_logits.py. Peers are imported when they run.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,18 +37,18 @@ class Contender:
     """The package that it requires."""
 
 
-def _ours(name: str, backend: str, room: float, *, inside: bool = False, grad_logits: Any = "bf16") -> Contender:
+def _ours(name, backend, room, *, inside=False, grad_logits="bf16"):
     """This project's projection with one backend; `inside`: with the loss in the chunk.
 
     In two passes the head's gradient is added to an fp32 main_grad, as in the trainer: without one it would be summed
     in fp32 first.
     """
 
-    def in_two_passes(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def in_two_passes(h, w, y):
         logprob, _ = token_logprobs(h, w, y, grad_logits=grad_logits, workspace_mb=room, backend=backend)
         return logprob.sum(), logprob
 
-    def in_the_chunk(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def in_the_chunk(h, w, y):
         total, logprob, _ = token_loss(h, w, y, lambda lp, _, at: lp.sum(), workspace_mb=room, backend=backend)
         return total, logprob
 
@@ -59,22 +58,22 @@ def _ours(name: str, backend: str, room: float, *, inside: bool = False, grad_lo
     return Contender(name=name, run=in_two_passes, gemms=gemms, main_grad=True)
 
 
-def _naive_fp32(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _naive_fp32(h, w, y):
     """fp32 products, all log-probabilities kept; logits are freed as soon as autograd allows."""
     logprob = (h.float() @ w.float().t()).log_softmax(-1).gather(1, y[:, None])[:, 0]
     return logprob.sum(), logprob
 
 
-def _naive_bf16(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _naive_bf16(h, w, y):
     """bf16 logits, cross-entropy of all of them."""
     logprob = -F.cross_entropy(h @ w.t(), y, reduction="none")
     return logprob.sum(), logprob
 
 
-def _torch_linear(chunked: bool) -> Run:
+def _torch_linear(chunked):
     """PyTorch's own fused function: the reference path, or the chunked one (a scalar loss with gradients inside)."""
 
-    def run(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+    def run(h, w, y):
         if chunked:
             chunks = torch.nn.LinearCrossEntropyOptions()
             return F.linear_cross_entropy(h, w, y, reduction="sum", options=chunks), None
@@ -84,33 +83,33 @@ def _torch_linear(chunked: bool) -> Run:
     return run
 
 
-def _liger(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, None]:
+def _liger(h, w, y):
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return liger_fused_linear_cross_entropy(h, w, y, reduction="sum"), None
 
 
-def _cut_cross_entropy(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _cut_cross_entropy(h, w, y):
     from cut_cross_entropy import linear_cross_entropy
 
     loss = linear_cross_entropy(h, w, y, reduction="none", impl="cce", filter_eps=None)
     return loss.sum(), -loss
 
 
-def _quack(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, None]:
+def _quack(h, w, y):
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return chunked_linear_cross_entropy(h, w, y, reduction="sum"), None
 
 
-def _verl(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _verl(h, w, y):
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     loss = linear_cross_entropy(h, w, y, 1.0, "none")[0]
     return loss.sum(), -loss.abs()
 
 
-def contenders_on(device: Literal["cpu", "gpu"]) -> list[Contender]:
+def contenders_on(device):
     """The contenders on a device: ours, the naive paths, then peers."""
     naive = [Contender(name=NAIVE, run=_naive_fp32)]
     if device == "cpu":

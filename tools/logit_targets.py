@@ -1,13 +1,11 @@
 """Targets for the logit projection's speed, memory and error, and whether the benchmark's lines meet them."""
 
-from typing import Any
-
 from logit_contenders import CCE, CHUNK, NAIVE, SIXTH, THIRD
 
 Target = tuple[str, str, str | None, float]
 """Contender, figure, contender of the denominator if it is a ratio, and the upper bound (negative: lower bound)."""
 
-CPU_TARGETS: list[Target] = [
+CPU_TARGETS = [
     (f"torch, {THIRD} MiB", "total_seconds", NAIVE, 1.15),
     (f"torch, {THIRD} MiB", "extra_mib", NAIVE, 1 / 3),
     (f"torch, {SIXTH} MiB", "total_seconds", NAIVE, 1.3),
@@ -16,7 +14,7 @@ CPU_TARGETS: list[Target] = [
     (f"torch, loss in the chunk, {CHUNK} MiB", "extra_mib", NAIVE, 1 / 3),
     (f"torch, {THIRD} MiB", "error", None, 5e-5),
 ]
-GPU_TARGETS: list[Target] = [
+GPU_TARGETS = [
     ("cuda", "gemm_share_forward", None, -0.75),
     ("cuda", "gemm_share", None, -0.78),
     ("cuda", "extra_mib_forward", None, 512.0),
@@ -28,7 +26,7 @@ GPU_TARGETS: list[Target] = [
 ]
 
 
-def targets(lines: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
+def targets(lines, device):
     """Each target with the measured value; `met` is None if a contender was not measured."""
     by_name = {line["contender"]: line for line in lines if line["status"] == "measured"}
     result = []
@@ -43,7 +41,7 @@ def targets(lines: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
     return result
 
 
-def rounded(value: Any) -> Any:
+def rounded(value):
     """`value` with every float in it rounded to four digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")

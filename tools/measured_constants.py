@@ -2,9 +2,8 @@
 
 import datetime
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -26,14 +25,14 @@ class Measurement:
     """By name; those that are fields of the planner's `Assumptions`, and within their range, count."""
 
 
-def write_constants(path: Path, measured: Sequence[Measurement], *, gpu: str, source: str) -> dict[str, float]:
+def write_constants(path, measured, *, gpu, source):
     """Write the constants for one kind of layers, Transformer Engine's if both were measured; returns them.
 
     Without any, nothing is written. gpu: its name in CUDA.
     """
     layers = {m.layers for m in measured if m.layers and _usable(m.figures)}
-    kept: Literal["te", "plain"] | None = "te" if "te" in layers else "plain" if layers else None
-    found: dict[str, list[float]] = {}
+    kept = "te" if "te" in layers else "plain" if layers else None
+    found = {}
     for measurement in measured:
         if measurement.layers in (None, kept):
             for name, value in _usable(measurement.figures).items():
@@ -51,7 +50,7 @@ def write_constants(path: Path, measured: Sequence[Measurement], *, gpu: str, so
     return values
 
 
-def _usable(figures: Mapping[str, Any]) -> dict[str, float]:
+def _usable(figures):
     found = {}
     for name in figures.keys() & {field.name for field in described()}:
         try:

@@ -27,7 +27,6 @@ import tempfile
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +53,7 @@ class Mutant:
     """The whole module after the change."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser():
     """The options."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--module", default="", help="only modules whose path ends with this")
@@ -65,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def behavior(source: str) -> str:
+def behavior(source):
     """The syntax tree without annotations and without the markers between parameters. Raises SyntaxError.
 
     No code here evaluates an annotation, and mypy checks that callers name the parameters that have to be named.
@@ -85,7 +84,7 @@ def behavior(source: str) -> str:
     return ast.dump(tree)
 
 
-def all_mutants(module: Path) -> Iterator[tuple[tuple[object, ...], Mutant]]:
+def all_mutants(module):
     """Every mutant of a module that compiles and changes its behavior, with its site: place and kind of operator."""
     from cosmic_ray.commands.init import _all_work_items
     from cosmic_ray.mutating import mutate_code
@@ -105,16 +104,16 @@ def all_mutants(module: Path) -> Iterator[tuple[tuple[object, ...], Mutant]]:
         yield site, Mutant(module=module, line=change.start_pos[0], operator=name, source=changed)
 
 
-def sample(module: Path, *, seed: int, per_site: int) -> list[Mutant]:
+def sample(module, *, seed, per_site):
     """Up to `per_site` mutants of each site, in the order of the source. The file's folder does not matter."""
-    sites: dict[tuple[object, ...], list[Mutant]] = defaultdict(list)
+    sites = defaultdict(list)
     for site, mutant in all_mutants(module):
         sites[site].append(mutant)
     chance = random.Random(f"{seed}/{module.name}")
     return [m for _, found in sorted(sites.items()) for m in chance.sample(found, min(per_site, len(found)))]
 
 
-def copy_tree(target: Path) -> None:
+def copy_tree(target):
     """The tracked and the new files of the checkout."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
@@ -124,7 +123,7 @@ def copy_tree(target: Path) -> None:
             shutil.copyfile(ROOT / name, target / name)
 
 
-def _pytest(tests: list[str], marks: str, seconds: int, log: Path) -> None:
+def _pytest(tests, marks, seconds, log):
     """In a process of its own group: run the tests, everything printed goes to `log`, the exit code is pytest's."""
     import pytest
 
@@ -138,7 +137,7 @@ def _pytest(tests: list[str], marks: str, seconds: int, log: Path) -> None:
     os._exit(0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code)
 
 
-def outcome(tests: list[str], *, seconds: int, log: Path, marks: str = FAST) -> str:
+def outcome(tests, *, seconds, log, marks=FAST):
     """Run the tests in a fork of this process, which has imported torch already: survived, killed or timeout.
 
     seconds: of processor time, so that other work on the machine kills no mutant; of wall time ten times as many.
@@ -155,20 +154,20 @@ def outcome(tests: list[str], *, seconds: int, log: Path, marks: str = FAST) -> 
     return "killed" if child.exitcode else "survived"
 
 
-def killer(log: Path) -> str:
+def killer(log):
     """The first failed test that pytest printed."""
     lines = [x for x in log.read_text(errors="replace").splitlines() if x.startswith(("FAILED", "ERROR"))]
     return lines[0].split(" - ")[0] if lines else ""
 
 
-def difference(mutant: Mutant) -> str:
+def difference(mutant):
     """The change as a diff without context."""
     before = (ROOT / mutant.module).read_text(encoding="utf8").splitlines()
     lines = difflib.unified_diff(before, mutant.source.splitlines(), lineterm="", n=0)
     return "\n".join(x for x in lines if not x.startswith(("---", "+++", "@@")))
 
 
-def run_part(part: dict[str, list[str]], config: dict[str, int], options: argparse.Namespace) -> list[dict]:
+def run_part(part, config, options):
     """One record per sampled mutant of the part's modules. Raises RuntimeError if the tests fail without a change."""
     log = Path("pytest.log").resolve()
     modules = [p.relative_to(ROOT) for pattern in part["modules"] for p in sorted(ROOT.glob(pattern))]
@@ -184,7 +183,7 @@ def run_part(part: dict[str, list[str]], config: dict[str, int], options: argpar
     return records
 
 
-def judged(mutant: Mutant, tests: list[str], seconds: int, log: Path, tiers: tuple[str, ...]) -> dict:
+def judged(mutant, tests, seconds, log, tiers):
     """The record of one mutant: whether a test of these tiers notices it. Restores the module."""
     began = time.monotonic()
     change = difference(mutant)
@@ -206,7 +205,7 @@ def judged(mutant: Mutant, tests: list[str], seconds: int, log: Path, tiers: tup
     return record
 
 
-def run_sample(count: int, seed: int, config: dict[str, int], options: argparse.Namespace) -> list[dict]:
+def run_sample(count, seed, config, options):
     """One record per mutant, drawn from all modules by their size, judged by CI's tests of its room that reach it."""
     from changed import Closures
 
@@ -216,7 +215,7 @@ def run_sample(count: int, seed: int, config: dict[str, int], options: argparse.
     modules = sorted(path for path in closures.sources if path.startswith("megatron_scalerl/") and "/" in path[17:])
     modules = [module for module in modules if module.endswith(options.module)]
     chance = random.Random(seed)
-    records: list[dict] = []
+    records = []
     while len(records) < count:
         [module] = chance.choices(modules, [(ROOT / path).stat().st_size for path in modules])
         mutants = sample(Path(module), seed=seed, per_site=1)
@@ -228,7 +227,7 @@ def run_sample(count: int, seed: int, config: dict[str, int], options: argparse.
     return records
 
 
-def main(options: argparse.Namespace) -> None:
+def main(options):
     """Run all parts in a copy of the tree and print the table."""
     began = time.monotonic()
     config = tomllib.loads((ROOT / "tools" / "mutation.toml").read_text(encoding="utf8"))
@@ -248,7 +247,7 @@ def main(options: argparse.Namespace) -> None:
         else:
             records = [record for part in config["part"] for record in run_part(part, config, options)]
         os.chdir(ROOT)
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    counts = defaultdict(Counter)
     for record in records:
         counts[record["module"]][record["outcome"]] += 1
         counts["total"][record["outcome"]] += 1

@@ -1,15 +1,13 @@
 """The planner's figures for one trainer, to compare with a measurement."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import load_family
-from megatron_scalerl.plan.hardware import Device, Kernels, Layers
+from megatron_scalerl.plan.hardware import Kernels
 from megatron_scalerl.plan.memory import Term, trainer_memory
 from megatron_scalerl.plan.sharding import layout_of
 from megatron_scalerl.plan.work import token_flops
-from megatron_scalerl.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,25 +24,25 @@ class TrainerPrediction:
     """With recomputation; tokens per second times this over the GPUs' peak is `dense_utilization`."""
 
     @property
-    def total_bytes(self) -> float:
+    def total_bytes(self):
         """Peak memory."""
         return sum(term.bytes for term in self.terms)
 
     @property
-    def moving_bytes(self) -> float:
+    def moving_bytes(self):
         """Temporary memory, of which `fragmentation` is a share."""
         return sum(term.bytes for term in self.terms if term.moving)
 
 
 def predict_trainer(
-    recipe: Recipe,
-    folder: str | Path,
+    recipe,
+    folder,
     *,
-    layers: Layers,
-    device: Device,
-    sequence_tokens: float,
-    assumed: Assumptions | None = None,
-) -> TrainerPrediction:
+    layers,
+    device,
+    sequence_tokens,
+    assumed=None,
+):
     """The planner's figures for `recipe.trainer.world_size` ranks that train the policy in `folder`/config.json.
 
     Micro-batches are full; attention FLOPs are for sequences of `sequence_tokens` (prompt and completion). assumed:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +14,7 @@ class Lag:
     tick_s: float = 0.005
     samples: list[float] = field(default_factory=list)
 
-    async def watch(self) -> None:
+    async def watch(self):
         """Tick until cancelled."""
         loop = asyncio.get_running_loop()
         due = loop.time() + self.tick_s
@@ -26,13 +25,13 @@ class Lag:
                 self.samples.append(now - due)
                 due += self.tick_s
 
-    def within(self, share: float) -> float:
+    def within(self, share):
         """Milliseconds that this share of all ticks did not exceed."""
         ordered = sorted(self.samples)
         return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def processor_s(pids: Sequence[int]) -> float:
+def processor_s(pids):
     """Processor time of processes that run (s)."""
     ticks = 0
     for pid in pids:
@@ -42,7 +41,7 @@ def processor_s(pids: Sequence[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def open_sockets() -> int:
+def open_sockets():
     """Sockets of this process."""
     found = 0
     for entry in Path("/proc/self/fd").iterdir():

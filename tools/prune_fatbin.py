@@ -12,7 +12,6 @@ import mmap
 import struct
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 
 from checkout import explained
 
@@ -20,7 +19,7 @@ MAGIC = 0xBA55ED50
 PTX, CUBIN = 1, 2
 
 
-def section(path: str, name: str = ".nv_fatbin") -> tuple[int, int]:
+def section(path, name=".nv_fatbin"):
     """Offset and bytes of a section of an ELF file; (0, 0) without it."""
     for line in subprocess.check_output(["readelf", "-SW", path], text=True).splitlines():
         words = line.replace("[", " ").replace("]", " ").split()
@@ -29,7 +28,7 @@ def section(path: str, name: str = ".nv_fatbin") -> tuple[int, int]:
     return 0, 0
 
 
-def containers(data: mmap.mmap, start: int, size: int) -> Iterator[list[tuple[int, int, int, int]]]:
+def containers(data, start, size):
     """(kind, architecture, offset, bytes) of each payload, a list for each container. Raises ValueError."""
     at = start
     while at < start + size:
@@ -49,9 +48,9 @@ def containers(data: mmap.mmap, start: int, size: int) -> Iterator[list[tuple[in
         at = end
 
 
-def prune(path: str, arch: int) -> Counter[str]:
+def prune(path, arch):
     """Zero what a chip of this architecture never reads; bytes by what they are for."""
-    held: Counter[str] = Counter()
+    held = Counter()
     start, size = section(path)
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as data:
         for entries in containers(data, start, size):

@@ -1,30 +1,25 @@
 """Random policies, samples and completions for the benchmarks, and a trainer's recipe."""
 
 import random
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Sample, Score
+from megatron_scalerl.types import Rollout, RolloutGroup, Sample, Score
 
 LLAMA_134M = dict(vocab=32_000, hidden=768, inner=2048, layers=12, heads=12, groups=12)
 """Of `random_llama`."""
 
 
-def llama_settings(
-    *, vocab: int, hidden: int, inner: int, layers: int, heads: int, groups: int, **others: Any
-) -> dict[str, Any]:
+def llama_settings(*, vocab, hidden, inner, layers, heads, groups, **others):
     """Of transformers' LlamaConfig and its like."""
     found = dict(vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers)
     found |= dict(num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=False)
     return found | others
 
 
-def random_model(kind: str = "dense", **shape: Any) -> Any:
+def random_model(kind="dense", **shape):
     """A Llama, or for "moe" a Llama 4, as transformers initializes it. shape: of `llama_settings`."""
     import torch
     from transformers import Llama4ForCausalLM, Llama4TextConfig, LlamaConfig, LlamaForCausalLM
@@ -41,7 +36,7 @@ def random_model(kind: str = "dense", **shape: Any) -> Any:
     return model
 
 
-def random_llama(folder: Path | str, *, dtype: str = "bfloat16", **shape: Any) -> str:
+def random_llama(folder, *, dtype="bfloat16", **shape):
     """Write a Llama without a tokenizer."""
     import torch
 
@@ -49,7 +44,7 @@ def random_llama(folder: Path | str, *, dtype: str = "bfloat16", **shape: Any) -
     return str(folder)
 
 
-def recipe_of(policy: Path | str, *, dtype: str = "float32", **blocks: Any) -> Recipe:
+def recipe_of(policy, *, dtype="float32", **blocks):
     """A recipe for a trainer that gets its batches by hand."""
     policy_block = {"path": str(policy), "dtype": dtype}
     whole = {"name": "bench", "steps": 1, "policy": policy_block, "prompts": {"path": "none.jsonl"}} | blocks
@@ -57,14 +52,14 @@ def recipe_of(policy: Path | str, *, dtype: str = "float32", **blocks: Any) -> R
 
 
 def random_samples(
-    count: int,
-    lengths: tuple[int, int],
-    vocab: int,
+    count,
+    lengths,
+    vocab,
     *,
-    prompt: int | None = None,
-    share: int = 3,
-    logprob: float = -4,
-) -> list[Sample]:
+    prompt=None,
+    share=3,
+    logprob=-4,
+):
     """Samples of random tokens, `prompt` or one of `share` parts of each its prompt; the weights add up to 1.
 
     lengths: tokens of the shortest and of the longest. logprob: the engine's of each token.
@@ -90,7 +85,7 @@ def random_samples(
     return found
 
 
-def random_completion(rng: np.random.Generator, tokens: int) -> RolloutArrays:
+def random_completion(rng, tokens):
     """A completion of policy version 0 without forced tokens."""
     return RolloutArrays(
         token_ids=rng.integers(0, 128_000, tokens).astype("<u4"),
@@ -104,9 +99,7 @@ def random_completion(rng: np.random.Generator, tokens: int) -> RolloutArrays:
     )
 
 
-def group_of(
-    number: int, prompt: Prompt, completions: Sequence[RolloutArrays], right: Sequence[bool]
-) -> RolloutGroup:
+def group_of(number, prompt, completions, right):
     """A finished group of completions of one version. right: whether each has the answer."""
     return RolloutGroup(
         group_id=number,

@@ -6,7 +6,6 @@ All records of the run, and of its store the batches of --steps, written anew by
 tokenizer.
 """
 
-import argparse
 import asyncio
 import tempfile
 import zipfile
@@ -18,7 +17,7 @@ from checkout import explained
 OUT = Path(__file__).parent.parent / "megatron_scalerl" / "page" / "demo" / "run.zip"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser():
     """The options."""
     steps = ("1,10,20,30,40,50,60,70,80,90,100", "steps whose batches are kept, N,N,...")
     p = harness.options(__doc__, steps=steps, out=OUT)()
@@ -31,7 +30,7 @@ if __name__ == "__main__":
 
 with explained():
     from megatron_scalerl.recipe.file import read_run_recipe
-    from megatron_scalerl.rollouts.history import History, read_batch, read_history
+    from megatron_scalerl.rollouts.history import read_batch, read_history
     from megatron_scalerl.rollouts.journal import Journal
     from megatron_scalerl.rollouts.store import read_block, segment_path
     from megatron_scalerl.types import BlockRef
@@ -41,7 +40,7 @@ MORE_RECORDS = ("attempts.jsonl", "engines.jsonl", "end.json")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-async def copy_batches(run: Path, history: History, steps: set[int], folder: Path) -> None:
+async def copy_batches(run, history, steps, folder):
     """The batches of `steps` in a journal and store of their own."""
     journal = Journal(folder)
     for record in history.batches:
@@ -54,7 +53,7 @@ async def copy_batches(run: Path, history: History, steps: set[int], folder: Pat
     await journal.close()
 
 
-def main(options: argparse.Namespace) -> None:
+def main(options):
     """Write the archive and say its size."""
     history, policy = read_history(options.run), Path(read_run_recipe(options.run)["policy"]["path"])
     options.out.parent.mkdir(parents=True, exist_ok=True)

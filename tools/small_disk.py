@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import subprocess
-from pathlib import Path
 
 _BLOCK = 1 << 20
 
@@ -12,13 +11,13 @@ _BLOCK = 1 << 20
 class SmallDisk:
     """A tmpfs of 256 MiB at a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         """Mount it. Raises CalledProcessError where that is not allowed."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._filler = folder, folder / "filler"
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "none", folder], check=True)
 
-    def fill(self) -> None:
+    def fill(self):
         """Take all space: the next byte that needs a new page is refused with ENOSPC."""
         with open(self._filler, "wb", buffering=0) as file:
             size = _BLOCK
@@ -30,11 +29,11 @@ class SmallDisk:
                         raise
                     size //= 2
 
-    def free(self) -> None:
+    def free(self):
         """Give the space back."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._filler)
 
-    def close(self) -> None:
+    def close(self):
         """Detach it, with all that is on it."""
         subprocess.run(["umount", "-l", self.folder], check=True)

@@ -12,7 +12,6 @@ stand-in engines. --rollouts: checkpoint.rollouts of the recipe. Exit code 1 if 
 wrong.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -22,7 +21,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import harness
 from checkout import explained
@@ -56,7 +54,7 @@ MEASURED = {"rss_mib": "percent", "files": "count", "threads": "count", "disk_mi
 """What is sampled, and the unit of its slope per hour."""
 
 
-def size_of(folder: Path) -> float:
+def size_of(folder):
     """MiB of the files in a folder, some of which may be deleted meanwhile."""
     total = 0
     for parent, _, names in os.walk(folder):
@@ -66,7 +64,7 @@ def size_of(folder: Path) -> float:
     return total / 2**20
 
 
-def sample(tried: Try, seconds: float) -> dict[str, Any] | None:
+def sample(tried, seconds):
     """One row, None while the controller is being started."""
     controller = tried.find("controller")
     if controller is None:
@@ -84,7 +82,7 @@ def sample(tried: Try, seconds: float) -> dict[str, Any] | None:
     return None
 
 
-def kill(tried: Try, source: random.Random, seconds: float) -> dict[str, Any] | None:
+def kill(tried, source, seconds):
     """Kill or stop one process, with its group; the row, None if the process does not run at the moment."""
     victim, number = source.choice(VICTIMS), source.choice(SIGNALS)
     process = tried.find(victim)
@@ -100,7 +98,7 @@ def kill(tried: Try, source: random.Random, seconds: float) -> dict[str, Any] | 
     return {"seconds": round(seconds, 1), "kill": victim, "signal": number.name}
 
 
-def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def measured(rows):
     """The samples after minute 10 of one controller, the one with the most samples."""
     samples = [row for row in rows if "rss_mib" in row]
     pids = [row["pid"] for row in samples]
@@ -108,7 +106,7 @@ def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in samples if row["seconds"] - samples[0]["seconds"] >= FROM_S]
 
 
-def slopes(samples: list[dict[str, Any]]) -> dict[str, str]:
+def slopes(samples):
     """Change per hour of each measured value by Theil-Sen, as text with its unit; memory in percent of its median."""
     if len(samples) < ENOUGH:
         few = f"too few samples after minute {FROM_S / 60:g}: {len(samples)}, expected {ENOUGH}"
@@ -124,7 +122,7 @@ def slopes(samples: list[dict[str, Any]]) -> dict[str, str]:
     return found
 
 
-def longest_pause_s(rows: list[dict[str, Any]]) -> float:
+def longest_pause_s(rows):
     """Longest time without a new step, after the first one; to the resolution of the samples."""
     samples = [row for row in rows if row.get("steps")]
     last, longest = samples[0] if samples else {}, 0.0
@@ -135,7 +133,7 @@ def longest_pause_s(rows: list[dict[str, Any]]) -> float:
     return round(longest, 1)
 
 
-def wrong_in(run: Path) -> list[str]:
+def wrong_in(run):
     """What the journal and the records of a run have wrong, whatever its length."""
     found = outcome_of(run)
     groups, steps = [g for batch in found["batches"] for g in batch], found["steps"]
@@ -150,7 +148,7 @@ def wrong_in(run: Path) -> list[str]:
     return wrong
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def plot(rows, path):
     """The measured values over time, with the kills."""
     import matplotlib
 
@@ -174,7 +172,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def soak(tried: Try, file: Path, arguments: argparse.Namespace) -> int | None:
+def soak(tried, file, arguments):
     """Run until --minutes are reached, appending rows to `file`; the exit code if the run ended before, else None."""
     before = read_jsonl(file)
     begin = time.monotonic() - (before[-1]["seconds"] if before else 0.0)
@@ -200,9 +198,9 @@ def soak(tried: Try, file: Path, arguments: argparse.Namespace) -> int | None:
     return None
 
 
-def main(arguments: argparse.Namespace) -> int:
+def main(arguments):
     """Run or continue the soak, then report."""
-    out: Path = arguments.out.resolve()
+    out = arguments.out.resolve()
     tiny, _ = ready(out)
     file = out / "samples.jsonl"
     tried = Try(out, tiny, real=arguments.real, steps=1_000_000)

@@ -14,7 +14,6 @@ import json
 import os
 import random
 import sys
-from typing import Any
 
 VARIANTS = 16
 """Different responses of one process."""
@@ -22,12 +21,12 @@ THINK_END, ANSWER = (4,), range(6, 16)
 """Tokens of the closing tag, and those that answers consist of (`tiny.tokenizer`)."""
 
 
-def accept(answer_text: str, reference: str, extra: dict[str, Any]) -> bool:
+def accept(answer_text, reference, extra):
     """About half of all answers: a verifier that takes no time."""
     return sum(answer_text.encode()) % 2 == 0
 
 
-def response(tokens: int, thinking: int, think_end: list[int], answer: range, source: random.Random) -> bytes:
+def response(tokens, thinking, think_end, answer, source):
     """The JSON of a response behind its policy versions.
 
     thinking: index of the closing tag, whose tokens are think_end. answer: token ids to draw the text after it from.
@@ -52,7 +51,7 @@ def response(tokens: int, thinking: int, think_end: list[int], answer: range, so
     return f'{rest}],"request_id":"{"0" * 32}","prompt_logprobs":null,"kv_transfer_params":null}}'.encode()
 
 
-def _float32(value: float) -> float:
+def _float32(value):
     import struct
 
     return float(struct.unpack("<f", struct.pack("<f", value))[0])
@@ -61,12 +60,12 @@ def _float32(value: float) -> float:
 class StandInEngine:
     """One server."""
 
-    def __init__(self, files: list[int], tokens: int, delay_s: float, source: random.Random) -> None:
+    def __init__(self, files, tokens, delay_s, source):
         """files: of the prepared responses."""
         self._files, self._tokens, self._delay_s, self._source = files, tokens, delay_s, source
         self.version = 0
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader, writer):
         """One connection."""
         try:
             while True:
@@ -86,7 +85,7 @@ class StandInEngine:
         finally:
             writer.close()
 
-    async def _complete(self, writer: asyncio.StreamWriter) -> None:
+    async def _complete(self, writer):
         version, file = self.version, self._source.choice(self._files)
         await asyncio.sleep(self._delay_s * self._source.uniform(0.5, 1.5))
         span = f'{{"choices":[{{"weight_versions":[{{"version":"{version}","start":0,"end":{self._tokens}}}],'
@@ -98,7 +97,7 @@ class StandInEngine:
             await asyncio.get_running_loop().sendfile(writer.transport, body)
 
 
-async def _serve(arguments: argparse.Namespace) -> None:
+async def _serve(arguments):
     source = random.Random(arguments.seed)
     files = []
     for number in range(VARIANTS):
@@ -122,7 +121,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     await asyncio.to_thread(sys.stdin.read)
 
 
-def main() -> None:
+def main():
     """Serve until standard input is closed."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--engines", type=int, default=5)

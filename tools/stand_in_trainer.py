@@ -6,16 +6,12 @@ python tools/stand_in_trainer.py SECONDS        (of a step; the environment of a
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from checkout import explained
 
 with explained():
-    from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.trainer import messages, worker
     from megatron_scalerl.types import StepReport
 
@@ -36,23 +32,23 @@ STEP_SECONDS = float(sys.argv[1]) if __name__ == "__main__" else 0.0
 class StandInWorker:
     """Reports steps that it did not make."""
 
-    def __init__(self, recipe: Recipe, rendezvous: Any, run_dir: Path) -> None:
+    def __init__(self, recipe, rendezvous, run_dir):
         rank = int(os.environ["RANK"])
         self.parallel = SimpleNamespace(rank=rank, dp_rank=0, holds_batch=rank == 0)
         self._tokens = 0
 
-    def info(self) -> messages.TrainerInfo:
+    def info(self):
         """Facts about no trainer."""
         return replace(INFO, world_size=int(os.environ["WORLD_SIZE"]))
 
-    def hold(self, frames: Sequence[memoryview]) -> messages.Held:
+    def hold(self, frames):
         """Take a batch."""
         self._tokens = sum(frame.nbytes for frame in frames[1:]) // 8
         batch = messages.decode_for_rank(frames)
         assert isinstance(batch, messages.Prepare), batch
         return messages.Held(rank=0, step=batch.plan.step)
 
-    def run(self, command: Any) -> Any:
+    def run(self, command):
         """The report of a step."""
         assert isinstance(command, messages.Step), command
         begin = time.perf_counter()

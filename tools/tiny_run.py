@@ -3,13 +3,12 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def tiny_run(tiny: Path, steps: int, *overrides: str) -> Iterator[Path]:
+def tiny_run(tiny, steps, *overrides):
     """Train to the end and give the run's folder, which is deleted on leaving the block.
 
     tiny: folder with a policy and prompts (examples/quickstart.sh). overrides: `key=value`. The run's errors go to
@@ -37,7 +36,7 @@ def tiny_run(tiny: Path, steps: int, *overrides: str) -> Iterator[Path]:
         yield Path(out, "bench")
 
 
-def warm_policy(folder: str) -> Path:
+def warm_policy(folder):
     """The folder of --tiny. Ends the program where there is no policy in it."""
     if not Path(folder, "policy", "config.json").is_file():
         print(

@@ -13,7 +13,6 @@ which no number of workers makes smaller. All ranks may send.
 Prints a Markdown table.
 """
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ LAYOUTS = ((4, 2, 1, 2, 1), (8, 2, 2, 2, 2), (16, 4, 2, 4, 4), (32, 4, 2, 8, 8),
 """(Ranks of the trainer, TP, PP, EP of experts, TP of an engine); the rest of the ranks is data parallel."""
 
 
-def planned(model: Model, ranks: int, bucket_mib: int, most_senders: int = MOST_SENDERS) -> UpdateWork:
+def planned(model, ranks, bucket_mib, most_senders=MOST_SENDERS):
     """What one update moves, with so many ranks of the trainer."""
     found = family(model.config, planned=True)
     layers = len(found.layers)
@@ -132,17 +131,17 @@ class Counted:
     """Bytes of the tensors that every worker gets as a whole."""
 
     @property
-    def sent_over(self) -> float:
+    def sent_over(self):
         """Most sent by a rank over what all send, divided by their number."""
         return self.work.most_sent * self.work.senders / sum(self.work.sent.values())
 
     @property
-    def received_over(self) -> float:
+    def received_over(self):
         """Most received by a worker over the policy, divided by the engine's tensor parallelism."""
         return self.work.most_received * self.engine_tp / self.total
 
 
-def count(config: Any, layout: tuple[int, int, int, int, int], bucket_mib: int) -> Counted:
+def count(config, layout, bucket_mib):
     """The bytes of every sender and worker, from the plan's buckets. layout: one of LAYOUTS."""
     ranks, tp, pp, ep, engine_tp = layout
     found = family(config)
@@ -157,11 +156,11 @@ def count(config: Any, layout: tuple[int, int, int, int, int], bucket_mib: int) 
     return Counted(total=work.bytes, work=work, engine_tp=engine_tp, replicated=replicated)
 
 
-def _experts(config: Any) -> int:
+def _experts(config):
     return getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
 
 
-def print_counts(options: argparse.Namespace) -> None:
+def print_counts(options):
     """Print the table of --count."""
     print(f"| {' | '.join(COUNTED_HEADER)} |\n{'|---' * len(COUNTED_HEADER)}|")
     for name, config in COUNTED.items():
@@ -177,7 +176,7 @@ def print_counts(options: argparse.Namespace) -> None:
             print(f"| {' | '.join([*cells, f'{found.replicated / 1e6:.1f} MB'])} |", flush=True)
 
 
-def main(options: argparse.Namespace) -> None:
+def main(options):
     """Print the table."""
     if options.count:
         print_counts(options)

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from typing import Any
 
 import msgspec
 import torch
@@ -17,14 +16,14 @@ VERIFIED = ("update", "changes", "staged", "update, shm")
 WITHOUT_DIGESTS = ("pack and wire", "update, no digests", "pack and wire, shm")
 
 
-def group_of(arm: str) -> str:
+def group_of(arm):
     """Name of the connection of an arm."""
     if arm == "changes":
         return "changes"
     return "shm" if arm.endswith("shm") else "whole"
 
 
-def no_digests(arm: str) -> None:
+def no_digests(arm):
     """Replace the digests of buckets and of sent values by constants where the arm has none, or put them back."""
     from megatron_scalerl.weights.digest import digest, value_digest
 
@@ -36,7 +35,7 @@ def no_digests(arm: str) -> None:
 class Worker:
     """The receiving process: a vLLM model and its receiver."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder):
         from vllm import LLM
 
         from megatron_scalerl.engine import vllm_plugin
@@ -53,11 +52,11 @@ class Worker:
             kv_cache_memory_bytes=1 << 25,
             weight_transfer_config={"backend": VLLM_BACKEND},
         )
-        engine: Any = llm.llm_engine
+        engine = llm.llm_engine
         worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
         self.model, self.receiver = worker.model_runner.get_model(), worker.weight_transfer_engine
 
-    def connect(self, connection: Any, plan: str) -> int:
+    def connect(self, connection, plan):
         """Join both groups; bytes of the model's parameters."""
         found = msgspec.convert(connection, Connection)
         info = {"connection": connection, "places": [[0, 1]], "plans": [plan]}
@@ -71,13 +70,13 @@ class Worker:
         assert self.live is not None and self.live[1] is not None, "the live parameters are not known"
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
-    def _known(self, plan: str) -> bool:
+    def _known(self, plan):
         from megatron_scalerl.weights.weight_receiver import needs_of
 
         needs_of(self.model, plans.manifest_to_json(plans.from_json(plan).parameters))
         return True
 
-    def update(self, arm: str, version: int, size: int) -> str:
+    def update(self, arm, version, size):
         """Take part in one update; the digest of what the model holds, where that is part of the arm."""
         from megatron_scalerl.weights.weight_receiver import live_digest
 
@@ -113,17 +112,17 @@ class Worker:
         self.paused = time.perf_counter() - begin
         return held
 
-    def seconds_paused(self) -> float:
+    def seconds_paused(self):
         """Of the last update, with the digest of what the model holds."""
         return self.paused
 
-    def buffer(self, size: int) -> torch.Tensor:
+    def buffer(self, size):
         """[size] uint8, allocated once."""
         if not hasattr(self, "_buffer"):
             self._buffer = torch.zeros(size, dtype=torch.uint8)
         return self._buffer
 
-    def tensors(self) -> Any:
+    def tensors(self):
         """(name, tensor) of every parameter, as they arrive."""
         for meta in self.plan.parameters:
             tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
@@ -131,7 +130,7 @@ class Worker:
             yield meta.name, tensor
 
 
-def receive(folder: str) -> None:
+def receive(folder):
     """Answer commands from the input, a JSON line each."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints

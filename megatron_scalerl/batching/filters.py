@@ -16,7 +16,7 @@ def drop_truncated(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], 
     A group may be returned with fewer completions, or with none. Its `pass_rate` then differs from that of the whole
     group (where truncated completions count as wrong), so compute pass rates before.
     """
-    kept: list[RolloutGroup] = []
+    kept = []
     dropped = 0
     for group in groups:
         whole = [i for i, completion in enumerate(group.completions) if not completion.truncated]
@@ -38,7 +38,7 @@ def drop_zero_variance(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGrou
     Reasons: `too_few` (fewer than two completions, so there is no spread), `all_correct`, `all_incorrect`,
     `equal_rewards` (equal although correctness differs).
     """
-    kept: list[RolloutGroup] = []
+    kept = []
     dropped: Counter[str] = Counter()
     for group in groups:
         reason = _without_variance(group)

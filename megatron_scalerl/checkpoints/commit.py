@@ -117,7 +117,7 @@ def latest_whole(folder: Path, check: Callable[[Path], object] = read_commit) ->
     `check` raises ValueError or OSError naming what is wrong. (None, []) if nothing was committed yet. Raises
     RuntimeError if every checkpoint is damaged.
     """
-    damaged: list[str] = []
+    damaged = []
     for _, path in reversed(committed(folder)):
         try:
             check(path)

@@ -117,8 +117,8 @@ def stored_parameters(
     if (path / COMMIT).is_file():
         read_commit(path)
     index = read_index(path)
-    found: dict[str, StoredParameter] = {}
-    missing: list[str] = []
+    found = {}
+    missing = []
     for rule in family.rules:
         if not rule.exported:
             continue

@@ -21,7 +21,7 @@ _BLOCK = 1 << 16
 class JsonlWriter:
     """Appends rows to one file. Opening it recovers the file first."""
 
-    def __init__(self, path: Path, *, private: bool = False) -> None:
+    def __init__(self, path: Path, *, private: bool = False):
         """Open or create `path`. `private`: only its owner may read it (mode 0600), for prompts and completions.
 
         Raises OSError.

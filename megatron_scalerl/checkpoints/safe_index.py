@@ -77,7 +77,7 @@ class CheckpointIndex:
 
         Overlaps are refused because many objects in the same bytes would be decoded as many times.
         """
-        spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        spans = defaultdict(list)
         for item in ranges:
             spans[item.file].append((item.start, item.start + item.length))
         for name, found in spans.items():
@@ -216,12 +216,12 @@ def _kind(value: Any) -> str:
 def _index(path: Path, metadata: Any) -> CheckpointIndex:
     described = _field(metadata, "Metadata", "state_dict_metadata", dict) or {}
     placed = _field(metadata, "Metadata", "storage_data", dict) or {}
-    ranges: Ranges = {}
+    ranges = {}
     for index, info in placed.items():
         key, offset = _field(index, "MetadataIndex", "fqn", str), _field(index, "MetadataIndex", "offset", tuple)
         ranges[key, None if offset is None else _numbers("an offset", offset)] = _byte_range(path, info)
-    tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, ByteRange] = {}
+    tensors = {}
+    objects = {}
     for key, entry in described.items():
         _check_key(key)
         if _kind(entry) == "BytesStorageMetadata":

@@ -159,7 +159,7 @@ class _Reader(StorageReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        by_file = defaultdict(list)
         for item in plan.items:
             by_file[self._ranges[item.storage_index].file].append(item)
         for name, items in by_file.items():

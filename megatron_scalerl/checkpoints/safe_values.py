@@ -62,7 +62,7 @@ def read_value(file: Bytes, start: int, length: int) -> Any:
     """
     expected = f"{file.path}: expected plain values at byte {start}, found"
     value = _load(file, start, length, expected, _ARRAYS)
-    level: list[Any] = [value]
+    level = [value]
     items = 0
     for _ in range(_DEPTH):
         items += len(level)
@@ -151,7 +151,7 @@ def _place(file: MappedFile, start: int, length: int, nbytes: int) -> int:
         name, extra = _LOCAL.unpack(window.read(_LOCAL.size))
     except (zipfile.BadZipFile, NotImplementedError, KeyError, EOFError, struct.error) as error:
         raise ValueError(f"{refusal} {error!r}") from None
-    begin: int = entry.header_offset + _LOCAL.size + name + extra
+    begin = entry.header_offset + _LOCAL.size + name + extra
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes or begin + nbytes > length:
         raise ValueError(f"{refusal} its bytes elsewhere")
     if order != b"little":

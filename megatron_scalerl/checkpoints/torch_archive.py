@@ -31,7 +31,7 @@ _LIMIT = (1 << 32) - (1 << 20)
 class _Appended:
     """The end of a file as zipfile sees it: a file of its own, whose offsets begin at 0."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes]):
         self.write, self.flush = file.write, file.flush
         self._file, self._start = file, file.tell()
 
@@ -73,7 +73,7 @@ class _Storage:
 class _Tensor:
     """Pickled as torch pickles a contiguous tensor."""
 
-    def __init__(self, dtype: str, shape: Sequence[int]) -> None:
+    def __init__(self, dtype: str, shape: Sequence[int]):
         like = torch.empty(tuple(shape), dtype=getattr(torch, TORCH_NAMES[dtype]), device="meta")
         hooks: OrderedDict[str, Any] = OrderedDict()
         self._arguments = (_Storage(), 0, tuple(shape), like.stride(), False, hooks)

@@ -114,7 +114,7 @@ def tensor_assemblies(
     """Every Hugging Face tensor, assembled from the checkpoint's chunks; in `dtype`, or the type it is stored in."""
     parts: dict[str, list[Part]] = {}
     kinds: dict[str, set[str]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = {}
     for rule in family.rules:
         if not rule.exported:
             continue

@@ -50,8 +50,8 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
     report is not there after so many seconds is unfit. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    started: dict[str, subprocess.Popen[bytes]] = {}
-    late: set[str] = set()
+    started = {}
+    late = set()
     try:
         for node in nodes:
             step = step_words(node) if node != nodes[0] else []
@@ -68,8 +68,8 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
                 late.add(node)
     finally:
         _end(process for process in started.values() if process.returncode is None)
-    reports: dict[str, NodeReport] = {}
-    silent: dict[str, str] = {}
+    reports = {}
+    silent = {}
     for node, process in started.items():
         try:
             reports[node] = _report(folder / f"{node}.json")
@@ -95,7 +95,7 @@ def unfit(reports: Mapping[str, NodeReport], silent: Mapping[str, str], *, head:
     silent: why, for nodes without a report. head: the first node; where two groups are equally large, those differ
     that are not in its group.
     """
-    reasons: dict[str, list[str]] = {node: [why] for node, why in silent.items()}
+    reasons = {node: [why] for node, why in silent.items()}
     for node, report in reports.items():
         failures = [check for check in report.checks if check.status == "failed"]
         reasons[node] = [f"{check.name}: expected {check.expected}, found {check.found}" for check in failures]

@@ -169,7 +169,7 @@ def _asked(
 
     query: takes the handle of a GPU.
     """
-    answers: dict[int, T] = {}
+    answers = {}
     broken: dict[int, str] = {}
     lacking: dict[int, str] = {}
     for gpu in gpus:
@@ -216,7 +216,7 @@ class _Rule:
 def _checked(nvml: Any, rule: _Rule, gpus: Sequence[int]) -> Check:
     """The worst of all GPUs; skipped if none of them has the query."""
     judged, broken, lacking = _asked(nvml, gpus, lambda handle: rule.judge(nvml, handle))
-    worst: Status = "failed" if broken or any(status == "failed" for status, _ in judged.values()) else "warning"
+    worst = "failed" if broken or any(status == "failed" for status, _ in judged.values()) else "warning"
     faults = {gpu: found for gpu, (status, found) in judged.items() if status == worst}
     faults |= broken
     if faults:

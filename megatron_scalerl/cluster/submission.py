@@ -47,7 +47,7 @@ def recipes_of(
         return [load_recipe(source, overrides)], {}
     if not Path(source).is_dir():
         raise ValueError(f"{source}: is not a folder with recipes (*.yaml)")
-    recipes: list[Recipe] = []
+    recipes = []
     folders: dict[Path, Path] = {}
     items = listed([source])
     same = same_recipes({item.name: resolve(item, base, overrides) for item in items if item.overlay})
@@ -78,7 +78,7 @@ def submit(
     ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
     site = read_site(request.site)
-    partitions: Mapping[str, Partition] = {}
+    partitions = {}
     missing = "" if cluster.present() else "this machine has no Slurm"
     try:
         partitions = {} if missing else cluster.partitions()
@@ -130,7 +130,7 @@ def _resolved(
     """The recipes as their runs record them, and what to tell the user. Raises ValueError for user errors."""
     from megatron_scalerl.controller.preflight import check_inputs  # imports transformers
 
-    resolved: list[Recipe] = []
+    resolved = []
     warnings: dict[str, None] = {}
     checks = "passed"
     fits = "not reached"

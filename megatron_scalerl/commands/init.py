@@ -94,7 +94,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
     from megatron_scalerl.recipe.hub import local_recipe
 
     given = {key: (value, "as given") for key, value in map(parsed_override, arguments.overrides)}
-    choices: Choices = {
+    choices = {
         "name": (Path(arguments.out).stem, ""),
         "steps": (STEPS, f"a first run; {FIRST_STEPS} are a first look"),
         "policy.path": (arguments.policy, ""),
@@ -133,7 +133,7 @@ def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Rec
     from megatron_scalerl.recipe.tasks import tasks_of
 
     section = recipe.prompts.model_copy(update={"held_out": 0, "max_prompt_tokens": sys.maxsize})
-    problems: list[ValueError] = []
+    problems = []
     for verifier in verifiers:
         rewards = recipe.rewards.model_copy(update={"verifier": verifier})
         tried = recipe.model_copy(update={"prompts": section, "rewards": rewards})

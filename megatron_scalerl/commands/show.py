@@ -58,7 +58,7 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
     """
     trained_in = {group: record.step for record in read_history(run_dir).batches for group in record.group_ids}
     chosen: ListedGroup | None = None
-    seen: set[int] = set()
+    seen = set()
     for listed in listed_groups(run_dir):
         seen.add(listed.group_id)
         if group_id is not None and listed.group_id != group_id:

@@ -145,7 +145,7 @@ def _recipes(arguments: argparse.Namespace) -> tuple[list[Recipe], dict[str, str
         unknown = sorted({name for name in given if name and name not in names})
         if unknown:
             raise ValueError(f"{option}: {unknown[0]} is none of the recipes {', '.join(names)}")
-    arms: dict[str, Recipe] = {}
+    arms = {}
     for item in items:
         own = [
             text.removeprefix(f"{name}:") for name, text in zip(settings, arguments.set) if name in ("", item.name)

@@ -48,8 +48,8 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
     SIGUSR1 are passed on to the child, which then is not started again; whatever fails after SIGUSR1, the result is
     75, since the run can go on from its newest checkpoint.
     """
-    stopped_by: list[int] = []
-    early: list[int] = []
+    stopped_by = []
+    early = []
     held: dict[str, str] = {}
     child: subprocess.Popen[bytes] | None = None
 

@@ -61,7 +61,7 @@ class Ledger:
     The charges of one window are written together, the trainer's last: it marks the window as complete.
     """
 
-    def __init__(self, path: Path, unit: ComputeUnit, *, incarnation: str) -> None:
+    def __init__(self, path: Path, unit: ComputeUnit, *, incarnation: str):
         """Open or create, and charge what a crash left uncharged.
 
         Raises ValueError for a file in another unit, and for a row that is no charge.

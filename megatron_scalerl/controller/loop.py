@@ -94,7 +94,7 @@ class Controller:
         saving: SaveAndExit,
         evaluation: Evaluated | None = None,
         sinks: Sequence[Sink] = (),
-    ) -> None:
+    ):
         """resumed: the checkpoint to resume from, and the journal until it is replayed. sinks: of the records."""
         self._recipe, self._prompts, self._folder, self._fleet = recipe, prompts.training, folder, fleet
         start, history = resumed.start, resumed.history
@@ -223,7 +223,7 @@ class Controller:
         await self._saver.commit(wait=False)  # the trainer is idle
         batch = await self._overlap.send(groups)  # after filters, advantages, assignment
         self._state.batches += 1
-        record: dict[str, Any] = {"batches": self._state.batches, "wait_for_batch_seconds": waited}
+        record = {"batches": self._state.batches, "wait_for_batch_seconds": waited}
         record |= {"prompts_skipped": self._curriculum.skipped}
         record |= batch_metrics(groups, batch.stats, self._state.step) | NO_UPDATE
         report = None

@@ -55,7 +55,7 @@ class VersionLost(RuntimeError):
 class HeldEngine:
     """At most one engine for each version, as long as another one serves."""
 
-    def __init__(self, engines: Membership, meter: Meter) -> None:
+    def __init__(self, engines: Membership, meter: Meter):
         self._engines, self._meter = engines, meter
         self._users: dict[int, list[EngineClient]] = {}
         """Version -> its engine, once for each measurement."""
@@ -104,7 +104,7 @@ class Measurement:
         held: HeldEngine,
         meter: Meter,
         rounds: Rounds | None = None,
-    ) -> None:
+    ):
         """rounds: for rollouts.deterministic."""
         self._prompts, self._engines, self._held = prompts, engines, held
         self._meter, self._rounds = meter, rounds
@@ -231,7 +231,7 @@ class Measurements:
         meter: Meter,
         metrics: Metrics,
         progress: Progress,
-    ) -> None:
+    ):
         """start: the checkpoint from which the attempt goes on."""
         self._recipe, self._state, self._engines = recipe, state, engines
         self._metrics, self._meter = metrics, meter

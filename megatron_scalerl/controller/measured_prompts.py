@@ -78,7 +78,7 @@ class HeldOut:
 
     def __init__(
         self, recipe: Recipe, prompts: Sequence[Prompt], sampler: Sampler, metrics: Metrics, progress: Progress
-    ) -> None:
+    ):
         self._recipe, self._section = recipe, recipe.validation
         self._prompts = first_of_each_task(prompts, self._section.prompts)
         self._sampler, self._metrics, self._progress = sampler, metrics, progress

@@ -44,7 +44,7 @@ Purpose = Literal["validation", "evaluation"]
 class _Hold:
     """An engine that is held, since it was charged last."""
 
-    def __init__(self, engine: EngineClient, devices: float, purpose: Purpose, now: float) -> None:
+    def __init__(self, engine: EngineClient, devices: float, purpose: Purpose, now: float):
         self.purpose = purpose
         self._engine, self._devices = engine, devices
         self._begin(now)
@@ -59,7 +59,7 @@ class _Hold:
         """(role -> its device-seconds since the last call, tokens that it finished for training)."""
         seconds = self._devices * (now - self._since)
         training = max(0, self._engine.received_tokens - self._received - sum(self.measured.values()))
-        tokens: dict[Role, int] = {**self.measured, "engine": training}
+        tokens = {**self.measured, "engine": training}
         total = sum(tokens.values())
         purpose: Role = self.purpose
         self._begin(now)
@@ -80,7 +80,7 @@ class Meter:
         since: float | None = None,
         lag: LoopLag | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ):
         """start: the checkpoint to resume from. since: by the clock, since when the devices are held: the end of
         the attempt before it in this process, for the first one the job's start. None: from now on. clock: monotonic
         seconds."""

@@ -55,7 +55,7 @@ class TensorBoardSink:
     Records that a restart drops are so dropped here too. The first event resets a TensorBoard that is watching.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -89,7 +89,7 @@ class TensorBoardSink:
 class _EventFile:
     """The file of a `RecordWriter`: each record is written at once. Raises OSError naming the file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         self._path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
 
@@ -137,7 +137,7 @@ class WandbSink:
     record of a repeated batch or validation stays, and the second is not sent.
     """
 
-    def __init__(self, run_dir: Path, name: str, *, sent: Sent) -> None:
+    def __init__(self, run_dir: Path, name: str, *, sent: Sent):
         """sent: by the attempts before. Raises what wandb raises where it is not logged in or reaches no server."""
         import wandb
 
@@ -164,7 +164,7 @@ class Metrics:
 
     def __init__(
         self, run_dir: Path, name: str, *, step: int, batches: int, last_step: int, sinks: Iterable[Sink] = ()
-    ) -> None:
+    ):
         """step, batches: of the checkpoint to resume from. last_step: newest step in the journal. sinks: more of
         them, which get the records of this attempt."""
         steps, validations, by_prompt = (

@@ -47,7 +47,7 @@ class SentBatch:
 class Sender:
     """Plans batches and sends them to the trainer's ranks."""
 
-    def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path) -> None:
+    def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path):
         self._recipe, self._fleet, self._run_dir = recipe, fleet, run_dir
 
     async def send(self, groups: Sequence[RolloutGroup], policy_version: int) -> SentBatch:
@@ -83,9 +83,7 @@ class Ahead:
     at the end of the block, or by `batch` if nothing was taken.
     """
 
-    def __init__(
-        self, sender: Sender, take: Callable[[], Awaitable[Sequence[RolloutGroup]]], policy_version: int
-    ) -> None:
+    def __init__(self, sender: Sender, take: Callable[[], Awaitable[Sequence[RolloutGroup]]], policy_version: int):
         """take: returns the groups; cancelled before that, it takes none. policy_version: trains on them."""
         self._sender, self._take, self._policy_version = sender, take, policy_version
         self._taken = False
@@ -125,7 +123,7 @@ class Overlap:
         probe: Probe,
         meter: Meter,
         saving: SaveAndExit,
-    ) -> None:
+    ):
         self._recipe, self._fleet, self._state, self._stream = recipe, fleet, state, stream
         self._sync, self._probe, self._meter, self._saving = sync, probe, meter, saving
         self._sender = Sender(recipe, fleet, run_dir)

@@ -3,8 +3,6 @@
 Every check fails with a one-line error and leaves no files behind.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping, Sequence

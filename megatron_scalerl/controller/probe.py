@@ -75,7 +75,7 @@ def judged(tokens: Sequence[Scored], tolerance: float) -> str:
 class Probe:
     """Compares every engine with the trainer, on the same prompts each time."""
 
-    def __init__(self, recipe: Recipe, sampler: Sampler, fleet: Fleet, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, recipe: Recipe, sampler: Sampler, fleet: Fleet, prompts: Sequence[Prompt]):
         self._sampler = sampler
         self._fleet = fleet
         self._prompts = sorted(prompts, key=lambda p: p.prompt_id)[:PROMPTS]
@@ -89,7 +89,7 @@ class Probe:
         new_only: of those whose server was started since the last check. An engine that fails meanwhile is evicted.
         Raises ProbeError beyond the tolerance.
         """
-        found: list[float] = []
+        found = []
         self._checked &= set(self._fleet.engines.serving)
         for engine in self._fleet.engines.serving:
             if new_only and engine in self._checked:

@@ -16,7 +16,7 @@ HEADER = " step  reward  pass  stale mean/max  trunc  interr  mismatch  entropy 
 class Progress:
     """On a terminal, a progress bar below a line for every step; elsewhere, a line for every n-th step."""
 
-    def __init__(self, console: Console, steps: int, *, every: int = 5) -> None:
+    def __init__(self, console: Console, steps: int, *, every: int = 5):
         self._console = console
         self._every = 1 if console.is_terminal else every
         self._bar = Bar(

@@ -114,7 +114,7 @@ _BEFORE_RECIPE = frozenset({"lock", ".recipe.yaml.draft", "recipe.yaml.tmp", *_F
 class RunState:
     """Where an attempt is. `loop` writes it; what goes on beside the step reads it."""
 
-    def __init__(self, *, step: int, batches: int, served: int = -1) -> None:
+    def __init__(self, *, step: int, batches: int, served: int = -1):
         self.step = step
         """Optimizer steps of the trainer, which is its policy version."""
         self.batches = batches
@@ -146,7 +146,7 @@ class ResumePoint:
 class Resumed:
     """Where an attempt goes on."""
 
-    def __init__(self, start: ResumePoint, history: History) -> None:
+    def __init__(self, start: ResumePoint, history: History):
         self.start = start
         self.history: History | None = history
         """The journal of the attempts before, until it is replayed: it may have a million events."""
@@ -175,7 +175,7 @@ class RunInUse(RecipeError):
 class RunFolder:
     """The folder of one run, locked by one controller at a time."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe):
         """Create or reopen. Raises RecipeError if the folder belongs to another recipe, RunInUse if it is locked."""
         self.path = recipe.run_dir
         check_recipe(recipe)

@@ -43,7 +43,7 @@ class Saver:
         records: tuple[Meter, Metrics, Journal],
         *,
         step: int,
-    ) -> None:
+    ):
         """step: of the checkpoint that the run resumes from."""
         self._recipe, self._folder, self._trainer = recipe.checkpoint, folder, trainer
         self._meter, self._metrics, self._journal = records

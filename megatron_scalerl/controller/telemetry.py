@@ -57,7 +57,7 @@ class RunCollector(Collector):
     All methods run in the controller's event loop.
     """
 
-    def __init__(self, *, run: str, run_id: str, planned_steps: int, device: str) -> None:
+    def __init__(self, *, run: str, run_id: str, planned_steps: int, device: str):
         """run: the recipe's name. device: what a device is, gpu or process."""
         self.members: Callable[[], Sequence[Member]] = lambda: ()
         """The engines, once there are some."""
@@ -136,7 +136,7 @@ class RunCollector(Collector):
         versions = [member.version for member in members if member.version is not None]
         if versions:
             yield _family("policy_version", "Newest policy version that an engine holds.", max(versions))
-        values: Mapping[str, float] = {member.name: member.restarts for member in members}
+        values = {member.name: member.restarts for member in members}
         yield _family("engine_restarts_total", "Starts of an engine after its first.", values, label="engine")
         values = {member.name: member.lost_tokens for member in members}
         text = "Tokens that evicted servers had generated in vain."
@@ -160,7 +160,7 @@ def _family(name: str, text: str, values: Mapping[str, float] | float, *, label:
 class Endpoint:
     """Answers GET requests for metrics, and nothing else; writes the files of one start of the run."""
 
-    def __init__(self, collector: RunCollector, run_dir: Path, *, name: str, address: str, token: str | None) -> None:
+    def __init__(self, collector: RunCollector, run_dir: Path, *, name: str, address: str, token: str | None):
         """name: of the run. address: host:port at which Prometheus finds the endpoint. token: what a request has to
         bring; None: nothing."""
         folder = _folder(run_dir).absolute()

@@ -24,7 +24,7 @@ _GROUPS = 4
 class TokenScores:
     """Scores completions of every few batches of one run."""
 
-    def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path) -> None:
+    def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path):
         self._every, self._fleet, self._run_dir = recipe.telemetry.token_scores_every, fleet, run_dir
 
     async def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:

@@ -12,8 +12,6 @@ running: to the ledger, the journal and the metrics it is a restart of the run.
 Failures become user errors (exit code 2) or failures of the running run (exit code 1).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -80,7 +80,7 @@ class _Refused(EngineError):
 class _PhaseFailed(Exception):
     """Some members failed in a phase."""
 
-    def __init__(self, phase: str, engines: dict[EngineClient, str], lines: Sequence[str], *, refused: bool) -> None:
+    def __init__(self, phase: str, engines: dict[EngineClient, str], lines: Sequence[str], *, refused: bool):
         """engines: those that failed. refused: by all members."""
         self.phase, self.engines, self.refused = phase, engines, refused
         super().__init__("; ".join(lines))
@@ -89,7 +89,7 @@ class _PhaseFailed(Exception):
 class _Phases:
     """The phases of one attempt at an update."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float):
         """limit_s: weights.timeout_s."""
         self._limit_s = limit_s
         self.seconds: dict[str, float] = {}
@@ -183,7 +183,7 @@ class WeightUpdate:
 class WeightSync:
     """Weight updates of one trainer and its engines; one update at a time."""
 
-    def __init__(self, trainer: TrainerClient, engines: Membership, recipe: Recipe) -> None:
+    def __init__(self, trainer: TrainerClient, engines: Membership, recipe: Recipe):
         self._trainer, self._engines, self._recipe = trainer, engines, recipe
         self._connected: list[EngineClient] = []
         self._sent_changes = False

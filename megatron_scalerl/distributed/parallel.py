@@ -146,7 +146,7 @@ def _join(rank: int, world_size: int, rendezvous: Rendezvous | None, timeout: ti
 
 def _coordinates(groups: ProcessGroupCollection) -> dict[str, int]:
     names = {"tp": "tp", "pp": "pp", "ep": "ep", "etp": "expt_tp", "dp": "dp", "cp": "cp"}
-    found: dict[str, int] = {}
+    found = {}
     for short, name in names.items():
         group = getattr(groups, name)
         found[f"{short}_rank"], found[f"{short}_size"] = group.rank(), group.size()

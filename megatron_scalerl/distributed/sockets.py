@@ -133,7 +133,7 @@ class CurveAuthenticator(AsyncioAuthenticator):
     libzmq queries it for every connection, and refuses the connection without an answer.
     """
 
-    def __init__(self, context: zmq.Context, secret: str, purpose: Purpose) -> None:
+    def __init__(self, context: zmq.Context, secret: str, purpose: Purpose):
         super().__init__(context)
         self._public = _keys(secret, purpose, Side.PEER)[0]
         self.configure_curve_callback(_ZAP_DOMAIN.decode(), credentials_provider=self)
@@ -196,7 +196,7 @@ class ControllerSocket:
     It queues at most MAX_QUEUED messages per peer and direction.
     """
 
-    def __init__(self, secret: str, purpose: Purpose, *, address: str = LOCAL, longest: int = -1) -> None:
+    def __init__(self, secret: str, purpose: Purpose, *, address: str = LOCAL, longest: int = -1):
         """address: of this host, where it listens at a free port. longest: bytes of a peer's message, -1: any.
 
         Raises ValueError for an address that is not this host's.
@@ -259,9 +259,7 @@ class ControllerSocket:
 class ControllerLink:
     """A peer's end of its connection to the controller: `greet`, send and receive, `leave`, `exit`."""
 
-    def __init__(
-        self, endpoint: str, secret: str, purpose: Purpose, decoded: Callable[[Sequence[Buffer]], Any]
-    ) -> None:
+    def __init__(self, endpoint: str, secret: str, purpose: Purpose, decoded: Callable[[Sequence[Buffer]], Any]):
         """decoded: the controller's message in these frames, or InvalidMessage."""
         self.endpoint = endpoint
         self._decoded = decoded

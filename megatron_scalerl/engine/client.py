@@ -139,7 +139,7 @@ class EngineClient:
         name: str = "engine-0",
         settings: EngineSection | None = None,
         tls: ssl.SSLContext | None = None,
-    ) -> None:
+    ):
         """url: http://host:port, or https://host:port with `tls`, the context that trusts the server's certificate.
 
         name: used in error messages. settings: None for the defaults.
@@ -384,7 +384,7 @@ def _reason(content: bytes) -> str:
 def _sampling(spec: SamplingSpec) -> dict[str, Any]:
     plan = spec.interruption
     ends = {*spec.end_ids, *([] if plan is None else [plan.eos_id])}
-    params: dict[str, Any] = WHOLE_DISTRIBUTION | {
+    params = WHOLE_DISTRIBUTION | {
         "max_tokens": spec.max_tokens if plan is None else min(spec.max_tokens, plan.max_tokens),
         "temperature": spec.temperature,
         "stop_token_ids": [] if spec.ignore_eos else sorted(ends),

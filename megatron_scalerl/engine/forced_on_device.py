@@ -26,7 +26,7 @@ class ForcedTokens(LogitsProcessor):
 
     _words: ClassVar[tuple[Any, ...] | None] = None
 
-    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState):
         self._states = req_states
         self._table = torch.full((req_states.max_num_reqs, 5), -1, dtype=torch.int64, device=req_states.device)
         self._added: dict[int, Plan | None] = {}

@@ -198,7 +198,7 @@ class Forcing:
 
     __slots__ = ("_answer_start", "_budget_end", "_read", "plan")
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan):
         self.plan = plan
         self._read = 0
         self._answer_start = -1

@@ -88,7 +88,7 @@ class Membership:
         minimum: int = 1,
         devices: float = 1,
         record: Callable[[Member], None] = lambda member: None,
-    ) -> None:
+    ):
         """minimum: fewer engines that are not given up end the run. devices: of each of the `count` engines.
 
         record: called with every changed member.

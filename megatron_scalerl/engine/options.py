@@ -142,7 +142,7 @@ def vllm_options() -> frozenset[str]:
         raise ValueError("engine: expected vllm to be installed (tools/install.sh), found none")
     root = Path(next(iter(spec.submodule_search_locations)))
     classes = {"engine/arg_utils.py": "EngineArgs", "entrypoints/launchers/cli_args.py": "FrontendArgs"}
-    names: set[str] = set()
+    names = set()
     for file, suffix in classes.items():
         for node in ast.parse((root / file).read_text()).body:
             if isinstance(node, ast.ClassDef) and node.name.endswith(suffix):
@@ -223,7 +223,7 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
     ValueError as `check_options` does, and for an option that contradicts another setting of the recipe.
     """
     check_options(recipe.engine.vllm)
-    options: dict[str, Any] = (CPU_DEFAULTS if on_cpu() else GPU_DEFAULTS) | {
+    options = (CPU_DEFAULTS if on_cpu() else GPU_DEFAULTS) | {
         "served_model_name": "policy",
         "uvicorn_log_level": "warning",
         "disable_uvicorn_access_log": True,

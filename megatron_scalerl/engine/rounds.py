@@ -27,7 +27,7 @@ _POLL_S = 0.01
 class Round:
     """One round, with its engines paused."""
 
-    def __init__(self, engines: Membership, members: Sequence[EngineClient], timeout_s: float) -> None:
+    def __init__(self, engines: Membership, members: Sequence[EngineClient], timeout_s: float):
         self._engines = engines
         self._members = list(members)
         self._timeout_s = timeout_s
@@ -69,7 +69,7 @@ class Round:
 class Rounds:
     """Begins rounds on the engines of a run."""
 
-    def __init__(self, engines: Membership, *, timeout_s: float) -> None:
+    def __init__(self, engines: Membership, *, timeout_s: float):
         """timeout_s: an engine that has not paused, or not received its requests, after so long is evicted."""
         self._engines = engines
         self._timeout_s = timeout_s

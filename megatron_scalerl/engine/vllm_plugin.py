@@ -62,7 +62,7 @@ def _keep_linear_weights() -> None:
 class SecretMiddleware:
     """Refuses HTTP and WebSocket requests without the run's secret; reports to the parent that the server is up."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any):
         self._app = app
         self._secret = os.environ.get("MSRL_SECRET", "").encode()
         if not self._secret:
@@ -120,7 +120,7 @@ class ForcedTokens(LogitsProcessor):
     logits are computed, so that preemption, pause and asynchronous scheduling change nothing.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         self._device = device
         self._rows: dict[int, tuple[Forcing, list[int]]] = {}
 

@@ -32,7 +32,7 @@ class EngineDied(RuntimeError):
 class StallClock:
     """Measures how long each core of an engine has had requests and produced no token."""
 
-    def __init__(self, settings: EngineSection) -> None:
+    def __init__(self, settings: EngineSection):
         self._limit_s = settings.stall_timeout_s
         self._first_token_limit_s = max(settings.stall_timeout_s, settings.first_token_timeout_s)
         self._tokens: dict[int, int] = {}
@@ -100,7 +100,7 @@ class LagClock:
     _OTHERS = 2
     """Engines with a rate, besides the one that is judged."""
 
-    def __init__(self, settings: EngineSection) -> None:
+    def __init__(self, settings: EngineSection):
         self._share, self._limit_s = settings.min_relative_rate, settings.stall_timeout_s
         self._rates: dict[str, float] = {}
         self._lagging_s: dict[str, float] = {}

@@ -130,7 +130,7 @@ def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int 
     grams, whole, totals = _index(problems, n)
     lengths = sorted({len(gram) for gram in grams})
     count = all_hits = 0
-    hit: set[str] = set()
+    hit = set()
     kept: list[list[tuple[float, int, Text]]] = [[] for _ in problems]  # heaps, the first is the next to be left out
     for count, prompt in enumerate(training, 1):
         of_prompt = words(prompt.text)

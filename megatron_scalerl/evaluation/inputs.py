@@ -176,7 +176,7 @@ def rendered(
     """
     limit = recipe.prompts.max_prompt_tokens
     renderer = PromptRenderer(tokenizer, recipe.prompts)
-    found: dict[str, tuple[Prompt, ...]] = {}
+    found = {}
     for file in files:
         if file.name in found:
             raise ValueError(f"{key}: expected files of different names, found two called {file.name!r}")

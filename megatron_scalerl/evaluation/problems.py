@@ -106,7 +106,7 @@ def read_problems(path: str, schema: str | None = None) -> ProblemFile:
     if not rows:
         raise ValueError(f"{path}: expected at least one problem, found an empty file")
     schema = schema or _schema_of(path, rows)
-    names: set[str] = set()
+    names = set()
     problems = []
     for number, row in enumerate(rows, 1):
         problem = _problem(row, schema, number)

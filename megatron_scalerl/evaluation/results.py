@@ -97,7 +97,7 @@ class ProblemLost(ValueError):
 class ResultFile(AbstractContextManager["ResultFile"]):
     """OUT/completions.jsonl, open for rows until exit from the block. Locked by one process."""
 
-    def __init__(self, folder: Path, header: Header) -> None:
+    def __init__(self, folder: Path, header: Header):
         """Create, or go on with, the result in `folder`.
 
         Raises ResultInUse for a folder that another process writes to, and OtherResult where it has another

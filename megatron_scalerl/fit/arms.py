@@ -5,8 +5,6 @@ that was in effect. `APART` are the settings that do not make another recipe: th
 of task and policy, how long and how often is measured, limits of time.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Backtest: the forecast of a run's last point, made from every shorter prefix of the run."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_scalerl.fit.checks import Fall, falling_tail

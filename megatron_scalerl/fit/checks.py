@@ -1,7 +1,5 @@
 """Warnings of a fit. Each is one sentence: what was found, where, and why it matters."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_scalerl.fit.formatting import short_number

@@ -17,8 +17,6 @@ nothing: whether its A lies within 0.02 of the reference's, the paper's margin b
 says whether it is refitted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -95,7 +93,7 @@ class Difference:
 class Table:
     """The numbers of several recipes, fitted together."""
 
-    def __init__(self, recipes: Sequence[Runs], *, paired: bool, references: Collection[int] = ()) -> None:
+    def __init__(self, recipes: Sequence[Runs], *, paired: bool, references: Collection[int] = ()):
         """recipes: with finite values, none empty. paired: whether equal seeds may be compared within the seed.
 
         references: recipes that others are compared with; their variance is in many differences.

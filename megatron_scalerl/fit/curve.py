@@ -61,5 +61,5 @@ class Curve:
     def part(self, kept: NDArray[Any]) -> Curve:
         """The run with the points `kept` alone: [n] of booleans, or indices."""
         names = ("compute", "pass_rate", "generations", "within_variance", "truncated_share")
-        parts: dict[str, Any] = {n: column[kept] for n in names if (column := getattr(self, n)) is not None}
+        parts = {n: column[kept] for n in names if (column := getattr(self, n)) is not None}
         return replace(self, **parts)

@@ -1,7 +1,5 @@
 """Whether to continue a run: the gain that further compute is expected to buy, and a verdict with its reason."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Fit a run's compute-performance curve and forecast it: the entry point of `megatron_scalerl.fit`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ An input is a run folder (its validation.jsonl) or a file of another tool. Inval
 file, row, expected and found. `Curve.read` says in one line what was understood; corrections are noted.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -105,8 +103,8 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
         return [_read_run_folder(path, options)]
     if (path / "recipe.yaml").is_file():
         raise ValueError(f"{path}: expected a run folder with validation.jsonl of a first validation, found none")
-    curves: list[Curve] = []
-    failed: list[ValueError] = []
+    curves = []
+    failed = []
     tables = read_tables(path)
     for table in tables:
         try:

@@ -5,8 +5,6 @@ is the mean over prompts of one completion's variance (`within_variance`), over 
 where a prompt has several generations; its share of p (1 - p) is taken to be the same for the other points of a run.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import field
 

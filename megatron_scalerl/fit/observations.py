@@ -1,7 +1,5 @@
 """The observation model of a run's points: what is measured, how noisy it is, and which R_0 it starts from."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_scalerl.fit.curve import Curve

@@ -3,8 +3,6 @@
 It depends on the validations up to then alone, so that it can be made again later: the same rows give the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,7 +92,7 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0, over: bool = Tru
 
     Raises ValueError for rows that cannot be fitted.
     """
-    latest: dict[int, dict[str, Any]] = {}
+    latest = {}
     for number, row in enumerate(rows, 1):
         try:
             known = checked_row(row)

@@ -9,8 +9,6 @@ the triple with the smallest sum of squares is kept. Departures from the paper:
   `linspace(100, 4000, 100)` and `linspace(4000, 40000, 100)`, so both are tried and the better one is kept.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

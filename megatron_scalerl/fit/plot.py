@@ -4,8 +4,6 @@ Drawn with matplotlib's object interface: no display and no global state are nee
 which color-blind readers can distinguish; every run has its own marker as well.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ Gaussian process on the residuals, after Kennedy and O'Hagan 2001). The grid is 
 the mass until the region stops shrinking. The same data and seed give the same draws, bit for bit.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ is relative to the largest fitted compute, the asymptote a share of the room abo
 sqrt(p (1 - p)). The kinds are the result of `tools/forecast/learning.py` on published and tiny runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_scalerl.record import record

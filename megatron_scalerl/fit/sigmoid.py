@@ -6,8 +6,6 @@ Everything uses the logistic function of `B * log(C / C_mid)`, never a power of 
 1e300, gives a finite value and finite derivatives.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

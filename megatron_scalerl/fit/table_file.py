@@ -12,8 +12,6 @@ JSONL is read here and not by `checkpoints.jsonl`: the forecast depends neither 
 the project, and the exports of other tools may contain a byte-order mark and blank lines.
 """
 
-from __future__ import annotations
-
 import ast
 import csv
 import gzip

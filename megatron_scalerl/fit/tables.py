@@ -3,8 +3,6 @@
 A page is one file that loads nothing from elsewhere. JSON has no inf and nan: they become null.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import re

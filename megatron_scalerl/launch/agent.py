@@ -145,7 +145,7 @@ class Agent:
     welcome: Welcome | None = None
     """From `join` on."""
 
-    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, environment: Mapping[str, str]):
         self._name, self._environment = name, environment
 
     def join(self) -> None:
@@ -263,7 +263,7 @@ async def serve_ranks(environment: Mapping[str, str], secret: str) -> int:
     """Start the host's ranks and wait until all have exited; the exit code. Raises OSError."""
     given = {"MSRL_SECRET": secret, "MSRL_BIND_HOST": own_address(controller_address(environment))}
     threads = load_recipe(environment["MSRL_RECIPE"]).trainer.threads
-    ranks: list[ChildProcess] = []
+    ranks = []
     try:
         async for rank in start_ranks({**environment, **given}, Path(environment["MSRL_LOGS"]), threads):
             ranks.append(rank)

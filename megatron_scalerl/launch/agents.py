@@ -55,7 +55,7 @@ class RemoteServer:
     `Agents.serve` resolves the futures, in this order, but `ended` at any time; each once, none with an exception.
     """
 
-    def __init__(self, agents: Agents, *, name: str, host: str, start_id: str, launch: Launch | None) -> None:
+    def __init__(self, agents: Agents, *, name: str, host: str, start_id: str, launch: Launch | None):
         """start_id: by which the agent is recognized, and launch: starts the command that starts it; both are missing
         of an agent that has joined."""
         future = asyncio.get_running_loop().create_future
@@ -187,7 +187,7 @@ class Agents:
         attempt: Attempt,
         secret: str,
         objection: Callable[[messages.Hello], str | None] = lambda hello: None,
-    ) -> None:
+    ):
         """attempt: folder, run id and incarnation of the controller. objection: why an engine may not join, or None.
 
         Binds the socket to the controller's address among `hosts`. Raises ValueError for one that is not this host's.

@@ -54,7 +54,7 @@ class Engines:
         attempt: Attempt,
         secret: str,
         record: Callable[[Member], None] = lambda member: None,
-    ) -> None:
+    ):
         """attempt: the run's folder, and what agents of this start of the controller are recognized by.
 
         Binds the servers' addresses on this host and, with several hosts, the socket to the agents, for which it

@@ -29,9 +29,7 @@ Watch = Callable[[], Coroutine[Any, Any, NoReturn]]
 class Launcher:
     """The processes of one run: its engines, and the trainer of the current attempt."""
 
-    def __init__(
-        self, recipe: Recipe, attempt: Attempt, secret: str, hosts: Hosts, record: Callable[[Member], None]
-    ) -> None:
+    def __init__(self, recipe: Recipe, attempt: Attempt, secret: str, hosts: Hosts, record: Callable[[Member], None]):
         self._recipe, self._secret, self._hosts = recipe, secret, hosts
         self._placement = Placement.of(recipe, hosts)
         if hosts.address is not None:

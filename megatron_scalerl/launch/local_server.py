@@ -55,7 +55,7 @@ class LocalServer:
     """Whether its host was there when it was started."""
     tls = None
 
-    def __init__(self, recipe: Recipe, place: ServerPlace, *, name: str, secret: str, log_path: str | Path) -> None:
+    def __init__(self, recipe: Recipe, place: ServerPlace, *, name: str, secret: str, log_path: str | Path):
         """Binds the address. Raises ValueError for an option that vLLM does not know and for a port in use."""
         self.name, self.log_path = name, Path(log_path)
         self._recipe, self._place, self._secret = recipe, place, secret

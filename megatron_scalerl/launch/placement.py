@@ -120,7 +120,7 @@ def _engines(
     """As many as fit."""
     each, places, number = recipe.engine.devices_per_engine, hosts.hosts, 0
     used = [sum(ranks.count for ranks in trainer if ranks.host == host) for host in places]
-    placed: list[EnginePlace] = []
+    placed = []
     for _ in range(recipe.engine.count):
         while number < len(used) and used[number] + each > slots:
             number += 1

@@ -25,7 +25,7 @@ from megatron_scalerl.recipe import Recipe
 class EngineProcess:
     """One engine. `start` it, then use `client`; `watch` never returns; `stop` may be called at any time."""
 
-    def __init__(self, recipe: Recipe, server: LocalServer | RemoteServer, *, secret: str) -> None:
+    def __init__(self, recipe: Recipe, server: LocalServer | RemoteServer, *, secret: str):
         self._recipe, self.server = recipe, server
         self.name = server.name
         self.client = EngineClient(url="", secret=secret, name=self.name, settings=recipe.engine, tls=server.tls)

@@ -36,9 +36,7 @@ _STOP_S = 60.0
 class TrainerRanks:
     """The ranks of one attempt. `start`, then use `client` while `watch` waits, then `stop`."""
 
-    def __init__(
-        self, recipe: Recipe, attempt: Attempt, client: TrainerClient, hosts: Hosts, placement: Placement
-    ) -> None:
+    def __init__(self, recipe: Recipe, attempt: Attempt, client: TrainerClient, hosts: Hosts, placement: Placement):
         self.client = client
         self._recipe, self._attempt = recipe, attempt
         self._hosts, self._placement = hosts, placement

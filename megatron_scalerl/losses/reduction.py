@@ -25,7 +25,7 @@ def token_weights(lengths: Sequence[Sequence[int]], reduction: Reduction) -> lis
     """
     groups = len(lengths)
     total = sum(sum(group) for group in lengths)
-    result: list[list[float]] = []
+    result = []
     for group in lengths:
         if reduction == "prompt_mean":
             weights = [_inverse(groups * sum(group))] * len(group)

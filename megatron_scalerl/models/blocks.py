@@ -163,7 +163,7 @@ def mlp_rules(
 
 def expert_rules(hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str) -> list[Rule]:
     """Experts as separate gated MLPs: `hf`E.{gate,up,down}_proj.weight."""
-    found: list[Rule] = []
+    found = []
     for expert in range(experts):
         at = At(layer=layer, expert=expert)
         ours = f"{megatron}experts.local_experts.{expert}."
@@ -175,7 +175,7 @@ def fused_expert_rules(
     hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str, transposed: bool
 ) -> list[Rule]:
     """Experts fused into `hf`gate_up_proj and `hf`down_proj; `transposed`: stored as [in, out]."""
-    found: list[Rule] = []
+    found = []
     for projection, tensor, kind in (
         ("linear_fc1", "gate_up_proj", rules.fused_expert_gate_up),
         ("linear_fc2", "down_proj", rules.fused_expert_down),

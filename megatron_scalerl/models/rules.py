@@ -88,7 +88,7 @@ def query_key_value(
         mine = divided(groups, size, "config.json: num_key_value_heads")
         return tuple(piece for local in range(mine) for piece in of_group(rank * mine + local, local))
 
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes = {
         hf[0]: (heads * head_dim, *width),
         hf[1]: (groups * head_dim, *width),
         hf[2]: (groups * head_dim, *width),

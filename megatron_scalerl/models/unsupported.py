@@ -4,8 +4,6 @@
 the keys that no supported family has.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any

@@ -28,7 +28,7 @@ Advantages = Mapping[tuple[int, int], float]
 class Reader:
     """Reads groups and completions of a run for the page. Not for several threads at a time."""
 
-    def __init__(self, run_dir: Path, recipe: Mapping[str, Any], index: GroupIndex) -> None:
+    def __init__(self, run_dir: Path, recipe: Mapping[str, Any], index: GroupIndex):
         """recipe: of the run (`recipe.file.read_run_recipe`)."""
         self.index = index
         self._run_dir = run_dir
@@ -135,7 +135,7 @@ def token_texts(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> list[str]:
 
     A token that ends within a character adds nothing, and the one that completes the character adds all of it.
     """
-    texts: list[str] = []
+    texts = []
     begin = read = 0
     for end in range(1, len(token_ids) + 1):
         before = raw_text(tokenizer, token_ids[begin:read])

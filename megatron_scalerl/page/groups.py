@@ -20,7 +20,7 @@ _EVENT: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decode
 class GroupIndex:
     """Which groups were trained in which step, and where each is stored. Not for several threads at a time."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self._folder = run_dir / "rollouts"
         self._journal: Rows[Finish | BatchRecord] = Rows(run_dir / "journal.jsonl", _event)
@@ -93,7 +93,7 @@ class GroupIndex:
         number = min(count, len(steps))
         places = [steps[round(i * (len(steps) - 1) / max(1, number - 1))] for i in range(number)]
         each, more = divmod(count, number)
-        chosen: list[int] = []
+        chosen = []
         for position, step in enumerate(places):
             kept = [group for group in self.of_step(step) if group["id"] not in gone]
             groups = sorted(kept, key=lambda group: abs(group["pass_rate"] - 0.5))

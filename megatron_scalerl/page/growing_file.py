@@ -27,7 +27,7 @@ class Rows(Generic[Row]):
     is dropped then.
     """
 
-    def __init__(self, path: Path, row_of: Callable[[bytes], Row | None]) -> None:
+    def __init__(self, path: Path, row_of: Callable[[bytes], Row | None]):
         """row_of: a line as it is kept, if it is. Raises ValueError, without the place, for a damaged one."""
         self.path = path
         self.rows: list[Row] = []

@@ -53,7 +53,7 @@ EVALUATION_COLUMNS = ("step", "file", "problems", "mean@k", "95 %", "pass@k", "w
 class RunData:
     """The records of one run. Reads what is new at each `update`; not for several threads at a time."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path):
         """Raises ValueError for a folder that is no run."""
         self.run_dir = run_dir
         self.recipe = read_run_recipe(self.run_dir)
@@ -101,7 +101,7 @@ class RunData:
         rows = self.validations
         steps = self._metrics.rows
         hours = hours_by_role(self._ledger.rows)
-        columns: dict[str, list[Any]] = {name: [row[name] for row in steps[since:]] for name in STEP_COLUMNS}
+        columns = {name: [row[name] for row in steps[since:]] for name in STEP_COLUMNS}
         columns["seconds"] = [*accumulate(row["seconds"] for row in steps)][since:]
         return {
             "generation": self.generation,
@@ -249,5 +249,5 @@ def _number(value: Any) -> float | None:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    known: Sequence[float] = [value for value in values if value is not None]
+    known = [value for value in values if value is not None]
     return _number(math.fsum(known)) if known else None

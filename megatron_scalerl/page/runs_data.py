@@ -34,7 +34,7 @@ QUIET_S = 60.0
 class RunSummary:
     """One run. Not for several threads at a time."""
 
-    def __init__(self, run_dir: Path, name: str) -> None:
+    def __init__(self, run_dir: Path, name: str):
         self.run_dir = run_dir
         self.name = printable(name)
         self.recipe: dict[str, Any] = {}
@@ -189,7 +189,7 @@ def _text(value: Any) -> str:
 class RunsData:
     """The runs below a folder. Not for several threads at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         """Raises ValueError for a folder without a run, OSError for one that cannot be read."""
         self.folder = folder
         self.runs: dict[int, RunSummary] = {}

@@ -145,7 +145,7 @@ class RunPage(Page):
 
     followed = "the run"
 
-    def __init__(self, run_dir: Path, *, home: str | None = None) -> None:
+    def __init__(self, run_dir: Path, *, home: str | None = None):
         """Raises ValueError for a folder that is no run."""
         super().__init__()
         self._home = home
@@ -212,7 +212,7 @@ class RunsPage(Page):
 
     followed = "the runs"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         """Raises ValueError for a folder without a run, OSError for one that cannot be read."""
         super().__init__()
         self._runs = RunsData(folder)
@@ -289,7 +289,7 @@ class RunsPage(Page):
 class PageServer:
     """Serves a page. `token` is new at every start."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: Page):
         self.page = page
         self.token = secrets.token_urlsafe(32)
         self.port = 0

@@ -35,7 +35,7 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
     """
     run, index = _read(run_dir), GroupIndex(run_dir)
     index.update()
-    data: dict[str, Any] = thinned(run.payload(), MOST_STEPS) | {"live": False}
+    data = thinned(run.payload(), MOST_STEPS) | {"live": False}
     data["header"]["damage"] += index.damage
     for line in data["header"]["damage"]:
         logger.warning("%s", line)

@@ -1,7 +1,5 @@
 """The layout of trainer and engines that `init` writes: the first that fits the GPUs with room to spare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -90,8 +88,8 @@ def _trainers(family: Family, gpus: int) -> Iterator[tuple[int, Layout]]:
     """(size of a group, section `megatron`), cheapest first: MLPs recomputed, larger groups, layers recomputed."""
     experts = family.transformer.get("num_moe_experts")
     key = "expert_model_parallel_size" if experts else "tensor_model_parallel_size"
-    selective: Layout = {"recompute_granularity": "selective", "recompute_modules": ["moe" if experts else "mlp"]}
-    full: Layout = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["moe" if experts else "mlp"]}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     none: Layout = {}
     for settings in ((none, selective), (full,)):
         for size in (size for size in SIZES if size <= gpus):

@@ -52,9 +52,7 @@ def _in_a_child(
     child.start()
     answer.close()
     try:
-        built: list[dict[str, int]] | str = (
-            answers.recv() if answers.poll(TIMEOUT_S) else f"no answer within {TIMEOUT_S:.0f} s"
-        )
+        built = answers.recv() if answers.poll(TIMEOUT_S) else f"no answer within {TIMEOUT_S:.0f} s"
     except EOFError:
         child.join()
         if method == "fork":

@@ -1,7 +1,5 @@
 """Checks of a recipe that need no GPU, no weights and no data: `plan`, `prompts`, `submit` and `train` make them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -107,7 +107,7 @@ class _Engine:
 
 
 class _Run:
-    def __init__(self, s: QueueSettings) -> None:
+    def __init__(self, s: QueueSettings):
         self.rollouts = s.rollouts
         self.publish_seconds = s.publish_seconds
         self.lengths = s.lengths.tokens

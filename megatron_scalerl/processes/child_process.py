@@ -45,7 +45,7 @@ class ProcessDied(RuntimeError):
 class ChildProcess:
     """One child process with a log file that only its owner can read."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path):
         self.name = name
         self.log = log
         self._process = process

@@ -9,8 +9,6 @@ Time in which the watched process is stopped (SIGSTOP, `scontrol suspend`) does 
 watching one does not run, since it counts its own waits of a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler

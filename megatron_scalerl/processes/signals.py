@@ -39,7 +39,7 @@ HOSTS_LEFT_CODE = 77
 class Stopped(Exception):
     """A signal stopped the run. `exit_code`: 130 for SIGINT, 143 for SIGTERM, SAVED_CODE for SAVE_SIGNAL."""
 
-    def __init__(self, number: int, also: BaseException | None = None) -> None:
+    def __init__(self, number: int, also: BaseException | None = None):
         name = signal.Signals(number).name
         detail = "" if also is None else f" ({type(also).__name__} while stopping: {also})"
         super().__init__(f"stopped by {name}; the same command resumes from the last checkpoint{detail}")
@@ -122,7 +122,7 @@ def exit_code_of(number: int) -> int:
 class _Late:
     """The handler of signals that come after the cleanup. Python's own end may wait for a thread, for ever."""
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code: int):
         self._code, self._end = code, time.monotonic() + EXIT_S
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -206,7 +206,7 @@ ATTEMPT_FILE = Path("slurm", "attempt")
 class Takeover:
     """Whether an attempt began after this object was made. Without Slurm none does."""
 
-    def __init__(self, run_dir: str | Path) -> None:
+    def __init__(self, run_dir: str | Path):
         self._file = Path(run_dir) / ATTEMPT_FILE
         self._own = self._read()
 

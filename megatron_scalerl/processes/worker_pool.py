@@ -70,7 +70,7 @@ class WorkerDied(Exception):
 
     def __init__(
         self, found: str, *, read: bool = False, late: bool = False, code: int | None = None, busy: float = 0.0
-    ) -> None:
+    ):
         super().__init__(found)
         self.busy = busy
         """Share of the time that it had for the request in which it used a processor; of one that was late."""
@@ -130,7 +130,7 @@ class WorkerPool(Generic[Head]):
         *,
         counters: Counter[str],
         settles: Callable[[WorkerDied], bool],
-    ) -> None:
+    ):
         """reply_type: of the heads of replies. settles: whether a death ends its request, without a repeat."""
         self._program = program
         self._output = _Output()
@@ -259,7 +259,7 @@ class WorkerPool(Generic[Head]):
 class _Worker:
     """One process and the socket to it; `start` takes the place of one that has ended."""
 
-    def __init__(self, name: str, program: Program, output: _Output) -> None:
+    def __init__(self, name: str, program: Program, output: _Output):
         self.name = name
         self._program = program
         self._output = output

@@ -4,8 +4,6 @@
 recipe leaves open, so that nothing after it meets a setting that is auto.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path

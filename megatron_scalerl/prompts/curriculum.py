@@ -9,8 +9,6 @@ one prompt (smooth weighted round-robin), not at random: a batch's composition a
 its own. One that has no prompt left is drawn no more, and the others keep their proportions.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 
@@ -37,7 +35,7 @@ class Curriculum:
         no_positive_resampling: float | None,
         max_epochs: int | None = None,
         weights: Mapping[str, float] | None = None,
-    ) -> None:
+    ):
         weights = weights or {prompt.task: 1.0 for prompt in prompts[:1]}
         assert weights.keys() == {prompt.task for prompt in prompts}, "a task without prompts or weight"
         self._tasks = {
@@ -97,7 +95,7 @@ class _Task:
 
     def __init__(
         self, prompts: Sequence[Prompt], seed: int, no_positive_resampling: float | None, max_epochs: int | None
-    ) -> None:
+    ):
         assert prompts, "a curriculum needs prompts"
         self._prompts = {prompt.prompt_id: prompt for prompt in sorted(prompts, key=lambda p: p.prompt_id)}
         self._seed = seed

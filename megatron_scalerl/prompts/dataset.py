@@ -115,7 +115,7 @@ def load_prompts(
     loaders = [_Loader(tokenizer, task, check_answers, problems) for task in tasks]
     splits = [loader.load_split() for loader in loaders]
     texts = {prompt.text for _, held_out in splits for prompt in held_out}
-    training: list[Prompt] = []
+    training = []
     reports = []
     for loader, (found, held_out) in zip(loaders, splits):
         kept = [prompt for prompt in found if prompt.text not in texts]
@@ -185,9 +185,7 @@ _Usable = tuple[str, Question, Prompt]
 class _Loader:
     """Reads the files of a task into prompts and counts skipped rows."""
 
-    def __init__(
-        self, tokenizer: Any, task: Task, check_answers: CheckAnswers, problems: dict[str, str | None]
-    ) -> None:
+    def __init__(self, tokenizer: Any, task: Task, check_answers: CheckAnswers, problems: dict[str, str | None]):
         """problems: as of `PromptSet`, filled here."""
         self._renderer = PromptRenderer(tokenizer, task.prompts)
         self._prompts = task.prompts

@@ -5,8 +5,6 @@ lists three. vLLM stops at all of them (vllm/v1/engine/input_processor.py), so w
 use them too.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,7 @@
 """Renders a problem as the tokens that are sent to the engine, and checks that the tokenizer supports it."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
@@ -29,7 +27,7 @@ class PromptRenderer:
     in other tags than the recipe's.
     """
 
-    def __init__(self, tokenizer: Any, prompts: PromptsSection) -> None:
+    def __init__(self, tokenizer: Any, prompts: PromptsSection):
         if "{prompt}" not in prompts.prompt_template:
             raise ValueError(
                 f"prompts.prompt_template: {prompts.prompt_template!r} has no {{prompt}}, where the problem goes"
@@ -68,7 +66,7 @@ class PromptRenderer:
         content = self._prompts.prompt_template.replace("{prompt}", last["content"])
         if not self._prompts.chat_template:
             return content
-        messages: list[Mapping[str, str]] = [*before, {**last, "content": content}]
+        messages = [*before, {**last, "content": content}]
         if self._prompts.system is not None:
             others = [message for message in messages if message["role"] != "system"]
             messages = [{"role": "system", "content": self._prompts.system}, *others]

@@ -6,8 +6,6 @@ of the phrase and a part of its neighbor is excluded from the loss too, or else 
 phrase itself.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +81,7 @@ def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
 class _ForcedPhrase:
     """Finds the tokens of the phrase and the closing tag in a completion."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Any):
         self._tokenizer = tokenizer
         phrase, tag = recipe.interruption.phrase, recipe.prompts.think_end
         self._phrase, self._tag = phrase.strip(), tag

@@ -1,7 +1,5 @@
 """The tokenizer of a policy's folder, checked against its tokenizer.json and its model."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -56,7 +56,7 @@ def load_recipe_for(
     """
     own = {} if path is None else read_yaml(Path(path))
     files = {} if path is None else {Path(path): own}
-    data: dict[str, Any] = {"name": "evaluation", "steps": 1, **own}
+    data = {"name": "evaluation", "steps": 1, **own}
     for key in ("policy", "prompts"):
         if not isinstance(data.get(key, {}), dict):
             raise RecipeError(f"{path}: {key} is a section, but a value is given for it")

@@ -16,8 +16,6 @@ The result depends on the arguments alone as far as the program does: hash seed 
 and os.urandom are not.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ that of hashes, so that what is tried is a random sample. Other tests are tried 
 depend on the machine; what has to stay the same in a run must not depend on them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -14,8 +14,6 @@ All but the last are JSON texts. A text of standard input or output may be a lis
 may name the function: `entry_point` (HumanEval), `fn_name`, `func_name`, or `metadata` (LiveCodeBench).
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

@@ -7,8 +7,6 @@ It is 0 up to L_max - L_cache tokens and falls linearly to -1 at L_max. Not spec
 completion does and as the loss does.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_scalerl.recipe.sections import LengthPenaltySection

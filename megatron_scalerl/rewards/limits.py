@@ -11,8 +11,6 @@ including trainer and engines, so that no number fits. This is not a sandbox: a 
 user.
 """
 
-from __future__ import annotations
-
 import resource
 import signal
 import sys

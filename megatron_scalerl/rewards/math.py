@@ -7,8 +7,6 @@ text is parsed by a grammar (latex2sympy2), whose names become sympy Symbols and
 tests/rewards/test_math_attacks.py checks what Python compiles.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

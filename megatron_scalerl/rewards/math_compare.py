@@ -5,8 +5,6 @@ math-verify compares decimals after rounding to 6 places, and everything else af
 one is a decimal of at least 6 places and 6 digits to which the other one rounds: 0.333333 is 1/3, and 0.33 is not.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from decimal import Decimal

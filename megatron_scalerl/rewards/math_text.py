@@ -8,8 +8,6 @@ The same rules hold for references and answers. They are regular expressions: no
 (('9.8', 'm/s2'), ('5', 'cm'), ('60', 'mi/h'), ('1011', '_2'))
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable, Mapping

@@ -107,7 +107,7 @@ class VerifierPool:
     check). And processes: restarts.
     """
 
-    def __init__(self, rewards: RewardsSection, *, start_timeout_s: float = 300.0) -> None:
+    def __init__(self, rewards: RewardsSection, *, start_timeout_s: float = 300.0):
         """Raises ValueError if a variable of `rewards.environment` is not set."""
         self._rewards = rewards
         self.counters: Counter[str] = Counter()
@@ -312,7 +312,7 @@ def default_workers() -> int:
 class TaskPools:
     """Scores each completion in the pool of its prompt's task; `async with` starts and closes the pools."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[Task]):
         self._pools = {task.name: VerifierPool(task.rewards) for task in tasks}
         self._running = contextlib.AsyncExitStack()
 

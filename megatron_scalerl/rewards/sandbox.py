@@ -53,7 +53,7 @@ class Result:
 class Sandbox:
     """One sandbox; `with` closes it. The programs of one request run in it, one after another."""
 
-    def __init__(self, limits: Limits, *, deadline: float | None = None) -> None:
+    def __init__(self, limits: Limits, *, deadline: float | None = None):
         """Raises SandboxError if it cannot be made. deadline: of its answers, by time.monotonic (s); None: none."""
         assert limits.memory_mb is not None
         self._limits = limits

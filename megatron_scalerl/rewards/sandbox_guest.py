@@ -185,7 +185,7 @@ def run_program(source: str, name: str) -> dict[str, Any]:
 class Solution:
     """The program's side: answers calls until the tests end."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str):
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         names = run_program(source, "solution")

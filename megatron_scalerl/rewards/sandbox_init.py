@@ -152,7 +152,7 @@ class _NotStarted(Exception):
 class _Programs:
     """Runs the programs of one request, one after another, each within the processor time of one."""
 
-    def __init__(self, request: dict[str, Any], executable: str, guest: str, tests: str, results: _Results) -> None:
+    def __init__(self, request: dict[str, Any], executable: str, guest: str, tests: str, results: _Results):
         self._request, self._executable, self._results = request, executable, results
         self._guest, self._tests = guest, tests
         self._cpu_left = 0.0

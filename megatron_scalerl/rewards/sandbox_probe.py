@@ -1,7 +1,5 @@
 """Whether this host can isolate programs: found out by a program in a real sandbox that tries what must fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

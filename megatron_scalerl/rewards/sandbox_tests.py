@@ -37,7 +37,7 @@ class Remote:
     made by the program, it decides all the same.
     """
 
-    def __init__(self, tests: Tests, number: int) -> None:
+    def __init__(self, tests: Tests, number: int):
         self.__dict__.update(_tests=tests, _number=number)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
@@ -353,7 +353,7 @@ _CASES = "_cases_"
 class _Raises:
     """pytest.raises as a context."""
 
-    def __init__(self, kinds: Any, match: str | None) -> None:
+    def __init__(self, kinds: Any, match: str | None):
         self._kinds, self._match = kinds, match
 
     def __enter__(self) -> _Raises:
@@ -372,7 +372,7 @@ class _Raises:
 class _Approx:
     """pytest.approx of a number, or of a sequence or dict of numbers."""
 
-    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:
+    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None):
         self._expected = expected
         self._rel = (1e-6 if abs is None else 0.0) if rel is None else rel
         self._abs = 1e-12 if abs is None else abs

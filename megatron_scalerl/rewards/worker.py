@@ -7,8 +7,6 @@ Only the verifier itself may raise or exceed its limits (limits.py). Answers are
 the pool wrote and are passed on as str. What the verifier prints goes to stdout and stderr, which hold no replies.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import importlib

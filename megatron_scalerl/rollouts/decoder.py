@@ -93,7 +93,7 @@ class Reply:
 class Decoding:
     """Answers jobs."""
 
-    def __init__(self, setup_json: bytes) -> None:
+    def __init__(self, setup_json: bytes):
         setup = msgspec.json.decode(setup_json, type=Setup)
         self._format = setup.answer
         self._text = _text_decoder(setup)

@@ -73,7 +73,7 @@ class DecoderPool:
         *,
         logs: Path,
         timeout_s: float = TIMEOUT_S,
-    ) -> None:
+    ):
         """logs: folder of the processes' logs, `decoder-N.log`."""
         fast: Any = getattr(tokenizer, "backend_tokenizer", None)
         text = fast.to_str() if hasattr(fast, "to_str") else None

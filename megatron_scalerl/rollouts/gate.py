@@ -122,7 +122,7 @@ from megatron_scalerl.recipe.sections import RolloutsSection
 class StalenessGate:
     """Admission and batch composition for k = `max_staleness_steps`; k = 0 is synchronous training."""
 
-    def __init__(self, *, groups_per_batch: int, max_staleness_steps: int) -> None:
+    def __init__(self, *, groups_per_batch: int, max_staleness_steps: int):
         assert groups_per_batch >= 1 and max_staleness_steps >= 0
         self.groups_per_batch = groups_per_batch
         self.max_staleness_steps = max_staleness_steps
@@ -213,7 +213,7 @@ class StalenessGate:
 class PhaseGate(StalenessGate):
     """Admission and batch composition for k = `updates_per_phase`; k = 1 is synchronous training."""
 
-    def __init__(self, *, groups_per_batch: int, updates_per_phase: int) -> None:
+    def __init__(self, *, groups_per_batch: int, updates_per_phase: int):
         assert updates_per_phase >= 1
         super().__init__(groups_per_batch=groups_per_batch, max_staleness_steps=updates_per_phase - 1)
         self._size = groups_per_batch * updates_per_phase

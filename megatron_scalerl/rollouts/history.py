@@ -108,9 +108,9 @@ class History:
 def read_history(run_dir: Path) -> History:
     """Read RUN/journal.jsonl. Raises ValueError naming file and line for an invalid line."""
     path = run_dir / "journal.jsonl"
-    events: list[Admit | Finish] = []
-    batches: list[BatchRecord] = []
-    finished: dict[int, Finish] = {}
+    events = []
+    batches = []
+    finished = {}
     for event in _events(path):
         if isinstance(event, BatchRecord):
             batches.append(event)

@@ -70,7 +70,7 @@ class Journal:
         *,
         policy: Policy = "keep",
         segment_bytes: int = SEGMENT_BYTES,
-    ) -> None:
+    ):
         """history: of this folder, read here if it is not given. policy: what `retain` does with rollouts.
 
         Raises OSError, and ValueError as `read_history`.

@@ -71,7 +71,7 @@ def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity
 class Plans:
     """What a run asks of its engines, and where the answer is in what they return."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase):
         """Raises ValueError if think tags or phrase change in an encode-decode round trip, or end a sequence."""
         self._recipe = recipe
         self._end_ids = end_token_ids(recipe.policy.path, tokenizer)

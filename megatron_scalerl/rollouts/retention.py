@@ -18,7 +18,7 @@ Policy = Literal["keep", "resume"]
 class Retention:
     """Knows for each segment which of its groups a resume may still need. Used by the event loop only."""
 
-    def __init__(self, policy: Policy, folder: Path, history: History) -> None:
+    def __init__(self, policy: Policy, folder: Path, history: History):
         """folder: RUN/rollouts. history: of the attempts before this one."""
         self.policy = policy
         self._folder = folder

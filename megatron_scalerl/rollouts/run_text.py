@@ -21,7 +21,7 @@ class RunTokenizer(Protocol):
 class _Fast:
     """A tokenizer.json without transformers, whose import takes seconds."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(path))

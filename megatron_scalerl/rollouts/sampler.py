@@ -26,7 +26,7 @@ class ScoredCompletion:
 class Sampler:
     """Completes prompts on engines and scores them."""
 
-    def __init__(self, plans: Plans, *, decoders: DecoderPool, verifier: VerifierPool | TaskPools) -> None:
+    def __init__(self, plans: Plans, *, decoders: DecoderPool, verifier: VerifierPool | TaskPools):
         self._plans = plans
         self._decoders = decoders
         self._verifier = verifier

@@ -109,7 +109,7 @@ def head_bytes(data: bytes) -> int:
     magic, _, size, _, header_bytes, completions = _FIXED.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError(f"expected a block that begins with {_MAGIC!r}, found {magic!r}")
-    head: int = _FIXED.size + _ENTRY.size * completions + header_bytes
+    head = _FIXED.size + _ENTRY.size * completions + header_bytes
     if head > size:
         raise ValueError(f"expected a block of at least {head} bytes, found {size}")
     return head
@@ -178,7 +178,7 @@ def segments(folder: Path) -> list[int]:
 class StoreWriter:
     """Appends groups to the newest segment. `sync` may be called while another thread appends."""
 
-    def __init__(self, folder: Path, *, durable: BlockRef | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, folder: Path, *, durable: BlockRef | None = None, segment_bytes: int = SEGMENT_BYTES):
         """Open RUN/rollouts. durable: the last block that the journal names.
 
         Cuts a torn block off the newest segment. Raises OSError.

@@ -79,7 +79,7 @@ class _Load:
 class EngineLoads:
     """Completions and expected tokens per engine. Not safe for several threads."""
 
-    def __init__(self, engines: Membership, *, group_size: int, max_in_flight: int, expected_tokens: float) -> None:
+    def __init__(self, engines: Membership, *, group_size: int, max_in_flight: int, expected_tokens: float):
         """max_in_flight: completions per engine. expected_tokens: of a completion, before the first has finished."""
         self._engines = engines
         self._group_size, self._max_in_flight = group_size, max_in_flight
@@ -175,7 +175,7 @@ class RolloutStream:
         count_tokens: Callable[[int], None] = lambda tokens: None,
         rounds: Rounds | None = None,
         problems: dict[str, str | None] | None = None,
-    ) -> None:
+    ):
         """count_tokens: called with the number of tokens of every finished completion. rounds: for
         rollouts.deterministic. problems: `PromptSet.problems`, completed here."""
         self.reissued_groups = 0

@@ -68,7 +68,7 @@ def draw_problem(rng: random.Random, level: int) -> Problem:
 
 
 def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
-    choices: list[str] = []
+    choices = []
     if value < MAX_VALUE:
         choices += ["+"] * 2
     if value > 0:

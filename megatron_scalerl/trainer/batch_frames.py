@@ -106,7 +106,7 @@ def _completion(sample: SampleFacts, frame: Buffer, policy_version: int, limits:
 class BatchFrames:
     """The batch that a rank holds for its next step: at most one. Filled by `hold`, emptied by `take`."""
 
-    def __init__(self, trainer: Any, parallel: Parallel) -> None:
+    def __init__(self, trainer: Any, parallel: Parallel):
         self._parallel = parallel
         self._limits = Limits(micro_batch_tokens=trainer.micro_batch_tokens, experts=trainer.experts)
         self._pad_multiple: int = trainer.pad_multiple

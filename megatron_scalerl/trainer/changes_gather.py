@@ -24,7 +24,7 @@ _DENSE = -1
 class ChangesGather:
     """The shards of one optimizer in the ranks of its group. The constructor and the calls are collective."""
 
-    def __init__(self, written: Written, parameters: Sequence[Tensor], own: Sequence[Tensor], group: Any) -> None:
+    def __init__(self, written: Written, parameters: Sequence[Tensor], own: Sequence[Tensor], group: Any):
         """parameters: what the group shards, in one order on all ranks. own: this rank's shards, views of them."""
         assert all(shard.numel() < 1 << 31 for shard in own), "positions are gathered as int32"
         self._written, self._group, self._own = written, group, list(own)

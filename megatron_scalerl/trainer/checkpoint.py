@@ -51,7 +51,7 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
 class AsyncSave:
     """A checkpoint that is written while the trainer goes on. All calls are collective."""
 
-    def __init__(self, path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
+    def __init__(self, path: str | Path, trainer: Trainer, extra: dict[str, Any]):
         """Copy what `save` writes, and begin to write it. Costs host memory: as many bytes as this rank writes."""
         self._path, self._parallel, self._extra = Path(path), trainer.parallel, extra
         self._facts = {"step": trainer.steps_made}

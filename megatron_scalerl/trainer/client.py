@@ -58,7 +58,7 @@ class TrainerClient:
         rendezvous: FolderRendezvous | None,
         address: str = sockets.LOCAL,
         command_timeout_s: float = 3600.0,
-    ) -> None:
+    ):
         self.world_size = world_size
         self.info: TrainerInfo | None = None
         self._run_id, self._incarnation, self._secret = run_id, incarnation, secret

@@ -1,7 +1,5 @@
 """Megatron's configuration objects from recipe, model family and parallel layout."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import fields

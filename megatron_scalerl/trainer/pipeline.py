@@ -24,7 +24,7 @@ class KnownShapes(P2PCommunicator):
     Micro-batches arrive from the previous stage in order, and so do their gradients from the next one.
     """
 
-    def __init__(self, pp_group: Any, config: Any, shapes: Sequence[Shape]) -> None:
+    def __init__(self, pp_group: Any, config: Any, shapes: Sequence[Shape]):
         super().__init__(pp_group=pp_group, config=config)
         self._forward, self._backward = iter(shapes), iter(shapes)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ def host_row(m: MicroBatch, plan_of: Callable[[list[int], Tensor, Tensor], Plan]
     `plan_of` returns the plan for sequence starts, positions [N] and loss mask [N].
     """
     plan = plan_of(m.cu_seqlens.tolist(), torch.from_numpy(m.position_ids), torch.from_numpy(m.loss_mask))
-    columns: dict[str, Any] = {name: getattr(m, name) for name in _COLUMNS}
+    columns = {name: getattr(m, name) for name in _COLUMNS}
     columns = {name: None if array is None else torch.from_numpy(array) for name, array in columns.items()}
     places = plan.places if plan.share.places is None else None
     if places is None:  # the plan has only those of this rank's share

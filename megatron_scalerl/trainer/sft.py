@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -136,7 +135,7 @@ def _of_warm_start(recipe: Recipe) -> Recipe:
     )
     trainer = recipe.trainer.model_copy(update={"world_size": world_size, "threads": section.threads})
     rollouts = recipe.rollouts.model_copy(update={"temperature": 1.0})
-    update: dict[str, Any] = {"optimizer": optimizer, "trainer": trainer, "rollouts": rollouts}
+    update = {"optimizer": optimizer, "trainer": trainer, "rollouts": rollouts}
     if world_size == 1:  # one process has the whole policy, however the RL run shards it
         model = {key: value for key, value in recipe.megatron.model.items() if key not in MODEL_KEYS}
         update["megatron"] = recipe.megatron.model_copy(update={"parallel": {}, "model": model})

@@ -46,7 +46,7 @@ write_bucket_of_one_file: Any = inspect.unwrap(FileSystemWriterAsync.write_prelo
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results: Any) -> None:
     """Replaces Megatron's: the same files and the same report, one file after another."""
-    written: dict[int, Any] = {}
+    written = {}
     for index, bucket in enumerate(write_buckets):
         report: queue.Queue[Any] = queue.Queue()
         unfinished: queue.Queue[Any] = queue.Queue()
@@ -71,7 +71,7 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[
 class ShardWriting:
     """This rank's files of a checkpoint, written by a thread from a copy in host memory."""
 
-    def __init__(self, request: AsyncRequest, live: Set[int]) -> None:
+    def __init__(self, request: AsyncRequest, live: Set[int]):
         """Copy what is live in `request` (of `dist_checkpointing.save` in `writing_in_process`) and begin to write.
 
         live: addresses of the memory that changes. It may change once this returns.

@@ -76,7 +76,7 @@ class Trainer:
         pad_multiple: int,
         temperature: float = 1.0,
         loss_in_chunk: bool = False,
-    ) -> None:
+    ):
         self.chunks = chunks
         self.optimizer = optimizer
         self.changes = WeightChanges(optimizer, parallel.device)
@@ -158,7 +158,7 @@ class Trainer:
         rows = scoring_micro_batches(
             token_ids, micro_batch_tokens=self.micro_batch_tokens, pad_multiple=self.pad_multiple
         )
-        found: list[Tensor] = []
+        found = []
 
         def collect(row: Row, output: Tensor) -> _MegatronLoss:
             found.append(torch.stack((output[0], output[1])).index_select(1, row.places).detach())

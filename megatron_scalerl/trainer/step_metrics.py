@@ -128,7 +128,7 @@ STEP_METRICS: Kinds = {"tokens": Sum, "seconds": Max, "weights_changed": Mean}
 class StepMetrics:
     """The metrics of one step on one rank."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device):
         self._vectors = {
             op: torch.zeros(_length(MICRO_BATCH_METRICS, op), dtype=torch.float64, device=device) for op in (SUM, MAX)
         }
@@ -184,7 +184,7 @@ def _of_micro_batch(
     weights = output.is_weights.index_select(0, places).double()
     age = staleness.index_select(0, places)
     tokens, weight = inputs.loss_mask.sum().double(), weights.sum()
-    found: dict[str, Metric] = {
+    found = {
         "loss": Sum(output.loss.detach().double()),
         "loss_tokens": Sum(tokens),
         "entropy": Mean(entropy.index_select(0, places).sum(dtype=torch.float64), tokens),

@@ -28,7 +28,7 @@ class WeightChanges:
     Where updates are of changes, `written` has them.
     """
 
-    def __init__(self, optimizer: Any, device: torch.device) -> None:
+    def __init__(self, optimizer: Any, device: torch.device):
         self.written = Written()
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
         self._chunk = CHUNK if device.type == "cpu" else GPU_CHUNK

@@ -90,7 +90,7 @@ class Worker:
     _saving: AsyncSave | None = None
     """The checkpoint that is being written."""
 
-    def __init__(self, recipe: Recipe, rendezvous: Rendezvous, run_dir: Path) -> None:
+    def __init__(self, recipe: Recipe, rendezvous: Rendezvous, run_dir: Path):
         # Imported here: a rank that is refused should not wait for torch and Megatron to load.
         from megatron_scalerl.trainer.batch_frames import BatchFrames
         from megatron_scalerl.trainer.ranks import init_parallel

@@ -104,7 +104,7 @@ class LivePart:
             source = source.select(axis, self.fixed[axis] - ranges[axis][0])
         kept = sorted(self.axes)
         source = source.permute([kept.index(axis) for axis in self.axes])
-        scattered: dict[int, torch.Tensor] = {}
+        scattered = {}
         for place, (axis, along) in enumerate(zip(self.axes, self.indices)):
             first, end = ranges[axis]
             if isinstance(along, range):
@@ -148,7 +148,7 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
     Raises NotImplementedError, naming tensor and function, for what cannot be followed, ValueError for a tensor that
     `load` refuses.
     """
-    found: list[Scatter] = []
+    found = []
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items() if tensor.numel()}
 
     def copied(source: "_Recording", destination: torch.Tensor) -> None:

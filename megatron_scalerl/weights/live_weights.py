@@ -110,7 +110,7 @@ def _along(index: torch.Tensor) -> Along:
 class LiveWeights:
     """The live parameters of one worker's model, written part by part."""
 
-    def __init__(self, model: Any, manifest: Manifest) -> None:
+    def __init__(self, model: Any, manifest: Manifest):
         """Raises NotImplementedError, with the reason, for a model that only its own loader can fill.
 
         Raises ValueError, by name, for a tensor that the model has no parameter for, a parameter that no tensor
@@ -187,7 +187,7 @@ def _sums(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def _packed_experts(model: Any) -> set[str]:
     """Names of the expert weights in blocks. Raises NotImplementedError where a kernel's order is not known."""
-    found: set[str] = set()
+    found = set()
     for prefix, layer in model.named_modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is None:

@@ -146,7 +146,7 @@ def manifest_of(items: Iterable[tuple[str, str, Iterable[int]]]) -> Manifest:
     manifest = tuple(ParamMeta(name=n, dtype=d, shape=tuple(s)) for n, d, s in items)
     if not manifest:
         raise ValueError("weights: expected at least one tensor, found none")
-    seen: set[str] = set()
+    seen = set()
     for meta in manifest:
         if meta.name in seen:
             raise ValueError(f"weights: expected every name once, found {meta.name} twice")

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class WeightSending:
     """This rank's part in the weight updates of a run."""
 
-    def __init__(self, source: MegatronWeightSource, *, bucket_mib: int, written: Written | None = None) -> None:
+    def __init__(self, source: MegatronWeightSource, *, bucket_mib: int, written: Written | None = None):
         """written: by the optimizer of the source's parameters; without it they are compared with copies."""
         self._source, self._parallel, self._bucket_mib = source, source.parallel, bucket_mib
         self._written = Written() if written is None else written

@@ -61,7 +61,7 @@ class MegatronWeightSource:
     everything.
     """
 
-    def __init__(self, chunks: Sequence[Any], parallel: Parallel, *, most_senders: int = 1) -> None:
+    def __init__(self, chunks: Sequence[Any], parallel: Parallel, *, most_senders: int = 1):
         """most_senders: ranks that send, where that is more than one copy of the model needs."""
         self.parallel = parallel
         self.family: Family = unwrap(chunks[0]).family
@@ -149,7 +149,7 @@ def _check_same(digests: Sequence[int], parallel: Parallel) -> None:
 
 def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters by the weight map's names: global layer and expert numbers, names of plain layers."""
-    found: dict[str, torch.nn.Parameter] = {}
+    found = {}
     for chunk in chunks:
         model = unwrap(chunk)
         experts = (model.config.num_moe_experts or 0) // parallel.ep_size

@@ -16,7 +16,7 @@ from megatron_scalerl.weights.transport.gloo import Group
 class StagedUpdate:
     """One worker's parts of an update, as they arrive; every bucket is checked before `take` gives them out."""
 
-    def __init__(self, groups: Mapping[int, Group], plan: WeightPlan, version: int, *, holds: int | None) -> None:
+    def __init__(self, groups: Mapping[int, Group], plan: WeightPlan, version: int, *, holds: int | None):
         """Begin to receive. The arguments are those of `frames.receive`."""
         self.version = version
         self.digests: list[int] = []

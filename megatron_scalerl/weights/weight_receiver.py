@@ -175,7 +175,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         """Give whole tensors to vLLM's loader."""
         model = cast(Any, self.model)
         expected = {name for name, _ in self.model.named_parameters() if not name.startswith(VISION)}
-        taken: list[str] = []
+        taken = []
 
         def counted() -> Any:
             for name, tensor in assembled(parts, plan):

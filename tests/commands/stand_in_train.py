@@ -24,7 +24,7 @@ def wait(name, step):
         time.sleep(0.02)
 
 
-def main() -> int:
+def main():
     """Make the steps that are left."""
     recipe = yaml.safe_load(Path(sys.argv[-1]).read_text())
     folder = Path(recipe["output_dir"]) / recipe["name"]

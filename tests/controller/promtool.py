@@ -10,7 +10,7 @@ needs_promtool = pytest.mark.skipif(
 )
 
 
-def promtool(*words: str) -> None:
+def promtool(*words):
     """Run it; fails with what it says."""
     done = subprocess.run(["promtool", *words], capture_output=True, timeout=240, check=False)
     said = (done.stdout + done.stderr).decode()

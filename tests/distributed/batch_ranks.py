@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import fields, replace
-from typing import Any
 
 from batch_messages import frames_of
 from random_policy import batches_of, plan_of, random_samples
@@ -11,7 +10,7 @@ from trainer_ranks import recipe, release
 from megatron_scalerl.types import ExpertChoices
 
 
-def many(jobs: list[tuple[str, str, dict[str, int]]]) -> dict[str, Any]:
+def many(jobs):
     """For each (name, policy, layout): two steps on shared batches and on local ones, from the same weights."""
     import torch
 
@@ -49,7 +48,7 @@ def many(jobs: list[tuple[str, str, dict[str, int]]]) -> dict[str, Any]:
     return found
 
 
-def _with_experts(samples: list[Any], shape: tuple[int, int] | None) -> list[Any]:
+def _with_experts(samples, shape):
     """The samples; for a policy with experts all but the first have the engine's choices among four."""
     if shape is None:
         return samples
@@ -62,7 +61,7 @@ def _with_experts(samples: list[Any], shape: tuple[int, int] | None) -> list[Any
     return found
 
 
-def _same(batch: Any, local: Any) -> bool:
+def _same(batch, local):
     """Every bit of every column."""
     pairs = list(zip(batch.micro_batches, local.micro_batches, strict=True))
     return batch.step == local.step and all(
@@ -73,5 +72,5 @@ def _same(batch: Any, local: Any) -> bool:
     )
 
 
-def _report(report: Any) -> tuple[float, float, int, dict[str, float]]:
+def _report(report):
     return report.loss, report.grad_norm, report.tokens, dict(report.metrics)

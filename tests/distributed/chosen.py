@@ -1,9 +1,7 @@
 """Which cases of a grid run: ranks compute no others."""
 
-import pytest
 
-
-def chosen(request: pytest.FixtureRequest, parameter: str) -> set[str]:
+def chosen(request, parameter):
     """Values of a parameter in the tests of this file that run and use this fixture."""
     tests = [
         item

@@ -1,18 +1,16 @@
 """Random policies for ranks, each made when a test asks for it."""
 
-from pathlib import Path
-
 import pytest
 
 
 class Policies(dict[str, str]):
     """Kind of a policy -> its folder."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         super().__init__()
         self._root = root
 
-    def __missing__(self, kind: str) -> str:
+    def __missing__(self, kind):
         import random_policies  # torch and transformers, which quick tests of this folder do not need
 
         random_policies.make(kind, self._root / kind)

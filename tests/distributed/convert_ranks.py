@@ -11,7 +11,7 @@ Job = tuple[str, str, dict[str, Any]]
 """Hugging Face folder, Megatron folder, layout."""
 
 
-def differing_parameters(jobs: list[Job]) -> list[dict[str, Any]]:
+def differing_parameters(jobs):
     """For every job: this rank's parameters after the stock load that differ from those read from Hugging Face.
 
     Both sides start from other values than the checkpoint's; `changed` counts parameters that the load changed.
@@ -45,7 +45,7 @@ def differing_parameters(jobs: list[Job]) -> list[dict[str, Any]]:
     return found
 
 
-def refusals(jobs: list[Job]) -> list[str]:
+def refusals(jobs):
     """For every job: what this rank says as it starts from a checkpoint that must be refused."""
     from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.model import build_policy, load_megatron
@@ -64,7 +64,7 @@ def refusals(jobs: list[Job]) -> list[str]:
     return refusals
 
 
-def save_the_stock_way(jobs: list[Job]) -> None:
+def save_the_stock_way(jobs):
     """Writes a Hugging Face folder's policy as Megatron does, in the layout's own chunks."""
     from megatron.core import dist_checkpointing
 

@@ -10,15 +10,15 @@ from parity_ranks import recipe
 from policy_rows import arguments
 
 Probe = Callable[[str], Any]
-PROBES: dict[str, Probe] = {}
+PROBES = {}
 
 
-def probe_all(path: str) -> dict[str, tuple[str, Any]]:
+def probe_all(path):
     """name -> (the error without that patch, the answer with all); `path` is a mixture-of-experts policy."""
     from megatron_scalerl.distributed import cpu_compat
 
     before = _fingerprint()
-    found: dict[str, Any] = {"names": (sorted(cpu_compat.PATCHES), sorted(PROBES))}
+    found = {"names": (sorted(cpu_compat.PATCHES), sorted(PROBES))}
     for name, probe in PROBES.items():
         cpu_compat.uninstall()
         cpu_compat.install(without=[name])
@@ -31,7 +31,7 @@ def probe_all(path: str) -> dict[str, tuple[str, Any]]:
     return found
 
 
-def _fingerprint() -> list[Any]:
+def _fingerprint():
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import token_dispatcher
@@ -52,7 +52,7 @@ def _fingerprint() -> list[Any]:
     return [vars(owner).get(name) for owner in owners for name in names]
 
 
-def _error_of(probe: Probe, path: str) -> str:
+def _error_of(probe, path):
     try:
         probe(path)
     except Exception as error:
@@ -60,26 +60,26 @@ def _error_of(probe: Probe, path: str) -> str:
     return ""
 
 
-def _probe(function: Probe) -> Probe:
+def _probe(function):
     PROBES[function.__name__] = function
     return function
 
 
-def _source_has(module: Any, text: str) -> None:
+def _source_has(module, text):
     """A global of torch that upstream calls too deep inside to reach here: upstream must still call it."""
     if text not in inspect.getsource(module):
         raise AssertionError(f"upstream {module.__name__} no longer says {text}")
 
 
 @_probe
-def current_device(path: str) -> Any:
+def current_device(path):
     from megatron.core.utils import GlobalMemoryBuffer
 
     return GlobalMemoryBuffer().get_tensor([2], torch.float32, "probe").device.type
 
 
 @_probe
-def rng_state(path: str) -> Any:
+def rng_state(path):
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from megatron_scalerl.distributed.device import seed_everything
@@ -96,7 +96,7 @@ def rng_state(path: str) -> Any:
 
 
 @_probe
-def device_literal(path: str) -> Any:
+def device_literal(path):
     from megatron.core.transformer.utils import get_default_causal_mask
 
     from megatron_scalerl.distributed.cpu_compat import LITERAL_FILES, _core
@@ -108,7 +108,7 @@ def device_literal(path: str) -> Any:
 
 
 @_probe
-def cuda_method(path: str) -> Any:
+def cuda_method(path):
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     _source_has(inspect.getmodule(LanguageModule), "weight.data.cuda()")
@@ -116,7 +116,7 @@ def cuda_method(path: str) -> Any:
 
 
 @_probe
-def type_name(path: str) -> Any:
+def type_name(path):
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
     parameter = torch.nn.Parameter(torch.ones(1))
@@ -126,7 +126,7 @@ def type_name(path: str) -> Any:
 
 
 @_probe
-def synchronize(path: str) -> Any:
+def synchronize(path):
     from megatron.core.pipeline_parallel import p2p_communication
 
     _source_has(p2p_communication, "torch.cuda.synchronize()")
@@ -134,7 +134,7 @@ def synchronize(path: str) -> Any:
 
 
 @_probe
-def streams(path: str) -> Any:
+def streams(path):
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
@@ -142,12 +142,12 @@ def streams(path: str) -> Any:
 
 
 @_probe
-def router_gemm(path: str) -> Any:
+def router_gemm(path):
     return _forward(path)
 
 
 @_probe
-def router_not_compiled(path: str) -> Any:
+def router_not_compiled(path):
     from megatron.core.transformer.moe.router import TopKRouter
 
     assert not hasattr(TopKRouter._apply_expert_bias, "_torchdynamo_orig_callable"), "goes through torch.compile"
@@ -155,12 +155,12 @@ def router_not_compiled(path: str) -> Any:
 
 
 @_probe
-def split_sizes(path: str) -> Any:
+def split_sizes(path):
     return _forward(path, expert_model_parallel_size=2)
 
 
 @_probe
-def uneven_gather(path: str) -> Any:
+def uneven_gather(path):
     import torch.distributed as dist
     from megatron.core.tensor_parallel.mappings import _gather_along_first_dim
 
@@ -170,7 +170,7 @@ def uneven_gather(path: str) -> Any:
 
 
 @_probe
-def adamw_state_before_first_step(path: str) -> Any:
+def adamw_state_before_first_step(path):
     chunks, optimizer = _build(path)
     inner = chunks[0].module
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -184,7 +184,7 @@ def adamw_state_before_first_step(path: str) -> Any:
 
 
 @_probe
-def adamw_step_of_loaded_state(path: str) -> Any:
+def adamw_step_of_loaded_state(path):
     chunks, optimizer = _build(path)
     _train(chunks, optimizer)
     sharded = optimizer.chained_optimizers[0]
@@ -199,7 +199,7 @@ def adamw_step_of_loaded_state(path: str) -> Any:
 
 
 @_probe
-def adamw_step_per_parameter(path: str) -> Any:
+def adamw_step_per_parameter(path):
     chunks, optimizer = _build(path)
     _train(chunks, optimizer)
     for sharded in optimizer.chained_optimizers:
@@ -210,7 +210,7 @@ def adamw_step_per_parameter(path: str) -> Any:
     return True
 
 
-def _build(path: str, *, optimizer: bool = True, **layout: Any) -> tuple[list[Any], Any]:
+def _build(path, *, optimizer=True, **layout):
     from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.optimizer import build_optimizer
@@ -222,19 +222,19 @@ def _build(path: str, *, optimizer: bool = True, **layout: Any) -> tuple[list[An
     return chunks, build_optimizer(chunks, settings) if optimizer else None
 
 
-def _forward(path: str, **layout: Any) -> bool:
+def _forward(path, **layout):
     chunks, _ = _build(path, optimizer=False, **layout)
     return bool(torch.isfinite(_row_through(chunks)).all())
 
 
-def _row_through(chunks: list[Any]) -> torch.Tensor:
+def _row_through(chunks):
     tokens = torch.arange(12)
     positions = torch.cat([torch.arange(5), torch.arange(7)])
     row = {"tokens": tokens[None], "position_ids": positions[None], "targets": tokens}
     return chunks[0](**arguments(chunks[0], row | {"cu_seqlens": torch.tensor([0, 5, 12])}))
 
 
-def _train(chunks: list[Any], optimizer: Any) -> None:
+def _train(chunks, optimizer):
     chunks[0].zero_grad_buffer()
     optimizer.zero_grad()
     _row_through(chunks)[0].sum().backward()

@@ -1,7 +1,6 @@
 """What each rank does for the families' parity tests: load, whole logits through the pipeline, save."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,11 @@ from policy_rows import arguments, full_logits
 from random_policies import rows
 from safetensors.torch import save_file
 
-from megatron_scalerl.models.family import Family
-
 Job = tuple[str, str, dict[str, Any], str]
 """Name, policy path, layout, safetensors file to save into ("" for none)."""
 
 
-def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
+def logits_and_saved(jobs):
     """Logits [N, vocab] of the second fixed row on ranks of the last stage; saves the untouched weights."""
     from gathered_weights import gathered
 
@@ -26,7 +23,7 @@ def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
     from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.weights.source import MegatronWeightSource
 
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     for name, path, layout, out in jobs:
         settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
         parallel = init_parallel(settings)
@@ -43,7 +40,7 @@ def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
     return found
 
 
-def logits_without(jobs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
+def logits_without(jobs):
     """Logits of policies that lack one feature: for (feature, policy path), the feature being a key of WITHOUT."""
     from megatron_scalerl.trainer import model
 
@@ -55,20 +52,20 @@ def logits_without(jobs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _option(**options: Any) -> Callable[[Family], Family]:
+def _option(**options):
     return lambda family: replace(family, transformer={**family.transformer, **options})
 
 
-def _layers(**style: Any) -> Callable[[Family], Family]:
+def _layers(**style):
     return lambda family: replace(family, layers=tuple(replace(layer, **style) for layer in family.layers))
 
 
-def _rope_everywhere(family: Family) -> Family:
+def _rope_everywhere(family):
     """The layer without RoPE gets it, still without norm and chunks."""
     return replace(family, transformer={**family.transformer, "no_rope_freq": [0] * len(family.layers)})
 
 
-WITHOUT: dict[str, Callable[[Family], Family]] = {
+WITHOUT = {
     "llama4: chunked attention": _layers(chunked=False),
     "llama4: no chunks in layers without RoPE": _layers(chunked=True),
     "llama4: attention temperature": lambda family: replace(family, query_scale=None),
@@ -94,14 +91,14 @@ WITHOUT: dict[str, Callable[[Family], Family]] = {
 """Policy kind and feature -> the family without it."""
 
 
-def _logits(chunks: list[Any]) -> list[torch.Tensor]:
+def _logits(chunks):
     """One tensor on the last stage, nothing before it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     row = rows()[1]
-    found: list[torch.Tensor] = []
+    found = []
 
-    def forward(_: Any, model: Any) -> Any:
+    def forward(_, model):
         logits = full_logits(model, row)
         if logits is not None:
             found.append(logits)

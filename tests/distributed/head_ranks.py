@@ -1,7 +1,6 @@
 """What one rank of the tests of the trainer's head does: gradients in Megatron's own DDP, and trainer steps."""
 
 import os
-from typing import Any
 
 import random_policies
 import torch
@@ -11,7 +10,7 @@ from policy_rows import arguments
 from random_policy import make_recipe
 
 
-def gradients(jobs: list[tuple[str, str, dict[str, Any], bool | None, bool]]) -> dict[str, Any]:
+def gradients(jobs):
     """For each (name, policy path, layout, main_grad, loss in chunk): every main_grad after two micro-batches."""
     from megatron_scalerl.distributed.parallel import shutdown_parallel, unwrap
     from megatron_scalerl.trainer.model import build_policy
@@ -34,7 +33,7 @@ def gradients(jobs: list[tuple[str, str, dict[str, Any], bool | None, bool]]) ->
     return found
 
 
-def _backward(chunks: list[Any], parallel: Any, in_chunk: bool) -> None:
+def _backward(chunks, parallel, in_chunk):
     """Both fixed rows (one per data-parallel rank) through Megatron's schedule, with a plain weighted sum as loss."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -43,15 +42,15 @@ def _backward(chunks: list[Any], parallel: Any, in_chunk: bool) -> None:
     mine = random_policies.rows()[parallel.dp_rank :: parallel.dp_size]
     get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
 
-    def forward(iterator: Any, model: Any) -> Any:
+    def forward(iterator, model):
         row = next(iterator)
 
-        def of_chunk(logprobs: Any, entropies: Any, places: Any) -> Any:
+        def of_chunk(logprobs, entropies, places):
             return -(logprobs * row["weights"][places]).sum()
 
         output = model(**arguments(model, row), loss=of_chunk if in_chunk else None)
 
-        def loss(output: Any) -> Any:
+        def loss(output):
             value = output[0] if in_chunk else of_chunk(output[0], None, slice(None))
             return value * (len(mine) * parallel.dp_size), {}
 
@@ -70,7 +69,7 @@ def _backward(chunks: list[Any], parallel: Any, in_chunk: bool) -> None:
     )
 
 
-def steps(jobs: list[tuple[str, str, dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+def steps(jobs):
     """For each (name, policy path, megatron section, further trainer keys): reports of three steps and more."""
     from gathered_weights import gathered
 

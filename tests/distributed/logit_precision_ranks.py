@@ -1,7 +1,6 @@
 """What the tests of HF parity and of the head's precision compute on each rank."""
 
 import os
-from typing import Any
 
 import policy_rows
 import torch
@@ -9,13 +8,13 @@ from parity_ranks import recipe
 from random_policies import rows
 
 
-def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.Tensor]:
+def full_logits(jobs):
     """For (name, policy path, layout): logits [N, vocab] of the first fixed row, and the model's log-probs."""
     from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.ranks import init_parallel
 
-    found: dict[str, Any] = {}
+    found = {}
     for name, path, layout in jobs:
         settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
         parallel = init_parallel(settings)
@@ -28,7 +27,7 @@ def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.
     return found
 
 
-def save(jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
+def save(jobs):
     """For (output folder, policy path, layout): loads, adds 1/8 to every weight, saves OUT.megatron."""
     from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.checkpoint import save_policy

@@ -1,7 +1,6 @@
 """What one rank of the vocabulary-parallel logit tests does."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ class Case:
     workspace_mb: float = 0.003
 
 
-def problem(level: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def problem(level, dtype):
     generator = torch.Generator().manual_seed(11)
     h = torch.randn(TOKENS, 6, generator=generator, dtype=torch.float64)
     w = torch.randn(VOCAB, 6, generator=generator, dtype=torch.float64)
@@ -33,7 +32,7 @@ def problem(level: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tenso
     return h.to(dtype), w.to(dtype), torch.arange(TOKENS).roll(5)
 
 
-def many(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
+def many(cases):
     """Every case, on this rank of a world that is one tensor-parallel group."""
     import torch.distributed as dist
 
@@ -41,7 +40,7 @@ def many(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
     return [run(case, dist.group.WORLD) for case in cases]
 
 
-def run(case: Case, group: Any = None) -> dict[str, torch.Tensor]:
+def run(case, group=None):
     """Log-probabilities, entropies and the gradients of a weighted sum; the head is sharded over the group."""
     from megatron_scalerl.logits import token_logprobs, token_loss
 
@@ -62,7 +61,7 @@ def run(case: Case, group: Any = None) -> dict[str, torch.Tensor]:
     )
     weights = torch.linspace(-1.0, 2.0, TOKENS, dtype=torch.float64).to(h.dtype)
 
-    def loss(logprobs: torch.Tensor, entropies: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def loss(logprobs, entropies, places):
         return (logprobs * weights[places]).sum() + (entropies * weights.flip(0)[places]).sum()
 
     if case.in_chunks:
@@ -78,7 +77,7 @@ def run(case: Case, group: Any = None) -> dict[str, torch.Tensor]:
 MISTAKES = ("target", "share", "rows", "dtype", "mask", "workspace", "quantized", "temperature")
 
 
-def mistaken(names: tuple[str, ...]) -> dict[str, str]:
+def mistaken(names):
     """What this rank raises when rank 1 alone gives something else; all ranks must raise, then go on together."""
     import torch.distributed as dist
 
@@ -86,11 +85,11 @@ def mistaken(names: tuple[str, ...]) -> dict[str, str]:
     return {name: _mistake(name, dist.group.WORLD) for name in names}
 
 
-def _mistake(name: str, group: Any) -> str:
+def _mistake(name, group):
     from megatron_scalerl.logits import token_logprobs
 
     h, w, y = problem(0.0, torch.float32)
-    arguments: dict[str, Any] = dict(hidden=h, weight=w.chunk(group.size())[group.rank()], targets=y, group=group)
+    arguments = dict(hidden=h, weight=w.chunk(group.size())[group.rank()], targets=y, group=group)
     arguments["sequence_parallel"] = name == "share"
     if name == "share":
         arguments["hidden"] = h.chunk(group.size())[group.rank()]

@@ -1,7 +1,5 @@
 """Parallel layouts, and what makes two steps the same."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -22,7 +20,7 @@ EXPERTS = dict(model=dict(recompute_granularity="selective", recompute_modules=[
 """What the recipes of full size set."""
 
 
-def same_step(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def same_step(found, expected):
     """The same loss, gradients and weights after the step.
 
     AdamW's first step is its learning rate times the gradient's sign: where a gradient is as small as rounding, the
@@ -40,7 +38,7 @@ def same_step(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (found["grads"][name] - grad).norm() / grad.norm() < 2e-5, name
 
 
-def same_weights(found: dict[str, Any], path: str) -> None:
+def same_weights(found, path):
     """Hugging Face -> Megatron -> Hugging Face, bit for bit, in the manifest's order and shapes."""
     from safetensors.torch import load_file
 

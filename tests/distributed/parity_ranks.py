@@ -1,9 +1,6 @@
 """What one rank of the parity tests does: build, one forward and backward pass, one optimizer step, export."""
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import random_policies
 import torch
@@ -14,7 +11,7 @@ from megatron_scalerl.recipe import Recipe
 Row = dict[str, torch.Tensor]
 
 
-def recipe(path: str | Path, world_size: int, layout: dict[str, Any]) -> Recipe:
+def recipe(path, world_size, layout):
     """The smallest recipe with this layout: keys of megatron.parallel, and model=, ddp=, dtype=, logits=."""
     layout = dict(layout)
     policy = dict(path=str(path), dtype=layout.pop("dtype", "float32"), logits=layout.pop("logits", "fp32"))
@@ -30,12 +27,12 @@ def recipe(path: str | Path, world_size: int, layout: dict[str, Any]) -> Recipe:
     )
 
 
-def many(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
+def many(jobs):
     """Runs (name, policy path, layout) one after the other in this rank; rank 0's answers by name."""
     return {name: measure(path, layout) for name, path, layout in jobs}
 
 
-def measure(path: str, layout: dict[str, Any]) -> dict[str, Any]:
+def measure(path, layout):
     """Loss, gradient norm, gradients and exported weights of one step on the fixed rows under a layout."""
     import torch.distributed as dist
 
@@ -52,7 +49,7 @@ def measure(path: str, layout: dict[str, Any]) -> dict[str, Any]:
     chunks = build_policy(path, settings, parallel)
     optimizer = build_optimizer(chunks, settings)
     source = MegatronWeightSource(chunks, parallel)
-    found: dict[str, Any] = {"weights": _export(source)}
+    found = {"weights": _export(source)}
     loss, logprobs = _forward_backward(chunks, parallel, random_policies.rows(lengths))
     found["loss"], found["logprobs"] = loss, logprobs
     if not chunks[0].ddp_config.use_distributed_optimizer:
@@ -65,13 +62,13 @@ def measure(path: str, layout: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _export(source: Any) -> dict[str, torch.Tensor]:
+def _export(source):
     from gathered_weights import gathered
 
     return gathered(source)
 
 
-def _export_grads(source: Any, chunks: list[Any]) -> dict[str, torch.Tensor]:
+def _export_grads(source, chunks):
     """Gradients in Hugging Face coordinates: they ride through the weight map in the parameters' place."""
     kept = [(p, p.data.clone()) for chunk in chunks for p in chunk.parameters()]
     for parameter, _ in kept:
@@ -82,7 +79,7 @@ def _export_grads(source: Any, chunks: list[Any]) -> dict[str, torch.Tensor]:
     return grads
 
 
-def _forward_backward(chunks: list[Any], parallel: Any, rows: list[Row]) -> tuple[float, torch.Tensor | None]:
+def _forward_backward(chunks, parallel, rows):
     """Summed loss over all rows, and log-probabilities of this rank's rows on the last stage."""
     import torch.distributed as dist
     from megatron.core.distributed import finalize_model_grads
@@ -91,14 +88,14 @@ def _forward_backward(chunks: list[Any], parallel: Any, rows: list[Row]) -> tupl
 
     mine = rows[parallel.dp_rank :: parallel.dp_size]
     get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
-    logprobs: list[torch.Tensor] = []
+    logprobs = []
     total = torch.zeros(1)
 
-    def forward(iterator: Iterator[Row], model: Any) -> Any:
+    def forward(iterator, model):
         row = next(iterator)
         output = model(**arguments(model, row))
 
-        def loss(output: torch.Tensor) -> Any:
+        def loss(output):
             logprobs.append(output.detach().clone())
             value = -(output[0] * row["weights"]).sum()
             total.add_(value.detach())

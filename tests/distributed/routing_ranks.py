@@ -1,8 +1,6 @@
 """What one rank of the routing replay tests does: one forward and backward pass with given experts."""
 
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import parity_ranks
 import torch
@@ -11,12 +9,12 @@ from policy_rows import arguments
 Row = dict[str, torch.Tensor]
 
 
-def many(jobs: list[tuple[str, str, dict[str, Any], list[Row]]]) -> dict[str, Any]:
+def many(jobs):
     """Runs (name, policy path, layout, rows) one after the other; this rank's answers by name."""
     return {name: measure(path, layout, rows) for name, path, layout, rows in jobs}
 
 
-def measure(path: str, layout: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+def measure(path, layout, rows):
     """Log-probabilities of the targets and gradients of their sum, with the rows' experts where they bring some."""
     import torch.distributed as dist
     from megatron.core.distributed import finalize_model_grads
@@ -34,14 +32,14 @@ def measure(path: str, layout: dict[str, Any], rows: list[Row]) -> dict[str, Any
     source = MegatronWeightSource(chunks, parallel)
     get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
     mine = rows[parallel.dp_rank :: parallel.dp_size]
-    logprobs: list[torch.Tensor] = []
+    logprobs = []
 
-    def forward(iterator: Iterator[Row], model: Any) -> Any:
+    def forward(iterator, model):
         row = next(iterator)
         choices = row.get("expert_choices")
         output = model(**arguments(model, row), expert_choices=choices)
 
-        def loss(output: torch.Tensor) -> Any:
+        def loss(output):
             logprobs.append(output[0].detach().clone())
             return -output[0].sum() * (len(mine) * parallel.dp_size), {}
 

@@ -13,9 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.connection import wait
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 IMPORTED_ONCE = [
@@ -29,13 +27,13 @@ IMPORTED_ONCE = [
 
 
 def run_ranks(
-    world_size: int,
-    target: str,
-    *args: Any,
-    timeout_s: float = 480.0,
-    env: Mapping[str, str] | None = None,
-    spawn: bool = False,
-) -> list[Any]:
+    world_size,
+    target,
+    *args,
+    timeout_s=480.0,
+    env=None,
+    spawn=False,
+):
     """Results, by rank, of `target` ("module:function", importable here) called with `args` in every process.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, one thread each. The first rank that fails ends all
@@ -46,7 +44,7 @@ def run_ranks(
     if not spawn:
         context.set_forkserver_preload(IMPORTED_ONCE)
     port = _reserved_port()
-    pipes: dict[Connection, int] = {}
+    pipes = {}
     processes = []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
@@ -71,8 +69,8 @@ def run_ranks(
         port.close()
 
 
-def _collect(pipes: dict[Connection, int], deadline: float) -> list[Any]:
-    results: list[Any] = [None] * len(pipes)
+def _collect(pipes, deadline):
+    results = [None] * len(pipes)
     waiting = dict(pipes)
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -87,7 +85,7 @@ def _collect(pipes: dict[Connection, int], deadline: float) -> list[Any]:
     return results
 
 
-def _child(pipe: Connection, settings: dict[str, str], timeout_s: float, target: str, args: tuple[Any, ...]) -> None:
+def _child(pipe, settings, timeout_s, target, args):
     faulthandler.dump_traceback_later(0.9 * timeout_s, exit=False)  # shows where a rank hangs
     os.environ.clear()
     os.environ.update(settings)
@@ -104,7 +102,7 @@ def _child(pipe: Connection, settings: dict[str, str], timeout_s: float, target:
         os._exit(0)
 
 
-def _reserved_port() -> socket.socket:
+def _reserved_port():
     """A socket at the port for the store of rank 0, which listens there seconds later.
 
     On Linux, the store may have the port as well while this socket does not listen, as both have SO_REUSEADDR, but a

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.trainer.ranks import environment
 
 
-def test_without_a_gpu_the_seam_is_cpu_and_gloo() -> None:
+def test_without_a_gpu_the_seam_is_cpu_and_gloo():
     if device.HAVE_GPU:
         assert (device.device().type, device.backend()) == ("cuda", "nccl")
         return
@@ -42,7 +41,7 @@ for asked in ("", "plain", "te"):
 """
 
 
-def test_transformer_engine_can_be_left_out(tmp_path: Path) -> None:
+def test_transformer_engine_can_be_left_out(tmp_path):
     """The package is an empty stand-in: only its presence matters."""
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
@@ -53,7 +52,7 @@ def test_transformer_engine_can_be_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["te", "TE"])
-def test_unavailable_layers_are_refused_in_one_line(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_layers_are_refused_in_one_line(asked, monkeypatch):
     monkeypatch.setattr(device, "LAYERS", asked)
     monkeypatch.setattr(device, "_CAN_TE", False)
     with pytest.raises(ValueError, match=f"^MSRL_LAYERS: expected plain, or te where .* found '{asked}'$"):
@@ -69,18 +68,18 @@ DETERMINISTIC = {
 }
 
 
-def recipe(**sections: Any) -> Any:
+def recipe(**sections):
     return make_recipe(Path("policy"), **sections)
 
 
-def two(kind: str) -> dict[str, Any]:
+def two(kind):
     return {
         "trainer": {"world_size": 2},
         "megatron": {"parallel": {f"{kind}_parallel_size": 2}},
     }
 
 
-def test_a_rank_of_a_run_on_cpus_takes_no_gpu_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_a_run_on_cpus_takes_no_gpu_of_its_host(monkeypatch):
     monkeypatch.setattr(device, "HAVE_GPU", False)
     assert environment(recipe(trainer={"deterministic": True})) == {"CUDA_VISIBLE_DEVICES": ""}
     assert environment(recipe(weights={"transport": "nccl"})) == EXPANDABLE
@@ -97,21 +96,19 @@ def test_a_rank_of_a_run_on_cpus_takes_no_gpu_of_its_host(monkeypatch: pytest.Mo
         ({"trainer": {"deterministic": True}}, EXPANDABLE | DETERMINISTIC),
     ],
 )
-def test_the_environment_on_a_gpu(
-    sections: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_on_a_gpu(sections, expected, monkeypatch):
     monkeypatch.setattr(device, "HAVE_GPU", True)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     assert environment(recipe(**sections)) == expected
 
 
-def test_the_allocators_newer_variable_is_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocators_newer_variable_is_the_users_choice(monkeypatch):
     monkeypatch.setattr(device, "HAVE_GPU", True)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
     assert environment(recipe()) == {}
 
 
-def test_megatron_refuses_what_the_environment_avoids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_refuses_what_the_environment_avoids(monkeypatch):
     """NCCL's user buffers beside expandable segments: distributed_data_parallel_config.py, with torch before 2.11."""
     from megatron.core.distributed import DistributedDataParallelConfig, distributed_data_parallel_config
 
@@ -123,7 +120,7 @@ def test_megatron_refuses_what_the_environment_avoids(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
-def test_an_environment_that_breaks_determinism_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_breaks_determinism_is_refused(name, monkeypatch):
     for key, value in (DETERMINISTIC | {name: "1"}).items():
         monkeypatch.setenv(key, value)
     with pytest.raises(ValueError, match=rf"environment: {name}: expected .* with trainer.deterministic, found 1"):
@@ -131,24 +128,22 @@ def test_an_environment_that_breaks_determinism_is_refused(name: str, monkeypatc
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_rank_is_started_with_the_environment_and_the_users_wins(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_rank_is_started_with_the_environment_and_the_users_wins(monkeypatch, tmp_path):
     """The process is a stand-in that keeps what it would have been given."""
-    seen: dict[str, str] = {}
+    seen = {}
 
-    async def start(name: str, argv: list[str], env: dict[str, str], log: Path) -> Any:
+    async def start(name, argv, env, log):
         seen.update(env)
         return SimpleNamespace(name=name, watch=asyncio.Event().wait)
 
-    async def ready(timeout_s: float) -> None:
+    async def ready(timeout_s):
         pass
 
     monkeypatch.setattr(trainer.ChildProcess, "start", start)
     monkeypatch.setattr(trainer, "environment_of_ranks", lambda _: {"MSRL_TEST_A": "ours", "MSRL_TEST_B": "ours"})
     monkeypatch.setenv("MSRL_TEST_B", "the user's")
     joining = {"RANK": "0", "WORLD_SIZE": "2", "MSRL_SECRET": "secret"}
-    client: Any = SimpleNamespace(worker_env=lambda rank: joining, endpoint="tcp://127.0.0.1:1", wait_ready=ready)
+    client = SimpleNamespace(worker_env=lambda rank: joining, endpoint="tcp://127.0.0.1:1", wait_ready=ready)
     attempt = Attempt(run_id="r", incarnation="local.0", folder=tmp_path, recipe_file=tmp_path / "recipe.yaml")
     of_two = recipe(**two("tensor_model"))
     ranks = trainer.TrainerRanks(of_two, attempt, client, ONE_HOST, Placement.of(of_two, ONE_HOST))
@@ -157,7 +152,7 @@ def test_a_rank_is_started_with_the_environment_and_the_users_wins(
     assert (seen["RANK"], seen["LOCAL_RANK"], seen["WORLD_SIZE"]) == ("1", "1", "2")
 
 
-def test_patches_for_gpus_without_transformer_engine_are_those_of_no_device() -> None:
+def test_patches_for_gpus_without_transformer_engine_are_those_of_no_device():
     from megatron_scalerl.distributed import cpu_compat
 
     cpu_compat.uninstall()

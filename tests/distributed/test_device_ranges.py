@@ -9,7 +9,7 @@ from megatron_scalerl.distributed import device
 
 
 def test_memory_is_written_after_an_exception_too(monkeypatch, tmp_path):
-    asked: list[object] = []
+    asked = []
     monkeypatch.setattr(device, "HAVE_GPU", True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", asked.append)
@@ -20,7 +20,7 @@ def test_memory_is_written_after_an_exception_too(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_a_range_is_in_nvtx_on_a_gpu_alone(monkeypatch, gpu):
-    named: list[str] = []
+    named = []
     monkeypatch.setattr(device, "HAVE_GPU", gpu)
     monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: named.append(name) or nullcontext())
     with device.labelled("optimizer"):

@@ -6,7 +6,6 @@ shapes or arguments once per micro-batch. Not exercised: more than two ranks, bf
 """
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ CP2 = {"context_parallel_size": 2}
 GSPO = {"loss": {"name": "gspo", "clip_low": 0.9, "clip_high": 9.0}}
 PER_TOKEN = {"megatron": {"parallel": CP2, "model": {"calculate_per_token_loss": True}}}
 OUTSIDE = {"trainer": {"world_size": 2, "micro_batch_tokens": 128, "loss_in_chunk": False}}
-TWO_RANKS: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
+TWO_RANKS = {
     "llama dp2": ("llama", {}, 6, {}),
     "llama dp2, three samples": ("llama", {}, 3, {}),
     "llama dp2, one rank idle": ("llama", {}, 1, {}),
@@ -42,9 +41,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-def jobs(
-    request: pytest.FixtureRequest, policies: dict[str, str], *, alone: bool
-) -> list[tuple[str, str, dict[str, int], int, dict[str, Any]]]:
+def jobs(request, policies, *, alone):
     cases = [(name, *TWO_RANKS[name]) for name in sorted(chosen(request, "name"))]
     if alone:
         return [(name, policies[kind], {}, n, GSPO if more is GSPO else {}) for name, kind, _, n, more in cases]
@@ -52,12 +49,12 @@ def jobs(
 
 
 @pytest.fixture(scope="module")
-def alone(request: pytest.FixtureRequest, policies: dict[str, str]) -> dict[str, Any]:
+def alone(request, policies):
     return run_ranks(1, "trainer_ranks:many", jobs(request, policies, alone=True))[0]
 
 
 @pytest.fixture(scope="module")
-def together(request: pytest.FixtureRequest, policies: dict[str, str]) -> list[dict[str, Any]]:
+def together(request, policies):
     return run_ranks(2, "trainer_ranks:many", jobs(request, policies, alone=False))
 
 
@@ -125,13 +122,13 @@ CHANGES = [
 ]
 
 
-def changed(kind: str, name: str, optimizer: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def changed(kind, name, optimizer):
     """The layout of two ranks, and that of one."""
     one = WHOLE if optimizer == "whole" else {}
     return {**LAYOUTS[name], **one}, one
 
 
-def same_rest(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def same_rest(found, expected):
     """Two more steps, the second of which has what the optimizer's state made of the first."""
     assert found["made"] == 2 and found["counters"] == {2.0} and found["final_counters"] == {4.0}
     for (loss, norm), report in zip(expected["reports"], found["reports"], strict=True):
@@ -142,7 +139,7 @@ def same_rest(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def layout_changes(request, policies, tmp_path_factory) -> dict[tuple[str, ...], tuple[Any, Any]]:
+def layout_changes(request, policies, tmp_path_factory):
     """Each change that runs, in both directions: (as resumed under the other layout, as it went on without)."""
     root = tmp_path_factory.mktemp("layouts")
     jobs = {1: [], 2: []}

@@ -5,8 +5,6 @@ feature is also turned off once, and must then differ. Not exercised: published 
 checks their shapes), Transformer Engine's layers.
 """
 
-from typing import Any
-
 import family_ranks
 import pytest
 import random_policies
@@ -31,7 +29,7 @@ BF16 = dict(dtype="bfloat16")
 
 def _layouts(kind):
     """Layouts of two ranks; one key-value head cannot be sharded, dense layers have no experts."""
-    found: dict[str, dict[str, Any]] = {"pp2": PP2}
+    found = {"pp2": PP2}
     found |= {} if kind == "qwen3_tied" else {"tp2": TP2}
     return found | ({"ep2": EP2} if "moe" in kind or "llama4" in kind else {"dp2": {}})
 
@@ -70,7 +68,7 @@ def expected(root):
 
 def jobs(root, expected, names):
     """Every policy in fp32, and once more in bf16, saved beside its source."""
-    found: list[family_ranks.Job] = []
+    found = []
     for name in sorted(names):
         kind, layout = name.split()[0], BY_TWO.get(name, {})
         assert expected[kind] is not None  # its folder is there

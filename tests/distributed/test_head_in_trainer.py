@@ -5,7 +5,6 @@ added twice, or computed from weights of the previous step. Not exercised: the `
 """
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ PLAIN = dict(use_distributed_optimizer=False)
 OVERLAPPED = dict(PLAIN, overlap_grad_reduce=True)
 TP2, PP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline"))
 SP = dict(sequence_parallel=True)
-LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+LAYOUTS = {
     "llama dp2": ("llama", dict(ddp=PLAIN)),
     "llama dp2 overlapped": ("llama", dict(ddp=OVERLAPPED)),
     "llama_tied dp2": ("llama_tied", dict(ddp=PLAIN)),
@@ -34,7 +33,7 @@ WAYS = {"autograd": (False, False), "straight": (None, False), "in chunk": (None
 
 LATE = dict(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=1)
 """Every parameter in a bucket of its own, which is gathered while the layers before it compute."""
-TRAINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+TRAINED = {
     "dp2": ({}, {}),
     "dp2 two passes": ({}, dict(loss_in_chunk=False)),
     "dp2 late weights": (dict(ddp=LATE), {}),

@@ -14,13 +14,13 @@ TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipe
 CP2 = {"context_parallel_size": 2}
 Layouts = dict[str, tuple[str, dict[str, int], set[int]]]
 """Policy, layout, and the ranks that receive a batch."""
-TWO_RANKS: Layouts = {
+TWO_RANKS = {
     "tp2": ("llama", TP2, {0}),
     "pp2": ("llama", PP2, {0}),
     "cp2": ("llama4", CP2, {0}),
     "ep2": ("llama4", EP2, {0, 1}),
 }
-FOUR_RANKS: Layouts = {
+FOUR_RANKS = {
     "tp2 pp2": ("llama", {**TP2, **PP2}, {0}),
     "tp2 cp2": ("llama", {**TP2, **CP2}, {0}),
     "pp2 cp2": ("llama", {**PP2, **CP2}, {0}),

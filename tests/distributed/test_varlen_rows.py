@@ -5,8 +5,6 @@ shown is everything around it: boundaries, the rotary angles that Megatron looks
 tokens under context parallelism. Not exercised: Transformer Engine itself.
 """
 
-from typing import Any
-
 import pytest
 import random_policies
 from parity_layouts import PLAIN, SP, TP2, same_step
@@ -15,7 +13,7 @@ from runner import run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CP2 = {"context_parallel_size": 2}
-POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+POLICIES = {
     "llama": ("llama", {}),
     "llama4": ("llama4", {}),
     "llama4 one chunk": ("llama4", {"attention_chunk_size": 64}),

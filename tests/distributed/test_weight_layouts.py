@@ -77,7 +77,7 @@ def check_versions(versions, expected, workers):
 WHOLE = {"use_distributed_optimizer": False}
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAPPED = {**SHARDED, "overlap_param_gather": True, "overlap_grad_reduce": True}
-RECORDED: list[tuple[str, Sizes, dict[str, bool], int, int]] = [
+RECORDED = [
     ("llama_tied", (2, 1, 1, 1), SHARDED, 2, 4),
     ("llama", (1, 2, 1, 1), SHARDED, 1, 4),
     ("llama4", (2, 1, 1, 1), WHOLE, 2, 4),

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from random_policy import batches_of, make_recipe, random_samples
 
@@ -11,7 +10,7 @@ SMOOTH = {"lr": 1e-2, "warmup_steps": 0, "eps": 1e-3, "clip_grad": 0.5}
 PROBE = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 30, 40, 50]]
 
 
-def recipe(policy: str, layout: dict[str, Any], /, **sections: Any) -> Any:
+def recipe(policy, layout, /, **sections):
     """The tests' recipe under a layout (sizes, and under `model` and `ddp` what else it needs) in this world."""
     world_size = int(os.environ["WORLD_SIZE"])
     parallel = {key: size for key, size in layout.items() if key not in ("model", "ddp")}
@@ -31,14 +30,14 @@ def recipe(policy: str, layout: dict[str, Any], /, **sections: Any) -> Any:
     )
 
 
-def trainer_of(settings: Any) -> Any:
+def trainer_of(settings):
     from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
 
     return make_trainer(settings, init_parallel(settings))
 
 
-def release() -> None:
+def release():
     """Destroys the groups, so that the next job can create its own."""
     import torch.distributed as dist
 
@@ -48,7 +47,7 @@ def release() -> None:
     shutdown_parallel(keep_world=True)
 
 
-def many(jobs: list[tuple[str, str, dict[str, int], int, dict[str, Any]]]) -> dict[str, Any]:
+def many(jobs):
     """For each (name, policy, layout, number of samples, sections): two steps, as this rank saw them."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -68,13 +67,13 @@ def many(jobs: list[tuple[str, str, dict[str, int], int, dict[str, Any]]]) -> di
     return found
 
 
-def _step(trainer: Any, step: int, count: int = 6) -> Any:
+def _step(trainer, step, count=6):
     place = trainer.parallel
     batches = batches_of(random_samples(step, count), step=step, dp_size=place.dp_size, micro_batch_tokens=64)
     return trainer.step(batches[place.dp_rank])
 
 
-def changes(policy: str, parallel: dict[str, int]) -> tuple[int, int, float]:
+def changes(policy, parallel):
     """(elements of this rank's bf16 parameters that a small step changed, elements, the step's metric)."""
     from megatron_scalerl.distributed.parallel import unwrap
 
@@ -87,7 +86,7 @@ def changes(policy: str, parallel: dict[str, int]) -> tuple[int, int, float]:
     return sum(int((p != old).sum()) for p, old in zip(held, before)), sum(p.numel() for p in held), found
 
 
-def train_and_save(policy: str, parallel: dict[str, int], path: str, *asynchronous: str) -> dict[str, Any]:
+def train_and_save(policy, parallel, path, *asynchronous):
     """Two steps, a checkpoint, two more; the weights after them, and all optimizer state of this rank.
 
     asynchronous: the checkpoint is committed after the last step.
@@ -106,7 +105,7 @@ def train_and_save(policy: str, parallel: dict[str, int], path: str, *asynchrono
     return rest
 
 
-def optimizer_bytes(policy: str, parallel: dict[str, int]) -> tuple[int, int]:
+def optimizer_bytes(policy, parallel):
     """(bytes of memory behind the optimizer's state as a checkpoint gets it on this rank, bytes of what it stands
     for)."""
     import torch
@@ -122,7 +121,7 @@ def optimizer_bytes(policy: str, parallel: dict[str, int]) -> tuple[int, int]:
     return sum(memory.values()), sum(each.nbytes for each in tensors)
 
 
-def load_and_train(policy: str, parallel: dict[str, int], path: str) -> dict[str, Any]:
+def load_and_train(policy, parallel, path):
     """The checkpoint, and the same last two steps."""
     from megatron_scalerl.trainer.checkpoint import load
 
@@ -131,7 +130,7 @@ def load_and_train(policy: str, parallel: dict[str, int], path: str) -> dict[str
     return {"extra": extra, "made": trainer.steps_made, "counters": _counters(trainer), **_rest(trainer)}
 
 
-def each(name: str, jobs: list[tuple[Any, ...]]) -> list[Any]:
+def each(name, jobs):
     """The function of this module that `name` names, once for each tuple of arguments."""
     found = []
     for job in jobs:
@@ -140,7 +139,7 @@ def each(name: str, jobs: list[tuple[Any, ...]]) -> list[Any]:
     return found
 
 
-def _rest(trainer: Any) -> dict[str, Any]:
+def _rest(trainer):
     reports = [_step(trainer, step) for step in (3, 4)]
     return {
         "reports": [(r.loss, r.grad_norm) for r in reports],
@@ -150,13 +149,13 @@ def _rest(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _weights(trainer: Any) -> dict[str, Any]:
+def _weights(trainer):
     from megatron_scalerl.distributed.parallel import unwrap
 
     return {name: p.detach().clone() for name, p in unwrap(trainer.chunks[0]).named_parameters()}
 
 
-def _optimizer_state(trainer: Any) -> list[Any]:
+def _optimizer_state(trainer):
     import torch
 
     states = []
@@ -168,7 +167,7 @@ def _optimizer_state(trainer: Any) -> list[Any]:
     return states
 
 
-def _counters(trainer: Any) -> set[float]:
+def _counters(trainer):
     """AdamW's step counters of all parameters of this rank."""
     return {
         float(state["step"])

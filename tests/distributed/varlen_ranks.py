@@ -1,11 +1,9 @@
 """What one rank does in the tests of packed rows as Transformer Engine gets them."""
 
-from typing import Any
-
 import parity_ranks
 
 
-def many(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
+def many(jobs):
     """`parity_ranks.many` with rows in Megatron's "thd" format and a reference in the place of TE's attention."""
     from varlen_reference import ReferenceVarlenProvider
 

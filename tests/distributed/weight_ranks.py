@@ -3,8 +3,7 @@
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from parity_ranks import recipe
 from worker_needs import needs_of_worker
 
 from megatron_scalerl.weights.changes import Changes, bits_of
-from megatron_scalerl.weights.plan import Connection, SendReport, WeightPlan, buckets
+from megatron_scalerl.weights.plan import Connection, buckets
 from megatron_scalerl.weights.transport.frames import receive
 from megatron_scalerl.weights.transport.gloo import Group
 
@@ -26,14 +25,14 @@ Received = dict[str, torch.Tensor]
 class Worker:
     """Receives updates; NaN where it has received nothing."""
 
-    def __init__(self, plan: WeightPlan, shard: int, connection: Connection) -> None:
+    def __init__(self, plan, shard, connection):
         self.plan, self.version, self.changed = plan.of_shard(shard), None, 0
         self.groups = {sender: Group(connection, 1, sender, shard) for sender, _ in sorted(self.plan.pairs)}
         self.held = {
             m.name: torch.full(m.shape, float("nan"), dtype=getattr(torch, m.dtype)) for m in plan.parameters
         }
 
-    def take(self, version: int) -> Received:
+    def take(self, version):
         """A copy of all tensors after an update."""
         received = receive(self.groups, self.plan, version, [], holds=self.version)
         for part in (each for of in received for each in (of if isinstance(of, list) else [of])):
@@ -49,15 +48,13 @@ class Worker:
         return {name: values.clone() for name, values in self.held.items()}
 
 
-def step(values: torch.Tensor) -> None:
+def step(values):
     """Change about one element in fifty, by its bits alone: the same elements in every layout."""
     bits = bits_of(values)
     bits += bits % 50 == 7
 
 
-def updates(
-    jobs: list[tuple[str, dict[str, Any], int]], rendezvous: Any
-) -> list[tuple[list[list[Received]], int, int, int]]:
+def updates(jobs, rendezvous):
     """For each (Hugging Face folder, layout, workers of the engine): ([versions][workers] tensors, senders, elements
     that arrived as changes), from rank 0, and bytes of the copies that this rank compares with."""
     found = []
@@ -74,11 +71,11 @@ def updates(
     return found
 
 
-def carried(jobs: list[tuple[str, dict[str, Any], int]], rendezvous: Any) -> list[dict[str, Any]]:
+def carried(jobs, rendezvous):
     """The same updates: bytes of the tensors that each group was given on this rank, as sender and as receiver."""
     start, found = Group.start, []
 
-    def counting(group: Any, tensor: torch.Tensor) -> Any:
+    def counting(group, tensor):
         group.carried = getattr(group, "carried", 0) + tensor.nbytes
         return start(group, tensor)
 
@@ -103,7 +100,7 @@ def carried(jobs: list[tuple[str, dict[str, Any], int]], rendezvous: Any) -> lis
     return found
 
 
-def _taken(group: Any) -> int:
+def _taken(group):
     count, group.carried = group.carried, 0
     return int(count)
 
@@ -120,7 +117,7 @@ class Sides:
     ends: list[Worker]
     pool: ThreadPoolExecutor
 
-    def update(self, version: int) -> tuple[SendReport, list[Received]]:
+    def update(self, version):
         """Send, take, and make a step; what the workers hold after it."""
         taking = [self.pool.submit(end.take, version) for end in self.ends]
         report = self.sending.send(version)
@@ -128,7 +125,7 @@ class Sides:
         self._step()
         return report, taken
 
-    def _step(self) -> None:
+    def _step(self):
         """In bf16 as an optimizer does: fp32 main weights, which Megatron rounds into the parameters."""
         if self.optimizer is None:
             for parameter in (each for chunk in self.chunks for each in chunk.parameters()):
@@ -149,7 +146,7 @@ class Sides:
 
 
 @contextlib.contextmanager
-def _connected(path: str, layout: dict[str, Any], workers: int, rendezvous: Any) -> Iterator[Sides]:
+def _connected(path, layout, workers, rendezvous):
     from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer import changes_gather
     from megatron_scalerl.trainer.model import build_policy
@@ -200,11 +197,11 @@ def _connected(path: str, layout: dict[str, Any], workers: int, rendezvous: Any)
     shutdown_parallel(keep_world=True)
 
 
-def _on_rank_0(pool: ThreadPoolExecutor, calls: list[Any]) -> list[Future[Any]]:
+def _on_rank_0(pool, calls):
     return [pool.submit(call) for call in calls] if dist.get_rank() == 0 else []
 
 
-def _agreed(number: int) -> str:
+def _agreed(number):
     """Rank 0's number, on all ranks."""
     found = torch.tensor(number)
     dist.broadcast(found, 0)

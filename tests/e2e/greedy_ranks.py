@@ -1,7 +1,7 @@
 """What a rank of its own does for the live-update test: Megatron's greedy tokens of a Hugging Face folder."""
 
 
-def greedy_tokens(recipe_path: str, policy: str, prompts: list[list[int]], count: int) -> list[list[int]]:
+def greedy_tokens(recipe_path, policy, prompts, count):
     """The `count` likeliest tokens after each prompt, by Megatron."""
     from policy_rows import greedy
 

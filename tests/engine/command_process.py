@@ -4,39 +4,38 @@ import asyncio
 import json
 import os
 import sys
-from typing import Any
 
 
 class CommandProcess:
     """The program in a process of its own, from `start` to `stop`."""
 
-    def __init__(self, program: str, *arguments: str) -> None:
+    def __init__(self, program, *arguments):
         self._command = [sys.executable, program, *arguments]
-        self._process: asyncio.subprocess.Process | None = None
+        self._process = None
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self):
         assert self._process is not None, "start first"
         return self._process.returncode
 
     @property
-    def pid(self) -> int:
+    def pid(self):
         assert self._process is not None, "start first"
         return self._process.pid
 
-    async def start(self) -> None:
+    async def start(self):
         pipe = asyncio.subprocess.PIPE
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdin=pipe, stdout=pipe, limit=1 << 24, env=environment
         )
 
-    async def stop(self) -> None:
+    async def stop(self):
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.close()
         await self._process.wait()
 
-    async def ask(self, command: Any) -> Any:
+    async def ask(self, command):
         """The answer; None if the process has ended."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         try:

@@ -1,8 +1,5 @@
 """Recipes for engines that serve tiny policies."""
 
-from pathlib import Path
-from typing import Any
-
 from recipe_files import SETTLED
 
 from megatron_scalerl.recipe import Recipe
@@ -10,9 +7,9 @@ from megatron_scalerl.recipe import Recipe
 SECRET = "the-run-s-secret"
 
 
-def recipe_for(folder: Path, *, vllm: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Recipe:
+def recipe_for(folder, *, vllm=None, **sections):
     """A recipe whose engine serves a tiny policy."""
-    defaults: dict[str, dict[str, Any]] = {
+    defaults = {
         "policy": {"path": str(folder), "dtype": "float32"},
         "prompts": {"path": "none", "max_prompt_tokens": 64, **SETTLED},
         "interruption": {"thinking_tokens": [1, 1800], "answer_tokens": 100},

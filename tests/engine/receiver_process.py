@@ -4,14 +4,11 @@ Run as a program it reads JSON commands from its input and answers one JSON line
 generation: it reads the parameters again and again while it is not paused.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 from command_process import CommandProcess
 
@@ -21,43 +18,43 @@ Shapes = dict[str, tuple[int, ...]]
 class ReceiverProcess:
     """What `WeightSync` and `Membership` need of an engine's client; every call goes to the process."""
 
-    def __init__(self, name: str, shapes: Shapes) -> None:
+    def __init__(self, name, shapes):
         self.name = name
         self.produced_tokens = self.received_tokens = 0
-        self.calls: list[str] = []
+        self.calls = []
         self._lock = asyncio.Lock()
         self.process = CommandProcess(__file__, json.dumps(shapes))
 
-    async def __aenter__(self) -> ReceiverProcess:
+    async def __aenter__(self):
         await self.process.start()
         await self.ask("info")  # it has imported what it needs: the time limits of an update begin after that
         self.calls.clear()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         await self.process.stop()
 
-    async def post(self, path: str, body: Any, query: Any = None) -> bytes:
+    async def post(self, path, body, query=None):
         await self.ask(path, body=body)
         return b""
 
-    async def rpc(self, method: str, *arguments: Any) -> Any:
+    async def rpc(self, method, *arguments):
         return [await self.ask(method, body=arguments)]
 
-    async def info(self) -> Any:
+    async def info(self):
         label, digest = await self.ask("info")
         return SimpleNamespace(world_size=1, weight_version=label, weight_digests=(digest,))
 
-    async def pause(self, *, clear_cache: bool) -> None:
+    async def pause(self, *, clear_cache):
         await self.ask("pause", body=True)
 
-    async def resume(self) -> None:
+    async def resume(self):
         await self.ask("pause", body=False)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason):
         """It has no requests."""
 
-    async def ask(self, command: str, *, body: Any = None) -> Any:
+    async def ask(self, command, *, body=None):
         """One command. Raises EngineError for what fails in the process, and once it has ended."""
         from megatron_scalerl.engine.answers import EngineError
 
@@ -74,7 +71,7 @@ class ReceiverProcess:
 class Engine:
     """The process's side. vLLM's rule: no update is started beside another."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes):
         import threading
 
         import torch
@@ -82,7 +79,7 @@ class Engine:
         from megatron_scalerl.weights import weight_receiver
 
         class Model(torch.nn.Module):
-            def load_weights(self, given: Any) -> None:
+            def load_weights(self, given):
                 for name, weight in given:
                     getattr(self, name).data.copy_(weight)
 
@@ -90,7 +87,7 @@ class Engine:
         self.model, self._module = Model(), weight_receiver
         for name, shape in shapes.items():
             self.model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
-        self.receiver: Any = object.__new__(weight_receiver.WeightReceiver)  # without the configuration of an engine
+        self.receiver = object.__new__(weight_receiver.WeightReceiver)  # without the configuration of an engine
         self.receiver.model, self.receiver.device = self.model, torch.device("cpu")
         self.receiver.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
         self.receiver.digest, self.receiver._groups, self.receiver._staged = "", {}, None
@@ -99,7 +96,7 @@ class Engine:
         self._running.set()
         threading.Thread(target=self._generate, daemon=True).start()
 
-    def _generate(self) -> None:
+    def _generate(self):
         import time
 
         while self._running.wait():
@@ -107,7 +104,7 @@ class Engine:
             self.generated += 1
             time.sleep(0.001)
 
-    def do(self, command: str, body: Any) -> Any:
+    def do(self, command, body):
         """The answer to a command."""
         if command == "msrl_weight_needs":
             return self._module.needs_of(self.model, body[0])
@@ -122,7 +119,7 @@ class Engine:
         self._change(command, body)
         return None
 
-    def _change(self, command: str, body: Any) -> None:
+    def _change(self, command, body):
         if command == "pause":
             (self._running.clear if body else self._running.set)()
         elif command == "msrl_abandon_update":
@@ -143,19 +140,19 @@ class Engine:
             assert command == "die", command
             self._die_after(body)
 
-    def _bits(self) -> dict[str, str]:
+    def _bits(self):
         import hashlib
 
         held = self.model.named_parameters()
         return {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in held}
 
-    def _die_after(self, parts: int) -> None:
+    def _die_after(self, parts):
         """Of the next update, write so many parts, and be killed."""
         import signal
 
         receive = self._module.receive
 
-        def dying(*arguments: Any, **more: Any) -> Any:
+        def dying(*arguments, **more):
             for number, part in enumerate(receive(*arguments, **more)):
                 if number == parts:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -164,7 +161,7 @@ class Engine:
         self._module.receive = dying  # type: ignore[assignment]
 
 
-def main() -> None:
+def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints while it is imported
     import torch

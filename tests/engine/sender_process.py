@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from command_process import CommandProcess
@@ -17,42 +16,42 @@ from command_process import CommandProcess
 class SenderProcess:
     """The trainer's side of `WeightSync`, run in the process. `folder` and `fault` apply to each send."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.fault = folder, ""
         self._process = CommandProcess(__file__)
         self._resources = contextlib.ExitStack()
 
-    async def __aenter__(self) -> "SenderProcess":
+    async def __aenter__(self):
         from megatron_scalerl.distributed.rendezvous import private_folder
 
         self.rendezvous = self._resources.enter_context(private_folder())
         await self._process.start()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         await self._process.stop()
         self._resources.close()
 
-    async def manifest(self) -> Any:
+    async def manifest(self):
         from megatron_scalerl.weights.plan import manifest_of
 
         return manifest_of(await self._ask("manifest", folder=str(self.folder)))
 
-    async def plan_weights(self, needs: Any) -> Any:
+    async def plan_weights(self, needs):
         from megatron_scalerl.weights.plan import from_json
 
         return from_json(await self._ask("plan", folder=str(self.folder), needs=msgspec.to_builtins(needs)))
 
-    async def connect_weights(self, connection: Any) -> None:
+    async def connect_weights(self, connection):
         await self._ask("connect", connection=msgspec.to_builtins(connection))
 
-    async def send_weights(self, version: int) -> Any:
+    async def send_weights(self, version):
         from megatron_scalerl.weights.plan import SendReport
 
         report = await self._ask("send", folder=str(self.folder), version=version, fault=self.fault)
         return msgspec.convert(report, SendReport)
 
-    async def _ask(self, command: str, **values: Any) -> Any:
+    async def _ask(self, command, **values):
         answer = await self._process.ask({"command": command, **values})
         if answer is None:
             raise RuntimeError("the sending process ended")
@@ -61,11 +60,11 @@ class SenderProcess:
         return answer["value"]
 
 
-def _faulty(sender: Any, fault: str) -> None:
+def _faulty(sender, fault):
     """Stand-in faults on the wire: a flipped bit after the digest was taken, or death after the first bucket."""
     ship = sender._ship
 
-    def faulty(shard: int, packed: Any) -> Any:
+    def faulty(shard, packed):
         if fault == "flip":
             packed[1000] ^= 1
         finish = ship(shard, packed)
@@ -77,7 +76,7 @@ def _faulty(sender: Any, fault: str) -> None:
     sender._ship = faulty
 
 
-def _plan(weights: Any, needs: Any) -> Any:
+def _plan(weights, needs):
     """The plan of one sender that has every tensor as a whole."""
     from megatron_scalerl.weights.plan import Part, WeightPlan, manifest_of
 
@@ -90,17 +89,17 @@ def _plan(weights: Any, needs: Any) -> Any:
     return WeightPlan(parameters=manifest_of(_named(weights)), senders=1, needs=needs, parts=tuple(parts))
 
 
-def _named(weights: Any) -> list[Any]:
+def _named(weights):
     return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in weights.items()]
 
 
-def _send(sender: Any, plan: Any, weights: Any, version: int) -> Any:
+def _send(sender, plan, weights, version):
     from megatron_scalerl.weights.digest import combine
     from megatron_scalerl.weights.plan import SendReport, buckets
 
     tensors = list(weights.values())
 
-    def read(number: int) -> Any:
+    def read(number):
         part = plan.parts[number]
         return tensors[part.tensor][tuple(slice(a, b) for a, b in part.ranges)]
 
@@ -126,7 +125,7 @@ def _send(sender: Any, plan: Any, weights: Any, version: int) -> Any:
     )
 
 
-def main() -> None:
+def main():
     import safetensors.torch
     import torch
 
@@ -135,8 +134,8 @@ def main() -> None:
     from megatron_scalerl.weights.transport import make_sender
 
     torch.set_num_threads(1)
-    sender: Any = None
-    needs: Any = ()
+    sender = None
+    needs = ()
     for line in sys.stdin:
         command = json.loads(line)
         try:

@@ -1,8 +1,6 @@
 """Tiny policies for the engine's tests, made by transformers."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -28,7 +26,7 @@ HOSTILE = {
 }
 """The dense policies' generation_config.json: defaults that no rollout may use, except for the end tokens."""
 
-_SHARED: dict[str, Any] = {
+_SHARED = {
     "vocab_size": VOCAB,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -44,7 +42,7 @@ _SHARED: dict[str, Any] = {
 }
 
 
-def config(kind: str) -> Any:
+def config(kind):
     """kind: dense (Llama with grouped queries) or moe (Llama 4, four experts)."""
     if kind == "dense":
         return LlamaConfig(**_SHARED)
@@ -52,7 +50,7 @@ def config(kind: str) -> Any:
     return Llama4TextConfig(**_SHARED, **experts, intermediate_size_mlp=128, attention_chunk_size=128)
 
 
-def make(folder: Path, kind: str = "dense", seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+def make(folder, kind="dense", seed=0, dtype=torch.float32):
     """A random policy with peaked outputs, saved as a Hugging Face folder with a tokenizer."""
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config(kind)).to(dtype)
@@ -72,19 +70,19 @@ def make(folder: Path, kind: str = "dense", seed: int = 0, dtype: torch.dtype = 
     return folder
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load(folder, dtype=torch.float32):
     """The policy in transformers, in float32 arithmetic."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 @torch.no_grad()
-def logprobs(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
+def logprobs(model, prompt, completion):
     """[T, vocabulary] log-probs at every completion token."""
     logits = model(torch.tensor([prompt + completion])).logits[0]
     return logits.float().log_softmax(-1)[len(prompt) - 1 : -1]
 
 
-def make_nan(policy: Path, folder: Path) -> Path:
+def make_nan(policy, folder):
     """The same policy with a head of NaN, so that no log-probability can be computed."""
     model = load(policy)
     with torch.no_grad():

@@ -10,7 +10,7 @@ class StandInClock:
 
     now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
@@ -32,18 +32,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     What the journal does in threads of the default executor takes no virtual time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
         super().__init__(_JumpingSelector(self))
         self.set_default_executor(StandInExecutor())
 
-    def time(self) -> float:
+    def time(self):
         """Virtual seconds since the loop was created."""
         return self.now
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    def __init__(self, loop: VirtualTimeLoop) -> None:
+    def __init__(self, loop):
         super().__init__()
         self._loop = loop
 

@@ -1,11 +1,10 @@
 """The controller's client of an engine, without an engine."""
 
 import asyncio
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 from megatron_scalerl.engine.answers import CoreProgress, EngineError, EngineProgress
-from megatron_scalerl.weights.plan import Needs, needs_to_json
+from megatron_scalerl.weights.plan import needs_to_json
 
 
 class StandInEngine:
@@ -17,48 +16,48 @@ class StandInEngine:
 
     secret = "none"
 
-    def __init__(self, name: str = "engine-0", version: int = 0, *, fails: str = "", needs: Sequence[Needs] = ()):
+    def __init__(self, name="engine-0", version=0, *, fails="", needs=()):
         self.name, self.version, self.fails = name, version, fails
         self.produced_tokens = self.received_tokens = self.in_flight = self.ended = self.budget_since_end = 0
-        self.calls: list[str] = []
+        self.calls = []
         self.paused = self.updating = False
-        self.held: object = ()
+        self.held = ()
         self.aborted = ""
         self.gone = asyncio.Event()
         """Set when it is aborted."""
         self.needs = [needs_to_json(each) for each in needs]
         self.label = self.live = ""
         self.world_size = 1
-        self._staging: list[str | None] = []
+        self._staging = []
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason):
         """Requests in flight end with it."""
         self.aborted = reason
         self.gone.set()
 
-    def _called(self, call: str) -> None:
+    def _called(self, call):
         self.calls.append(call)
         if call == self.fails:
             raise EngineError(f"{self.name}: {call}: 500")
 
-    async def pause(self, *, clear_cache: bool) -> None:
+    async def pause(self, *, clear_cache):
         self._called("pause")
         self.paused = True
 
-    async def resume(self) -> None:
+    async def resume(self):
         self._called("resume")
         self.paused = False
 
-    async def progress(self) -> EngineProgress:
+    async def progress(self):
         self._called("progress")
         decoding = len(self.held) // 2
         core = CoreProgress(core=0, tokens=0, waiting=len(self.held) - decoding, decoding=decoding)
         return EngineProgress(cores=(core,), dead=False)
 
-    async def set_version(self, version: int) -> None:
+    async def set_version(self, version):
         self.version = version
 
-    async def post(self, path: str, body: dict, query: object = None) -> bytes:
+    async def post(self, path, body, query=None):
         self._called(path)
         if path == "/start_weight_update":
             if self.updating:
@@ -70,7 +69,7 @@ class StandInEngine:
             self.updating, self.label = False, body["weight_version"]
         return b""
 
-    async def rpc(self, method: str, *arguments: object) -> list:
+    async def rpc(self, method, *arguments):
         if method == "msrl_weight_needs":
             return list(self.needs)
         if method == "msrl_live_digest":
@@ -85,6 +84,6 @@ class StandInEngine:
         self.updating = False
         return [None]
 
-    async def info(self) -> SimpleNamespace:
+    async def info(self):
         digests = (f"d{self.version}",)
         return SimpleNamespace(world_size=self.world_size, weight_version=self.label, weight_digests=digests)

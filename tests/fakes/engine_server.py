@@ -27,7 +27,6 @@ from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import Connection, all_of, from_json, manifest_from_json, needs_to_json
 from megatron_scalerl.weights.transport import join_sender
 from megatron_scalerl.weights.transport.frames import receive
-from megatron_scalerl.weights.transport.gloo import Group
 
 TOKEN_S = 0.015
 """Seconds per token of every completion, however many there are."""
@@ -36,7 +35,7 @@ TOKEN_S = 0.015
 class StandInEngineServer:
     """State and routes of the server."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments):
         folder = Path(arguments.model)
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         config = json.loads((folder / "config.json").read_text())
@@ -51,11 +50,11 @@ class StandInEngineServer:
         self.running.set()
         self.version, self.digest = "0", ""
         self.tokens = self.waiting = 0
-        self.groups: dict[int, Group] = {}
+        self.groups = {}
         self.plan = None
         self.updating = False
 
-    def app(self) -> web.Application:
+    def app(self):
         """The application; every path but /health requires the run's secret."""
 
         @web.middleware
@@ -153,7 +152,7 @@ class StandInEngineServer:
 
     async def update(self, request):
         version = (await request.json())["update_info"]["version"]
-        digests: list[int] = []
+        digests = []
         self.digest = ""
 
         def take():
@@ -209,7 +208,7 @@ class StandInEngineServer:
             answer = answer[: len(answer) // 2]
         return web.Response(body=answer, content_type="application/json")
 
-    def _fault(self) -> str:
+    def _fault(self):
         folder = os.environ.get("STAND_IN_FAULTS")
         path = Path(folder, self.name) if folder else None
         return path.read_text() if path is not None and path.exists() else ""
@@ -226,7 +225,7 @@ def _choice(tokens, versions):
     }
 
 
-async def serve(arguments: argparse.Namespace) -> None:
+async def serve(arguments):
     """Serve until SIGTERM."""
     runner = web.AppRunner(StandInEngineServer(arguments).app(), shutdown_timeout=0.1)
     await runner.setup()

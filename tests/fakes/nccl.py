@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 
 class NcclProcessGroup:
@@ -15,24 +15,24 @@ class NcclProcessGroup:
     """Whether it cannot connect."""
 
     class Options:
-        def __init__(self) -> None:
+        def __init__(self):
             self.config = SimpleNamespace()
-            self._timeout: Any = None
+            self._timeout = None
 
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+    def __init__(self, store, rank, size, options):
         self.store, self.rank, self.size, self.options = store, rank, size, options
         self.blocking_wait = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")  # as the C++ constructor reads it
-        self.calls: list[Any] = []
+        self.calls = []
         self.made.append(self)
 
-    def eager_connect_single_device(self, device: Any) -> None:
+    def eager_connect_single_device(self, device):
         self.calls.append(("connect", device))
         if self.fails:
             raise RuntimeError("NCCL error: remote process exited")
 
-    def broadcast(self, tensors: Any, options: Any) -> Any:
+    def broadcast(self, tensors, options):
         self.calls.append(("broadcast", tensors))
         return SimpleNamespace(wait=lambda timeout: self.calls.append(("wait", timeout)))
 
-    def abort(self) -> None:
+    def abort(self):
         self.calls.append("abort")

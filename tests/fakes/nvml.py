@@ -5,7 +5,7 @@ It has the functions that `cluster.gpus` calls, with pynvml's names, arguments a
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ _TEXTS = {2: "Invalid Argument", 3: "Not Supported", 9: "Driver Not Loaded", 15:
 class StandInError(Exception):
     """As pynvml.NVMLError."""
 
-    def __init__(self, value: int) -> None:
+    def __init__(self, value):
         super().__init__(_TEXTS.get(value, f"error {value}"))
         self.value = value
 
@@ -65,86 +65,86 @@ class StandInNvml:
     NVML_AGGREGATE_ECC = 1
     nvmlMemory_v2 = 0x02000028
 
-    def __init__(self, gpus: list[StandInGpu], *, errors: Mapping[str, int] | None = None, every: int = 0) -> None:
+    def __init__(self, gpus, *, errors=None, every=0):
         """errors: function -> its error on every GPU. every: the error of all functions after nvmlInit."""
         self._gpus, self._errors, self._every = gpus, errors or {}, every
 
-    def _answer(self, function: str, handle: StandInGpu | None = None) -> None:
+    def _answer(self, function, handle=None):
         error = self._errors.get(function) or (function != "nvmlInit" and self._every)
         error = error or (handle.errors.get(function) if handle is not None else 0)
         if error:
             raise StandInError(error)
 
-    def nvmlInit(self) -> None:
+    def nvmlInit(self):
         self._answer("nvmlInit")
 
-    def nvmlShutdown(self) -> None:
+    def nvmlShutdown(self):
         self._answer("nvmlShutdown")
 
-    def nvmlDeviceGetCount(self) -> int:
+    def nvmlDeviceGetCount(self):
         if self._every != NVML_ERROR_NOT_SUPPORTED:
             self._answer("nvmlDeviceGetCount")
         return len(self._gpus)
 
-    def nvmlSystemGetDriverVersion(self) -> str:
+    def nvmlSystemGetDriverVersion(self):
         self._answer("nvmlSystemGetDriverVersion")
         return "580.95.05"
 
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+    def nvmlSystemGetCudaDriverVersion_v2(self):
         self._answer("nvmlSystemGetCudaDriverVersion_v2")
         return 13000
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> StandInGpu:
+    def nvmlDeviceGetHandleByIndex(self, index):
         if self._every != NVML_ERROR_NOT_SUPPORTED:
             self._answer("nvmlDeviceGetHandleByIndex", self._gpus[index])
         return self._gpus[index]
 
-    def nvmlDeviceGetName(self, handle: StandInGpu) -> str:
+    def nvmlDeviceGetName(self, handle):
         if self._every != NVML_ERROR_NOT_SUPPORTED:
             self._answer("nvmlDeviceGetName", handle)
         return handle.name
 
-    def nvmlDeviceGetUUID(self, handle: StandInGpu) -> str:
+    def nvmlDeviceGetUUID(self, handle):
         self._answer("nvmlDeviceGetUUID", handle)
         place = next(i for i, gpu in enumerate(self._gpus) if gpu is handle)
         return f"GPU-{place:08x}-0000-0000-0000-000000000000"
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: StandInGpu) -> list[SimpleNamespace]:
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
         self._answer("nvmlDeviceGetComputeRunningProcesses", handle)
         return [
             SimpleNamespace(pid=pid, usedGpuMemory=None if mib is None else mib * MIB)
             for pid, mib in handle.processes
         ]
 
-    def nvmlDeviceGetMemoryInfo(self, handle: StandInGpu, version: int | None = None) -> SimpleNamespace:
+    def nvmlDeviceGetMemoryInfo(self, handle, version=None):
         self._answer("nvmlDeviceGetMemoryInfo", handle)
         reserved = 0 if version == self.nvmlMemory_v2 else 600 * MIB  # version 1 counts the driver's own
         return SimpleNamespace(total=81_559 * MIB, used=handle.used_mib * MIB + reserved)
 
-    def nvmlDeviceGetTotalEccErrors(self, handle: StandInGpu, errorType: int, counterType: int) -> int:
+    def nvmlDeviceGetTotalEccErrors(self, handle, errorType, counterType):
         self._answer("nvmlDeviceGetTotalEccErrors", handle)
         assert errorType == self.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
         return handle.aggregate if counterType == self.NVML_AGGREGATE_ECC else handle.volatile
 
-    def nvmlDeviceGetRemappedRows(self, device: StandInGpu) -> tuple[int, int, int, int]:
+    def nvmlDeviceGetRemappedRows(self, device):
         self._answer("nvmlDeviceGetRemappedRows", device)
         return (3, 1, device.pending, device.broken)
 
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: StandInGpu) -> int:
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
         self._answer("nvmlDeviceGetCurrentClocksEventReasons", handle)
         return handle.clocks
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: StandInGpu) -> int:
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
         self._answer("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         return handle.clocks
 
-    def nvmlDeviceGetNvLinkState(self, device: StandInGpu, link: int) -> int:
+    def nvmlDeviceGetNvLinkState(self, device, link):
         self._answer("nvmlDeviceGetNvLinkState", device)
         if link >= len(device.links):
             raise StandInError(NVML_ERROR_NOT_SUPPORTED if link < 18 else NVML_ERROR_INVALID_ARGUMENT)
         return device.links[link]
 
-    def nvmlDeviceGetMigMode(self, device: StandInGpu) -> list[int]:
+    def nvmlDeviceGetMigMode(self, device):
         self._answer("nvmlDeviceGetMigMode", device)
         return [device.mig, device.mig]
 
@@ -152,18 +152,18 @@ class StandInNvml:
 class HangingNvml(StandInNvml):
     """A stand-in whose driver does not answer."""
 
-    def nvmlInit(self) -> None:
+    def nvmlInit(self):
         time.sleep(3600)
 
 
 class CrashingNvml(StandInNvml):
     """A stand-in whose library ends the process."""
 
-    def nvmlInit(self) -> None:
+    def nvmlInit(self):
         os._exit(7)
 
 
-def eight(count: int = 8, **changed: object) -> list[StandInGpu]:
+def eight(count=8, **changed):
     """GPUs of a host, of which number 3 is changed, or the last one of fewer."""
     gpus = [StandInGpu() for _ in range(count)]
     place = min(3, count - 1)
@@ -171,7 +171,7 @@ def eight(count: int = 8, **changed: object) -> list[StandInGpu]:
     return gpus
 
 
-HOSTS: dict[str, Callable[[], StandInNvml]] = {
+HOSTS = {
     "healthy": lambda: StandInNvml(eight()),
     "pending remap": lambda: StandInNvml(eight(pending=1)),
     "failed remap": lambda: StandInNvml(eight(broken=1)),

@@ -13,7 +13,7 @@ from megatron_scalerl.trainer.client import TrainerClient
 WHERE = FolderRendezvous(folder="/nowhere")
 
 
-def client(world_size=1, rendezvous=WHERE) -> TrainerClient:
+def client(world_size=1, rendezvous=WHERE):
     return TrainerClient(
         world_size=world_size, run_id="run", incarnation="1.0", secret="a secret", rendezvous=rendezvous
     )
@@ -22,7 +22,7 @@ def client(world_size=1, rendezvous=WHERE) -> TrainerClient:
 class StandInRank:
     """A rank's socket that sends what a test specifies; `keys` None: those of a rank of the run."""
 
-    def __init__(self, trainer: TrainerClient, *, keys: tuple[bytes, bytes] | None = None) -> None:
+    def __init__(self, trainer, *, keys=None):
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.DEALER)
         sockets.secure_client(self.socket, "a secret", sockets.Purpose.TRAINER)
@@ -30,7 +30,7 @@ class StandInRank:
             self.socket.curve_publickey, self.socket.curve_secretkey = keys
         self.socket.connect(trainer.endpoint)
 
-    async def hello(self, rank: int, **changes) -> None:
+    async def hello(self, rank, **changes):
         values = {"rank": rank, "world_size": 2, "run_id": "run", "incarnation": "1.0"} | changes
         await self.socket.send(messages.encode(messages.Hello(**values)))
 
@@ -41,10 +41,10 @@ class StandInRank:
             if not isinstance(message, messages.Ping):
                 return message
 
-    def __enter__(self) -> "StandInRank":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.socket.close(linger=0)
         self._context.term()
 
@@ -65,7 +65,7 @@ def conversation(scenario, *, world_size=2, rendezvous=WHERE):
     return asyncio.run(whole())
 
 
-def ready(rank: int, *, dp_size: int = 2, **changes) -> messages.Ready:
+def ready(rank, *, dp_size=2, **changes):
     info = messages.TrainerInfo(
         world_size=2,
         dp_size=dp_size,

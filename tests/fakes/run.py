@@ -10,7 +10,6 @@ import gc
 import io
 import os
 import random
-from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +26,10 @@ from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.meter import Meter, metering
-from megatron_scalerl.controller.metrics import Sink
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import Resumed, RunFolder, check_history, resume_point
-from megatron_scalerl.controller.telemetry import RunCollector
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.evaluation.inputs import Evaluated
 from megatron_scalerl.launch.placement import Devices, Fleet
 from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.dataset import PromptSet
@@ -57,9 +53,7 @@ def in_virtual_time(main):
         loop.close()
 
 
-def run_sampler(
-    flat_groups: Container[int], lost: dict[tuple[int, int, int], int], *, answers: bool = True
-) -> StandInSampler:
+def run_sampler(flat_groups, lost, *, answers=True):
     """A completion takes 1 to 6 s, drawn from its group and index; every second one is correct.
 
     flat_groups: groups whose completions are all correct. lost: (seed, group, index) of lost completions, and how
@@ -102,7 +96,7 @@ class Outcome:
     """Name of the file that it was writing when it was killed."""
 
 
-def recipe(folder, **changes) -> Recipe:
+def recipe(folder, **changes):
     """Six steps of two groups of four completions, k = 2, validation every second step, a checkpoint every third."""
     data = {
         "name": "r",
@@ -121,28 +115,28 @@ def recipe(folder, **changes) -> Recipe:
     return Recipe.model_validate(data)
 
 
-def prompts() -> PromptSet:
+def prompts():
     """Forty training prompts, four held out."""
     made = [Prompt(prompt_id=f"p{i:02d}", text=str(i), answer="0", token_ids=(1, 2)) for i in range(44)]
     return PromptSet(training=tuple(made[:40]), held_out=tuple(made[40:]), report=None)
 
 
 def attempt(
-    settings: Recipe,
+    settings,
     *,
-    kill_at_s: float | None = None,
-    kill_at_write: int | None = None,
-    save_at_s: float | None = None,
-    power_loss: bool = False,
-    flat_groups: Container[int] = (),
-    lost: dict[tuple[int, int, int], int] | None = None,
-    send_s: float = 0.0,
-    changes: Sequence[tuple[float, Callable[[Membership], None]]] = (),
-    collector: RunCollector | None = None,
-    sinks: Sequence[Sink] = (),
-    evaluation: Evaluated | None = None,
-    answers: bool = True,
-) -> Outcome:
+    kill_at_s=None,
+    kill_at_write=None,
+    save_at_s=None,
+    power_loss=False,
+    flat_groups=(),
+    lost=None,
+    send_s=0.0,
+    changes=(),
+    collector=None,
+    sinks=(),
+    evaluation=None,
+    answers=True,
+):
     """One attempt, to its end or until it is killed at a moment or in a write, or asked to save and exit.
 
     send_s: for sending a batch to the trainer. changes: what happens to the engines, and when.
@@ -189,7 +183,7 @@ def attempt(
     )
 
 
-async def _cancel_all() -> None:
+async def _cancel_all():
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -199,15 +193,15 @@ async def _cancel_all() -> None:
 class _Disk:
     """Keeps the synced length of each file; what was there before counts as synced."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         files = (path.stat() for path in folder.rglob("*")) if folder.exists() else ()
         self._sizes = {status.st_ino: status.st_size for status in files}
 
-    def fsync(self, handle) -> None:
+    def fsync(self, handle):
         status = os.fstat(handle)
         self._sizes[status.st_ino] = status.st_size
 
-    def cut(self, folder: Path) -> None:
+    def cut(self, folder):
         """Truncate files to their synced length, except checkpoints and TensorBoard's files."""
         for path in [*folder.glob("*.jsonl"), *folder.glob("rollouts/*")]:
             size = self._sizes.get(path.stat().st_ino, 0)
@@ -218,7 +212,7 @@ class _Disk:
 class _Killer:
     """Stops the loop at a moment or in the middle of the n-th write; nothing is written afterwards."""
 
-    def __init__(self, loop, at_s, at_write) -> None:
+    def __init__(self, loop, at_s, at_write):
         self.dead = False
         self.writes = 0
         self.killed_in = ""
@@ -226,7 +220,7 @@ class _Killer:
         if at_s is not None:
             loop.call_at(at_s, self._stop)
 
-    def _stop(self) -> None:
+    def _stop(self):
         self.dead = True
         self._loop.stop()
 
@@ -247,7 +241,7 @@ class _Killer:
         return guarded
 
 
-async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, collector, sinks, evaluation) -> str:
+async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, collector, sinks, evaluation):
     engines = Membership.of([StandInEngine(f"engine-{i}") for i in range(settings.engine.count)], version=None)
     for at_s, change in changes:
         loop.call_at(at_s, change, engines)

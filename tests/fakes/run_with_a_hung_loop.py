@@ -6,8 +6,6 @@ So does a write to a network file system that does not answer. RUN/hung exists f
 python tests/fakes/run_with_a_hung_loop.py train --supervise RECIPE key=value ...
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -19,7 +17,7 @@ from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.processes import loop_watch
 
 
-def hang_once(self: Metrics, step: int, record: dict[str, object]) -> None:
+def hang_once(self, step, record):
     """In the place of `Metrics.step`."""
     original(self, step, record)
     hung = self._steps.path.with_name("hung")

@@ -17,13 +17,13 @@ from megatron_scalerl.launch import local_server
 SERVER = Path(__file__).parent / "engine_server.py"
 
 
-def command(arguments: object) -> list[str]:
+def command(arguments):
     """The stand-in's command line in place of the server's."""
     given = original(arguments)
     return [sys.executable, str(SERVER), *given[given.index("megatron_scalerl.engine.server") + 1 :]]
 
 
-def run_agent() -> int:
+def run_agent():
     """The agent, with other limits."""
     from megatron_scalerl.distributed import sockets
     from megatron_scalerl.launch import agent

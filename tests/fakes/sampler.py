@@ -1,11 +1,9 @@
 """The sampler of completions, without tokens of a policy."""
 
-from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from rollout_groups import scored
 
-from megatron_scalerl.rollouts.sampler import ScoredCompletion
 from megatron_scalerl.types import Rollout, Score
 
 
@@ -17,11 +15,11 @@ class StandInDraw(NamedTuple):
     index: int
 
     @property
-    def thinking_cut(self) -> int:
+    def thinking_cut(self):
         """The group's number; nothing is interrupted."""
         return self.group
 
-    def __str__(self) -> str:
+    def __str__(self):
         return str(tuple(self))
 
 
@@ -34,31 +32,31 @@ class StandInSampler:
 
     def __init__(
         self,
-        wait: Callable[..., Awaitable[None]] | None = None,
+        wait=None,
         *,
-        correct: Callable[[StandInDraw], bool] = lambda draw: draw.index % 2 == 0,
-        tokens: Callable[[StandInDraw], tuple[int, ...]] = lambda draw: (draw.group + 1, draw.index + 1),
-        logprobs: Callable[[StandInDraw, int], tuple[float, ...]] = lambda draw, size: (-1.0,) * size,
-        mask: tuple[bool, ...] | None = None,
-        reason: str = "",
-    ) -> None:
+        correct=lambda draw: draw.index % 2 == 0,
+        tokens=lambda draw: (draw.group + 1, draw.index + 1),
+        logprobs=lambda draw, size: (-1.0,) * size,
+        mask=None,
+        reason="",
+    ):
         self._wait, self._correct, self._tokens, self._logprobs, self._mask = wait, correct, tokens, logprobs, mask
         self._reason = reason
-        self.asked: list[tuple[object, StandInDraw]] = []
+        self.asked = []
         """(engine, draw) of every completion."""
-        self.limits: set[int | None] = set()
+        self.limits = set()
         """Budgets that were asked for."""
-        self.unusable: set[str] = set()
+        self.unusable = set()
         """Prompts that cannot be learned from, for `problem`."""
         self.problem = "found at its first use"
 
-    def draw(self, seed: int, group_id: int, index: int) -> StandInDraw:
+    def draw(self, seed, group_id, index):
         return StandInDraw(seed, group_id, index)
 
-    async def problem_of(self, prompt) -> str:
+    async def problem_of(self, prompt):
         return self.problem if prompt.prompt_id in self.unusable else ""
 
-    async def complete(self, engine, prompt, draw, *, priority, max_tokens=None) -> ScoredCompletion:
+    async def complete(self, engine, prompt, draw, *, priority, max_tokens=None):
         self.asked.append((engine, draw))
         self.limits.add(max_tokens)
         version = engine.version

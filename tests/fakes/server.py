@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from typing import Any
 
 from aiohttp import web
 
@@ -56,7 +55,7 @@ class StandInServer:
 class StandInHungServer(StandInServer):
     """Its health is good and no generation ever ends; the test sets the progress that it reports."""
 
-    def __init__(self, *, tokens: Any = 0) -> None:
+    def __init__(self, *, tokens=0):
         super().__init__(self._respond)
         self.tokens, self.decoding, self.waiting = tokens, 1, 0
         self.dead = self.silent = False

@@ -1,18 +1,14 @@
 """Weight updates and probes that move no weights."""
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
 
 from megatron_scalerl.controller.weight_sync import WeightUpdate
-from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.types import StepReport
 
 
 class StandInSync:
     """Sets the version that the engines serve, after a delay."""
 
-    def __init__(self, engines: Membership, trainer: Any = None, *, seconds: float = 0.0):
+    def __init__(self, engines, trainer=None, *, seconds=0.0):
         """trainer: a stand-in, whose rules are checked."""
         self._engines, self._trainer, self._seconds = engines, trainer, seconds
         self.steps = -1
@@ -20,11 +16,11 @@ class StandInSync:
         self.published = asyncio.Event()
         """Set at each of them; whoever waits for it clears it."""
 
-    def trained(self, report: StepReport) -> None:
+    def trained(self, report):
         """No update is compared with a step."""
         assert report.policy_version > 0
 
-    async def publish(self, version: int) -> WeightUpdate:
+    async def publish(self, version):
         """Every engine serves `version`."""
         assert self._trainer is None or not self._trainer.sending
         update = await self.update(version, self._engines.alive)
@@ -32,11 +28,11 @@ class StandInSync:
         self.published.set()
         return update
 
-    async def catch_up(self, version: int) -> WeightUpdate:
+    async def catch_up(self, version):
         """Stale engines serve `version`."""
         return await self.update(version, self._engines.stale)
 
-    async def update(self, version: int, engines: Iterable[Any]) -> WeightUpdate:
+    async def update(self, version, engines):
         """These engines serve `version`."""
         engines = list(engines)
         await asyncio.sleep(self._seconds)
@@ -60,6 +56,6 @@ class StandInSync:
 class StandInProbe:
     """Finds no mismatch."""
 
-    async def check(self, version: int, *, new_only: bool = False) -> dict[str, float]:
+    async def check(self, version, *, new_only=False):
         """Nothing."""
         return {}

@@ -11,7 +11,7 @@ from megatron_scalerl.checkpoints.commit import write_commit
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
-from megatron_scalerl.weights.plan import Manifest, SendReport, whole
+from megatron_scalerl.weights.plan import SendReport, whole
 
 TRAIN_S, SAVE_S = 2.0, 0.5
 INFO = TrainerInfo(
@@ -25,19 +25,19 @@ class StandInTrainer:
     Sends weights to as many engines as joined. A token of the completion c has the log-probability -c.
     """
 
-    def __init__(self, *, send_s: float = 0.0, fails: tuple[Exception, ...] = (), manifest: Manifest = ()) -> None:
+    def __init__(self, *, send_s=0.0, fails=(), manifest=()):
         """send_s: for sending a batch. fails: what its first weight updates raise. manifest: of its weights."""
         self.version = self.prepared = 0
-        self.trained: list[int] = []
-        self.sent_ahead: list[int] = []
+        self.trained = []
+        self.sent_ahead = []
         """Steps whose batch was sent, or begun to be, while the trainer made the step before."""
         self.stepping = self.sending = False
         self.writing = None
         self.send_s, self.fails = send_s, list(fails)
-        self.completions: dict[int, set[tuple[int, int]]] = {}
+        self.completions = {}
         """(group, index) of what each step was sent, read from its bytes."""
         self.rendezvous = FolderRendezvous(folder="/nowhere")
-        self.asked: list[list[list[int]]] = []
+        self.asked = []
         """Sequences whose tokens were scored."""
         self._manifest = manifest
         self.world_size = 0

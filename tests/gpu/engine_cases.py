@@ -4,31 +4,27 @@ Every matrix preserves the variance of its input, and the logits have a standard
 neither uniform nor deterministic, so that a wrong kernel changes the log-probs.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import random_policies
 import torch
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.tiny.tokenizer import BOS_ID, EOS_ID, PAD_ID, save_tokenizer
-from megatron_scalerl.types import Prompt, Rollout, Sample
+from megatron_scalerl.types import Sample
 
 THINKING, ANSWER = 200, 8
 """Largest interruption point and answer budget (tokens)."""
 LAYERS, EXPERTS, CHOSEN = 4, 8, 2
 """Of the mixture of experts."""
 _TOKENS = dict(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
-_SHARED: dict[str, Any] = dict(vocab_size=512, max_position_embeddings=4096, rms_norm_eps=1e-5, **_TOKENS)
-_SMALL: dict[str, Any] = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=32)
-_MIDDLE: dict[str, Any] = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=LAYERS, head_dim=64)
-_MOE: dict[str, Any] = dict(num_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=256)
+_SHARED = dict(vocab_size=512, max_position_embeddings=4096, rms_norm_eps=1e-5, **_TOKENS)
+_SMALL = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=32)
+_MIDDLE = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=LAYERS, head_dim=64)
+_MOE = dict(num_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=256)
 _EXACT = 1e-4
 """Nats; bound of the largest difference between two fp32 implementations of a small policy."""
 _ROUNDINGS = 3.0
@@ -36,7 +32,7 @@ _ROUNDINGS = 3.0
 independent errors make 2 ** 0.5, and one of the two may round more intermediate results to bf16."""
 
 
-def write_policy(kind: str, folder: Path, device: str) -> Path:
+def write_policy(kind, folder, device):
     """A Llama, or a Qwen3-MoE with two of eight experts, with a tokenizer.
 
     The experts are in pairs with nearly equal router rows. Rounding selects one of a pair, so that engine and trainer
@@ -50,7 +46,7 @@ def write_policy(kind: str, folder: Path, device: str) -> Path:
     return folder
 
 
-def _fill(model: Any, *, seed: int) -> None:
+def _fill(model, *, seed):
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() == 1:
@@ -61,16 +57,16 @@ def _fill(model: Any, *, seed: int) -> None:
             parameter[1::2] = parameter[0::2] * (1 + 2.0**-8)
 
 
-def recipe_of(policy: Path, tiny: Path, out: Path, device: str, **sections: Any) -> Recipe:
+def recipe_of(policy, tiny, out, device, **sections):
     """A run of `policy` on the tiny task's prompts, trainer and engine on one device.
 
     They share a GPU (engine.colocate), and weights go over gloo: NCCL does not support two ranks on one GPU.
     """
-    vllm: dict[str, Any] = dict(max_model_len=4096, max_num_seqs=64, kv_cache_memory_bytes=128 << 20)
+    vllm = dict(max_model_len=4096, max_num_seqs=64, kv_cache_memory_bytes=128 << 20)
     if device == "gpu":
         vllm |= dict(gpu_memory_utilization=0.3, enforce_eager=True, max_num_batched_tokens=4096)
     paths = dict(path=str(tiny / "prompts.jsonl"), held_out_path=str(tiny / "held_out.jsonl"))
-    defaults: dict[str, Any] = dict(
+    defaults = dict(
         policy=dict(path=str(policy), dtype="float32" if device == "cpu" else "bfloat16"),
         prompts=dict(**paths, max_prompt_tokens=32),
         interruption=dict(thinking_tokens=[1, THINKING], answer_tokens=ANSWER),
@@ -85,7 +81,7 @@ def recipe_of(policy: Path, tiny: Path, out: Path, device: str, **sections: Any)
     return Recipe.model_validate(dict(name="check", steps=1, output_dir=str(out), **merged))
 
 
-def samples_of(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Sample]:
+def samples_of(prompts, rollouts):
     """Completions with advantages of 1 and -1; the token weights add up to 1."""
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     return [
@@ -97,7 +93,7 @@ def samples_of(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[S
 class Reference:
     """The policy in a folder by transformers on the CPU, in fp32 and in the policy's type with fp32 logits."""
 
-    def __init__(self, folder: str, dtype: str) -> None:
+    def __init__(self, folder, dtype):
         from transformers import AutoModelForCausalLM
 
         load = partial(AutoModelForCausalLM.from_pretrained, folder, trust_remote_code=False)
@@ -105,7 +101,7 @@ class Reference:
         self._exact, self._own = (load(dtype=getattr(torch, name)).eval() for name in ("float32", dtype))
 
     @torch.no_grad()
-    def logprobs(self, prompt: Prompt, rollout: Rollout, *, exact: bool = True) -> list[float]:
+    def logprobs(self, prompt, rollout, *, exact=True):
         """[T] log-probs (nats) of the sampled tokens."""
         model = self._exact if exact else self._own
         ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids]])
@@ -114,7 +110,7 @@ class Reference:
         found = rows.gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0].tolist()
         return sampled(rollout, found)
 
-    def distance(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], pairs: Pairs) -> tuple[float, float]:
+    def distance(self, prompts, rollouts, pairs):
         """(difference of two lists of log-probs of these completions, its bound), nats; largest in fp32, or mean."""
         apart = [abs(a - b) for a, b in pairs]
         assert apart and all(map(math.isfinite, apart))
@@ -129,6 +125,6 @@ class Reference:
 Pairs = Sequence[tuple[float, float]]
 
 
-def sampled(rollout: Rollout, logprobs: Sequence[float]) -> list[float]:
+def sampled(rollout, logprobs):
     """The `logprobs` [T] of sampled tokens, without forced ones."""
     return [value for value, kept in zip(logprobs, rollout.loss_mask, strict=True) if kept]

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import random_policies
@@ -26,14 +25,14 @@ if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # Megatron-Core would take the
 
 KINDS = ("llama", "qwen3", "qwen3_moe", "llama4")
 MIXTURES = ("qwen3_moe", "llama4")
-_WIDE: dict[str, Any] = dict(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_attention_heads=8)
+_WIDE = dict(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_attention_heads=8)
 _WIDE |= dict(num_key_value_heads=2, head_dim=64, max_position_embeddings=2048)
-_WIDER: dict[str, dict[str, Any]] = {
+_WIDER = {
     "qwen3_moe": dict(moe_intermediate_size=384),
     "llama4": dict(intermediate_size=512, intermediate_size_mlp=768, attention_chunk_size=128, floor_scale=64),
 }
 """Widths that flash attention and Transformer Engine support, also with TP 2."""
-_CUTS: dict[str, dict[str, Any]] = {
+_CUTS = {
     "TP2": {"parallel": {"tensor_model_parallel_size": 2}, "model": {"sequence_parallel": True}},
     "PP2": {"parallel": {"pipeline_model_parallel_size": 2}},
     "EP2": {"parallel": {"expert_model_parallel_size": 2}},
@@ -166,11 +165,11 @@ def in_transformers(case, dtype):
     from transformers import AutoModelForCausalLM
 
     plain = {"experts_implementation": "eager"} if case.kind in MIXTURES else {}
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         case.path, dtype=dtype, trust_remote_code=False, attn_implementation="eager", **plain
     ).eval()
     assert not plain or model.config._experts_implementation == "eager"
-    gaps: list[float] = []
+    gaps = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("router", "gate"):
             module.register_forward_hook(_watch(gaps, model.config.num_experts_per_tok))

@@ -9,10 +9,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 from e2e.whole_runs import ROOT, run
@@ -57,14 +54,14 @@ class Run:
     log: str
     """Of the engine."""
 
-    def mismatch(self, until: int = 10**9) -> float:
+    def mismatch(self, until=10**9):
         """Mean over the tokens up to a step (nats)."""
         counted = [(mean, tokens) for step, mean, tokens in self.fresh if step <= until]
         return sum(mean * tokens for mean, tokens in counted) / sum(tokens for _, tokens in counted)
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+def warm(tmp_path_factory):
     """(folder of the tiny task with a policy after a warm start, its losses)."""
     folder = tmp_path_factory.mktemp("tiny")
     sizes = ["--seed", 4, "--train-prompts", 1000, "--held-out", 100, "--sft-examples", 32 * SFT_STEPS]
@@ -77,11 +74,11 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def made(warm: tuple[Path, list[float]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+def made(warm, tmp_path_factory):
     """Name -> a run, made once."""
 
     @functools.cache
-    def make(name: str) -> Run:
+    def make(name):
         out = tmp_path_factory.mktemp(name)
         run("-m", "megatron_scalerl", "train", RECIPE, *settings(name, warm[0], out))
         return read_run(out / "run")
@@ -89,7 +86,7 @@ def made(warm: tuple[Path, list[float]], tmp_path_factory: pytest.TempPathFactor
     return make
 
 
-def settings(name: str, tiny: Path, out: Path) -> list[str]:
+def settings(name, tiny, out):
     """Overrides of a run; a probe follows every weight update."""
     found = ["name=run", "seed=4", f"output_dir={out}", f"steps={STEPS}", "policy.dtype=bfloat16"]
     found += [f"policy.path={tiny / 'policy'}", f"prompts.path={tiny / 'prompts.jsonl'}"]
@@ -99,7 +96,7 @@ def settings(name: str, tiny: Path, out: Path) -> list[str]:
     return [*found, "engine.vllm.gpu_memory_utilization=0.3", "rewards.workers=4", *RUNS[name]]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder):
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "skipped" not in row]
     tokens = "loss_tokens_staleness_0"
     return Run(
@@ -113,12 +110,12 @@ def read_run(folder: Path) -> Run:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_settings_of_every_run_are_valid(name: str, tmp_path: Path) -> None:
+def test_the_settings_of_every_run_are_valid(name, tmp_path):
     recipe = load_recipe(ROOT / RECIPE, settings(name, tmp_path, tmp_path))
     check_options(recipe.engine.vllm)
 
 
-def test_what_a_run_leaves_is_read(tmp_path: Path) -> None:
+def test_what_a_run_leaves_is_read(tmp_path):
     """By hand: a skipped step, one without tokens of staleness 0."""
     each = {"reward": 0.5, "probe_mismatch_max": 1e-3}
     rows = [{"skipped": "no group"}, {"step": 1, **each, "mismatch_staleness_0": 0.1, "loss_tokens_staleness_0": 1.0}]
@@ -133,14 +130,14 @@ def test_what_a_run_leaves_is_read(tmp_path: Path) -> None:
 
 
 @ON_GPU
-def test_a_warm_start_learns(warm: tuple[Path, list[float]], record_property: Any) -> None:
+def test_a_warm_start_learns(warm, record_property):
     assert (warm[0] / "policy" / "config.json").is_file()
     judge(record_property, {"last loss": (warm[1][-1], WARM_LOSS)})
 
 
 @ON_GPU
 @pytest.mark.parametrize("name", ["eager", "graphs", "shm", pytest.param("nccl", marks=pytest.mark.gpus(2))])
-def test_a_run_trains_on_what_its_engine_sampled(name: str, made: Callable, record_property: Any) -> None:
+def test_a_run_trains_on_what_its_engine_sampled(name, made, record_property):
     found = made(name)
     for figure in ("probe", "pass_rates"):
         record_property(figure, getattr(found, figure))
@@ -154,6 +151,6 @@ def test_a_run_trains_on_what_its_engine_sampled(name: str, made: Callable, reco
 
 
 @ON_GPU
-def test_fp32_logits_mismatch_less_than_bf16_logits(made: Callable, record_property: Any) -> None:
+def test_fp32_logits_mismatch_less_than_bf16_logits(made, record_property):
     """In the same first steps: later policies differ."""
     judge(record_property, {"mismatch in nats": (made("eager").mismatch(3), made("model_logits").mismatch(3))})

@@ -7,7 +7,7 @@ from gpu_cases import judge
 from megatron_scalerl.losses import LOSSES, LossInputs
 
 CAP = 5.0
-CLIPS: dict[str, tuple[float, float]] = {"dapo": (0.2, 0.26), "grpo": (0.2, 0.2), "gspo": (3e-3, 5e-3)}
+CLIPS = {"dapo": (0.2, 0.26), "grpo": (0.2, 0.2), "gspo": (3e-3, 5e-3)}
 """Clip range below and above 1."""
 BOUND = 64 * 2.0**-24
 """Relative bound of value and gradient. exp() of a log ratio within +-20 rounded to fp32 has an error of up to about

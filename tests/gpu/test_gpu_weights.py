@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ def test_an_engine_that_is_gone_does_not_end_the_trainer(device):
 
     def start(role, rank, folder):
         command = [sys.executable, str(Path(__file__).with_name("gone_engine.py")), role, folder]
-        pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return subprocess.Popen(command, env=environment | {"LOCAL_RANK": str(rank)}, **pipes)
 
     with private_folder() as rendezvous:

@@ -1,7 +1,6 @@
 """Projections with known answers, and the answer of log_softmax in fp64."""
 
 import weakref
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,9 +9,7 @@ from torch.utils._pytree import tree_leaves
 Problem = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def problem(
-    tokens: int = 7, hidden: int = 5, vocab: int = 11, dtype: torch.dtype = torch.float64, top: float | None = None
-) -> Problem:
+def problem(tokens=7, hidden=5, vocab=11, dtype=torch.float64, top=None):
     """hidden, weight and targets; `top` scales the largest |logit| to it."""
     generator = torch.Generator().manual_seed(3)
     h = torch.randn(tokens, hidden, generator=generator, dtype=torch.float64)
@@ -23,9 +20,7 @@ def problem(
     return h.to(dtype), w.to(dtype), y
 
 
-def by_log_softmax(
-    h: torch.Tensor, w: torch.Tensor, y: torch.Tensor, temperature: Any = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def by_log_softmax(h, w, y, temperature=1.0):
     """Log-probabilities and entropies in fp64, differentiable."""
     scale = torch.as_tensor(temperature, dtype=torch.float64).reshape(-1, 1)
     log_p = (h.double() @ w.double().t() / scale).log_softmax(-1)
@@ -33,12 +28,12 @@ def by_log_softmax(
 
 
 def gradients_by_log_softmax(
-    h: torch.Tensor,
-    w: torch.Tensor,
-    y: torch.Tensor,
-    of_logprob: torch.Tensor,
-    of_entropy: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    h,
+    w,
+    y,
+    of_logprob,
+    of_entropy=None,
+):
     """Gradients, in fp64, of sum(of_logprob * logprob) + sum(of_entropy * entropy)."""
     h, w = h.detach().double().requires_grad_(), w.detach().double().requires_grad_()
     logprob, entropy = by_log_softmax(h, w, y)
@@ -50,12 +45,12 @@ def gradients_by_log_softmax(
     return h.grad, w.grad
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(found, expected):
     """Norm of the difference over the norm of what was expected."""
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def as_megatron_parameter(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+def as_megatron_parameter(weight, dtype=torch.float32):
     """A parameter with the main_grad that Megatron's DDP would make."""
     parameter = torch.nn.Parameter(weight.clone())
     parameter.main_grad = torch.zeros_like(weight, dtype=dtype)
@@ -66,12 +61,12 @@ def as_megatron_parameter(weight: torch.Tensor, dtype: torch.dtype = torch.float
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operators have made and that are still there; `peak` is their most."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.now = self.peak = 0
-        self._alive: set[int] = set()
+        self._alive = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
@@ -86,6 +81,6 @@ class LiveBytes(TorchDispatchMode):
                 weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
         return result
 
-    def _gone(self, key: int, size: int) -> None:
+    def _gone(self, key, size):
         self._alive.discard(key)
         self.now -= size

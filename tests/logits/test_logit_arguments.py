@@ -1,7 +1,5 @@
 """Every mistake in the projection's arguments is a ValueError with what was expected and what was found."""
 
-from typing import Any
-
 import pytest
 import torch
 from logit_problems import as_megatron_parameter, problem
@@ -18,7 +16,7 @@ def with_target(place, target):
 
 
 H, W, Y = problem(dtype=torch.float32)
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+MISTAKES = {
     "width": (dict(weight=W[:, :2]), r"expected hidden \[T, H\] and weight \[V/p, H\], found \[7, 5\] and \[11, 2\]"),
     "tokens": (dict(targets=Y[:6]), r"expected targets \[7\], found \[6\]"),
     "type of targets": (dict(targets=Y.int()), "targets: expected int64, found torch.int32"),

@@ -39,7 +39,7 @@ def test_equals_two_passes(name, dtype, chunk, monkeypatch):
     (3.0 * expected).backward()
     two_pass = h.grad, w.grad
     h, w, y = leaves(dtype)
-    shown: list[int] = []
+    shown = []
 
     def of_chunk(logprobs, entropies, places):
         shown.extend(places.tolist())
@@ -62,7 +62,7 @@ def test_without_room_for_a_row_the_logits_are_computed_twice(masked):
     """The loss is then of all its tokens at once, and a kept scalar scales both gradients as it does in chunks."""
     found = []
     mask = torch.arange(8) % 3 > 0 if masked else None
-    shown: list[int] = []
+    shown = []
 
     def loss(logprobs, entropies, places):
         shown[:] = places.tolist()

@@ -46,7 +46,7 @@ def test_it_is_used():
 def test_nothing_of_the_logits_is_kept_for_the_backward_pass():
     h, w, y = problem(TOKENS, WIDTH, VOCAB, torch.float32)
     h.requires_grad_()
-    kept: list[int] = []
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
         token_logprobs(h, w, y, entropy="grad")
     assert sorted(kept) == [TOKENS, TOKENS, TOKENS, TOKENS * WIDTH, VOCAB * WIDTH]

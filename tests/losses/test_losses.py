@@ -24,7 +24,7 @@ def run(loss, *, logits, targets, rollout_probs, advantages, weights, mask=None,
         token_weights=torch.tensor(weights, dtype=torch.float64),
         sequence_ids=torch.tensor(sequences if sequences is not None else [0] * size),
     )
-    output: LossOutput = loss(inputs, **options)
+    output = loss(inputs, **options)
     output.loss.backward()
     return output, logits.grad
 

@@ -1,8 +1,5 @@
 """Families without Megatron: rotary frequencies, the weight map cut and put together again, refusals."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from family_configs import CONFIGS, LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_shape
@@ -24,7 +21,7 @@ from megatron_scalerl.models.llama4 import attention_temperature
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_shards_put_together_are_the_checkpoint(kind: str, size: int) -> None:
+def test_shards_put_together_are_the_checkpoint(kind, size):
     """Every element of every tensor lies in exactly one piece, and comes back where it was."""
     found = family_of(kind)
     generator = torch.Generator().manual_seed(1)
@@ -46,7 +43,7 @@ def test_shards_put_together_are_the_checkpoint(kind: str, size: int) -> None:
         assert torch.equal(visits[name], torch.ones_like(visits[name])), name
 
 
-def test_query_key_value_rows_are_grouped() -> None:
+def test_query_key_value_rows_are_grouped():
     """Two groups of two heads of one row each: Megatron's rows are q0 q1 k0 v0 q2 q3 k1 v1."""
     config = LlamaConfig(**{**LLAMA, "head_dim": 2, "num_attention_heads": 4})
     rule = next(r for r in family(config).rules if r.megatron.endswith("layers.0.self_attention.linear_qkv.weight"))
@@ -62,7 +59,7 @@ def test_query_key_value_rows_are_grouped() -> None:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_names_are_those_of_hugging_face(kind: str) -> None:
+def test_names_are_those_of_hugging_face(kind):
     """Names and shapes of transformers' own module; Qwen3's experts in its checkpoints' layout as well."""
     from transformers import AutoModelForCausalLM
 
@@ -81,7 +78,7 @@ def test_names_are_those_of_hugging_face(kind: str) -> None:
     assert found == expected
 
 
-def test_a_fused_expert_is_cut_as_it_is_stored() -> None:
+def test_a_fused_expert_is_cut_as_it_is_stored():
     """Expert 3 of a [4, 40, 24] tensor on the second of two ranks: gate rows 10 to 20, up rows 30 to 40."""
     name = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
     rule = next(r for r in family_of("qwen3_moe fused").rules if r.megatron == name)
@@ -92,7 +89,7 @@ def test_a_fused_expert_is_cut_as_it_is_stored() -> None:
     assert not gate.transposed and not up.transposed
 
 
-def test_a_folder_says_how_its_experts_are_stored(tmp_path: Path) -> None:
+def test_a_folder_says_how_its_experts_are_stored(tmp_path):
     """Neither the config nor transformers' module does."""
     from safetensors.torch import save_file
 
@@ -107,7 +104,7 @@ def test_a_folder_says_how_its_experts_are_stored(tmp_path: Path) -> None:
         assert found.get(name.format("0.up_proj.weight")) == (None if fused else (20, 24))
 
 
-def test_qwen3_moe_layers_mix_as_in_the_config() -> None:
+def test_qwen3_moe_layers_mix_as_in_the_config():
     """mlp_only_layers wins over decoder_sparse_step, which counts from 1."""
     deep = {**QWEN3_MOE, "num_hidden_layers": 6}
     found = family(Qwen3MoeConfig(**deep, decoder_sparse_step=2, mlp_only_layers=[3]))
@@ -120,7 +117,7 @@ def test_qwen3_moe_layers_mix_as_in_the_config() -> None:
     assert "num_moe_experts" not in dense.transformer
 
 
-def test_llama4_layers_differ_as_in_the_config() -> None:
+def test_llama4_layers_differ_as_in_the_config():
     """Every fourth layer has no RoPE and no query-key norm and sees the whole sequence."""
     found = family(Llama4TextConfig(**LLAMA4))
     assert [style.moe for style in found.layers] == [False, True, False, True]
@@ -131,13 +128,13 @@ def test_llama4_layers_differ_as_in_the_config() -> None:
     assert found.attention_chunk_size == 8192
 
 
-def test_attention_temperature_by_hand() -> None:
+def test_attention_temperature_by_hand():
     """1 + 0.1 ln(1 + floor((p + 1) / 8)): 1 up to position 6, then steps."""
     scale = attention_temperature(torch.tensor([0, 6, 7, 14, 15]), floor_scale=8.0, attn_scale=0.1)
     assert scale.tolist() == pytest.approx([1.0, 1.0, 1.0693147, 1.0693147, 1.1098612])
 
 
-def test_a_vision_model_carries_its_tower() -> None:
+def test_a_vision_model_carries_its_tower():
     from transformers import Llama4Config
 
     found = family(Llama4Config(text_config=Llama4TextConfig(**LLAMA4)))
@@ -146,7 +143,7 @@ def test_a_vision_model_carries_its_tower() -> None:
 
 
 @pytest.mark.parametrize("rank, rows", [(0, (0, 19)), (1, (19, 37))])
-def test_the_vocabulary_is_padded_to_the_ranks(rank: int, rows: tuple[int, int]) -> None:
+def test_the_vocabulary_is_padded_to_the_ranks(rank, rows):
     assert padded_vocab_size(37, 2) == 38 and padded_vocab_size(38, 2) == 38
     piece = family(CONFIGS["llama"]()).rules[0].pieces(rank, 2)[0]
     assert (piece.hf_index[0].start, piece.hf_index[0].stop) == rows
@@ -191,12 +188,12 @@ def test_the_vocabulary_is_padded_to_the_ranks(rank: int, rows: tuple[int, int])
         ),
     ],
 )
-def test_what_the_map_does_not_cover_is_refused(config: Any, line: str) -> None:
+def test_what_the_map_does_not_cover_is_refused(config, line):
     with pytest.raises(ValueError, match=line):
         family(config())
 
 
-def test_other_unknown_keys_change_nothing() -> None:
+def test_other_unknown_keys_change_nothing():
     """Published files have many."""
     plain, more = (family(LlamaConfig(**LLAMA, **keys)) for keys in ({}, {"unsloth_fixed": True, "qk_norm": False}))
     assert (plain.transformer, plain.layers) == (more.transformer, more.layers)
@@ -209,7 +206,7 @@ KNOWN = (
 )
 
 
-def test_unknown_and_broken_configs_are_one_line(tmp_path: Path) -> None:
+def test_unknown_and_broken_configs_are_one_line(tmp_path):
     unknown = PretrainedConfig()
     unknown.model_type = "mamba"
     with pytest.raises(ValueError, match=rf"'mamba' is not supported: it has state-space layers \(mamba\); {KNOWN}"):
@@ -248,7 +245,7 @@ def test_unknown_and_broken_configs_are_one_line(tmp_path: Path) -> None:
         ("qwen3_moe", dict(etp_size=8), r"expert_tensor_parallel_size: expected a divisor of 20 expert MLP columns"),
     ],
 )
-def test_parallel_sizes_divide_what_they_cut(kind: str, sizes: dict[str, int], line: str) -> None:
+def test_parallel_sizes_divide_what_they_cut(kind, sizes, line):
     with pytest.raises(ValueError, match=line):
         check_layout(family_of(kind), **sizes)
     check_layout(family_of(kind), tp_size=2)

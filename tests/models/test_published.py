@@ -3,7 +3,6 @@
 import json
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ def of_recipes(name):
     return json.loads((CONFIGS / name / "config.json").read_text())
 
 
-PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+PUBLISHED = {
     "Llama-3.1-8B": (8_030_261_248, of_recipes("Llama-3.1-8B")),
     "Qwen2.5-7B": (
         7_615_616_512,

@@ -1,7 +1,6 @@
 """Rotary frequencies equal transformers', with every scaling and in both dialects of the config."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ SCALINGS = {
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scalings_equal_transformers(name):
-    scaling: dict[str, Any] = SCALINGS[name]
+    scaling = SCALINGS[name]
     config = LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=dict(scaling))
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
     found = rotary(config, 128)

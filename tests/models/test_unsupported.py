@@ -1,11 +1,7 @@
 """A refused config.json names a part of the model that we lack, or a key of its own, in one line with the folder."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
@@ -17,7 +13,7 @@ from megatron_scalerl.models.unsupported import PARTS
 MLA = {"kv_lora_rank": 512, "q_lora_rank": 1536}
 EXPERTS = {"n_routed_experts": 64, "num_experts_per_tok": 8}
 GDN = {"linear_num_key_heads": 16, "layer_types": ["linear_attention", "full_attention"]}
-PUBLISHED: dict[str, tuple[dict[str, Any], list[str]]] = {
+PUBLISHED = {
     "qwen3_5": ({"text_config": GDN, "vision_config": {"depth": 27}}, ["linear attention", "a tower"]),
     "qwen3_5_moe": ({"text_config": GDN | {"num_experts": 256}}, ["linear attention", "experts"]),
     "qwen3_next": (GDN | {"shared_expert_intermediate_size": 512}, ["linear attention", "a shared expert"]),
@@ -66,7 +62,7 @@ NOT_WITHOUT_ARGUMENTS = (AttributeError, ImportError, OSError, StrictDataclassEr
 """Of config classes that need arguments, packages or files."""
 
 
-def refusal(folder: Path, **config: Any) -> str:
+def refusal(folder, **config):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError) as caught:
         family(read_hf_config(folder))
@@ -76,7 +72,7 @@ def refusal(folder: Path, **config: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_published_configs_of_other_families_name_their_parts(kind: str, tmp_path: Path) -> None:
+def test_published_configs_of_other_families_name_their_parts(kind, tmp_path):
     keys, parts = PUBLISHED[kind]
     said = refusal(tmp_path, model_type=kind, architectures=["AForCausalLM"], **keys)
     assert f"model_type {kind!r} is not supported: it has " in said and said.endswith(
@@ -87,7 +83,7 @@ def test_published_configs_of_other_families_name_their_parts(kind: str, tmp_pat
         assert "sliding" not in said, "they are switched off"
 
 
-def test_every_type_that_transformers_knows_names_something(tmp_path: Path) -> None:
+def test_every_type_that_transformers_knows_names_something(tmp_path):
     """By the defaults of its config class; a dozen differ from the supported families in their modules alone."""
     bare, kinds = [], 0
     for kind in CONFIG_MAPPING:
@@ -108,12 +104,12 @@ def test_every_type_that_transformers_knows_names_something(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("head", ["Qwen2ForSequenceClassification", "Qwen2ForTokenClassification", "Qwen2Model"])
-def test_a_model_without_the_head_of_a_policy_is_refused(head: str, tmp_path: Path) -> None:
+def test_a_model_without_the_head_of_a_policy_is_refused(head, tmp_path):
     said = refusal(tmp_path, model_type="qwen2", architectures=[head])
     assert f"{head} is no policy: its head is not a language model's" in said
 
 
-def test_quantized_weights_and_refused_keys_name_the_folder(tmp_path: Path) -> None:
+def test_quantized_weights_and_refused_keys_name_the_folder(tmp_path):
     qwen2 = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"])
     assert "the weights are quantized (a); take the policy's bf16 release" in refusal(
         tmp_path, **qwen2, quantization_config={"quant_method": "a"}

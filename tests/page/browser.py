@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import aiohttp
 
@@ -15,16 +13,16 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 class Tab:
     """One page of the browser."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self.requests: list[str] = []
+    def __init__(self, socket):
+        self.requests = []
         """Addresses that the page asked for."""
-        self.complaints: list[str] = []
+        self.complaints = []
         """Errors and warnings of the console, exceptions, and what the content security policy refused."""
         self._socket = socket
-        self._answers: dict[int, asyncio.Future] = {}
+        self._answers = {}
         self._number = 0
 
-    async def listen(self) -> None:
+    async def listen(self):
         """Take the browser's messages until it closes."""
         async for message in self._socket:
             said = json.loads(message.data)
@@ -39,7 +37,7 @@ class Tab:
             elif said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] in ("error", "warning"):
                 self.complaints.append(said["params"]["entry"]["text"])
 
-    async def call(self, method: str, **params) -> dict:
+    async def call(self, method, **params):
         """One command of the protocol."""
         self._number += 1
         self._answers[self._number] = answer = asyncio.get_running_loop().create_future()
@@ -48,30 +46,30 @@ class Tab:
         assert "error" not in said, said
         return said["result"]
 
-    async def evaluate(self, expression: str):
+    async def evaluate(self, expression):
         """The JSON value of an expression in the page."""
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 120.0):
+    async def until(self, expression, seconds=120.0):
         """Wait until an expression in the page is true; returns its value."""
         async with asyncio.timeout(seconds):
             while not (value := await self.evaluate(expression)):
                 await asyncio.sleep(0.05)
         return value
 
-    async def press(self, key: str) -> None:
+    async def press(self, key):
         """Press and release a key."""
         for kind in ("keyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
-    async def open(self, url: str) -> None:
+    async def open(self, url):
         """Go to an address."""
         await self.call("Page.navigate", url=url)
 
 
-async def _first_page(session: aiohttp.ClientSession, file: Path) -> str:
+async def _first_page(session, file):
     """Where the first page of a browser that starts takes commands."""
     while not (file.exists() and len(lines := file.read_text().splitlines()) == 2):  # the port and a path
         await asyncio.sleep(0.05)
@@ -84,7 +82,7 @@ async def _first_page(session: aiohttp.ClientSession, file: Path) -> str:
 
 
 @contextlib.asynccontextmanager
-async def opened(profile: Path) -> AsyncIterator[Tab]:
+async def opened(profile):
     """A browser with one empty page, ended with the block. profile: an empty folder."""
     assert CHROMIUM is not None
     options = [

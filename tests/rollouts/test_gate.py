@@ -29,15 +29,15 @@ class Simulation:
         self.gate = self.new_gate()
         self.now, self.version, self.batches, self.events = 0.0, 0, 0, 0
         self.served = 0
-        self.lost: set[int] = set()
+        self.lost = set()
         self.started = 0
-        self.running: list[tuple[float, int, int]] = []
-        self.reissue: list[int] = []
-        self.first_version: dict[int, int] = {}
-        self.ready: set[int] = set()
-        self.trained: list[int] = []
-        self.step_ends: float | None = None
-        self.ahead: tuple[int, ...] = ()
+        self.running = []
+        self.reissue = []
+        self.first_version = {}
+        self.ready = set()
+        self.trained = []
+        self.step_ends = None
+        self.ahead = ()
         self.taken_ahead = 0
 
     def new_gate(self):

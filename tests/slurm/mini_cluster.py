@@ -27,7 +27,7 @@ CPUS, GPUS = 16, 8
 START_S = 60
 
 
-def missing(*, accounting: bool = False) -> str | None:
+def missing(*, accounting=False):
     """Why there can be no cluster here, None if there can."""
     if os.geteuid() != 0:
         return "a Slurm for tests needs root"
@@ -48,13 +48,13 @@ class MiniCluster:
 
     def __init__(
         self,
-        folder: Path,
-        nodes: tuple[str, ...],
+        folder,
+        nodes,
         *,
-        silence_s: int = 30,
-        accounting: bool = False,
-        preemption: str | None = None,
-    ) -> None:
+        silence_s=30,
+        accounting=False,
+        preemption=None,
+    ):
         """silence_s: seconds until Slurm calls a node down that does not answer. accounting: with a database.
 
         preemption: jobs of the partition `high` take the place of others, which get 60 s, and the GPUs have the type
@@ -88,7 +88,7 @@ class MiniCluster:
             self.close()
             raise
 
-    def _write_clients(self) -> None:
+    def _write_clients(self):
         """Programs that enter the cluster's namespaces and there call Slurm's."""
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         deadline = time.monotonic() + START_S
@@ -107,7 +107,7 @@ class MiniCluster:
             program.write_text(f'#!/bin/sh\n[ -z "$SLURM_JOB_ID" ] || exec {real} "$@"\n{outside}\n')
             program.chmod(0o755)
 
-    def _wait_until_idle(self, nodes: int) -> None:
+    def _wait_until_idle(self, nodes):
         deadline = time.monotonic() + START_S
         while self.ask("sinfo", "--noheader", "-t", "idle", "-o", "%D").strip() != str(nodes):
             if time.monotonic() > deadline or self._process.poll() is not None:
@@ -115,40 +115,38 @@ class MiniCluster:
                 raise RuntimeError(f"the nodes of the cluster did not become idle\n{logs}")
             time.sleep(0.05)
 
-    def ask(self, name: str, *words: str) -> str:
+    def ask(self, name, *words):
         """Standard output of a client program."""
         return subprocess.run([self.bin / name, *words], capture_output=True, text=True, check=False).stdout
 
-    def link(self, node: str, state: str) -> None:
+    def link(self, node, state):
         """Take a node's only network link down, or up again."""
         self._inside("ip", "link", "set", f"to-{node}", state)
 
-    def kill_daemon(self, node: str) -> None:
+    def kill_daemon(self, node):
         """SIGKILL to a node's slurmd: Slurm loses the node, whose processes go on."""
         self._inside("kill", "-9", (self.folder / "run" / f"{node}.pid").read_text().strip())
 
-    def _inside(self, *words: str) -> None:
+    def _inside(self, *words):
         enter = ["nsenter", "--target", self._inner, "--net", "--mount", "--uts", "--ipc", "--pid", "--"]
         conf = f"SLURM_CONF={self.folder / 'etc' / 'slurm.conf'}"
         subprocess.run([*enter, "env", conf, *words], check=True, capture_output=True)
 
-    def close(self) -> None:
+    def close(self):
         """End the cluster and every process in it."""
         if self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
-def slurmd(folder: Path, node: str) -> list[str]:
+def slurmd(folder, node):
     """Starts a node's daemon in its network namespace, under its name, with a disk of its own at FOLDER/local."""
     disk = f"mount --make-rprivate / && mount --bind {folder}/disks/{node} {folder}/local"
     start = f"hostname {node} && {disk} && exec slurmd -N {node}"
     return ["ip", "netns", "exec", node, "unshare", "--uts", "--mount", "sh", "-c", start]
 
 
-def write_settings(
-    folder: Path, nodes: tuple[str, ...], silence_s: int, *, accounting: bool, preemption: str | None
-) -> None:
+def write_settings(folder, nodes, silence_s, *, accounting, preemption):
     """Slurm's and munge's files; slurmdbd.conf only with accounting."""
     for index in range(GPUS):
         os.mknod(folder / "dev" / f"gpu{index}", 0o666 | 0o020000, os.makedev(1, 3))
@@ -226,10 +224,10 @@ def write_settings(
     (folder / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
 
-def serve(folder: Path, nodes: list[str]) -> None:
+def serve(folder, nodes):
     """In the new namespaces: network, daemons; never returns."""
 
-    def run(*words: object) -> None:
+    def run(*words):
         subprocess.run([str(word) for word in words], check=True)
 
     for name in ("hosts", "nsswitch.conf"):
@@ -274,10 +272,10 @@ def serve(folder: Path, nodes: list[str]) -> None:
             time.sleep(0.5)
 
 
-def account(folder: Path) -> None:
+def account(folder):
     """Start the database and slurmdbd, and make the cluster and the user known."""
 
-    def until_done(*words: object) -> None:
+    def until_done(*words):
         deadline = time.monotonic() + START_S
         while subprocess.run([str(word) for word in words], check=False).returncode:
             if time.monotonic() > deadline:

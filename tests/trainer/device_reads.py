@@ -3,9 +3,7 @@
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -36,12 +34,12 @@ class DeviceReads(TorchDispatchMode):
     On a CPU all tensors are the host's. What runs inside `on_host` is not counted: it has host tensors on a GPU, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.found = Counter()
         self._paused = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kind = READING.get(func) or _by_mask(func, args)
         if kind == "repeat_interleave" and (kwargs or {}).get("output_size") is not None:  # the host knows its shape
             kind = None
@@ -49,10 +47,10 @@ class DeviceReads(TorchDispatchMode):
             self._note(kind)
         return func(*args, **(kwargs or {}))
 
-    def on_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_host(self, function):
         """`function`, uncounted."""
 
-        def uncounted(*args: Any, **keywords: Any) -> Any:
+        def uncounted(*args, **keywords):
             self._paused += 1
             try:
                 return function(*args, **keywords)
@@ -62,7 +60,7 @@ class DeviceReads(TorchDispatchMode):
         return uncounted
 
     @contextlib.contextmanager
-    def counting(self) -> Iterator[Counter[str]]:
+    def counting(self):
         """Counts inside; gives what was found."""
         with contextlib.ExitStack() as stack:
             for name in METHODS:
@@ -70,10 +68,10 @@ class DeviceReads(TorchDispatchMode):
             stack.enter_context(self)
             yield self.found
 
-    def _noted(self, name: str) -> Callable[..., Any]:
+    def _noted(self, name):
         original = getattr(torch.Tensor, name)
 
-        def method(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        def method(tensor, *args, **keywords):
             self._note(name)
             self._paused += 1  # tolist of a tensor asks for its parts
             try:
@@ -83,12 +81,12 @@ class DeviceReads(TorchDispatchMode):
 
         return method
 
-    def _note(self, kind: str) -> None:
+    def _note(self, kind):
         if not self._paused:
             self.found[f"{kind} {_asker()}"] += 1
 
 
-def _by_mask(func: Any, args: Any) -> str | None:
+def _by_mask(func, args):
     """Indexing by a mask counts it first; only writing one number by a mask does not."""
     if func not in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
         return None
@@ -96,7 +94,7 @@ def _by_mask(func: Any, args: Any) -> str | None:
     return "index by mask" if masks and not (len(args) > 2 and args[2].numel() == 1) else None
 
 
-def _asker() -> str:
+def _asker():
     """The innermost function of the package or of Megatron-Core on the stack."""
     frame = sys._getframe(1)
     while frame is not None:

@@ -189,7 +189,7 @@ def test_saving_starts_no_process(stepped, tmp_path):
 
 
 def test_a_disk_that_refuses_ends_the_save_without_a_commit(stepped, tmp_path, monkeypatch):
-    def full_disk(*_: object) -> None:
+    def full_disk(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("megatron.core.dist_checkpointing.strategies.filesystem_async.os.fsync", full_disk)

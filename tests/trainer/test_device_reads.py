@@ -8,7 +8,6 @@ docs/cuda.md has the same lists with what each costs on a GPU.
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from megatron_scalerl.trainer.step_metrics import StepMetrics
 from megatron_scalerl.types import Batch
 
 META = torch.device("meta")
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "loss in chunks": {},
     "loss of sequences": {"loss": {"name": "gspo"}},
     "logits twice": {"trainer": {"loss_in_chunk": False}},

@@ -3,7 +3,6 @@
 import dataclasses
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ def alone(pp_size=1):
     return Parallel(rank=0, world_size=1, device=torch.device("cpu"), groups=None, pp_size=pp_size, **sizes, **ranks)
 
 
-SIZES: dict[str, Any] = dict(vocab_size=8, hidden_size=16, intermediate_size=32, num_hidden_layers=2)
+SIZES = dict(vocab_size=8, hidden_size=16, intermediate_size=32, num_hidden_layers=2)
 SIZES |= dict(num_attention_heads=4, num_key_value_heads=2)
 
 
@@ -122,7 +121,7 @@ def test_the_precision_aware_optimizer_is_refused():
     assert not optimizer_config(recipe()).use_precision_aware_optimizer
 
 
-def test_fp32_is_refused_where_transformer_engine_makes_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_is_refused_where_transformer_engine_makes_the_layers(monkeypatch):
     check_megatron(llama(), recipe())
     monkeypatch.setattr(options, "HAVE_TE", True)
     monkeypatch.setattr(options, "model_options", lambda *_: SimpleNamespace(config=options_of_plain_layers))

@@ -24,7 +24,7 @@ def tiny(tmp_path_factory):
     cpu_compat.uninstall()
 
 
-def recipe(tiny, **sft) -> Recipe:
+def recipe(tiny, **sft):
     return Recipe.model_validate(
         {
             "name": "warm",
@@ -38,7 +38,7 @@ def recipe(tiny, **sft) -> Recipe:
     )
 
 
-def reference_loss(policy, samples) -> float:
+def reference_loss(policy, samples):
     """Mean of -log pi over the loss-mask tokens of the samples, under the Hugging Face model."""
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     total, count = 0.0, 0
@@ -85,7 +85,7 @@ def test_the_loss_is_the_cross_entropy_and_training_lowers_it(tiny, tmp_path):
     base, one, twelve = tiny / "base_policy", tmp_path / "one", tmp_path / "twelve"
     report = run_sft(recipe(tiny, steps=1, batch_size=16), one, report=lambda line: None)
     assert report.loss == pytest.approx(reference_loss(base, first), rel=1e-5)
-    lines: list[str] = []
+    lines = []
     report = run_sft(settings, twelve, report=lines.append)
     assert (
         len(lines) == 2

@@ -47,7 +47,7 @@ def tree():
 @pytest.fixture
 def one_copy(monkeypatch):
     """Stands in for pinned memory and a GPU's memory; gives the buffers of every copy."""
-    buffers: list[torch.Tensor] = []
+    buffers = []
     empty = torch.empty
 
     def pinned(size):

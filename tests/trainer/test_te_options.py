@@ -1,7 +1,5 @@
 """What Transformer Engine's layers are told, as far as a CPU shows it: none runs here."""
 
-from typing import Any
-
 import pytest
 import torch
 from megatron.core.extensions import transformer_engine as te_extensions
@@ -33,7 +31,7 @@ def test_fused_rope_of_packed_rows_rotates_interleaved_pairs(monkeypatch, passes
 
     wrapper = newer if passes_on else of_the_floor
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", wrapper)
-    called: list[Any] = []
+    called = []
     rotate = lambda *args, **keywords: called.append((args, keywords))  # noqa: E731
     monkeypatch.setattr(te_extensions, "apply_rotary_pos_emb", rotate, raising=False)
     model._fused_rope_as(True)

@@ -56,7 +56,7 @@ class World:
         sections = {"trainer": {"world_size": world_size}, "weights": {"max_senders": 2}}
         sections["telemetry"] = {"profile_steps": [2]}
         self._recipe.write_text(dump_recipe(make_recipe(policy, megatron=megatron or {}, **sections)))
-        self.processes: list[asyncio.subprocess.Process] = []
+        self.processes = []
 
     async def start(self):
         """Start every rank, and wait."""

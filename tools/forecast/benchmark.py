@@ -10,19 +10,17 @@ first half of their steps; published ones from the authors' fitted part, and fro
 """
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-from known_runs import PUBLISHED, TINY, KnownRun, Task, known_runs, others, tasks
+from known_runs import PUBLISHED, TINY, known_runs, others, tasks
 from learning import learn
-from methods import OTHERS, Method, Outcome, bootstrap, by_fit, summarize
+from methods import OTHERS, bootstrap, by_fit, summarize
 from synthetic import SCENARIOS, coverage
 
 from megatron_scalerl.fit.decide import decide
-from megatron_scalerl.fit.prior import Prior
 
 ROBUST, SETTING = "robust", "robust, setting left out"
 WORTH = 0.02
@@ -31,23 +29,23 @@ ENDS = 3
 """Points at half and at the end whose means tell what the second half gained."""
 
 
-def of_world(world: str) -> list[KnownRun]:
+def of_world(world):
     """The runs of one world."""
     return [known for known in known_runs() if known.world == world]
 
 
 @cache
-def prior_without(*runs: str) -> Prior:
+def prior_without(*runs):
     """What is learned from all other runs."""
     return learn(runs)
 
 
-def left_out(task: Task) -> Outcome:
+def left_out(task):
     """`robust` with the prior that is learned without the run."""
     return by_fit(prior=prior_without(task.known.run))(task)
 
 
-def setting_left_out(task: Task) -> Outcome:
+def setting_left_out(task):
     """`robust` with the prior that is learned without all runs of the same task, policy and warm start.
 
     The published runs share one setting: their prior is learned from the tiny runs alone.
@@ -68,20 +66,20 @@ class Decisions:
     """"too early to say"."""
 
 
-def gained(task: Task) -> bool:
+def gained(task):
     """Whether the second half gained `WORTH`: the last points' mean less that of the last fitted ones."""
     y = task.known.curve.pass_rate
     return bool(y[task.unseen][-ENDS:].mean() - y[task.fitted][-ENDS:].mean() >= WORTH)
 
 
-def verdict(task: Task, prior: Prior) -> str:
+def verdict(task, prior):
     """What `decide` says at the end of the fitted part on the rest of the run."""
     c = task.known.curve.compute
     budget = float(c[task.unseen].max() - c[task.fitted].max())
     return decide(task.fit(prior=prior), budget=budget, worth=WORTH).verdict
 
 
-def thumb(task: Task) -> str:
+def thumb(task):
     """The rule of thumb: the slope of the last third of the fitted points, kept up, gains `WORTH` or not."""
     known, end = task.known.curve.part(task.fitted), float(task.known.curve.compute[task.unseen].max())
     last = max(len(known.compute) // 3, ENDS)
@@ -89,14 +87,14 @@ def thumb(task: Task) -> str:
     return "go on" if slope * (end - known.compute[-1]) >= WORTH else "stop"
 
 
-def judged(found: Sequence[tuple[Task, str]]) -> Decisions:
+def judged(found):
     """Compare verdicts with what the second halves gained."""
     sure = [(task, said == "go on") for task, said in found if said != "too early to say"]
     right = sum(went == gained(task) for task, went in sure)
     return Decisions(right=right, wrong=len(sure) - right, open=len(found) - len(sure))
 
 
-def parser() -> argparse.ArgumentParser:
+def parser():
     """The options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--held-back", action="store_true", help="the tiny runs that nothing is learned from, alone")
@@ -104,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments=None):
     """Print the scores of every method on both worlds, the decisions, and the coverage on synthetic runs."""
     chosen = parser().parse_args(arguments)
     if chosen.others is not None:
@@ -127,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"synthetic, {name}: {points:.3f} of new points and {parameters:.3f} of A, B, C_mid inside")
 
 
-def _print(title: str, found: list[Task], methods: dict[str, Method], *, each: bool = True) -> None:
+def _print(title, found, methods, *, each=True):
     outcomes = {name: [method(task) for task in found] for name, method in methods.items()}
     print(f"\n{title}: {len(found)} curves of {len({task.known.run for task in found})} runs")
     if each:
@@ -141,7 +139,7 @@ def _print(title: str, found: list[Task], methods: dict[str, Method], *, each: b
     print("error below: " + ", ".join(f"{n} {1 - ours / summarize(outcomes[n]).error:+.1%}" for n in OTHERS))
 
 
-def _print_settings(title: str, found: list[Task], methods: dict[str, Method]) -> None:
+def _print_settings(title, found, methods):
     """Every method by setting (task and base model), and its means over the settings."""
     settings = sorted({task.known.setting for task in found})
     print(f"\n{title}: {len(found)} curves of {len(settings)} settings")
@@ -158,7 +156,7 @@ def _print_settings(title: str, found: list[Task], methods: dict[str, Method]) -
         )
 
 
-def _line(outcomes: Sequence[Outcome]) -> str:
+def _line(outcomes):
     s = summarize(outcomes)
     return (
         f"points {s.points:3d}  error {s.error:.4f}  signed {s.signed:+.4f}  by run {s.by_run:.4f}  "

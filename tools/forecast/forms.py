@@ -26,7 +26,7 @@ class PowerLaw:
     exponent: float
     """B > 0."""
 
-    def __call__(self, compute: Array) -> Array:
+    def __call__(self, compute):
         return self.asymptote - self.scale * np.exp(-self.exponent * np.log(np.asarray(compute, dtype=float)))
 
 
@@ -39,7 +39,7 @@ class LogLinear:
     slope: float
     """b, in pass rate per unit of log C."""
 
-    def __call__(self, compute: Array) -> Array:
+    def __call__(self, compute):
         return self.intercept + self.slope * np.log(np.asarray(compute, dtype=float))
 
 
@@ -56,7 +56,7 @@ class LeastSquaresSigmoid:
     initial: float
     """R_0."""
 
-    def __call__(self, compute: Array) -> Array:
+    def __call__(self, compute):
         return sigmoid(compute, **asdict(self))
 
 
@@ -73,7 +73,7 @@ class RandomWalk:
     noise: float
     """Variance of a measured point around the walk."""
 
-    def __call__(self, compute: Array) -> tuple[Array, Array]:
+    def __call__(self, compute):
         """(mean, standard deviation) of a measurement at each compute [m]."""
         x, new = self.log_compute, np.log(np.asarray(compute, dtype=float))
         inverse = np.linalg.inv(_walk_covariance(x, x, self.rate) + self.noise * np.eye(len(x)))
@@ -86,17 +86,17 @@ class RandomWalk:
         return mean, np.sqrt(np.maximum(left, 0.0) + self.noise)
 
 
-def _walk_covariance(left: Array, right: Array, rate: float, *, start: float | None = None) -> Array:
+def _walk_covariance(left, right, rate, *, start=None):
     return rate * (np.minimum(left[:, None], right[None, :]) - (left[0] if start is None else start))
 
 
-def fit_random_walk(compute: Array, pass_rate: Array) -> RandomWalk:
+def fit_random_walk(compute, pass_rate):
     """The rate and the noise of largest marginal likelihood given points [n], the start being unknown (flat)."""
     from scipy.optimize import minimize
 
     x, n = np.log(compute), len(compute)
 
-    def cost(logs: Array) -> float:
+    def cost(logs):
         rate, noise = np.exp(logs)
         lower = np.linalg.cholesky(_walk_covariance(x, x, rate) + (noise + 1e-12) * np.eye(n))
         ones, y = np.linalg.solve(lower, np.ones(n)), np.linalg.solve(lower, pass_rate)
@@ -110,7 +110,7 @@ def fit_random_walk(compute: Array, pass_rate: Array) -> RandomWalk:
     return RandomWalk(log_compute=x, pass_rate=pass_rate, rate=float(rate), noise=float(noise) + 1e-12)
 
 
-def fit_power_law(compute: Array, pass_rate: Array) -> PowerLaw:
+def fit_power_law(compute, pass_rate):
     """Fit A - D / C^B with 0 < A <= 1 and D >= 0 to points [n] by least squares.
 
     For a given B the curve is linear in (A, D), so only B is searched: a table, then a bounded refinement.
@@ -119,7 +119,7 @@ def fit_power_law(compute: Array, pass_rate: Array) -> PowerLaw:
 
     x = np.log(compute / np.exp(np.mean(np.log(compute))))
 
-    def solve(log_b: float) -> tuple[float, float, float]:
+    def solve(log_b):
         basis = np.exp(-math.exp(log_b) * x)
         return _linear_with_cap(basis, pass_rate)
 
@@ -134,7 +134,7 @@ def fit_power_law(compute: Array, pass_rate: Array) -> PowerLaw:
     return PowerLaw(asymptote=asymptote, scale=scale * center**exponent, exponent=exponent)
 
 
-def _linear_with_cap(basis: Array, pass_rate: Array) -> tuple[float, float, float]:
+def _linear_with_cap(basis, pass_rate):
     """(sum of squares, A, D) of the best A - D * basis with A <= 1 and D >= 0."""
     centered = basis - basis.mean()
     denominator = max(float(centered @ centered), 1e-300)
@@ -147,19 +147,19 @@ def _linear_with_cap(basis: Array, pass_rate: Array) -> tuple[float, float, floa
     return float(residual @ residual), asymptote, scale
 
 
-def fit_log_linear(compute: Array, pass_rate: Array) -> LogLinear:
+def fit_log_linear(compute, pass_rate):
     """Fit a + b log C to points [n] by least squares."""
     slope, intercept = np.polyfit(np.log(compute), pass_rate, 1)
     return LogLinear(intercept=float(intercept), slope=float(slope))
 
 
-def fit_least_squares_sigmoid(compute: Array, pass_rate: Array, *, initial: float) -> LeastSquaresSigmoid:
+def fit_least_squares_sigmoid(compute, pass_rate, *, initial):
     """Fit eq. 1 to points [n] by least squares over A in (R_0, 1], B in [0.1, 12] and C_mid, from several starts."""
     from scipy.optimize import least_squares
 
     x = np.log(compute / compute.max())
 
-    def residual(p: Array) -> Array:
+    def residual(p):
         return initial + (p[0] - initial) / (1.0 + np.exp(np.clip(np.exp(p[2]) * (p[1] - x), -700, 700))) - pass_rate
 
     low, high = [initial + 1e-4, math.log(1e-3), math.log(0.1)], [1.0, math.log(100.0), math.log(12.0)]

@@ -2,20 +2,17 @@
 
 import csv
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from published import CURVES, GENERATIONS, PROMPTS, PublishedSeries, published_series
+from published import CURVES, GENERATIONS, PROMPTS, published_series
 
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
-from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Prior
-from megatron_scalerl.fit.result import FitResult, ForecastEvaluation
+from megatron_scalerl.fit.prior import DEFAULT_PRIOR
 
 Mask = NDArray[np.bool_]
 PUBLISHED, TINY, FOREIGN = "published", "tiny", "foreign"
@@ -43,7 +40,7 @@ class KnownRun:
     """Compute at half of the run: of its steps where these are known."""
 
     @property
-    def reach(self) -> float:
+    def reach(self):
         """Compute up to which the authors fitted; of a tiny run all of it."""
         return float(self.curve.compute[self.own].max())
 
@@ -61,24 +58,24 @@ class Task:
     unseen: Mask = field(repr=False)
     """[n] the points to forecast."""
 
-    def fit(self, *, method: str = "robust", prior: Prior = DEFAULT_PRIOR, draws: int = 2000) -> FitResult:
+    def fit(self, *, method="robust", prior=DEFAULT_PRIOR, draws=2000):
         """The fit of the first part."""
         return fit_curve(self.known.curve.part(self.fitted), method=method, prior=prior, draws=draws)
 
-    def evaluate(self, result: FitResult) -> ForecastEvaluation:
+    def evaluate(self, result):
         """A fit of the first part compared with the rest."""
         rest = self.known.curve.part(self.unseen)
         return result.evaluate(rest.compute, rest.pass_rate, completions=rest.completions)
 
 
 @cache
-def known_runs(*, held_back: bool = False) -> tuple[KnownRun, ...]:
+def known_runs(*, held_back=False):
     """Published runs and tiny ones to learn from; with `held_back` the tiny ones that nothing is learned from."""
     tiny = tuple(tiny_runs(CURVES / "tiny", held_back=held_back))
     return tiny if held_back else (*map(_of_published, published_series()), *tiny)
 
 
-def tiny_runs(folder: Path, *, held_back: bool) -> list[KnownRun]:
+def tiny_runs(folder, *, held_back):
     """The runs of table.csv that have been made, in its order: those that are held back, or the others."""
     with open(folder / "table.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -87,7 +84,7 @@ def tiny_runs(folder: Path, *, held_back: bool) -> list[KnownRun]:
     return [_of_tiny(row, json.loads(file.read_text(encoding="utf-8"))) for row, file in files if file.exists()]
 
 
-def others(folder: Path) -> tuple[KnownRun, ...]:
+def others(folder):
     """Validation curves of other people, none of which ships with this project.
 
     folder: has sources.csv (name, kind, repo, prompts, generations, and setting, the task and the base model) and
@@ -120,15 +117,15 @@ def others(folder: Path) -> tuple[KnownRun, ...]:
     return tuple(runs)
 
 
-def by_run(runs: Iterable[KnownRun]) -> dict[str, list[KnownRun]]:
+def by_run(runs):
     """Physical run -> its curves."""
-    out: dict[str, list[KnownRun]] = {}
+    out = {}
     for known in runs:
         out.setdefault(known.run, []).append(known)
     return out
 
 
-def tasks(runs: Iterable[KnownRun], part: str) -> list[Task]:
+def tasks(runs, part):
     """The forecasts of one part: "authors", "half", "third" or "quarter"; none of a run that it leaves too short."""
     out = []
     for known in runs:
@@ -144,7 +141,7 @@ def tasks(runs: Iterable[KnownRun], part: str) -> list[Task]:
     return out
 
 
-def _of_published(series: PublishedSeries) -> KnownRun:
+def _of_published(series):
     curve = _curve(
         series.name,
         series.compute,
@@ -163,7 +160,7 @@ def _of_published(series: PublishedSeries) -> KnownRun:
     )
 
 
-def _of_tiny(row: dict[str, str], recorded: dict[str, Any]) -> KnownRun:
+def _of_tiny(row, recorded):
     points = {name: np.array(column) for name, column in recorded["validations"].items()}
     within = points["within_variance"].astype(float)
     curve = _curve(
@@ -184,5 +181,5 @@ def _of_tiny(row: dict[str, str], recorded: dict[str, Any]) -> KnownRun:
     return KnownRun(world=TINY, run=row["name"], setting=setting, curve=curve, own=every, halved=float(until))
 
 
-def _curve(name: str, compute: Any, pass_rate: Any, **fields: Any) -> Curve:
+def _curve(name, compute, pass_rate, **fields):
     return Curve(name=name, source=Path(name), compute=compute, pass_rate=pass_rate, **fields)

@@ -1,7 +1,7 @@
 """The methods of forecasting that the benchmark compares, and their scores."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +9,7 @@ from forms import fit_least_squares_sigmoid, fit_log_linear, fit_power_law, fit_
 from known_runs import PUBLISHED, Task
 
 from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, MIDPOINT_REFERENCE, best_cell
-from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Prior
+from megatron_scalerl.fit.prior import DEFAULT_PRIOR
 from megatron_scalerl.fit.result import TAIL
 from megatron_scalerl.fit.sigmoid import Array, sigmoid
 
@@ -60,10 +60,10 @@ Method = Callable[[Task], Outcome]
 """A method of forecasting, applied to one task."""
 
 
-def by_fit(method: str = "robust", prior: Prior = DEFAULT_PRIOR) -> Method:
+def by_fit(method="robust", prior=DEFAULT_PRIOR):
     """A method of `forecast.fit`."""
 
-    def forecast(task: Task) -> Outcome:
+    def forecast(task):
         found = task.evaluate(task.fit(method=method, prior=prior))
         low, high = (np.array([getattr(p, end) for p in found.predictions]) for end in ("lo", "hi"))
         return outcome(task, found.measured - found.errors, low, high)
@@ -71,13 +71,13 @@ def by_fit(method: str = "robust", prior: Prior = DEFAULT_PRIOR) -> Method:
     return forecast
 
 
-def by_form(form: Callable[[Task, Array, Array], Callable[[Array], Array]], parameters: int) -> Method:
+def by_form(form, parameters):
     """A form fitted by least squares; its intervals are those of its residuals.
 
     Of a published run the points before the paper's 1.5k GPU-hours are left out, as in the paper.
     """
 
-    def method(task: Task) -> Outcome:
+    def method(task):
         known = task.known.curve.part(task.fitted)
         late = known.compute >= FIT_FROM
         if task.known.world == PUBLISHED and np.count_nonzero(late) > parameters:
@@ -91,14 +91,14 @@ def by_form(form: Callable[[Task, Array, Array], Callable[[Array], Array]], para
     return method
 
 
-def random_walk(task: Task) -> Outcome:
+def random_walk(task):
     """A random walk in log compute, of the run's own rate and noise."""
     known = task.known.curve.part(task.fitted)
     mean, spread = fit_random_walk(known.compute, known.pass_rate)(task.known.curve.compute[task.unseen])
     return outcome(task, mean, mean - NORMAL_90 * spread, mean + NORMAL_90 * spread)
 
 
-def _printed_grid(task: Task, c: Array, y: Array) -> Callable[[Array], Array]:
+def _printed_grid(task, c, y):
     """The paper's procedure with the grid of C_mid as printed: 100 values on 100..40000 (A.5), rescaled."""
     initial = float(y[0] if task.known.curve.initial is None else task.known.curve.initial)
     grid = np.linspace(100.0, 40000.0, 100) * (1.0 if task.known.world == PUBLISHED else c.max() / MIDPOINT_REFERENCE)
@@ -107,11 +107,11 @@ def _printed_grid(task: Task, c: Array, y: Array) -> Callable[[Array], Array]:
     return lambda compute: sigmoid(compute, **cell)
 
 
-def _last_value(task: Task, c: Array, y: Array) -> Callable[[Array], Array]:
+def _last_value(task, c, y):
     return lambda compute: np.full(np.shape(compute), float(y[-3:].mean()))
 
 
-OTHERS: dict[str, Method] = {
+OTHERS = {
     "last value": by_form(_last_value, 1),
     "log-linear": by_form(lambda task, c, y: fit_log_linear(c, y), 2),
     "power law": by_form(lambda task, c, y: fit_power_law(c, y), 3),
@@ -125,7 +125,7 @@ OTHERS: dict[str, Method] = {
 """What `robust` is compared with."""
 
 
-def outcome(task: Task, forecast: Array, low: Array, high: Array) -> Outcome:
+def outcome(task, forecast, low, high):
     """Compare a forecast and its 90 % intervals [unseen] with what was measured."""
     measured = task.known.curve.pass_rate[task.unseen]
     outside = np.maximum(low - measured, 0.0) + np.maximum(measured - high, 0.0)
@@ -139,7 +139,7 @@ def outcome(task: Task, forecast: Array, low: Array, high: Array) -> Outcome:
     )
 
 
-def summarize(outcomes: Sequence[Outcome]) -> Summary:
+def summarize(outcomes):
     """Pool outcomes over their points."""
     runs = list(dict.fromkeys(o.run for o in outcomes))
     errors = np.concatenate([o.errors for o in outcomes])
@@ -155,7 +155,7 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
     )
 
 
-def bootstrap(outcomes: Sequence[Outcome], draws: int = 4000) -> dict[str, tuple[float, float]]:
+def bootstrap(outcomes, draws=4000):
     """90 % intervals of coverage and signed error where physical runs are drawn with replacement."""
     runs = list(dict.fromkeys(o.run for o in outcomes))
     sums = np.array(
@@ -172,13 +172,13 @@ def bootstrap(outcomes: Sequence[Outcome], draws: int = 4000) -> dict[str, tuple
     return out
 
 
-def _points(o: Outcome) -> float:
+def _points(o):
     return float(len(o.errors))
 
 
-def _covered(o: Outcome) -> float:
+def _covered(o):
     return float(o.covered.sum())
 
 
-def _errors(o: Outcome) -> float:
+def _errors(o):
     return float(o.errors.sum())

@@ -37,7 +37,7 @@ class PublishedSeries:
     """C_mid in GPU-hours: as published, else recovered from the drawn curve."""
 
 
-def published_series() -> list[PublishedSeries]:
+def published_series():
     """Every digitized series, in the order of runs.csv; one without a legend has that of the same run."""
     points, legends = _by_series("points.csv"), _by_series("fit_parameters.csv")
     identity = [(row["run"], key) for key, [row] in _by_series("runs.csv").items()]
@@ -62,14 +62,14 @@ def published_series() -> list[PublishedSeries]:
     return out
 
 
-def published_run(name: str) -> PublishedSeries:
+def published_run(name):
     """The series called `name`, or the longest series of the run called `name`."""
     return max((s for s in published_series() if name in (s.name, s.run)), key=lambda s: len(s.compute))
 
 
-def _by_series(file: str) -> dict[str, list[dict[str, str]]]:
+def _by_series(file):
     """figure/series -> its rows, in the file's order."""
-    out: dict[str, list[dict[str, str]]] = {}
+    out = {}
     with open(CURVES / file, encoding="utf-8", newline="") as handle:
         for row in csv.DictReader(handle):
             out.setdefault(f"{row['figure']}/{row['series']}", []).append(row)

@@ -35,7 +35,7 @@ class Scenario:
     """Of the runs."""
 
 
-def without_discrepancy(rng: np.random.Generator, compute: Array, size: int) -> tuple[Truth, Array]:
+def without_discrepancy(rng, compute, size):
     """A sigmoid with binomial noise: A 0.55 to 0.9, C_mid 0.2 to 0.7 of the fitted compute, B around 1.9."""
     truth = {
         "asymptote": rng.uniform(0.55, 0.9),
@@ -45,7 +45,7 @@ def without_discrepancy(rng: np.random.Generator, compute: Array, size: int) -> 
     return truth, rng.binomial(size, sigmoid(compute, initial=INITIAL, **truth)) / size
 
 
-def from_the_prior(rng: np.random.Generator, compute: Array, size: int) -> tuple[Truth, Array]:
+def from_the_prior(rng, compute, size):
     """A run of the method's own prior, discrepancy, noise and R_0 included."""
     prior = DEFAULT_PRIOR
     initial = INITIAL + math.sqrt(prior.noise_share * INITIAL * (1.0 - INITIAL) / size) * rng.standard_normal()
@@ -79,7 +79,7 @@ SCENARIOS = {
 }
 
 
-def coverage(scenario: Scenario, runs: int = 100) -> tuple[float, float]:
+def coverage(scenario, runs=100):
     """(share of new measurements, share of A, B and C_mid) inside their 90 % intervals, over `runs` runs."""
     rng, points, parameters = np.random.default_rng(scenario.seed), [], []
     for index in range(runs):
@@ -100,5 +100,5 @@ def coverage(scenario: Scenario, runs: int = 100) -> tuple[float, float]:
     return float(np.mean(points)), float(np.mean(parameters))
 
 
-def _index(rng: np.random.Generator, weights: list[float]) -> int:
+def _index(rng, weights):
     return int(rng.choice(len(weights), p=np.array(weights) / sum(weights)))

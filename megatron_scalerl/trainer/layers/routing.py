@@ -23,7 +23,7 @@ UNKNOWN = -1
 class ReplayedRouting(RouterReplay):
     """Replays the experts of the current row at one router."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int):
         # Without super().__init__, which would append this object to a list of the process.
         self.layer = layer
         self.choices: torch.Tensor | None = None

@@ -120,7 +120,7 @@ def _attention_spec(
         core = partial(SdpaCoreAttention, chunked=style.chunked, query_scale=scale)
     elif style.chunked or scale is not None:
         core = with_chunks(core, chunked=style.chunked, query_scale=scale)
-    qk_norms: dict[str, Any] = {
+    qk_norms = {
         "none": IdentityOp,
         "weightless": HeadRMSNorm,
         "weighted": provider.layer_norm(rms_norm=True, for_qk=True),

@@ -29,7 +29,7 @@ class Group:
     device = torch.device("cpu")
     _turns: torch.Tensor | None = None
 
-    def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0) -> None:
+    def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0):
         """Join the group of a sender and a shard; returns when all members have.
 
         Raises RuntimeError after connect_timeout_s.
@@ -87,7 +87,7 @@ class NcclGroup(Group):
     connection that presents the random number which rank 0 put into the store.
     """
 
-    def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0) -> None:
+    def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0):
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None, "NCCL needs an accelerator"
         self.device = torch.device(accelerator.type, torch.accelerator.current_device_index())

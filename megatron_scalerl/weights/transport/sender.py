@@ -22,7 +22,7 @@ from megatron_scalerl.weights.written import Written
 class Sender:
     """One sending rank's side. Created by `make_sender`."""
 
-    def __init__(self, groups: Mapping[int, Group], number: int, connection: Connection) -> None:
+    def __init__(self, groups: Mapping[int, Group], number: int, connection: Connection):
         """groups: shard -> group."""
         self.groups, self.number, self._connection = dict(groups), number, connection
         self.values: dict[int, int] = {}
@@ -43,7 +43,7 @@ class Sender:
         every = buckets(plan, self._connection.bucket_mib)
         self._own = [bucket for bucket in every if bucket.sender == self.number]
         places = places_of(bucket.shard for bucket in self._own)
-        digests: list[int] = []
+        digests = []
         in_flight: list[Finish] = []
         self.sizes = []
         self.values = dict.fromkeys(self.groups, 0)
@@ -156,7 +156,7 @@ def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[torch.Tensor]:
 
 def _compared(copy: torch.Tensor, bucket: Bucket, values: Sequence[torch.Tensor]) -> list[Found | None]:
     """[slots] what changed since a copy was made, which becomes equal to the values; None where much did."""
-    found: list[Found | None] = []
+    found = []
     for slot, part in zip(bucket.slots, values):
         piece = find(bits_of(place_of(copy, slot, part.dtype)), part)
         found.append(piece if len(piece.positions) <= most_coded(part.numel()) else None)

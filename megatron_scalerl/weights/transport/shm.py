@@ -40,7 +40,7 @@ _MARGIN = 4096
 class ShmGroup(Group):
     """A broadcast group of processes on one host."""
 
-    def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0) -> None:
+    def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0):
         """Join the group of a sender and a shard; returns when all members have.
 
         Raises RuntimeError after connect_timeout_s, and for processes on several hosts.
