@@ -2,18 +2,21 @@
 
 * Wrong programs have the names that the tests use, and do nothing, return what no problem asks for, or raise. Tests
   that one of them passes would pay it.
-* The row's own solution, where it has one (`SOLUTIONS`), has to pass. Else an answer might never be paid.
+* The row's own solution, where it has one (`SOLUTIONS`), has to pass. Else an answer might never be paid. One that
+  runs out of time, starter code, and programs that cannot run here, say nothing of the tests.
 
 The tests of a file are tried once, for LOAD_S seconds, and the results are kept in the user's cache. The order is
 that of hashes, so that what is tried is a random sample. Other tests are tried at their first use (`pool`). Results
 depend on the machine; what has to stay the same in a run must not depend on them.
 """
 
+import ast
 import contextlib
 import hashlib
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +27,7 @@ from typing import Any
 import msgspec
 
 from megatron_scalerl.rewards.code import extract_program, is_program, passes
-from megatron_scalerl.rewards.code_tests import CodeTests, parse_tests
+from megatron_scalerl.rewards.code_tests import CodeTests, imported_modules, parse_tests
 from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded, VerifierUnavailable
 
 LOAD_S = 60.0
@@ -32,6 +35,9 @@ LOAD_S = 60.0
 NICENESS = 10
 SOLUTIONS = ("canonical_solution", "solution", "solutions", "gold_standard_solution", "completion", "code")
 """Columns of solutions in public sets: a text, a list of texts, or CodeContests' object with a list `solution`."""
+MOST_UNAVAILABLE = 8
+"""Checks without a sandbox after which those of a file end: there is none here."""
+PYTHON_2 = {"raw_input", "xrange", "unichr"}
 TRIED = 3
 """Solutions of a row of which one has to pass."""
 _EXCEPTION = re.compile(r"\w*(?:Error|Exception)\b")
@@ -63,17 +69,19 @@ def problem_of(
     """
     tests = parse_tests(reference, columns)
 
-    def passed(program: str) -> bool:
+    def passed(program: str, late: bool = False) -> bool:
         try:
             return passes(program, tests, limits, deadline)
         except TimeLimitExceeded:
-            return False
+            return late
 
     for what, program in _wrong_programs(tests):
         if passed(program):
             return f"its tests pass a program that {what}"
     solutions = list(islice(_solutions(question, columns), TRIED))
-    return "its own solution fails its tests" if solutions and not any(map(passed, solutions)) else ""
+    if not solutions or any(passed(program, late=True) for program in solutions):
+        return ""
+    return "its own solution fails its tests"
 
 
 def _wrong_programs(tests: CodeTests) -> Iterator[tuple[str, str]]:
@@ -104,7 +112,25 @@ def _solutions(question: str, columns: Mapping[str, Any]) -> Iterator[str]:
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):
                 program = extract_program(text) or text
-                yield from islice(filter(is_program, (question + program, program)), 1)
+                whole = next(filter(is_program, (question + program, program)), "")
+                if whole and _can_show(whole):
+                    yield whole
+
+
+def _can_show(program: str) -> bool:
+    """False for starter code, Python 2, and for imports that the sandbox does not have."""
+    nodes = list(ast.walk(ast.parse(program)))
+    return (
+        not any(isinstance(node, ast.FunctionDef) and all(map(_is_empty, node.body)) for node in nodes)
+        and PYTHON_2.isdisjoint(node.id for node in nodes if isinstance(node, ast.Name))
+        and {name.split(".")[0] for name in imported_modules(nodes)} <= sys.stdlib_module_names
+    )
+
+
+def _is_empty(statement: ast.stmt) -> bool:
+    if isinstance(statement, (ast.Expr, ast.Return)):
+        return statement.value is None or isinstance(statement.value, ast.Constant)
+    return isinstance(statement, (ast.Pass, ast.Raise))
 
 
 def check_tests(rows: Sequence[tuple[str, str, Mapping[str, Any]]], limits: Limits) -> list[str | None]:
@@ -115,13 +141,15 @@ def check_tests(rows: Sequence[tuple[str, str, Mapping[str, Any]]], limits: Limi
     found = _read(path)
     if not found or not found.keys() <= by_key.keys():
         deadline = time.monotonic() + LOAD_S
+        unavailable: list[str] = []
 
         def check(key: str) -> str | None:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or len(unavailable) >= MOST_UNAVAILABLE:
                 return None
             try:
                 return problem_of(*by_key[key], limits, deadline)
             except VerifierUnavailable:  # there is no sandbox here, or no time left
+                unavailable.append(key)
                 return None
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=os.nice, initargs=(NICENESS,)) as threads:
@@ -134,9 +162,9 @@ def check_tests(rows: Sequence[tuple[str, str, Mapping[str, Any]]], limits: Limi
 
 
 def _cache_file(keys: Sequence[str], limits: Limits) -> Path:
-    """Where results are kept: those of these tests with these limits and this package."""
+    """Where results are kept: those of these tests with these limits, this package and Python."""
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    whole = msgspec.json.encode([keys, limits, sources])
+    whole = msgspec.json.encode([keys, limits, sources, sys.version])
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder, "megatron_scalerl", "checks", f"{hashlib.sha256(whole).hexdigest()[:16]}.json")
 

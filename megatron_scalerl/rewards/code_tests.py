@@ -169,9 +169,7 @@ def _script(text: str, entry_point: str) -> CodeTests:
         problem = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"expected unit tests, JSON or Python, found neither: {problem}") from None
     nodes = list(ast.walk(tree))
-    imported = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
-    imported += [n.module or "." for n in nodes if isinstance(n, ast.ImportFrom)]
-    for name in imported:
+    for name in imported_modules(nodes):
         if name.split(".")[0] not in {*sys.stdlib_module_names, "solution", "pytest"}:
             raise ValueError(f"the tests import {name}; they may import the standard library, solution and pytest")
     if other := sorted(set(_of_pytest(nodes)) - {"raises", "approx", "param", "mark", "parametrize", "asyncio"}):
@@ -188,6 +186,12 @@ def _script(text: str, entry_point: str) -> CodeTests:
     entry = frozenset(filter(None, (entry_point,)))
     names = _called(nodes)
     return CodeTests(script=text, entry_point=entry_point, called=entry or names, names=entry | names)
+
+
+def imported_modules(nodes: list[ast.AST]) -> list[str]:
+    """Names of the modules that a program imports."""
+    imported = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+    return imported + [n.module or "." for n in nodes if isinstance(n, ast.ImportFrom)]
 
 
 def _of_pytest(nodes: list[ast.AST]) -> Iterator[str]:

@@ -153,7 +153,7 @@ def _equal(gold: Any, answer: Any) -> bool:
         return True
     difference = expected - value
     size = 1 if difference.free_symbols or expected == 0 else abs(expected)
-    if all((difference / unit).evalf(50, chop=_ZERO) == 0 for unit in (1, size)):
+    if not difference.is_Rational and all((difference / unit).evalf(50, chop=_ZERO) == 0 for unit in (1, size)):
         return True
     decimal = value if answer.has(Float) else expected
     if not (decimal.is_Rational and difference.is_number and (answer.has(Float) or gold.has(Float))):

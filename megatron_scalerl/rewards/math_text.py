@@ -18,6 +18,8 @@ _DEGREE = r"\^\s*\{?\s*\\circ(?![a-z])\s*\}?"
 _LONGEST = 200
 """Characters of a text in which a unit is searched."""
 _COMBINATIONS = r"(?:\\mathrm\{C\}|C)"
+_GAP = r"(?:\s|~|\\[,;:! ])*"
+_MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _COMMANDS_OF_SIGNS = (
     *("- ", "- ", r"\times ", "/ ", r"\cdot ", r"\cdot ", r"^\circ ", r"\infty ", r"\le ", r"\ge ", r"\ne "),
     *(r"\in ", r"\cup ", r"\cap ", r"\emptyset ", r"\pm ", "/ "),
@@ -49,6 +51,9 @@ _REWRITES: _Rewrites = {
     ),
     # 1e-07, as Python writes a small number, which math-verify would read as 1 times e minus 7
     r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])": r"\1 \\cdot 10^{\2}",
+    rf"(?<=\d){_GAP}({_TEXT}\{{\s*)?({'|'.join(_MULTIPLES)})(?![A-Za-z])": (
+        lambda word: f"\\cdot {_MULTIPLES[word[2]]} {word[1] or ''}"
+    ),
     r"\\(?:left|right)\s*\.|\\(?:left|right|[bB]igg?[lr]?)(?=\s*(?:\\[{}|]|[(\[|\])]))": "",
     r"\\(?:(?:text)?color\s*\{[^{}]*\}|(?:boldsymbol|bm|math(?:bf|it|sf)|underline|displaystyle)(?![a-z]))"
     r"\s*(?:\{([^{}]*)\})?": r"\1",
@@ -79,9 +84,11 @@ _INTRODUCTION = (
 _AROUND: _Rewrites = {
     r"^(?:\$+|\\\(|\\\[)([^$]*?)(?:\$+|\\\)|\\\])$": r"\1",
     rf"^(?:{_TEXT}\{{\s*{_INTRODUCTION}\}}|({_TEXT}\{{\s*)?{_INTRODUCTION})\s*(?=\S)": r"\1",
+    rf"^{_TEXT}\{{[^{{}}\d]*:\s*\}}\s*": "",
+    rf"^{_TEXT}\{{\s*((?:\\?\$)?\d[^{{}}]*)\}}$": r"\1",
 }
 _ALONE: _Rewrites = {
-    r"(?<![.,;:\s~])(?:\\[,;:! ]|[.,;:\s~])+$|^\s+": "",
+    r"(?<![.,;:\s~])(?:\\(?:[,;:! ]|$)|[.,;:\s~])+$|^\s+": "",
     r"(?<=\d)[ _](?=(?:\d{3}[ _])*\d{3}(?:\.\d+)?$)": "",
     r"^(-?\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)": r"\1\\frac{\2}{\3}",
     r"^\\?\{\s*[a-z]\s*(?:\\in\b[^|:<>]*)?(?:\\mid|\\vert|\||:)\s*((?=.*[<>]|.*\\[lg]).*?)\s*\\?\}$": r"\1",
@@ -100,8 +107,7 @@ _UNIT = re.compile(
     r"|(?P<K>[kK]elvins?|K)|deg(?:ree)?s?)(?![A-Za-z])|" + _DEGREE + r"|(?P<dollar>[dD]ollars?(?![a-z])|USD|\\?\$)"
     r"|(?P<euro>€|[eE]uros?(?![a-z])|EUR)|(?P<sterling>£)|(?P<yen>¥|[yY]en(?![a-z]))|(?P<rupee>₹|[rR]upees?(?![a-z])|Rs)"
 )
-_ONE = r"(?:\\unit\s*)?(?:" + re.sub(r"\?P<\w+>", "?:", _UNIT.pattern) + r")(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
-_GAP = r"(?:\s|~|\\[,;:! ])*"
+_ONE = r"(?:\\unit\s*)?(?:" + re.sub(r"\?P<\w+>", "?:", _UNIT.pattern) + r")(?:\s*\^\s*\{?\s*-?\d(?:\s*\})?)?"
 _UNITS = rf"(?<![A-Za-z\\]){_ONE}(?:{_GAP}(?:(?:/|\\cdot|\*){_GAP})?{_ONE})*"
 _UNIT_WORDS: _Rewrites = {
     r"(?<![A-Za-z])(?:square|sq\.?)\s+([a-z]+)": r"\1^2",
@@ -117,8 +123,15 @@ _MEASURED = re.compile(
     re.DOTALL,
 )
 """A value and its unit. A letter is a unit only behind a digit and a space: 5t and 2\\pi h are products."""
-_NOTED = re.compile(rf"(.*[^\s\\]){_GAP}{_TEXT}\{{(?!\s*(?:or|and|not)\b)[^{{}}\d]*\}}(?:\^\{{?\d\}}?)?", re.DOTALL)
-"""A value and a text behind it, as in 7\\text{ apples}."""
+_NOTE = (
+    r"(?!\s*(?:[,;/]|\(?(?:and|not|to|plus|minus|times|half|halves|thirds|quarters|squared|cubed|negative)\b))"
+    r"(?![^{}]*\b(?:or|maybe)\b)"
+)
+_NOTED = re.compile(
+    rf"(.*[^\s\\~]){_GAP}{_TEXT}\{{{_NOTE}[^{{}}\d]*\}}(?:\^\{{?\d\}}?)?|(.*\d)\s+{_NOTE}[a-z]{{3,}}(?: [a-z]+)*",
+    re.DOTALL,
+)
+"""A value and a text behind it, as in 7\\text{ apples} and 7 apples, that leaves it as it is."""
 
 
 def latex(text: str) -> str:
@@ -147,7 +160,7 @@ def split_unit(text: str) -> tuple[str, str]:
         )
         return value, re.sub(r"[^\w/]", "", named)
     noted = _NOTED.fullmatch(text)
-    return (noted[1] if noted else text), ""
+    return (noted[1] or noted[2] if noted else text), ""
 
 
 def _rewritten(text: str, rewrites: _Rewrites) -> str:

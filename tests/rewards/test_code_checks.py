@@ -13,6 +13,7 @@ from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.rewards import code_checks
 from megatron_scalerl.rewards.code_checks import check_tests, problem_of
 from megatron_scalerl.rewards.code_tests import parse_tests
+from megatron_scalerl.rewards.limits import VerifierUnavailable
 from megatron_scalerl.rewards.math import check_references
 from megatron_scalerl.rewards.pool import TaskPools
 from megatron_scalerl.types import Prompt
@@ -57,6 +58,11 @@ ACCEPTED = [
     (EQUAL, {"solutions": json.dumps([BAD, OK])}),
     (EQUAL, {"solutions": {"language": [2, 3], "solution": ["int f() {return 3;}", OK]}}),
     (EQUAL, {"solution": "int f() {return 3;}"}),
+    (EQUAL, {"solution": "import numpy as np\n\ndef f(x):\n    return int(np.add(x, 1))\n"}),
+    (EQUAL, {"code": 'def f(x):\n    """Add 1."""\n    pass\n'}),
+    (EQUAL, {"code": "class Solution:\n    def f(self, x):\n        raise NotImplementedError\n"}),
+    (EQUAL, {"solution": "def f(x):\n    while True:\n        pass\n"}),
+    ('[{"input": "1", "output": "2"}]', {"solutions": ["print(int(raw_input()) + 1)"]}),
     (CHECK, {**ENTRY, "canonical_solution": "    return x + 1\n"}),
     ('[{"input": "1", "output": "2"}]', {"solutions": ["print(int(input()) + 1)"]}),
 ]
@@ -112,6 +118,19 @@ def test_what_was_found_is_kept_and_a_damaged_or_foreign_file_is_not_read(cache,
 def test_without_a_cache_that_can_be_written_tests_are_tried(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert check_tests(rows(1), LIMITS) == [VALUE]
+
+
+def test_without_a_sandbox_few_tests_are_tried_and_none_is_refused(cache, monkeypatch):
+    tried = []
+
+    def unavailable(*row):
+        tried.append(row)
+        raise VerifierUnavailable
+
+    monkeypatch.setattr(code_checks, "problem_of", unavailable)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    assert check_tests(rows(50), LIMITS) == [None] * 50
+    assert len(tried) == code_checks.MOST_UNAVAILABLE
 
 
 def test_within_a_limit_of_time_the_same_sample_is_tried(cache, monkeypatch):

@@ -77,6 +77,11 @@ KINDS = [
     ("6.02\\times10^{23}", ("602000000000000000000000",), ("602000000000000000000001",)),
     ("10^{11}\\sqrt2", ("\\sqrt2\\cdot10^{11}",), ("10^{11}\\sqrt2+1",)),
     ("\\sqrt{3+2\\sqrt2}", ("1+\\sqrt2",), ("1+\\sqrt3",)),
+    ("5 apples", ("5", "5~\\text{apples}", "\\text{5 apples}", "\\text{Total: } 5"), ("5 or six apples", "6 apples")),
+    ("2000000", ("2\\text{ million}", "2 million", "\\$2\\text{ million dollars}"), ("2", "2\\text{ billion}")),
+    ("3 dozen", ("36", "3\\text{ dozen eggs}"), ("3",)),
+    ("2", ("2\\ ",), ("2\\text{ thousand}", "2\\text{ squared}", "2\\text{ halves}", "2\\text{, maybe three}")),
+    ("0", ("-0",), ("10^{-60}", "0." + "0" * 50 + "1")),
     ("12.5\\%", ("12.5", "0.125"), ("125",)),
     ("0.5", ("50\\%",), ("0.5\\%",)),
     (
@@ -125,6 +130,6 @@ def test_each_reference_is_tried_on_its_own_forms_and_on_a_neighbour(reference, 
     assert problem in check_references([reference])[0]
 
 
-@pytest.mark.parametrize("repeated", ["cm ", "$ ", "\\, ", " ", "\\unit ", "m/"])
+@pytest.mark.parametrize("repeated", ["cm ", "$ ", "\\, ", " ", "\\unit ", "m/", "m ^5 "])
 def test_a_text_of_units_and_spaces_alone_is_read_at_once(repeated):
-    assert verify_math(f"\\boxed{{5 {repeated * 60}!}}", "7", {}) is False
+    assert verify_math(f"\\boxed{{5 {(repeated * 60)[:180]}!}}", "7", {}) is False

@@ -37,7 +37,18 @@ OBJECTS = (
 TEXTS = (
     *("\\textbf{(B)}\\ 12", "$\\mathrm{(C) \\ } 7$", "\\boxed{\\text{(D) }12}", "N/A"),
     *("B. 12", "(C) the second", "2024-05-01", "3:05", "11:30 am"),
-    *("", "NaN", "None", "proof", "No solution", "12 dragons", '{"a": 1}', "null", "[]", "see the solution above"),
+    *(
+        "",
+        "NaN",
+        "None",
+        "proof",
+        "No solution",
+        "12 dragons or so",
+        '{"a": 1}',
+        "null",
+        "[]",
+        "see the solution above",
+    ),
 )
 
 
