@@ -113,7 +113,7 @@ def _solutions(question: str, columns: Mapping[str, Any]) -> Iterator[str]:
             if isinstance(text, str):
                 program = extract_program(text) or text
                 whole = next(filter(is_program, (question + program, program)), "")
-                if whole and _can_show(whole):
+                if whole and _can_show(program if is_program(program) else whole):
                     yield whole
 
 

@@ -124,7 +124,8 @@ _MEASURED = re.compile(
 )
 """A value and its unit. A letter is a unit only behind a digit and a space: 5t and 2\\pi h are products."""
 _NOTE = (
-    r"(?!\s*(?:[,;/]|\(?(?:and|not|to|plus|minus|times|half|halves|thirds|quarters|squared|cubed|negative)\b))"
+    r"(?!\s*(?:[,;/]|\(?(?:and|not|to|plus|minus|times|half|halves|thirds|quarters|squared|cubed|negative"
+    r"|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi|sqrt|radians?)\b))"
     r"(?![^{}]*\b(?:or|maybe)\b)"
 )
 _NOTED = re.compile(

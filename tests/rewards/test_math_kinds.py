@@ -78,7 +78,11 @@ KINDS = [
     ("10^{11}\\sqrt2", ("\\sqrt2\\cdot10^{11}",), ("10^{11}\\sqrt2+1",)),
     ("\\sqrt{3+2\\sqrt2}", ("1+\\sqrt2",), ("1+\\sqrt3",)),
     ("5 apples", ("5", "5~\\text{apples}", "\\text{5 apples}", "\\text{Total: } 5"), ("5 or six apples", "6 apples")),
-    ("2000000", ("2\\text{ million}", "2 million", "\\$2\\text{ million dollars}"), ("2", "2\\text{ billion}")),
+    (
+        "2000000",
+        ("2\\text{ million}", "2 million", "\\$2\\text{ million dollars}"),
+        ("2", "2\\text{ billion}", "2000000 alpha"),
+    ),
     ("3 dozen", ("36", "3\\text{ dozen eggs}"), ("3",)),
     ("2", ("2\\ ",), ("2\\text{ thousand}", "2\\text{ squared}", "2\\text{ halves}", "2\\text{, maybe three}")),
     ("0", ("-0",), ("10^{-60}", "0." + "0" * 50 + "1")),
