@@ -30,7 +30,7 @@ def tokenizer_with(template, tokens=()):
 DECIDED = {
     # template, tokens, settings, messages, warm start -> takes the template, tags, a part of the sentence
     "Qwen2.5": (CHATML, (), {}, True, (), True, NONE, "whole completion is the answer"),
-    "Qwen2.5, text": (CHATML, (), {}, False, (), False, NONE, "prompts.chat_template true applies"),
+    "Qwen2.5, text": (CHATML, (), {}, False, (), False, NONE, "prompts.chat_template=true applies it"),
     "Qwen2.5, warm start": (CHATML, (), {}, True, ("no", "2</think>3"), True, THINK, "as the warm start has it"),
     "a template is not its vocabulary": (CHATML, THINK, {}, True, (), True, NONE, "whole completion"),
     "Qwen3": (QWEN3, THINK, {}, True, (), True, THINK, "as the chat template has it"),
