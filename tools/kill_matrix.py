@@ -127,8 +127,9 @@ class Try:
 
     def start(self):
         """Start the controller under the supervisor."""
-        code = "import sys, json; from megatron_scalerl.commands.supervise import supervise; "
-        code += "sys.exit(supervise(json.loads(sys.argv[1]), sys.argv[2], restarts=int(sys.argv[3])))"
+        code = "import sys, json; from pathlib import Path; "
+        code += "from megatron_scalerl.commands.supervise import supervise; "
+        code += "sys.exit(supervise(json.loads(sys.argv[1]), Path(sys.argv[2]), restarts=int(sys.argv[3])))"
         restarts = "5" if self.disk is None else "0"
         argv = [sys.executable, "-c", code, json.dumps(self.command), str(self.run), restarts]
         with open(self.folder / "output", "ab") as output:
