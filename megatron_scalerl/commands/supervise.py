@@ -67,7 +67,8 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
         takeover = Takeover(run_dir)
         while True:
             # a session of its own: a terminal's SIGINT reaches the child once, from here
-            charged, ended = _size(run_dir / "ledger.jsonl"), read_jsonl(end_file)
+            charged = _size(run_dir / "ledger.jsonl")
+            ended = read_jsonl(end_file)
             child = subprocess.Popen(tied_command(list(command)), start_new_session=True, env={**os.environ, **held})
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))

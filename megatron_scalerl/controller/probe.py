@@ -58,10 +58,8 @@ class Scored(NamedTuple):
 
 def judged(tokens: Sequence[Scored], tolerance: float) -> str:
     """What is wrong with an engine's log-probs, empty if nothing is. A NaN is wrong."""
-    mean, worst = (
-        fmean(each.difference for each in tokens),
-        max(tokens, key=lambda t: (math.isnan(t.difference), t.difference)),
-    )
+    mean = fmean(each.difference for each in tokens)
+    worst = max(tokens, key=lambda token: (math.isnan(token.difference), token.difference))
     if mean <= tolerance and worst.difference <= FAR * tolerance:
         return ""
     return (

@@ -332,7 +332,7 @@ def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
                 f"{record}: has {left} rows, and had {rows} when {start.checkpoint} was saved; the run's curve "
                 "would be wrong: restore the file from a copy"
             )
-    charged = max((row["batch"] for row in read_jsonl(Path(run_dir) / "ledger.jsonl") if "role" in row), default=0)
+    charged = max((row["batch"] for row in read_jsonl(run_dir / "ledger.jsonl") if "role" in row), default=0)
     if charged < len(history.batches):
         raise RuntimeError(
             f"{run_dir}/ledger.jsonl: has charges of {charged} batches, and the journal {len(history.batches)} "

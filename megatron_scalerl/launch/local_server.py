@@ -148,7 +148,7 @@ class LocalServer:
 
 
 def gpus_at(positions: Sequence[int] | None) -> str:
-    """CUDA_VISIBLE_DEVICES with the GPUs of this host at these positions; None without GPUs: none of its host's.
+    """CUDA_VISIBLE_DEVICES with the GPUs of this host at these positions; None: of a run on CPUs, no GPU.
 
     Raises ValueError if this process sees fewer.
     """

@@ -79,7 +79,7 @@ def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
             )
     parts = [part for part in (found, found.get("text_config")) if isinstance(part, dict)]
     for key, value in (item for part in parts for item in part.items()):
-        if key.startswith(("num_", "n_")) and isinstance(value, int | float) and value > MOST_PARTS:
+        if key.endswith(("layers", "heads", "experts")) and isinstance(value, int | float) and value > MOST_PARTS:
             raise ValueError(f"{path}: {key}: {value:,} is more than any model has; at most {MOST_PARTS:,} are read")
     try:
         if kind == "kimi_k2":  # DeepSeek-V3's architecture; transformers has no class for its name

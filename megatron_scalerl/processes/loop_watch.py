@@ -23,6 +23,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from megatron_scalerl.processes.child_process import cancelled
 from megatron_scalerl.processes.parent_death import tied_command
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,7 @@ async def watched_loop() -> AsyncIterator[LoopLag]:
             yield lag
         finally:
             watcher.kill()
-            beats.cancel()
-            await asyncio.gather(beats, return_exceptions=True)
+            await cancelled(beats)
             os.close(writer)
 
 
