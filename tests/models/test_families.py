@@ -237,7 +237,7 @@ def test_unknown_and_broken_configs_are_one_line(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_a_long_context_is_no_number_of_parts(tmp_path: Path) -> None:
+def test_a_long_context_is_no_number_of_parts(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama", "num_hidden_layers": 2, "n_positions": 131072}')
     assert read_hf_config(tmp_path).num_hidden_layers == 2
