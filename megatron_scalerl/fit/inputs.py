@@ -356,7 +356,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
         said.append(f"why this score: {_why(score)}{as_good}; why this axis: {axis}")
     short = [column for column in others if _is_short(table, column)]
     if short:
-        said.append(f"fewer than {FEW_ROWS} rows: {', '.join(short[:3])}")
+        said.append(f"columns with fewer than {FEW_ROWS} rows: {', '.join(short[:3])}")
     more = f" and {len(others) - 2} more" if len(others) > 2 else ""
     also = f"also there: {', '.join(others[:2])}{more} (--score)" if others else ""
     axes = [column for column in computes(table.columns) if column != compute]
