@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_scalerl.fit import checks
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.noise import first_invalid
-from megatron_scalerl.fit.observations import Observations, covariance, initial_candidates, observe
+from megatron_scalerl.fit.observations import Observations, initial_candidates, observe
 from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, fit_paper
 from megatron_scalerl.fit.posterior import Posterior, sample
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR, FLAT_PRIOR, Bounds, Prior
@@ -21,12 +21,6 @@ from megatron_scalerl.fit.sigmoid import Array, sigmoid
 METHODS = ("robust", "paper")
 Window = tuple[float | None, float | None]
 """(first, last) compute that is fitted; None: without a limit."""
-OUTLIER = 3.0
-"""Standardized leave-one-out residual above which a point is an outlier and is downweighted."""
-ISOLATED = 5.0
-"""Distance from two neighbors that agree above which a point is an outlier whatever else the run does."""
-OUTLIER_FREEDOM = 4.0
-"""Degrees of freedom of the Student t that gives an outlier its weight."""
 
 
 def fit(
@@ -120,7 +114,8 @@ def _fit(
     start = float(curve.pass_rate[0]) if curve.initial is None else curve.initial
     if method == "paper" and fixed_asymptote is None and start >= ASYMPTOTES[-1]:
         raise ValueError(f"method paper: expected R_0 below its highest A, {ASYMPTOTES[-1]:g}, found {start:.3f}")
-    observations = observe(curve, prior, highest=fixed_asymptote)
+    highest = ASYMPTOTES[-1] if method == "paper" and fixed_asymptote is None else fixed_asymptote
+    observations = observe(curve, prior, highest=highest)
     solution = solve(observations, prior, fixed_asymptote, draws, seed)
     notes = _initial_notes(curve) + notes + solution[2]
     return _result(curve, solution, notes + checks.truncation_warnings(curve.compute, curve.truncated_share), method)
@@ -158,7 +153,7 @@ def _result(curve: Curve, solution: Solution, notes: list[str], method: str) -> 
 
 
 def _solve_robust(obs: Observations, prior: Prior, fixed_asymptote: float | None, draws: int, seed: int) -> Solution:
-    posterior = robust_posterior(obs, prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
+    posterior = sample(obs, prior=prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
     notes = checks.bound_warnings(posterior, fixed=fixed_asymptote is not None)
     return _central(posterior), posterior, notes
 
@@ -233,54 +228,6 @@ def _window(c: Array, method: str, window: Window) -> tuple[NDArray[np.bool_], l
     if low is not None:
         kept &= c >= low
     return kept, notes
-
-
-def robust_posterior(
-    obs: Observations, prior: Prior, *, fixed_asymptote: float | None, draws: int, seed: int
-) -> Posterior:
-    """Sample the posterior, downweight the outliers, and sample again.
-
-    An outlier lies away from two neighbors that agree and exceeds `OUTLIER` standard deviations by its leave-one-out
-    residual, given all other points, or by its distance from the two. Its variance grows as the weight of a Student
-    t. The last point is none: no later one contradicts it, and it may be the first of a collapse.
-    """
-    first = sample(obs, prior=prior, fixed_asymptote=fixed_asymptote, draws=500, seed=seed)
-    residual = obs.pass_rate - np.median(first.curves(obs.compute), axis=0)
-    distance = np.zeros(len(residual))
-    for weight, hypothesis in zip(first.weights(), prior.discrepancies):
-        inverse = np.linalg.inv(covariance(obs, hypothesis))
-        distance += weight * (inverse @ residual) / np.sqrt(np.diag(inverse))
-    # an outlier inflates the fitted noise, so the typical distance limits it; the known noise limits that
-    typical = max(1.4826 * float(np.median(np.abs(distance))), float(np.sqrt(obs.noise_variance)))
-    z = distance / min(float(np.sqrt(np.median(first.noise_variance))), typical)
-    alone, isolation = _isolation(obs)
-    z = np.maximum(np.abs(z), isolation)
-    excess = (OUTLIER_FREEDOM + z**2) / (OUTLIER_FREEDOM + 1.0)
-    contradicted = (z > OUTLIER) & alone & (obs.log_compute < obs.log_compute[-1])
-    spread = np.where(contradicted, obs.spread * np.maximum(excess, 1.0), obs.spread)
-    weighted = replace(obs, spread=spread)
-    return sample(weighted, prior=prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
-
-
-def _isolation(obs: Observations) -> tuple[NDArray[np.bool_], Array]:
-    """([n] whether a point is farther from its neighbors' interpolation than they are from each other, [n] how far).
-
-    The distance is in standard deviations of the expected noise, and 0 up to `ISOLATED`. Where the neighbors differ
-    by more, the run itself moves. At the ends: True and 0.
-    """
-    x, y, out = obs.log_compute, obs.pass_rate, np.zeros(len(obs.pass_rate))
-    apart = np.ones(len(y), dtype=bool)
-    if len(y) < 3:
-        return apart, out
-    share = (x[1:-1] - x[:-2]) / np.maximum(x[2:] - x[:-2], 1e-12)
-    error = np.abs(y[1:-1] - (1.0 - share) * y[:-2] - share * y[2:])
-    spread = obs.spread[1:-1] + (1.0 - share) ** 2 * obs.spread[:-2] + share**2 * obs.spread[2:]
-    alone = error > np.abs(y[2:] - y[:-2])
-    distance = error / np.sqrt(obs.noise_variance * spread)
-    distance /= max(1.4826 * float(np.median(distance)), 1.0)  # the run is noisier than its size says
-    out[1:-1] = np.where(alone & (distance > ISOLATED), distance, 0.0)
-    apart[1:-1] = alone
-    return apart, out
 
 
 def _central(posterior: Posterior) -> tuple[float, float, float, float]:

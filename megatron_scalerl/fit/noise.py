@@ -16,8 +16,10 @@ from megatron_scalerl.record import record
 
 SHARES = (0.2, 1.0)
 """Lowest and highest share of p (1 - p) that is believed to be noise."""
-LEAST_BINOMIAL = 0.01
-"""p (1 - p) is not taken to be below this: all of a few completions can be right by chance."""
+LEAST_BINOMIAL = 0.001
+"""p (1 - p) is not taken to be below this: all of many completions can be right by chance."""
+NEIGHBORS = 5
+"""Points over which a pass rate is averaged before its noise is derived from it."""
 HIGHEST_VARIANCE = 0.5
 """Of one completion, estimated from two: one is right, the other one wrong."""
 MOST_COMPLETIONS = 1e9
@@ -93,6 +95,14 @@ def first_invalid(values: Array, valid: NDArray[np.bool_]) -> str:
     """The first value that is not valid, and its number. values, valid: [n]."""
     index = int(np.flatnonzero(~valid)[0])
     return f"{float(values[index])!r}" + (f" at point {index + 1}" if len(values) > 1 else "")
+
+
+def smoothed(pass_rate: Array) -> Array:
+    """[n] mean of each pass rate and its neighbors, `NEIGHBORS` in all, fewer at the ends."""
+    window = np.ones(NEIGHBORS)
+    reach = NEIGHBORS // 2
+    sums, counts = (np.convolve(values, window)[reach:-reach] for values in (pass_rate, np.ones(len(pass_rate))))
+    return np.asarray(sums / counts)
 
 
 def scatter(pass_rate: Array) -> float:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_scalerl.fit.curve import Curve
-from megatron_scalerl.fit.noise import binomial, pooled, scatter, validation_noise
+from megatron_scalerl.fit.noise import binomial, pooled, scatter, smoothed, validation_noise
 from megatron_scalerl.fit.prior import FLAT_PRIOR, Discrepancy, Prior
 from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.record import record
@@ -21,7 +21,7 @@ class Observations:
     pass_rate: Array
     """[n] in [0, 1]."""
     spread: Array
-    """[n] variance of each point as a multiple of the common noise variance; larger for outliers."""
+    """[n] variance of each point as a multiple of the common noise variance."""
     spread_unit: float
     """p (1 - p) / completions of a point whose `spread` is 1."""
     completions: float | None
@@ -46,20 +46,26 @@ class Observations:
         """[n] in the user's unit."""
         return np.exp(self.log_compute) * self.scale
 
-    def ratio(self, hypothesis: Discrepancy) -> float:
-        """Variance of the discrepancy as a multiple of the variance of one measurement."""
-        return hypothesis.deviation**2 * self.discrepancy_unit
+    def deviation(self, left: Array, right: Array, hypothesis: Discrepancy) -> Array:
+        """[len(left), len(right)] covariance of the deviation at two log computes, in units of the noise variance."""
+        return self.discrepancy_unit * deviation_covariance(left, right, hypothesis, float(self.log_compute[0]))
 
 
-def correlation(left: Array, right: Array, hypothesis: Discrepancy) -> Array:
-    """[len(left), len(right)] correlation of the discrepancy at two log computes: exponential kernel."""
-    return np.exp(-np.abs(left[:, None] - right[None, :]) / hypothesis.length)
+def deviation_covariance(left: Array, right: Array, hypothesis: Discrepancy, start: float) -> Array:
+    """[len(left), len(right)] covariance of the deviation at two log(C / fitted compute), as a share of p (1 - p).
+
+    start: log compute of the first point, from which the walk goes on.
+    """
+    walked = np.minimum(left[:, None], right[None, :]) - start
+    turned = [np.maximum(x - np.log(hypothesis.turn_from), 0.0) for x in (left, right)]
+    walk = hypothesis.walk**2 * np.maximum(walked, 0.0)
+    return hypothesis.level**2 + walk + hypothesis.turn**2 * np.outer(*turned)
 
 
 def covariance(observations: Observations, hypothesis: Discrepancy) -> Array:
     """[n, n] covariance of the measured points around the sigmoid, in units of the noise variance."""
     x = observations.log_compute
-    return np.diag(observations.spread) + observations.ratio(hypothesis) * correlation(x, x, hypothesis)
+    return np.diag(observations.spread) + observations.deviation(x, x, hypothesis)
 
 
 def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Observations:
@@ -79,12 +85,14 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
     )
     each = np.ones(len(curve.pass_rate)) if noise is None else noise.completions
     c, y, completions = pooled(curve.compute, curve.pass_rate, each)
-    spread = binomial(y) / completions
+    # not that of y itself: of eight completions that are all wrong by chance the noise would be none
+    variance_of_one = binomial(smoothed(y))
+    spread = variance_of_one / completions
     share = prior.noise_share if noise is None or noise.share is None else noise.share
-    if noise is not None:
-        variance, shape = share * float(spread.mean()), prior.noise_shape
+    if noise is None:
+        variance = prior.unknown_noise**2 / float(completions.mean())
     else:
-        variance, shape = prior.unknown_noise**2 / float(completions.mean()), prior.unknown_noise_shape
+        variance = share * float(spread.mean())
     exact = curve.initial is not None and prior is FLAT_PRIOR
     of_initial = share / noise.initial_completions if noise is not None else 0.0
     initials, weights = ((curve.initial or 0.0,), (1.0,)) if exact else _initials(curve, of_initial)
@@ -104,8 +112,8 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
         initial_weights=weights,
         initial_given=curve.initial is not None,
         noise_variance=variance,
-        noise_shape=shape,
-        discrepancy_unit=float(binomial(y).mean()) / variance,
+        noise_shape=prior.noise_shape,
+        discrepancy_unit=float(variance_of_one.mean()) / variance,
     )
 
 

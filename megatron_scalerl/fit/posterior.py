@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_scalerl.fit.noise import binomial
-from megatron_scalerl.fit.observations import Observations, correlation, covariance
+from megatron_scalerl.fit.observations import Observations, covariance
 from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, Bounds, Discrepancy, Prior
 from megatron_scalerl.fit.sigmoid import PARAMETERS, Array
 from megatron_scalerl.record import record
@@ -49,8 +49,6 @@ class Posterior:
     """[draws] variance of one measurement."""
     hypothesis: Index
     """[draws] index into `discrepancies`."""
-    second_rise: Array
-    """[draws] of a second phase, as a share of the gain so far, over a factor of e in compute; mostly 0."""
     seed: int
 
     @property
@@ -73,22 +71,25 @@ class Posterior:
         return self.observations.pass_rate - self.curves(self.observations.compute)
 
     def true_pass_rate(self, compute: Array) -> tuple[Array, Array]:
-        """Mean and variance, both [draws, len(compute)], of the true pass rate: sigmoid, deviation, second phase."""
-        obs, new = self.observations, self._log(compute)
+        """Mean and variance, both [draws, len(compute)], of the true pass rate: sigmoid and deviation."""
+        obs = self.observations
+        new = self._log(compute)
         mean = self.curves(compute)
+        reached = self.curves(np.minimum(compute, obs.scale))
         variance = np.zeros_like(mean)
         residual = self.residuals()
         for index, hypothesis in enumerate(self.discrepancies):
             rows = self.hypothesis == index
-            if hypothesis.deviation == 0.0 or not rows.any():
+            if not rows.any():
                 continue
+            if hypothesis.level > 0.0:  # the run has left its sigmoid: what the curve still gains is not its own
+                mean[rows] = reached[rows]
             inverse = np.linalg.inv(covariance(obs, hypothesis))
-            cross = obs.ratio(hypothesis) * correlation(new, obs.log_compute, hypothesis)
+            cross = obs.deviation(new, obs.log_compute, hypothesis)
             mean[rows] += residual[rows] @ (inverse @ cross.T)
-            left = obs.ratio(hypothesis) - ((cross @ inverse) * cross).sum(axis=1)
+            prior = np.diag(obs.deviation(new, new, hypothesis))
+            left = prior - ((cross @ inverse) * cross).sum(axis=1)
             variance[rows] = np.maximum(left, 0.0) * self.noise_variance[rows, None]
-        gained = self.curves(np.array([obs.scale])) - self.initial[:, None]
-        mean += self.second_rise[:, None] * gained * np.sqrt(np.maximum(new, 0.0))
         return mean, variance
 
     def measured(self, compute: Array, completions: Array | None = None) -> tuple[Array, Array]:
@@ -99,8 +100,7 @@ class Posterior:
         mean, variance = self.true_pass_rate(compute)
         noise = np.random.default_rng([self.seed, 1]).standard_normal(mean.shape)
         spread = np.sqrt(variance + self.measurement_variance(mean, completions))
-        center = np.median(mean[self.second_rise == 0.0], axis=0)
-        return np.clip(center, 0.0, 1.0), np.clip(mean + spread * noise, 0.0, 1.0)
+        return np.clip(np.median(mean, axis=0), 0.0, 1.0), np.clip(mean + spread * noise, 0.0, 1.0)
 
     def measurement_variance(self, pass_rate: Array, completions: Array | None = None) -> Array:
         """[draws, m] variance of a new measurement where the true pass rate is `pass_rate` [draws, m].
@@ -140,7 +140,6 @@ def sample(
     initial = np.asarray(observations.initials)[start]
     jitter = rng.uniform(-0.5, 0.5, draws) * grid.step[start, hypothesis, i, j]
     offset = grid.offset[start, hypothesis, i, j, k] + jitter
-    (probability, size), rise = prior.second_phase, np.random.default_rng([seed, 3]).standard_normal(draws)
     posterior = Posterior(
         observations=observations,
         discrepancies=prior.discrepancies,
@@ -150,7 +149,6 @@ def sample(
         initial=initial,
         noise_variance=np.ones(draws),
         hypothesis=hypothesis,
-        second_rise=np.where(np.arange(draws) < probability * draws, size * abs(rise), 0.0),
         seed=seed,
     )
     if fixed_asymptote is None:
@@ -312,13 +310,7 @@ def _log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
     out = []
     for kind in prior.kinds:
         exponent = _log_student((log_b - kind.log_exponent_mean) / kind.log_exponent_sd, prior.freedom)
-        midpoint = np.logaddexp.reduce(
-            [
-                np.log(probability)
-                + _log_student((log_m - kind.log_midpoint_mean + np.log(made)) / kind.log_midpoint_sd, prior.freedom)
-                for made, probability in prior.looks
-            ]
-        )
+        midpoint = _log_student((log_m - kind.log_midpoint_mean) / kind.log_midpoint_sd, prior.freedom)
         out.append(np.log(kind.weight / kind.log_exponent_sd / kind.log_midpoint_sd) + exponent + midpoint)
     return np.array(out)
 

@@ -1,6 +1,5 @@
 """What keeps a forecast honest: an unknown R_0, a plateau, a random walk as a peer, curves that do not ship."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,6 @@ from megatron_scalerl.fit.checks import rising_forecast
 from megatron_scalerl.fit.decide import decide
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.observations import initial_candidates
-from megatron_scalerl.fit.prior import DEFAULT_PRIOR
 
 
 def test_an_unknown_start_is_at_or_below_a_clear_first_point_and_on_both_sides_of_a_noisy_one():
@@ -30,18 +28,6 @@ def test_no_stop_rests_on_a_start_that_was_assumed():
     assert "most points lie below R_0" in decide(given).reason
     assert "R_0" not in decide(assumed).reason
     assert not any("below R_0" in warning for warning in assumed.warnings)
-
-
-def test_a_second_phase_widens_upward_what_lies_ahead_of_a_run_that_gained():
-    compute = np.arange(1.0, 25.0)
-    without = replace(DEFAULT_PRIOR, second_phase=(0.0, 0.0))
-    for rates, gains in ((0.2 + 0.4 * compute / (compute + 4.0), True), (np.full(24, 0.3), False)):
-        plain, wide = (
-            fit(compute, rates, initial=rates[0], prior=p).predict([24.0, 72.0]) for p in (without, DEFAULT_PRIOR)
-        )
-        assert (wide[0].lo, wide[0].hi) == (plain[0].lo, plain[0].hi)
-        assert (wide[1].hi > plain[1].hi + 0.003) == gains and wide[1].lo == pytest.approx(plain[1].lo, abs=0.005)
-        assert wide[1].pass_rate == pytest.approx(plain[1].pass_rate, abs=0.003)
 
 
 @pytest.mark.parametrize(("last", "gain", "warned"), [(0.5, 0.1, True), (0.5, 0.01, False), (0.6, 0.1, False)])
@@ -62,11 +48,15 @@ def test_a_random_walk_stays_where_it_is_and_gets_less_certain():
 
 
 def test_curves_of_others_are_read_from_their_folder(tmp_path):
-    columns = "name,kind,repo,prompts,generations,setting,duplicate_of_another"
-    rows = ["a,val,someone/repo,100,2,task and model,", "b,train,someone/repo,,,,", "c,val,someone/repo,,,,yes"]
+    columns = "name,kind,repo,prompts,generations,duplicate_of_another"
+    rows = ["a,val,someone/repo,100,2,", "b,train,someone/repo,,,", "c,val,someone/repo,,,yes", "d,train,one/more,,,"]
     (tmp_path / "sources.csv").write_text("\n".join([columns, *rows]))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.csv").write_text("step,score\n0,0.1\n20,0.3\n10,0.2\n30,\n")
-    [known] = others(tmp_path)
-    assert (known.setting, known.curve.initial, known.curve.prompts) == ("task and model", 0.1, 100)
+    (tmp_path / "data" / "b.csv").write_text("step,score\n0,0.1\n1,0.3\n")
+    (tmp_path / "data" / "d.csv").write_text("step,score\n0,-0.1\n1,0.3\n")
+    known, batches = others(tmp_path)
+    assert (known.setting, known.curve.initial, known.curve.prompts) == ("someone/repo", 0.1, 100)
+    assert (batches.setting, batches.curve.initial) == ("someone/repo, training batches", None)
+    assert batches.curve.compute.tolist() == [1, 2] and batches.curve.prompts is None
     assert known.curve.compute.tolist() == [10, 20] and known.curve.pass_rate.tolist() == [0.2, 0.3]

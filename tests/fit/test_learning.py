@@ -54,11 +54,13 @@ def test_known_runs_of_the_default_are_not_the_held_back_ones():
 
 
 def test_discrepancy_is_a_property_of_the_run_not_of_the_validation_set():
-    compute, level = np.linspace(0.1, 1.0, 10), np.full(10, 0.5)
-    discrepancy = Discrepancy(deviation=0.02, length=1.0, weight=1.0)
-    for size, expected in ((1000, 0.02**2 / (0.5 / 16000)), (50, 0.02**2 / (0.5 / 800))):
-        obs = observe(curve_of(compute, level, prompts=size), DEFAULT_PRIOR)
-        assert obs.ratio(discrepancy) == pytest.approx(expected)
+    """By hand: over a factor of e a walk of 0.02 gains 0.02^2 p (1 - p), a turn of 0.1 at half 0.1^2 log(2)^2."""
+    discrepancy = Discrepancy(weight=1.0, walk=0.02, turn=0.1, turn_from=0.5, level=0.3)
+    expected = 0.25 * (0.3**2 + 0.02**2 + 0.1**2 * np.log(2.0) ** 2)
+    for size in (1000, 50):
+        obs = observe(curve_of(np.exp([-1.0, -0.5, 0.0]), np.full(3, 0.5), prompts=size), DEFAULT_PRIOR)
+        deviation = obs.deviation(obs.log_compute, obs.log_compute, discrepancy) * obs.noise_variance
+        assert deviation[-1, -1] == pytest.approx(expected) and deviation[0, -1] == pytest.approx(0.25 * 0.3**2)
 
 
 def test_evidence_distinguishes_a_run_with_discrepancy_from_one_without():
@@ -66,7 +68,7 @@ def test_evidence_distinguishes_a_run_with_discrepancy_from_one_without():
     rng = np.random.default_rng(0)
     straight = 0.4 + 0.2 / (1.0 + (0.3 / compute) ** 2) + rng.normal(0.0, 0.0028, 50)
     waving = straight + 0.01 * np.sin(4.0 * np.log(compute))
-    hypotheses = tuple(Discrepancy(deviation=deviation, length=1.0, weight=1.0) for deviation in (0.0, 0.02))
+    hypotheses = (Discrepancy(weight=1.0), Discrepancy(weight=1.0, walk=0.03))
     prior = replace(DEFAULT_PRIOR, discrepancies=hypotheses)
     shares = []
     for measured in (straight, waving):

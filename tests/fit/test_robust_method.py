@@ -62,7 +62,6 @@ def test_one_outlier_hardly_moves_the_forecast():
     before, after = (fit(compute, y, initial=0.4, prompts=1000, generations=16) for y in (measured, outlying))
     moved = abs(before.predict([2.0])[0].pass_rate - after.predict([2.0])[0].pass_rate)
     assert moved < 0.01
-    assert after.posterior.observations.spread[15] > 10 * np.median(after.posterior.observations.spread)
 
 
 def test_fixed_asymptote_is_held_and_moves_the_exponent():
@@ -140,6 +139,13 @@ def test_degenerate_runs_are_fitted_without_numerical_errors(level, method):
     assert result.warnings
 
 
+def test_an_unknown_r0_near_the_papers_highest_ceiling_is_fitted():
+    measured = np.random.default_rng(3).binomial(8, 0.78, 20) / 8
+    measured[:3] = 0.75
+    result = fit(np.arange(1.0, 21.0), measured, initial=None, method="paper")
+    assert np.all(result.posterior.initial < 0.8) and result.asymptote <= 0.8
+
+
 def test_points_below_r0_are_a_warning():
     result = fit(np.arange(1.0, 11.0), np.full(10, 0.3), initial=0.4)
     assert any("below R_0" in warning for warning in result.warnings)
@@ -211,18 +217,44 @@ def test_after_a_collapse_the_run_may_go_anywhere():
     compute, measured = rising(0.8, 0.2, n=12)
     measured[-3:] = (0.5, 0.3, 0.2)
     [forecast] = fit(compute, measured, initial=0.4, **SIZES).predict([1.5])
-    assert forecast.lo < 0.05 and forecast.hi > 0.45 and forecast.pass_rate < 0.45
+    assert forecast.lo < 0.05 and forecast.hi > 0.35 and forecast.pass_rate < 0.3
 
 
-def test_the_last_point_is_no_outlier():
-    """An outlier in the middle is overruled by its neighbors; at the end it may be the beginning of a collapse."""
-    compute, measured = rising(0.8, 0.2, n=12)
-    spreads = []
-    for index in (6, 11):
-        broken = measured.copy()
-        broken[index] -= 0.2
-        spreads.append(fit(compute, broken, initial=0.4, **SIZES).posterior.observations.spread)
-    assert spreads[0][6] > 3.0 * np.median(spreads[0]) and spreads[1][11] < 2.0 * np.median(spreads[1])
+def test_a_dead_run_does_not_return_to_its_sigmoid():
+    """From step 30 on nothing is right: at ten times the compute nothing is expected to be."""
+    compute = np.arange(10.0, 270.0, 10.0)
+    measured = np.where(compute < 30.0, 0.016, 0.0)
+    for forecast in fit(compute, measured, initial=0.505).predict([270.0, 520.0, 2600.0]):
+        assert forecast.pass_rate < 0.01 and forecast.hi < 0.15
+
+
+def test_a_run_past_its_peak_is_forecast_to_go_on_falling():
+    """0.90 at half of the run, and 0.03 lower for every doubling of compute from there on."""
+    compute = np.linspace(1.0, 30.0, 30)
+    plateau = 0.9 - 0.5 / (1.0 + (compute / 4.0) ** 2.0)
+    fall = np.where(compute > 20.0, 0.05 * np.log2(compute / 20.0), 0.0)
+    noise = np.random.default_rng(3).normal(0.0, 0.003, 30)
+    flat, falling = (fit(compute, y + noise, initial=0.4).predict([45.0])[0] for y in (plateau, plateau - fall))
+    assert falling.lo < 0.842 < falling.hi
+    assert flat.lo < 0.895 < flat.hi and falling.pass_rate < flat.pass_rate - 0.03
+
+
+def test_a_batch_that_is_wrong_by_chance_has_the_noise_of_its_neighbors():
+    """Eight completions a point: 0 of 8 is no more exact than 4 of 8."""
+    measured = np.random.default_rng(1).binomial(8, 0.25, 40) / 8
+    assert np.any(measured == 0.0)
+    result = fit(np.arange(1.0, 41.0), measured, initial=None)
+    [forecast] = result.predict([60.0])
+    assert forecast.pass_rate == pytest.approx(0.25, abs=0.06) and forecast.lo <= 0.0 and forecast.hi > 0.45
+
+
+def test_the_size_of_a_validation_does_not_widen_a_quiet_run():
+    """The same few prompts, decoded greedily, differ less from step to step than independent samples."""
+    compute = np.arange(1.0, 16.0)
+    quiet = 0.53 + 0.01 * compute / (compute + 4.0) + np.random.default_rng(0).normal(0.0, 0.002, 15)
+    [forecast] = fit(compute, quiet, initial=None, prompts=500, generations=1).predict([22.0])
+    binomial = 2 * 1.645 * np.sqrt(0.25 / 500)
+    assert forecast.hi - forecast.lo < 0.4 * binomial
 
 
 def test_a_run_without_gain_is_forecast_to_stay():
@@ -230,25 +262,6 @@ def test_a_run_without_gain_is_forecast_to_stay():
     measured = rng.binomial(800, 0.4, 12) / 800
     [forecast] = fit(np.linspace(0.1, 1.2, 12), measured, initial=0.4, **SIZES).predict([2.4])
     assert forecast.pass_rate == pytest.approx(0.4, abs=0.025) and forecast.lo < 0.4 < forecast.hi
-
-
-def test_an_outlier_is_one_only_where_its_neighbors_agree():
-    """At a step of the run, points of both sides are far from the mean of their neighbors."""
-    step = np.where(np.arange(12) < 6, 0.45, 0.65)
-    measured = np.random.default_rng(2).binomial(800, step) / 800
-    spread = fit(np.linspace(0.1, 1.2, 12), measured, initial=0.4, **SIZES).posterior.observations.spread
-    assert spread.max() < 2.0 * np.median(spread)
-
-
-def test_points_of_unknown_size_are_no_outliers_because_they_are_noisy():
-    kept = []
-    for seed in range(8):
-        rng = np.random.default_rng(seed)
-        compute, truth = synthetic(size=10**8)
-        measured = truth + rng.normal(0.0, 0.03, len(truth))
-        spread = fit(compute, measured, initial=0.4, draws=500).posterior.observations.spread
-        kept.append(np.mean(spread < 2.0 * np.median(spread)))
-    assert np.mean(kept) > 0.97
 
 
 def test_points_that_say_nothing_leave_the_values_of_r0_as_likely_as_they_were():
@@ -278,16 +291,6 @@ def test_an_unknown_r0_near_zero_is_the_mean_of_its_draws():
     compute = np.linspace(1.0, 7.0, 7)
     found = fit(compute, np.linspace(0.01, 0.07, 7), initial=None)
     assert found.initial == np.median(found.posterior.initial) and not found.posterior.observations.initial_given
-
-
-def test_how_far_along_a_run_is_shifts_its_midpoint():
-    compute, measured = rising(0.95, 2.5, n=10)
-    whole = replace(DEFAULT_PRIOR, looks=((1.0, 1.0),))
-    medians = [
-        np.median(fit(compute, measured, initial=0.4, prior=p, **SIZES).posterior.log_midpoint)
-        for p in (DEFAULT_PRIOR, whole)
-    ]
-    assert medians[0] > medians[1] + 0.1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ Leave one run out: the prior that forecasts a run is learned from the other runs
 there is fixed for all runs). The same published run appears in several figures and is left out as a whole
 (data/runs.csv); "setting left out": with all runs of its task, policy and warm start. Tiny runs are forecast from the
 first half of their steps; published ones from the authors' fitted part, and from a half, a third and a quarter of it.
---held-back: the tiny runs that no prior knows, with the shipped one. --others: curves that do not ship.
+--held-back: the tiny runs that no prior knows, with the shipped one. --others: curves that do not ship, by
+repository. Of every method: error, share of the points inside, share of the curves with 80 % of theirs inside,
+interval score, and the geometric ratio of interval scores to those of a random walk.
 """
 
 import argparse
@@ -17,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from known_runs import PUBLISHED, TINY, known_runs, others, tasks
 from learning import learn
-from methods import OTHERS, bootstrap, by_fit, summarize
+from methods import OTHERS, bootstrap, by_fit, ratio, summarize
 from synthetic import SCENARIOS, coverage
 
 from megatron_scalerl.fit.decide import decide
@@ -140,27 +142,24 @@ def _print(title, found, methods, *, each=True):
 
 
 def _print_settings(title, found, methods):
-    """Every method by setting (task and base model), and its means over the settings."""
+    """Every method by setting (repository, or task and policy), and over all curves."""
     settings = sorted({task.known.setting for task in found})
     print(f"\n{title}: {len(found)} curves of {len(settings)} settings")
-    for name, method in methods.items():
-        outcomes = {task.known.run: method(task) for task in found}
-        sums = []
-        for setting in settings:
-            own = [outcomes[task.known.run] for task in found if task.known.setting == setting]
-            print(f"{name:24s} {setting:32s} {_line(own)}")
-            sums.append(summarize(own))
-        means = [float(np.mean([getattr(s, key) for s in sums])) for key in ("error", "coverage", "winkler")]
-        print(
-            f"{name:24s} {'mean over settings':32s} error {means[0]:.4f}  inside {means[1]:.3f}  score {means[2]:.3f}"
-        )
+    outcomes = {name: [method(task) for task in found] for name, method in methods.items()}
+    for name, of_method in outcomes.items():
+        for setting in (*settings, "all"):
+            chosen = [n for n, task in enumerate(found) if setting in (task.known.setting, "all")]
+            pairs = [(of_method[n], outcomes["random walk"][n]) for n in chosen]
+            print(f"{name:22s} {setting:52s} {_line(*zip(*pairs))}")
 
 
-def _line(outcomes):
+def _line(outcomes, reference=None):
     s = summarize(outcomes)
+    ratio_to_walk = "" if reference is None else f"  of the walk's {ratio(outcomes, reference):.2f}"
     return (
         f"points {s.points:3d}  error {s.error:.4f}  signed {s.signed:+.4f}  by run {s.by_run:.4f}  "
-        f"inside {s.coverage:.3f}  interval score {s.winkler:.3f}  half width {s.half_width:.4f}"
+        f"inside {s.coverage:.3f}  curves {s.covered_runs:.2f}  interval score {s.winkler:.3f}"
+        f"{ratio_to_walk}  half width {s.half_width:.4f}"
     )
 
 

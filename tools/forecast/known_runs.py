@@ -85,30 +85,41 @@ def tiny_runs(folder, *, held_back):
 
 
 def others(folder):
-    """Validation curves of other people, none of which ships with this project.
+    """Curves of other people, none of which ships with this project: validations, and means of training batches.
 
-    folder: has sources.csv (name, kind, repo, prompts, generations, and setting, the task and the base model) and
-    data/NAME.csv (step, score, and compute where it is known). Curves of another kind than val, repeated ones and
-    such without a pass rate in [0, 1] are left out. A point at compute 0 is R_0.
+    folder: has sources.csv (name, kind, repo, prompts, generations) and data/NAME.csv (step, score, and compute where
+    it is known). Repeated curves and such without a pass rate in [0, 1] are left out. A validation at compute 0 is
+    R_0; a training batch at step 0 is the first point.
     """
     runs = []
     with open(folder / "sources.csv", newline="") as file:
-        sources = [row for row in csv.DictReader(file) if row["kind"] == "val" and not row["duplicate_of_another"]]
+        sources = [row for row in csv.DictReader(file) if not row["duplicate_of_another"]]
     for row in sources:
         with open(folder / "data" / f"{row['name']}.csv", newline="") as file:
             rows = list(csv.DictReader(file))
         points = np.array([[float(r.get("compute") or r["step"]), float(r["score"])] for r in rows if r["score"]])
         points = points[np.argsort(points[:, 0], kind="stable")]
-        first, (compute, pass_rate) = points[points[:, 0] <= 0], points[points[:, 0] > 0].T
-        sizes = {}
-        if row["prompts"] and row["generations"]:
-            sizes = {"prompts": int(row["prompts"]), "generations": np.full(len(compute), float(row["generations"]))}
-        curve = _curve(row["name"], compute, pass_rate, initial=float(first[0, 1]) if len(first) else None, **sizes)
+        if points[:, 1].min() < 0.0 or points[:, 1].max() > 1.0:
+            continue
+        training = row["kind"] != "val"
+        if training and points[0, 0] == 0.0:
+            points[:, 0] += 1.0
+        first = points[points[:, 0] <= 0, 1]
+        compute, pass_rate = points[points[:, 0] > 0].T
+        stated = row["prompts"] and row["generations"]
+        curve = _curve(
+            row["name"],
+            compute,
+            pass_rate,
+            initial=float(first[0]) if len(first) else None,
+            prompts=int(row["prompts"]) if stated else None,
+            generations=np.full(len(compute), float(row["generations"])) if stated else None,
+        )
         runs.append(
             KnownRun(
                 world=FOREIGN,
                 run=row["name"],
-                setting=row.get("setting") or row["repo"],
+                setting=row["repo"] + (", training batches" if training else ""),
                 curve=curve,
                 own=np.ones(len(compute), dtype=bool),
                 halved=float(compute.max()) / 2,

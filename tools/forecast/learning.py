@@ -21,9 +21,8 @@ from functools import cache
 import numpy as np
 from known_runs import KnownRun, by_run, known_runs
 
-from megatron_scalerl.fit.forecast import robust_posterior
 from megatron_scalerl.fit.observations import observe
-from megatron_scalerl.fit.posterior import Posterior, log_density
+from megatron_scalerl.fit.posterior import Posterior, log_density, sample
 from megatron_scalerl.fit.prior import DISCREPANCIES, Kind, Prior, wide
 from megatron_scalerl.fit.sigmoid import Array
 
@@ -37,8 +36,9 @@ LEAST_GAIN = 0.05
 """Rise in pass rate over the whole run below which it is of `NO_GAIN`."""
 WIDE_EXPONENT, WIDE_MIDPOINT = (0.6, 0.5), (0.0, 1.2)
 """(center, spread) of log B and log(C_mid / compute of the run) where a kind says nothing about them."""
-LEAST_SPREADS = (0.25, 0.5)
-"""Spreads of log B and log C_mid that a kind has at least: its runs are few, the next one can differ."""
+LEAST_SPREADS = (0.25, 0.8)
+"""Spreads of log B and log C_mid that a kind has at least: its runs are few, the next one can differ, and nobody
+knows which share of the run is made when it is fitted."""
 PSEUDO_SHARE = 0.05
 """Added to every kind's share of the runs."""
 REFERENCE = wide(exponent_sd=0.8, midpoint_sd=1.5, discrepancies=DISCREPANCIES)
@@ -98,7 +98,7 @@ def _shape(of_run: tuple[KnownRun, ...]) -> Shape:
     parts = []
     for known in of_run:
         observations = observe(known.curve.part(known.own), REFERENCE)
-        p = robust_posterior(observations, REFERENCE, fixed_asymptote=None, draws=DRAWS // len(of_run), seed=0)
+        p = sample(observations, prior=REFERENCE, draws=DRAWS // len(of_run))
         gain, rise = (
             (p.asymptote - p.initial) / (1.0 - p.initial),
             p.curves(np.array([known.reach]))[:, 0] - p.initial,
@@ -112,9 +112,9 @@ def _shape(of_run: tuple[KnownRun, ...]) -> Shape:
 
 def log_prior(posterior: Posterior, prior: Prior) -> Array:
     """[draws] log density of `prior` at the draws, up to a constant; -inf where it lacks the draw's hypothesis."""
-    known = {(d.deviation, d.length): d.weight for d in prior.discrepancies}
+    weight_of = {replace(d, weight=0.0): d.weight for d in prior.discrepancies}
     with np.errstate(divide="ignore"):
-        weights = np.log([known.get((d.deviation, d.length), 0.0) for d in posterior.discrepancies])
+        weights = np.log([weight_of.get(replace(d, weight=0.0), 0.0) for d in posterior.discrepancies])
     gain = (posterior.asymptote - posterior.initial) / (1.0 - posterior.initial)
     density = log_density(np.log(posterior.exponent), posterior.log_midpoint, gain, prior)
     return density + weights[posterior.hypothesis]
@@ -155,7 +155,7 @@ def _kind(name: str, own: Sequence[Shape], of_runs: Array) -> Kind:
 
 def _responsibilities(shape: Shape, kind: Kind) -> Array:
     """[draws] weights, summing to 1, of a run's draws under the distribution of a kind."""
-    whole = Prior(kinds=(kind,), looks=((1.0, 1.0),), freedom=NORMAL, discrepancies=())
+    whole = Prior(kinds=(kind,), freedom=NORMAL, discrepancies=())
     log_weights = log_density(shape.log_exponent, shape.log_midpoint, shape.gain, whole) - shape.log_reference
     weights = np.exp(log_weights - log_weights.max())
     return np.asarray(weights / weights.sum())

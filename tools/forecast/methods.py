@@ -13,6 +13,10 @@ from megatron_scalerl.fit.prior import DEFAULT_PRIOR
 from megatron_scalerl.fit.result import TAIL
 from megatron_scalerl.fit.sigmoid import Array, sigmoid
 
+LEAST_SCORE = 0.001
+"""Interval score, in pass rate, below which a ratio of two says nothing."""
+COVERED = 0.8
+"""Share of a curve's unseen points that has to be inside, for the curve to count as covered."""
 NORMAL_90 = 1.6449
 """Half of the 90 % interval of a standard normal distribution."""
 
@@ -32,8 +36,13 @@ class Outcome:
     winkler: Array = field(repr=False)
     """[unseen] interval score of that interval (Gneiting and Raftery 2007, eq. 43), in pass rate: its width, and 20
     times the distance of a point outside of it. Lower is better."""
-    half_width: float
-    """Mean half width of those intervals."""
+    half_widths: Array = field(repr=False)
+    """[unseen] half widths of those intervals."""
+
+    @property
+    def half_width(self):
+        """Mean half width."""
+        return float(self.half_widths.mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +63,8 @@ class Summary:
     """Mean interval score."""
     half_width: float
     """Mean over tasks of the half width."""
+    covered_runs: float
+    """Share of the curves of which at least `COVERED` of the unseen points are inside."""
 
 
 Method = Callable[[Task], Outcome]
@@ -98,6 +109,30 @@ def random_walk(task):
     return outcome(task, mean, mean - NORMAL_90 * spread, mean + NORMAL_90 * spread)
 
 
+def damped_walk(task):
+    """The random walk with half of the last slope, damped, which only rises, and with the walk's width.
+
+    The slope is that of the points in the last factor of two of compute, three at least.
+    """
+    walk = random_walk(task)
+    known = task.known.curve.part(task.fitted)
+    compute = task.known.curve.compute[task.unseen]
+    last = known.compute[-1]
+    late = known.compute >= last / 2
+    slope = np.polyfit(np.log(known.compute[late]), known.pass_rate[late], 1)[0] if late.sum() >= 3 else 0.0
+    measured = task.known.curve.pass_rate[task.unseen]
+    mean = np.clip(measured - walk.errors + 0.5 * max(slope, 0.0) * (1.0 - last / compute), 0.0, 1.0)
+    return outcome(task, mean, mean - walk.half_widths, mean + walk.half_widths)
+
+
+def paper_or_last_value(task):
+    """The paper's procedure; the last value where it does not apply, because R_0 is above its highest A."""
+    try:
+        return by_fit("paper")(task)
+    except ValueError:
+        return OTHERS["last value"](task)
+
+
 def _printed_grid(task, c, y):
     """The paper's procedure with the grid of C_mid as printed: 100 values on 100..40000 (A.5), rescaled."""
     initial = float(y[0] if task.known.curve.initial is None else task.known.curve.initial)
@@ -119,7 +154,8 @@ OTHERS = {
         lambda task, c, y: fit_least_squares_sigmoid(c, y, initial=float(task.known.curve.initial or 0.0)), 3
     ),
     "random walk": random_walk,
-    "paper": by_fit("paper"),
+    "damped walk": damped_walk,
+    "paper": paper_or_last_value,
     "paper, printed grid": by_form(_printed_grid, 3),
 }
 """What `robust` is compared with."""
@@ -135,7 +171,7 @@ def outcome(task, forecast, low, high):
         errors=measured - forecast,
         covered=(outside == 0.0).astype(float),
         winkler=high - low + outside / TAIL,
-        half_width=float(np.mean(high - low)) / 2,
+        half_widths=(high - low) / 2,
     )
 
 
@@ -152,7 +188,17 @@ def summarize(outcomes):
         coverage=float(np.concatenate([o.covered for o in outcomes]).mean()),
         winkler=float(np.concatenate([o.winkler for o in outcomes]).mean()),
         half_width=float(np.mean([o.half_width for o in outcomes])),
+        covered_runs=float(np.mean([o.covered.mean() >= COVERED for o in outcomes])),
     )
+
+
+def ratio(outcomes, reference):
+    """Geometric mean over curves of the interval score as a multiple of that of `reference`, curve by curve.
+
+    A score below `LEAST_SCORE`, as on a run of zeros alone, counts as that.
+    """
+    scores = [[max(float(o.winkler.mean()), LEAST_SCORE) for o in column] for column in (outcomes, reference)]
+    return math.exp(float(np.mean(np.log(scores[0]) - np.log(scores[1]))))
 
 
 def bootstrap(outcomes, draws=4000):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.observations import deviation_covariance
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR
 from megatron_scalerl.fit.sigmoid import Array, sigmoid
 
@@ -50,9 +51,8 @@ def from_the_prior(rng, compute, size):
     prior = DEFAULT_PRIOR
     initial = INITIAL + math.sqrt(prior.noise_share * INITIAL * (1.0 - INITIAL) / size) * rng.standard_normal()
     kind = prior.kinds[_index(rng, [k.weight for k in prior.kinds])]
-    made = prior.looks[_index(rng, [weight for _, weight in prior.looks])][0]
     log_b = kind.log_exponent_mean + kind.log_exponent_sd * rng.standard_t(prior.freedom)
-    log_m = kind.log_midpoint_mean - math.log(made) + kind.log_midpoint_sd * rng.standard_t(prior.freedom)
+    log_m = kind.log_midpoint_mean + kind.log_midpoint_sd * rng.standard_t(prior.freedom)
     truth = {
         "asymptote": initial + (1.0 - initial) * rng.beta(kind.gain_alpha, kind.gain_beta),
         "exponent": math.exp(np.clip(log_b, math.log(0.25), math.log(8.0))),
@@ -60,15 +60,14 @@ def from_the_prior(rng, compute, size):
     }
     curve = sigmoid(compute, initial=initial, **truth)
     discrepancy = prior.discrepancies[_index(rng, [d.weight for d in prior.discrepancies])]
-    x, variance = np.log(compute), curve * (1.0 - curve)
-    correlation = np.exp(-np.abs(x[:, None] - x) / discrepancy.length) + 1e-9 * np.eye(len(x))
-    path = np.linalg.cholesky(correlation) @ rng.standard_normal(len(x))
+    if discrepancy.level > 0.0:
+        curve = np.where(compute > 1.0, curve[compute <= 1.0][-1], curve)
+    x = np.log(compute)
+    variance = curve * (1.0 - curve)
+    covariance = deviation_covariance(x, x, discrepancy, x[0]) + 1e-9 * np.eye(len(x))
+    path = np.linalg.cholesky(covariance) @ rng.standard_normal(len(x))
     noise = prior.noise_share * variance / size * prior.noise_shape / rng.gamma(prior.noise_shape)
-    level = curve + discrepancy.deviation * math.sqrt(variance[compute <= 1.0].mean()) * path
-    probability, size = prior.second_phase
-    if rng.random() < probability:
-        gained = curve[compute <= 1.0][-1] - initial
-        level += size * abs(rng.standard_normal()) * gained * np.sqrt(np.maximum(x, 0.0))
+    level = curve + math.sqrt(variance[compute <= 1.0].mean()) * path
     return truth, np.clip(level + np.sqrt(noise) * rng.standard_normal(len(x)), 0.0, 1.0)
 
 
