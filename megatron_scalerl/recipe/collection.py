@@ -31,16 +31,14 @@ def listed(sources: Sequence[str | Path]) -> list[Listed]:
     for source in map(Path, sources):
         found = sorted(source.glob("*.yaml")) if source.is_dir() else [source]
         if not found:
-            raise RecipeError(f"{source}: is not a folder with recipes (*.yaml)")
+            raise RecipeError(f"{source}: the folder has no recipes (*.yaml)")
         files += [file for file in found if file.absolute() not in {other.absolute() for other in files}]
     stems = [file.stem for file in files]
     named: dict[str, Path] = {}
     for file in files:
         name = file.stem if stems.count(file.stem) == 1 else f"{file.absolute().parent.name}_{file.stem}"
         if (other := named.setdefault(name, file)) != file:
-            raise RecipeError(
-                f"{file}: expected a name that no other recipe has, found {name}, which {other} has, too"
-            )
+            raise RecipeError(f"{file}: its name, {name}, is that of {other} too; rename one of the files")
     return [
         Listed(name=name, file=file, overlay=not set(_WHOLE) <= read_yaml(file).keys())
         for name, file in named.items()
@@ -54,8 +52,8 @@ def resolve(item: Listed, base: str | Path | None, overrides: Sequence[str] = ()
     if base is None:
         missing = [key for key in _WHOLE if key not in read_yaml(item.file)]
         raise RecipeError(
-            f"{item.file}: expected a whole recipe, found an overlay without {', '.join(missing)}; --base RECIPE is "
-            "what it is laid over"
+            f"{item.file}: this is an overlay, without {', '.join(missing)}; name the recipe that it is laid over "
+            "with --base RECIPE"
         )
     return load_recipe(base, [f"{OVERLAY}={item.file}", *overrides])
 

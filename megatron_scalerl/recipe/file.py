@@ -7,7 +7,7 @@ Checks that the files that a recipe names exist, before heavy packages are impor
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
@@ -24,13 +24,32 @@ from megatron_scalerl.recipe.tasks import tasks_of
 
 LISTED = "megatron_scalerl/recipe/sections.py and process_sections.py"
 """Where a user finds all keys."""
-
 OVERLAY = "overlay"
 """Not a key of a recipe: the override `overlay=FILE` lays a file over what stands before it."""
+_SECTION = "a section with keys and values"
+_DEMANDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "a text",
+    "date": "a date such as 2024-07-26",
+    "literal": "{expected}",
+    "tuple": "a list",
+    "too": "a list of {max_length} values",
+    "dict": _SECTION,
+    "model": _SECTION,
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "above {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt:g}",
+}
+"""A type of pydantic's errors, or its first word -> what the value has to be."""
+_APPENDED = {"bool", "int", "float", "constrained-int", "constrained-float", "literal['auto']", "[key]"}
 
 
 class RecipeError(ValueError):
-    """A user error in a recipe: one line with file, key, what was expected and what was found."""
+    """A user's mistake in a recipe: one line with the file, the key and what is wrong with its value."""
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -59,7 +78,7 @@ def load_recipe_for(
     data = {"name": "evaluation", "steps": 1, **own}
     for key in ("policy", "prompts"):
         if not isinstance(data.get(key, {}), dict):
-            raise RecipeError(f"{path}: {key} is a section, but a value is given for it")
+            raise RecipeError(f"{path}: {key} is {_shown(data[key])}; it has to be {_SECTION}")
     data["policy"] = data.get("policy", {}) | {"path": str(policy), "megatron_path": None}
     if "tasks" not in data.get("prompts", {}):
         data["prompts"] = {"path": prompts} | data.get("prompts", {})
@@ -147,7 +166,7 @@ def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     data = _parsed(text, str(path))
     if not isinstance(data, dict):
         what = "is empty" if data is None else f"holds a {type(data).__name__}"
-        raise RecipeError(f"{path}: {what}; a recipe is a mapping of keys to values")
+        raise RecipeError(f"{path}: {what}; it has to have keys with their values")
     return data
 
 
@@ -157,7 +176,7 @@ def _parsed(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         raise RecipeError(f"{where}: {_yaml_problem(error)}") from None
     except ValueError as error:  # a date in month 13
-        raise RecipeError(f"{where}: invalid YAML value: {error}") from None
+        raise RecipeError(f"{where}: a value cannot be read: {error}") from None
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
@@ -192,22 +211,54 @@ def _first(error: ValidationError) -> ErrorDetails:
 
 def _first_line(error: ValidationError) -> str:
     first = _first(error)
-    key = ".".join(str(part) for part in first["loc"])
-    others = error.error_count() - 1
-    more = f" (and {others} more error{'s' if others > 1 else ''})" if others else ""
-    if first["type"] == "extra_forbidden":
-        known, setting = _keys_beside(key), setting_of(key)
-        return unknown_key(key, known, expected="a recipe key", setting=setting, listed=LISTED) + more
-    if first["type"] == "missing":
-        return f"{key}: is missing, and has no default{more}"
-    if first["type"] == "string_type" and first["input"] is None:
-        return f"{key}: has no value; an empty text is '' in a file, and \"{key}=''\" in a shell{more}"
-    if first["type"] == "string_type" and isinstance(first["input"], list):
-        return f"{key}: is a list, and takes one text; files of one kind belong into one folder{more}"
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error":
-        return (f"{key}: " if key and not message.startswith(str(first["loc"][-1])) else "") + message + more
-    return f"{key}: {message[0].lower() + message[1:]}, found {first['input']!r}{more}"
+    place = _place(first)
+    same = [problem for problem in error.errors() if _place(problem) == place]
+    line = _line(".".join(map(str, place)), first, same)
+    others = error.error_count() - len(same)
+    return f"{line} (and {others} more error{'s' if others > 1 else ''})" if others else line
+
+
+def _place(problem: ErrorDetails) -> tuple[int | str, ...]:
+    """Where the value stands. pydantic appends the type for each member of a union, and [key] for a key."""
+    return problem["loc"] if _APPENDED.isdisjoint(problem["loc"][-1:]) else problem["loc"][:-1]
+
+
+def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
+    """What is wrong with the value of a key. same: its problems, one for each member of a union."""
+    kind = first["type"]
+    value = first["input"]
+    last = key.rpartition(".")[2]
+    if kind == "extra_forbidden":
+        valid = _keys_beside(key)
+        return unknown_key(key, valid, expected="a recipe key", setting=setting_of(key), listed=LISTED)
+    if kind == "missing":
+        return f"{key} is missing; it has no default"
+    if kind == "value_error":
+        message = str(first["ctx"]["error"])
+        if isinstance(value, dict):  # the check of a section, whose message begins with a key
+            return f"{key}.{message}" if key else message
+        return f"{key}: {message}"
+    if kind == "string_type" and value is None:
+        return f"{key} is empty; for an empty text write {last}: '' in a file, \"{key}=''\" in a shell"
+    if kind == "string_type" and isinstance(value, list) and last.endswith("path"):
+        return f"{key} is a list; name one file, or one folder with all files"
+    demands = [_demand(problem) for problem in ([first] if kind in _DEMANDS else same)]
+    return f"{key} is {_shown(value)}; it has to be {' or '.join(demands)}"
+
+
+def _demand(problem: ErrorDetails) -> str:
+    """What a value has to be, by the type of its error."""
+    kind = problem["type"]
+    form = _DEMANDS.get(kind) or _DEMANDS.get(kind.partition("_")[0], "valid")
+    return form.format(**problem.get("ctx", {}))
+
+
+def _shown(value: Any) -> str:
+    """A value as a recipe has it, at most 60 characters."""
+    if value is None:
+        return "empty"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
@@ -246,7 +297,7 @@ def check_policy(recipe: Recipe) -> None:
         )
     if section.megatron_path is not None and not Path(section.megatron_path).is_dir():
         raise ValueError(
-            f"policy.megatron_path: there is no folder {section.megatron_path}; `megatron-scalerl convert "
+            f"policy.megatron_path: the folder {section.megatron_path} does not exist; `megatron-scalerl convert "
             "to-megatron` makes one (docs/checkpoints.md)"
         )
 

@@ -122,7 +122,7 @@ def unknown_key(
             return f"{text}; the nearest is {' or '.join(nearest)}"
     if 0 < len(beside) <= _MOST_LISTED:
         return f"{text}; {kind} here: {', '.join(name.rpartition('.')[2] for name in beside)}"
-    return f"{text}; all {kind}: {listed}" if listed else text
+    return f"{text}; all {kind} are listed in {listed}" if listed else text
 
 
 def _nearest(last: str, names: Collection[str], least: float) -> list[str]:

@@ -19,7 +19,7 @@ from megatron_scalerl.recipe.sections import (
 
 def _not_a_left_backend(name: Any) -> Any:
     if name in ("triton", "in_place"):
-        raise ValueError(f"the backend {name} of the logit projection has left; take auto, which is cuda on a GPU")
+        raise ValueError(f"the backend {name} was removed; take auto, which is cuda on a GPU")
     return name
 
 
@@ -38,7 +38,7 @@ class TrainerSection(Section):
     """Memory for blocks of logits, in addition to hidden states, head and gradients (MiB). null: 2048 on a GPU of at
     least 64 GiB without engine.colocate, else 512. Smaller is slower: logits of a micro-batch that do not fit it are
     computed again in the backward pass without `loss_in_chunk`."""
-    logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch)$"), BeforeValidator(_not_a_left_backend)] = "auto"
+    logit_backend: Annotated[Literal["auto", "cuda", "torch"], BeforeValidator(_not_a_left_backend)] = "auto"
     """Backend of the logit projection: cuda (NVIDIA GPUs), torch (any device, slow on GPUs), or auto: cuda where
     it can run."""
     logit_gradient: Literal["bf16", "bf16x2", "fp32"] = "bf16"

@@ -48,7 +48,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,99}")
 def _checked_name(name: str) -> str:
     """The name of a run is that of its folder and of its job on Slurm."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"name: {name!r} is not usable; take at most 100 letters, digits and . _ + = @ -")
+        raise ValueError(f"{name!r} is not usable; take at most 100 letters, digits and . _ + = @ -")
     return name
 
 
@@ -162,7 +162,7 @@ class Recipe(Section):
             )
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and r.kv_cache == "keep":
-            raise ValueError("rollouts.routing_replay: needs rollouts.kv_cache recompute; it is keep")
+            raise ValueError("rollouts.routing_replay needs rollouts.kv_cache recompute; it is keep")
         return self
 
 
@@ -171,7 +171,7 @@ def check_tags(recipe: Recipe) -> None:
     opens = recipe.prompts.think_start.strip() not in ("", AUTO)
     if not recipe.prompts.think_end.strip() and (opens or recipe.interruption.enabled is True):
         raise ValueError(
-            "prompts.think_end: is empty, but a tag has to close thinking. For a policy that thinks in no tags "
+            "prompts.think_end is empty, but a tag has to close thinking. For a policy that thinks in no tags "
             "set prompts.think_start to an empty text as well, and interruption.enabled to false"
         )
 
@@ -183,11 +183,11 @@ def _check_evaluation(recipe: Recipe) -> None:
         return
     if not section.files:
         raise ValueError(
-            "evaluation.files: name at least one file, or evaluation.every_steps has nothing to evaluate"
+            "evaluation.files is empty, but evaluation.every_steps asks for evaluations; name at least one file"
         )
     if recipe.engine.count < 2 or rollouts.one_by_one:
         raise ValueError(
-            "evaluation.every_steps: needs engine.count of at least 2, rollouts.schedule pipeline and "
+            "evaluation.every_steps needs engine.count of at least 2, rollouts.schedule pipeline and "
             f"rollouts.deterministic false; they are {recipe.engine.count}, {rollouts.schedule} and "
             f"{str(rollouts.deterministic).lower()}"
         )
@@ -232,8 +232,8 @@ def _check_colocation(recipe: Recipe) -> None:
     for key in ("kv_cache_memory_bytes", "gpu_memory_utilization"):
         if key not in engine.vllm:
             raise ValueError(
-                f"engine.vllm.{key}: is required with engine.colocate, because vLLM would measure what the trainer "
-                "leaves of its device, which changes"
+                f"engine.vllm.{key} is missing; engine.colocate needs it, because vLLM would measure what the "
+                "trainer leaves of its device, which changes"
             )
 
 
@@ -241,12 +241,12 @@ def _check_tasks(recipe: Recipe) -> None:
     """Raises ValueError unless one of prompts.path and prompts.tasks is set, for what tasks cannot share."""
     prompts = recipe.prompts
     if prompts.path is None and prompts.tasks is None:
-        raise ValueError("prompts.path: is missing; name a file of prompts, or set prompts.tasks")
+        raise ValueError("prompts.path is missing; name a file of prompts, or set prompts.tasks")
     if prompts.tasks is not None:
         if prompts.path is not None:
             raise ValueError(f"prompts.path: {prompts.path} and prompts.tasks are both set; keep one of them")
         if not prompts.tasks:
-            raise ValueError("prompts.tasks: is empty; name at least one task")
+            raise ValueError("prompts.tasks is empty; name at least one task")
         if prompts.held_out_path is not None:
             raise ValueError(
                 f"prompts.held_out_path: {prompts.held_out_path} belongs to no task; in a mixture set "
@@ -255,4 +255,4 @@ def _check_tasks(recipe: Recipe) -> None:
     rewards = recipe.rewards
     tasks = [(task.verifier, task.memory_mb) for task in (prompts.tasks or {}).values()] or [(None, None)]
     if any((verifier or rewards.verifier) == "code" and not (own or rewards.memory_mb) for verifier, own in tasks):
-        raise ValueError("rewards.memory_mb: the verifier code needs a limit of memory, and this is null")
+        raise ValueError("rewards.memory_mb is null, but the verifier code needs a limit of memory")

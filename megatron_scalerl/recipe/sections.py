@@ -10,10 +10,11 @@ The section `prompts.tasks.NAME`: one task of a mixture. Its keys are those of `
 A key that is not set, or null, has the value of `prompts` or `rewards`: no default of its own stands here.
 """
 
+import re
 from datetime import date
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MICRO_BATCH_MULTIPLE = 128
 """The default of trainer.micro_batch_tokens is rounded up to a multiple of this (tokens)."""
@@ -31,7 +32,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-TaskName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
+def _checked_task(name: str) -> str:
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        raise ValueError("a task's name has lower-case letters, digits and _, and begins with a letter")
+    return name
+
+
+TaskName = Annotated[str, AfterValidator(_checked_task)]
 """Name of a task, in metrics and in the journal."""
 
 
@@ -231,8 +238,8 @@ class RolloutsSection(Section):
     def _deterministic(self) -> "RolloutsSection":
         overlaps = self.schedule == "pipeline" and self.max_staleness_steps > 0
         if self.deterministic and (overlaps or self.routing_replay):
-            found = f"{self.max_staleness_steps} and {str(self.routing_replay).lower()}"
-            raise ValueError(f"deterministic: needs max_staleness_steps 0 and routing_replay false; they are {found}")
+            values = f"{self.max_staleness_steps} and {str(self.routing_replay).lower()}"
+            raise ValueError(f"deterministic needs max_staleness_steps 0 and routing_replay false; they are {values}")
         return self
 
 
@@ -264,7 +271,7 @@ class InterruptionSection(Section):
     def _range(self) -> "InterruptionSection":
         low, high = self.thinking_tokens
         if not 1 <= low <= high:
-            raise ValueError(f"thinking_tokens: [{low}, {high}] is no range; it has to be 1 <= low <= high")
+            raise ValueError(f"thinking_tokens is [{low}, {high}]; it has to be [low, high] with 1 <= low <= high")
         return self
 
 

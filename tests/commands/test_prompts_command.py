@@ -65,15 +65,15 @@ def test_what_train_would_refuse_is_refused(tiny, capsys):
             "prompts.template_arguments={a: 1}",
             "prompts.template_arguments: has no effect without prompts.chat_template true",
         ),
-        ("prompts.think_start=", "prompts.think_start: has no value; an empty text is '' in a file"),
-        ("prompts.path=[a.jsonl, b.jsonl]", "prompts.path: is a list, and takes one text"),
+        ("prompts.think_start=", "prompts.think_start is empty; for an empty text write think_start: '' in a file"),
+        ("prompts.path=[a.jsonl, b.jsonl]", "prompts.path is a list; name one file"),
         (
             "prompts.path=~/p.jsonl",
             "p.jsonl: there is no such file or folder of prompts; ~ and patterns are not expa",
         ),
         ("prompts.path=data/*.jsonl", "*.jsonl: there is no such file or folder of prompts; ~ and patterns are not"),
         ("interruption.phrase=Ende", "interruption.phrase: expected a text that survives"),
-        ("prompts.digest=0", "prompts.digest: "),
+        ("prompts.digest=0", "prompts.digest is 0"),
         ("validation.every_steps=1", "validation.every_steps: there are no held-out prompts"),
     ):
         code, shown = output(tiny, capsys, setting)

@@ -129,5 +129,5 @@ def test_all_tasks_of_a_mixture_are_rendered_alike(tmp_path):
 
 def test_an_interruption_of_thinking_that_no_tag_closes_is_refused():
     recipe = small_recipe(prompts={"path": "p"}, interruption={"enabled": True})
-    with pytest.raises(ValueError, match=r"prompts\.think_end: is empty, but a tag has to close thinking"):
+    with pytest.raises(ValueError, match=r"prompts\.think_end is empty, but a tag has to close thinking"):
         chat_of_recipe(recipe, tokenizer_with(CHATML), messages=True).settled(recipe)
