@@ -131,7 +131,7 @@ def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_sta
     if not end.strip():
         thinks = "the policy thinks in no tags, and its whole completion is the answer"
     elif not source and end != tags[1]:
-        thinks = f"prompts.think_end: nobody writes {end!r}: it is in no {', '.join(texts)}"
+        thinks = f"prompts.think_end is {end!r}, which is in no {', '.join(texts)}"
         if takes:
             raise ValueError(f"{thinks}; set think_start and think_end to '', or name the warm start (sft.path)")
     return Chat(chat_template=takes, think_start=start, think_end=end, why=f"{rows}; {thinks}")

@@ -233,7 +233,7 @@ class _Loader:
             self._rows += 1
             try:
                 if other_task(row.readable(), layout):
-                    raise OtherTask(f"{row.where}: expected a row for the verifier {verifier}, found another task's")
+                    raise OtherTask(f"{row.where}: the row is for another verifier than {verifier}")
                 question = layout.question_of(row)
                 answer = layout.reference_of(row, verifier)
                 extra = layout.others(row)
@@ -270,7 +270,7 @@ class _Loader:
         read, skipped = self._rows - before - elsewhere, len(self._unusable) - unusable - elsewhere
         if not read:
             why = "all rows are for other verifiers" if elsewhere else "the file is empty"
-            raise ValueError(f"{path}: has no prompt: {why}")
+            raise ValueError(f"{path}: there is no prompt: {why}")
         if 2 * skipped > read or not unique or 2 * (checked - tried.count("")) > checked:
             raise ValueError(f"{path}: {skipped} of {read} rows cannot be learned from, such as {self._unusable[-1]}")
         kept = self._render(unique)

@@ -19,7 +19,7 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
     """
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
-        raise ValueError(f"policy.path: the tokenizer has no end-of-sequence token ({eos!r})")
+        raise ValueError(f"policy.path: the tokenizer has no end-of-sequence token, but {eos!r}")
     config_file = Path(policy) / "config.json"
     generation_file = config_file.with_name("generation_config.json")
     config = _read(config_file)
@@ -30,10 +30,12 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
         file, found = config_file, config.get("eos_token_id", text.get("eos_token_id"))
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError(f"{file}: eos_token_id: expected one token id or a list of them, found {found!r}")
+        raise ValueError(f"{file}: eos_token_id is {found!r}; it has to be one token id or a list of token ids")
     rows = text.get("vocab_size")
     if isinstance(rows, int) and any(i >= rows for i in ids):
-        raise ValueError(f"{file}: eos_token_id: expected ids below vocab_size {rows} of config.json, found {found}")
+        raise ValueError(
+            f"{file}: eos_token_id is {found}; every id has to be below vocab_size {rows} of config.json"
+        )
     return (eos, *sorted(set(ids) - {eos}))
 
 
@@ -50,7 +52,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: expected JSON, found {str(error).partition(';')[0]}") from None
+        raise ValueError(f"{file}: this is not JSON: {str(error).partition(';')[0]}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(content).__name__}")
+        raise ValueError(f"{file}: the file holds a {type(content).__name__}; it has to hold a JSON object")
     return content

@@ -104,7 +104,7 @@ class Layout:
         parts = values_of(row, self.reference)
         language, _ = _at(row.values, self.reference[0].rpartition(".")[0] + ".language")
         if verifier == "code" and language and "python" not in str(language).lower():
-            raise OtherTask(f"{row.where}: expected tests of a program in Python, found {language}")
+            raise OtherTask(f"{row.where}: the tests are for {language}; they have to be for Python")
         if type(parts[0]) is int and parts[0] in range(len(letters := list(_choices(row)))):
             return letters[parts[0]]  # MMLU counts choices from 0
         texts = [_as_reference(row, self.reference[-1], part, verifier) for part in parts]
@@ -204,7 +204,7 @@ def _candidates(prompts: PromptsSection) -> list[Layout]:
         layouts = [layout for layout in LAYOUTS if layout.name == prompts.preset]
         if not layouts:
             known = ", ".join(layout.name for layout in LAYOUTS)
-            raise ValueError(f"prompts.preset: there is no layout {prompts.preset}; there are {known}")
+            raise ValueError(f"prompts.preset: there is no layout {prompts.preset}; the layouts are {known}")
     question, reference = prompts.prompt_column, prompts.answer_column
     if question or reference:
         layouts = [
@@ -277,7 +277,7 @@ def _missing(row: Row, column: str) -> str:
     """What is said of a row without a column; empty if it has it or need not."""
     if column.startswith("?") or _at(row.values, column)[1]:
         return ""
-    return f"expected the column {column!r}, found {', '.join(map(str, row.values)) or 'no columns'}"
+    return f"there is no column {column!r}; the columns are {', '.join(map(str, row.values)) or 'none'}"
 
 
 def values_of(row: Row, columns: Sequence[str]) -> list[Any]:
@@ -328,14 +328,14 @@ def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> 
         if isinstance(content, list) and all(isinstance(c, dict) and c.get("type") == "text" for c in content):
             content = "".join(str(c.get("text", "")) for c in content)
         if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError(f"{row.where}: expected messages with role and text in {column!r}, found others")
+            raise ValueError(f"{row.where}: every message in {column!r} has to have a role and a text")
         refuse_surrogates(row.where, column, content)
         messages.append({"role": ROLES.get(role, role), "content": content})
     while len(messages) > 1 and messages[-1]["role"] == "assistant":  # the answer of a warm start's row
         messages.pop()
     if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise ValueError(
-            f"{row.where}: expected a last message of the user in {column!r}, found {messages[-1]}"[:200]
+            f"{row.where}: the last message in {column!r} has to be a text of the user; it is {messages[-1]}"[:200]
         )
     text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
     return Question(text=text if len(messages) > 1 else messages[0]["content"], messages=tuple(messages))
@@ -351,7 +351,7 @@ def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
     if isinstance(value, (list, dict)) and value and verifier != "math":
         value = json.dumps(value)
     if isinstance(value, list):
-        raise ValueError(f"{row.where}: expected one reference answer in {column!r}, found a list of {len(value)}")
+        raise ValueError(f"{row.where}: {column!r} has {len(value)} reference answers; it has to have one")
     return _unpacked(as_text(row, column, value)) if verifier == "code" else as_text(row, column, value)
 
 
@@ -370,9 +370,9 @@ def as_text(row: Row, column: str, value: Any) -> str:
     """The text of a value. Raises ValueError for one that is none, empty or not UTF-8."""
     if not isinstance(value, (str, int, float, Decimal)) or isinstance(value, bool) or value != value:
         kind = "nothing" if value is None else "NaN" if isinstance(value, float) else f"a {type(value).__name__}"
-        raise ValueError(f"{row.where}: expected a text or a number in {column!r}, found {kind}")
+        raise ValueError(f"{row.where}: {column!r} is {kind}; it has to be a text or a number")
     text = str(value)
     if not text.strip():
-        raise ValueError(f"{row.where}: expected a text in {column!r}, found an empty one")
+        raise ValueError(f"{row.where}: {column!r} is an empty text")
     refuse_surrogates(row.where, column, text)
     return text

@@ -40,7 +40,7 @@ class PromptRenderer:
             self._check_chat()
         elif prompts.system is not None or prompts.template_arguments:
             key = "template_arguments" if prompts.system is None else "system"
-            raise ValueError(f"prompts.{key}: has no effect without prompts.chat_template true")
+            raise ValueError(f"prompts.{key} has no effect without prompts.chat_template true")
 
     def check(self, question: Question, where: str, column: str) -> None:
         """Raises ValueError for several messages without a chat template, and for a text with a special token."""
@@ -48,7 +48,7 @@ class PromptRenderer:
             # the policy would read it as one
             raise ValueError(f"{where}: {column!r} contains the special token {token}")
         if len(question.messages) > 1 and not self._prompts.chat_template:
-            raise ValueError(f"{where}: has several messages, which need prompts.chat_template true")
+            raise ValueError(f"{where}: the row has several messages, which need prompts.chat_template true")
 
     def text(self, question: Question | str) -> str:
         """The rendered prompt, which ends with the think prefill."""
@@ -74,7 +74,7 @@ class PromptRenderer:
 
     def _check_chat(self) -> None:
         if not self._tokenizer.chat_template:
-            raise ValueError("prompts.chat_template: the tokenizer has no chat template")
+            raise ValueError("prompts.chat_template is true, but the tokenizer has no chat template")
         check_turn(self._tokenizer, self._prompts)
         source = self._tokenizer.get_chat_template()
         names = template_names(source) - GIVEN - set(self._tokenizer.special_tokens_map)

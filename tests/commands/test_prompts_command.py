@@ -63,7 +63,7 @@ def test_what_train_would_refuse_is_refused(tiny, capsys):
     for setting, message in (
         (
             "prompts.template_arguments={a: 1}",
-            "prompts.template_arguments: has no effect without prompts.chat_template true",
+            "prompts.template_arguments has no effect without prompts.chat_template true",
         ),
         ("prompts.think_start=", "prompts.think_start is empty; for an empty text write think_start: '' in a file"),
         ("prompts.path=[a.jsonl, b.jsonl]", "prompts.path is a list; name one file"),

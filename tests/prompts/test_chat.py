@@ -110,7 +110,7 @@ REFUSED = {
     "no chat": (
         QWEN3,
         {"chat_template": False, "system": "x"},
-        r"prompts\.system: has no effect without prompts\.chat_template true",
+        r"prompts\.system has no effect without prompts\.chat_template true",
     ),
 }
 
