@@ -1,7 +1,7 @@
 """Reads recipe files, lays others over them, applies overrides, and reports errors in one line.
 
-An overlay is a file with differences from a recipe, such as those in recipes/ablations, so that it serves recipes of
-every size. `overlay=FILE` stands among the overrides: every command that takes a recipe takes overlays.
+An overlay is a file with differences from a recipe, so that it serves recipes of every size; recipes/ablations has
+some. `overlay=FILE` stands among the overrides: every command that takes a recipe takes overlays.
 
 Checks that the files that a recipe names exist, before heavy packages are imported.
 """
@@ -33,6 +33,7 @@ _DEMANDS = {
     "finite": "a finite number",
     "bool": "true or false",
     "string": "a text",
+    "string_pattern_mismatch": "a text of the form {pattern}",
     "date": "a date such as 2024-07-26",
     "literal": "{expected}",
     "tuple": "a list",
@@ -56,7 +57,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Load a YAML recipe and apply `key.path=value` and `overlay=FILE` overrides, in their order.
 
     A section of an overlay is merged with the one below it; any other value replaces the one below it. An overlay
-    without `name` appends its file's: what it makes of a recipe is a run of its own, in a folder of its own.
+    without `name` appends the name of its file, so that the run is another one, in another folder.
 
     Raises `RecipeError` for a missing or invalid file, an unknown key (naming the one that was meant, if it is
     found), a wrong type, and settings that contradict each other.
@@ -73,9 +74,10 @@ def load_recipe_for(
 
     Steps and training prompts are not needed; `prompts` stands for theirs. Raises as `load_recipe`.
     """
-    own = {} if path is None else read_yaml(Path(path))
-    files = {} if path is None else {Path(path): own}
-    data = {"name": "evaluation", "steps": 1, **own}
+    files = {} if path is None else {Path(path): read_yaml(Path(path))}
+    data: dict[str, Any] = {"name": "evaluation", "steps": 1}
+    for content in files.values():
+        data |= content
     for key in ("policy", "prompts"):
         if not isinstance(data.get(key, {}), dict):
             raise RecipeError(f"{path}: {key} is {_shown(data[key])}; it has to be {_SECTION}")
@@ -86,14 +88,18 @@ def load_recipe_for(
 
 
 def _overridden(data: dict[str, Any], files: dict[Path, dict[str, Any]], overrides: Iterable[str]) -> Recipe:
-    """files: those that `data` comes from."""
-    files, data = dict(files), deepcopy(data)
+    """The recipe of `data`, which comes from `files`, after the overrides."""
+    # copies: an error asks `files` what each file states, and overrides change `data` in place
+    files = dict(files)
+    data = deepcopy(data)
     for item in overrides:
         key, _, value = item.partition("=")
         if key == OVERLAY:
             over = files[Path(value)] = read_yaml(Path(value))
-            named = {} if "name" in over or "name" not in data else {"name": f"{data['name']}_{Path(value).stem}"}
-            data = _merged(data, deepcopy(over) | named)
+            name = data.get("name")
+            data = _merged(data, deepcopy(over))
+            if name is not None and "name" not in over:
+                data["name"] = f"{name}_{Path(value).stem}"
         else:
             _override(data, item)
     return validated(data, files)
@@ -110,23 +116,23 @@ def _merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def load_run_recipe(run_dir: str | Path) -> Recipe:
     """The recipe of an existing run; raises as `load_recipe`."""
-    data = read_yaml(Path(run_dir) / "recipe.yaml")
-    return validated(data, {Path(run_dir) / "recipe.yaml": data})
+    return load_recipe(Path(run_dir) / "recipe.yaml")
 
 
 def validated(data: dict[str, Any], files: dict[Path, dict[str, Any]]) -> Recipe:
     """The recipe of the sections in `data`. Raises `RecipeError`.
 
-    files: those that `data` comes from, in their order; an error names the one or the ones that state its key.
+    files: the files that `data` comes from, in their order. An error names the files that state its key.
     """
     try:
         return local_recipe(Recipe.model_validate(data))
     except ValidationError as error:
-        stating = [path for path, own in files.items() if _states(own, _first(error)["loc"])] or list(files)[:1]
-        if not isinstance(_first(error)["input"], dict):
+        first = _first(error)
+        stating = [path for path, content in files.items() if _states(content, first["loc"])] or list(files)[:1]
+        if not isinstance(first["input"], dict):
             stating = stating[-1:]  # its value replaced the others
         where = " with ".join(map(str, stating))
-        raise RecipeError(f"{where}: {_first_line(error)}" if where else _first_line(error)) from None
+        raise RecipeError(": ".join(filter(None, (where, _first_line(error))))) from None
 
 
 def _states(data: Any, loc: tuple[int | str, ...]) -> bool:
@@ -147,6 +153,7 @@ def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
 
     Raises `RecipeError` for a file that is missing or unreadable.
     """
+    # constructed without a check: keys that have no default are missing here
     defaults = Recipe.model_construct().model_dump(mode="json", warnings=False)
     return _merged(defaults, read_yaml(Path(run_dir) / "recipe.yaml"))
 
@@ -154,19 +161,20 @@ def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
 def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     """The mapping in a YAML file. Raises `RecipeError` for a file that is missing, unreadable or not a mapping."""
     if not path.is_file():
-        raise RecipeError(
-            f"{path}: {'is a folder, not' if path.is_dir() else 'there is no such file; it should be'} {kind}"
-        )
+        what = "there is no such file; it should be"
+        if path.is_dir():
+            what = "this is a folder, not"
+        raise RecipeError(f"{path}: {what} {kind}")
     try:
         text = path.read_text(encoding="utf8")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from None
+        raise RecipeError(f"{path}: the file is not UTF-8: {error.reason} at byte {error.start}") from None
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+        raise RecipeError(f"{path}: the file cannot be read: {error.strerror}") from None
     data = _parsed(text, str(path))
     if not isinstance(data, dict):
         what = "is empty" if data is None else f"holds a {type(data).__name__}"
-        raise RecipeError(f"{path}: {what}; it has to have keys with their values")
+        raise RecipeError(f"{path}: the file {what}; it has to have keys with their values")
     return data
 
 
@@ -190,12 +198,13 @@ def parsed_override(item: str) -> tuple[str, Any]:
     key, separator, text = item.partition("=")
     if not separator or not key:
         raise RecipeError(f"override {item!r}: write it as key.path=value")
-    return key, _parsed(text, f"override {item if len(item) <= 100 else item[:97] + '...'!r}") if text else None
+    return key, _parsed(text, f"override {item[:100]!r}")
 
 
 def _override(data: dict[str, Any], item: str) -> None:
     key, value = parsed_override(item)
     *parents, last = key.split(".")
+    # sections that no file states begin here; the schema refuses unknown ones later, by their nearest key
     node = data
     for name in parents:
         node = node.setdefault(name, {})
@@ -215,7 +224,7 @@ def _first_line(error: ValidationError) -> str:
     same = [problem for problem in error.errors() if _place(problem) == place]
     line = _line(".".join(map(str, place)), first, same)
     others = error.error_count() - len(same)
-    return f"{line} (and {others} more error{'s' if others > 1 else ''})" if others else line
+    return f"{line} (the first of {others + 1} mistakes)" if others else line
 
 
 def _place(problem: ErrorDetails) -> tuple[int | str, ...]:
@@ -224,20 +233,19 @@ def _place(problem: ErrorDetails) -> tuple[int | str, ...]:
 
 
 def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
-    """What is wrong with the value of a key. same: its problems, one for each member of a union."""
+    """The mistake in the value of a key. same: its problems, one for each member of a union."""
     kind = first["type"]
     value = first["input"]
     last = key.rpartition(".")[2]
     if kind == "extra_forbidden":
-        valid = _keys_beside(key)
+        valid = _keys_for(key)
         return unknown_key(key, valid, expected="a recipe key", setting=setting_of(key), listed=LISTED)
     if kind == "missing":
         return f"{key} is missing; it has no default"
     if kind == "value_error":
-        message = str(first["ctx"]["error"])
-        if isinstance(value, dict):  # the check of a section, whose message begins with a key
-            return f"{key}.{message}" if key else message
-        return f"{key}: {message}"
+        # the check of a section names a key of it, the check of a value does not
+        separator = "." if isinstance(value, dict) else ": "
+        return f"{key}{separator}{first['ctx']['error']}".removeprefix(".")
     if kind == "string_type" and value is None:
         return f"{key} is empty; for an empty text write {last}: '' in a file, \"{key}=''\" in a shell"
     if kind == "string_type" and isinstance(value, list) and last.endswith("path"):
@@ -247,22 +255,23 @@ def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
 
 
 def _demand(problem: ErrorDetails) -> str:
-    """What a value has to be, by the type of its error."""
+    """The demand on a value, by the type of its error."""
     kind = problem["type"]
     form = _DEMANDS.get(kind) or _DEMANDS.get(kind.partition("_")[0], "valid")
     return form.format(**problem.get("ctx", {}))
 
 
 def _shown(value: Any) -> str:
-    """A value as a recipe has it, at most 60 characters."""
+    """A value as a recipe has it, at most 60 characters of it."""
     if value is None:
         return "empty"
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)[:60]
 
 
 def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    """Every key path of the schema, sections included; NAME stands for a name that the recipe chooses."""
+    """The paths of all keys of the schema, sections included; NAME stands for a name that the recipe chooses."""
     for name, info in model.model_fields.items():
         yield prefix + name
         if info.annotation == PromptsSection.model_fields["tasks"].annotation:
@@ -272,19 +281,22 @@ def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[st
                 yield from valid_keys(annotation, f"{prefix}{name}.")
 
 
-def _keys_beside(key: str) -> list[str]:
+def _keys_for(key: str) -> list[str]:
     """The valid keys, with the name of the task that `key` belongs to, if any."""
-    parts = key.split(".")
-    name = parts[2] if parts[:2] == ["prompts", "tasks"] and len(parts) > 3 else None
-    return [k if name is None else k.replace(".NAME.", f".{name}.") for k in valid_keys()]
+    section, _, name = key.rpartition(".")[0].rpartition(".")
+    if section == "prompts.tasks":
+        return [k.replace(".NAME.", f".{name}.") for k in valid_keys()]
+    return list(valid_keys())
 
 
 def node_copy(path: str) -> str:
-    """The node's own copy of a folder, which the job made (`stage` of the site file), else the folder itself."""
+    """The node's copy of a folder, which the job made (`stage` of the site file), else the folder itself."""
     copy = Path(os.environ.get("MSRL_STAGED", ""), Path(path).name)
     source = Path(f"{copy}.from")
-    found = source.is_absolute() and source.is_file() and source.read_text().startswith(f"{Path(path).absolute()}\n")
-    return str(copy) if found else path
+    begin = f"{Path(path).absolute()}\n"
+    if source.is_absolute() and source.is_file() and source.read_text().startswith(begin):
+        return str(copy)
+    return path
 
 
 def check_policy(recipe: Recipe) -> None:

@@ -48,7 +48,8 @@ class ParallelSizes:
         They are tp x pp x cp and etp x ep x pp; with several instances of the distributed optimizer also tp x pp
         and etp x ep x pp times their number.
         """
-        dense, expert = self.tp * self.pp, self.etp * self.ep * self.pp
+        dense = self.tp * self.pp
+        expert = self.etp * self.ep * self.pp
         return math.lcm(dense * self.cp, dense * self.optimizer_instances), expert * self.optimizer_instances
 
 
@@ -73,10 +74,10 @@ _KINDS = ("tensor_model", "pipeline_model", "context", "expert_model")
 
 
 def _size(parallel: Mapping[str, Any], key: str, default: int | None) -> Any:
-    found = parallel.get(key, default)
-    if found is default:
-        return found
-    return _positive(f"megatron.parallel.{key}", found)
+    value = parallel.get(key, default)
+    if value is default:
+        return value
+    return _positive(f"megatron.parallel.{key}", value)
 
 
 def _positive(key: str, value: Any) -> int:
@@ -92,7 +93,9 @@ MODEL_KEYS = frozenset({*_ENDS, *_COUNTED, _LAYOUT, "sequence_parallel"})
 def check_world(sizes: ParallelSizes, world_size: int) -> None:
     """Raises ValueError where `world_size` ranks cannot be divided into groups of these sizes."""
     names = ("tensor x pipeline x context", "expert tensor x expert x pipeline")
-    also = f" with {sizes.optimizer_instances} optimizer instances" * (sizes.optimizer_instances > 1)
+    also = ""
+    if sizes.optimizer_instances > 1:
+        also = f" with {sizes.optimizer_instances} optimizer instances"
     for size, what in zip(sizes.unit, names):
         if world_size % size:
             raise ValueError(
@@ -132,6 +135,7 @@ def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> St
     counts = counts_of(model, layers, sizes)
     stages: list[list[int]] = [[] for _ in range(sizes.pp)]
     first = 0
+    # chunk by chunk over all stages: with a virtual pipeline the layers go through the stages several times
     for chunk in range(sizes.chunks):
         for stage, of_stage in zip(stages, counts):
             stage += range(first, first + of_stage[chunk])
@@ -149,18 +153,21 @@ def counts_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> li
         )
     if ways[0]:
         return _of_layout(model[_LAYOUT], layers, sizes)
-    return (_of_ends if ways[1] else _even)(model, layers, sizes)
+    if ways[1]:
+        return _of_ends(model, layers, sizes)
+    return _even(model, layers, sizes)
 
 
 def _check_uniform(model: Mapping[str, Any], counts: list[list[int]]) -> None:
-    """Megatron-Core reads past the last layer of a model chunk that such groups do not fill."""
+    """Raises ValueError where groups of recomputed layers do not fill a model chunk."""
+    # TransformerBlock._checkpointed_forward would read past the chunk's last layer
     if (model.get("recompute_granularity"), model.get("recompute_method")) != ("full", "uniform"):
         return
-    each = _positive("megatron.model.recompute_num_layers", model.get("recompute_num_layers") or 1)
+    group = _positive("megatron.model.recompute_num_layers", model.get("recompute_num_layers") or 1)
     for layers in (chunk for stage in counts for chunk in stage):
-        if layers % each:
+        if layers % group:
             raise ValueError(
-                f"megatron.model.recompute_num_layers: {each} does not divide the {layers} layers of a model chunk, "
+                f"megatron.model.recompute_num_layers: {group} does not divide the {layers} layers of a model chunk, "
                 "as recompute_method uniform needs"
             )
 
@@ -168,14 +175,15 @@ def _check_uniform(model: Mapping[str, Any], counts: list[list[int]]) -> None:
 def _even(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[list[int]]:
     """[pp][chunks] number of layers; embedding and loss count as layers where the recipe sets it."""
     embedding, loss = (int(bool(model.get(key))) for key in _COUNTED)
-    each, left = divmod(layers + embedding + loss, sizes.pp)
-    if left:
-        also = " with embedding or loss" * (embedding + loss > 0)
+    counted = layers + embedding + loss
+    if counted % sizes.pp:
+        what = "layers" if counted == layers else "layers with embedding or loss"
         raise ValueError(
-            f"{_PIPELINE}: {sizes.pp} does not divide {layers + embedding + loss} layers{also}; "
+            f"{_PIPELINE}: {sizes.pp} does not divide {counted} {what}; "
             f"for an uneven split set megatron.model.{_ENDS[0]}, {_ENDS[1]} or {_LAYOUT}"
         )
-    counts = [_in_chunks(each, sizes) for _ in range(sizes.pp)]
+    counts = [_in_chunks(counted // sizes.pp, sizes) for _ in range(sizes.pp)]
+    # each takes the place of a layer, in the first chunk of the first stage and the last chunk of the last one
     counts[0][0] -= embedding
     counts[-1][-1] -= loss
     return counts
@@ -189,8 +197,12 @@ def _of_ends(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> lis
         raise ValueError(f"megatron.model.{_ENDS[0]} and {_ENDS[1]} are both set, but the pipeline has one stage")
     for place, key in given.items():
         whole[place] = _positive(f"megatron.model.{key}", model[key])
-    left, middle = layers - sum(whole), sizes.pp - len(given)
-    if left < 0 or (left % middle if middle else left) or (middle and not left):
+    left = layers - sum(whole)
+    middle = sizes.pp - len(given)
+    fits = left == 0
+    if middle:
+        fits = left > 0 and left % middle == 0
+    if not fits:
         raise ValueError(
             f"megatron.model.{' and '.join(given.values())}: {left} of {layers} layers are left for the other "
             f"{middle} of {sizes.pp} stages; each of these needs the same number, at least 1"
@@ -206,6 +218,7 @@ def _in_chunks(layers: int, sizes: ParallelSizes) -> list[int]:
 
 def _of_layout(layout: Any, layers: int, sizes: ParallelSizes) -> list[list[int]]:
     """[pp][chunks] number of layers of a layout, parsed by Megatron."""
+    # imported here, where a recipe has a layout: torch comes with it
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 

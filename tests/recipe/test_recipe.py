@@ -173,7 +173,7 @@ def test_a_recipe_with_a_path_has_one_task(path):
             "prompts.tasks.math.weigth is not a recipe key; the nearest is prompts.tasks.math.weight",
         ),
         ("prompts.tasks.x={path: a}", "prompts.tasks.x.weight is missing"),
-        ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math: a task's name has"),
+        ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math is 'Math'; it has to be a text of the form"),
         ("rewards.memory_mb=null", "rewards.memory_mb is null"),
     ],
 )
@@ -208,8 +208,8 @@ def test_engines_on_the_trainers_devices_need_their_share_of_them(path, override
     ("text", "said"),
     [
         ("a: [1", "line 1|line 2"),
-        ("- 1", "b.yaml: holds a list; it has to have keys"),
-        ("", "b.yaml: is empty; it has to have keys"),
+        ("- 1", "b.yaml: the file holds a list; it has to have keys"),
+        ("", "b.yaml: the file is empty; it has to have keys"),
         ("a: 2026-13-01", "b.yaml: a value cannot be read: month must be in 1..12$"),
     ],
 )
