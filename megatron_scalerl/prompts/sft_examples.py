@@ -29,7 +29,7 @@ class Examples:
     samples: tuple[tuple[tuple[int, ...], Rollout], ...]
     """[rows kept] tokens of the prompt, and the completion as a rollout whose loss mask excludes forced tokens."""
     too_long: tuple[str, ...]
-    """One entry for each skipped row: file, line, tokens found and allowed."""
+    """Entries for skipped rows: file, line, tokens of the row and tokens allowed."""
 
     def lines(self) -> list[str]:
         """The skipped rows as text."""
@@ -52,7 +52,8 @@ def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
     forced = _ForcedPhrase(recipe, tokenizer)
     ends = end_token_ids(recipe.policy.path, tokenizer) if recipe.sft.add_eos else ()
     key, limit = _longest(recipe)
-    samples, too_long = [], []
+    samples = []
+    too_long = []
     for row, prompt, ids in zip(rows, prompts, completions, strict=True):
         mask = forced.loss_mask(row, ids)
         token_ids, loss_mask = _ended(row, tuple(ids), mask, ends)
@@ -83,8 +84,10 @@ class _ForcedPhrase:
 
     def __init__(self, recipe: Recipe, tokenizer: Any):
         self._tokenizer = tokenizer
-        phrase, tag = recipe.interruption.phrase, recipe.prompts.think_end
-        self._phrase, self._tag = phrase.strip(), tag
+        phrase = recipe.interruption.phrase
+        tag = recipe.prompts.think_end
+        self._phrase = phrase.strip()
+        self._tag = tag
         # data from other sources may differ in the whitespace before the tag
         blanks = re.escape(phrase[: len(phrase) - len(phrase.lstrip())])
         self._pattern = re.compile(f"(?:{blanks})?{re.escape(self._phrase)}\\s*{re.escape(tag)}")
@@ -135,7 +138,9 @@ def _ended(
         raise ValueError(
             f"{row.where}: token {at + 1} of {len(ids)} ends the sequence; only the last one may, with sft.add_eos"
         )
-    return (ids, mask) if at < len(ids) else ((*ids, ends[0]), [*mask, True])
+    if at < len(ids):
+        return ids, mask
+    return (*ids, ends[0]), [*mask, True]
 
 
 def _longest(recipe: Recipe) -> tuple[str, int]:

@@ -26,13 +26,15 @@ SHARD_NAME = re.compile(r"^(?P<split>.+)-\d+-of-\d+(-[0-9a-f]{16})?$")
 """`train-00000-of-00002` belongs to the split `train`, as on the Hugging Face hub."""
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev")
 """Files with these names are splits; all other files are parts of `train`."""
-MOST_TIMES, LEAST_BOUND = 200, 1 << 28
-"""A compressed file of prompts may hold so many times its size, and at least so many bytes."""
+MOST_TIMES = 200
+"""A compressed file of prompts may hold this many times its size."""
+LEAST_BOUND = 1 << 28
+"""A compressed file of prompts may hold this many bytes, whatever its size."""
 
 
 @record
 class Row:
-    """One row of a prompts file."""
+    """A row of a prompts file."""
 
     where: str
     """File and line (from 1) or row (from 1), for error messages."""
@@ -104,6 +106,7 @@ def _read_json(path: Path) -> Iterator[Row]:
             whole = json.load(file)
     except (ValueError, RecursionError):
         whole = None
+    # one object of several lines is a row, too; JSON lines fail above at their second one
     if isinstance(whole, dict):
         whole = whole["data"] if isinstance(whole.get("data"), list) else [whole]
     if not isinstance(whole, list):
@@ -124,6 +127,7 @@ def _row(where: str, value: Any) -> Row:
 
 def _read_csv(path: Path) -> Iterator[Row]:
     """All values are texts: an answer 007 stays one."""
+    # 128 KiB by default, and unit tests are longer
     csv.field_size_limit(2**31 - 1)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -162,7 +166,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
         encoding = json.detect_encoding(file.peek(4)[:4])
         if not encoding.startswith("utf-8"):
             raise ValueError(
-                f"{path}: the file is in {encoding.upper()}; JSON lines have to be UTF-8: iconv -f {encoding} -t utf-8"
+                f"{path}: the file is in {encoding.upper()}; JSON lines are in UTF-8: iconv -f {encoding} -t utf-8"
             )
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -265,22 +269,24 @@ def refuse_surrogates(where: str, column: str, text: str) -> None:
 
 
 def other_columns(row: Row, columns: Collection[str]) -> dict[str, Any]:
-    """The columns that a custom verifier gets beside `columns`.
+    """The columns that a custom verifier gets besides `columns`.
 
     They go into journals: raises ValueError for a value that JSON cannot represent.
     """
-    found = {name: value for name, value in row.values.items() if name not in columns}
-    for name, value in found.items():
+    others = {name: value for name, value in row.values.items() if name not in columns}
+    for name, value in others.items():
         if hasattr(value, "isoformat"):  # a time of Parquet
-            found[name] = value.isoformat()
+            others[name] = value.isoformat()
         try:
-            msgspec.json.encode({name: found[name]})
+            msgspec.json.encode({name: others[name]})
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{row.where}: the value of {name!r} is not JSON data: {error}") from None
-    return found
+    return others
 
 
 def listing(rows: Sequence[str]) -> list[str]:
     """Report lines for skipped rows: the first LISTED one by one, and the number of the others."""
-    more = [f"  and {len(rows) - LISTED} more"] if len(rows) > LISTED else []
-    return [f"  {row}" for row in rows[:LISTED]] + more
+    lines = [f"  {row}" for row in rows[:LISTED]]
+    if len(rows) > LISTED:
+        lines.append(f"  and {len(rows) - LISTED} more")
+    return lines

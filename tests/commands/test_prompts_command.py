@@ -39,7 +39,7 @@ def test_the_prompts_of_a_recipe_are_shown(tiny, capsys):
     assert lines[0] == f"prompts: rows of text take the tokenizer's chat template; {closed}"
     assert lines[1].endswith("p.jsonl: layout problem/solution: question in problem, reference in solution")
     assert lines[3].startswith("prompts: 1 of 3 rows cannot be learned from")
-    assert "line 2: 'solution': expected a number" in lines[4]
+    assert "line 2: 'solution': 'see the figure' is text" in lines[4]
     assert "prompts: 7 to 7 tokens, median 7, at most 32 allowed" in lines
     assert "<bos>|7|;|+|2|=|<think>" in lines
     at = lines.index("reference: 9")
