@@ -40,7 +40,7 @@ def problems(path):
     [
         ("p.jsonl", "", problems, "expected at least one problem, found an empty file"),
         ("p.jsonl", PROBLEM * 2, problems, "line 2: expected an id of its own, found 'a' a second time"),
-        ("p.jsonl", DEEP, problems, "line 1: expected a JSON object"),
+        ("p.jsonl", DEEP, problems, "line 1: the line is not JSON"),
         (
             "completions.jsonl",
             f"{RESULT}\n{DEEP}\n",

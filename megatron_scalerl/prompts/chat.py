@@ -84,7 +84,8 @@ def _has_messages(task: Task) -> bool:
 
 def _warm_start(recipe: Recipe) -> str:
     """The first completions of the warm start. A file that is gone has the recipe's closing tag, or the paper's."""
-    path, end = recipe.sft.path, recipe.prompts.think_end
+    path = recipe.sft.path
+    end = recipe.prompts.think_end
     if path is None:
         return ""
     if not Path(path).is_file():
@@ -96,25 +97,30 @@ def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_sta
     """Decide how a policy is talked to; what `prompts` sets stays as it is.
 
     tokenizer: of Hugging Face. messages: the rows have lists of messages. warm_start: completions of its examples.
-    The template: rows of messages take it where there is one, rows of text do not. The tags: those of the template;
-    else those of the warm start; else those of the vocabulary, unless the prompts take a template, which would write
-    them; else none. A template that closes thinking in the prompt has none. Raises ValueError for a template that
-    fails, and, where prompts take it, for a closing tag that nothing has.
+    The template: rows of messages take it where there is one, rows of text do not. The tags: of the template, else of
+    the warm start, else of the vocabulary, unless the prompts take a template, which would write them; else none. A
+    template that closes thinking in the prompt has no tags. Raises ValueError for a template that fails, and, where
+    prompts take it, for a closing tag that nothing has.
     """
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     takes = bool(messages and template) if prompts.chat_template == AUTO else prompts.chat_template
-    shown = apply_template(tokenizer, prompts, [QUESTION]) if takes and template else ""
+    shown = ""
+    if takes and template:
+        shown = apply_template(tokenizer, prompts, [QUESTION])
     texts = {
         "chat template": template + shown,
         "warm start": warm_start,
         "vocabulary": "\n".join(tokenizer.get_vocab()),
         "prompt": prompts.prompt_template + (prompts.system or ""),
     }
-    taught = ("chat template", "warm start") if takes else ("chat template", "warm start", "vocabulary")
+    taught = ["chat template", "warm start"]
+    if not takes:  # else the template would write the tags: many vocabularies have some that their policy never uses
+        taught.append("vocabulary")
     tags = next(filter(None, (tags_in(texts[source]) for source in taught)), NO_TAGS)
     if any(shown.rstrip().endswith(end) for _, end in THINK_TAGS):
         tags = NO_TAGS
-    start, end = prompts.think_start, prompts.think_end
+    start = prompts.think_start
+    end = prompts.think_end
     if start == AUTO:
         start = tags[0] if end in (AUTO, tags[1]) else ""
     if end == AUTO:
@@ -131,7 +137,7 @@ def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_sta
     if not end.strip():
         thinks = "the policy thinks in no tags, and its whole completion is the answer"
     elif not source and end != tags[1]:
-        thinks = f"prompts.think_end: nobody writes {end!r}: it is in no {', '.join(texts)}"
+        thinks = f"prompts.think_end is {end!r}, which is in no {', '.join(texts)}"
         if takes:
             raise ValueError(f"{thinks}; set think_start and think_end to '', or name the warm start (sft.path)")
     return Chat(chat_template=takes, think_start=start, think_end=end, why=f"{rows}; {thinks}")
@@ -156,12 +162,10 @@ def check_turn(tokenizer: Any, prompts: PromptsSection) -> None:
             return prompt
 
     prompt = apply_template(tokenizer, prompts, [QUESTION]).rstrip()
+    ignores = shown(QUESTION).rstrip() == prompt
     answered = shown(QUESTION, ANSWER).removeprefix(prompt).lstrip()
-    if (
-        shown(QUESTION).rstrip() == prompt
-        and not answered.startswith(ANSWER["content"])
-        and shown(QUESTION, QUESTION).startswith(prompt)
-    ):
+    opens = answered.startswith(ANSWER["content"]) or not shown(QUESTION, QUESTION).startswith(prompt)
+    if ignores and not opens:
         raise ValueError(
             "prompts.chat_template: the tokenizer's template ignores add_generation_prompt: the prompt ends with "
             f"{prompt[-20:]!r} and does not open the assistant's turn; mend the template, or set "
@@ -194,7 +198,7 @@ def check_think_tags(tokenizer: Any, start: str, end: str) -> None:
     is checked by `engine.interruption.plan_ids`. Raises ValueError for a text that does not decode to itself.
     """
     for key, text in (("prompts.think_start", start), ("prompts.think_end", end)):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if decoded.strip() != text.strip():
             raise ValueError(

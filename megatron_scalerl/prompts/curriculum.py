@@ -71,6 +71,7 @@ class Curriculum:
                 prompt, self.epoch = self._tasks[name].draw()
             except CurriculumDry as end:
                 self._ended[name] = f"{name}: {end}" if name else str(end)
+                # what the other tasks had drawn so far was in proportion to a task that is gone
                 self._credit = dict.fromkeys(self._tasks, 0.0)
                 continue
             self._credit[name] -= 1.0
@@ -109,7 +110,7 @@ class _Task:
         self.skipped = 0
 
     def draw(self) -> tuple[Prompt, int]:
-        """As `Curriculum.draw`."""
+        """The next prompt of this task and its epoch, from 0. Raises CurriculumDry when none is left."""
         while True:
             if not self._left:
                 self._begin_next_epoch()
@@ -132,6 +133,7 @@ class _Task:
         if self._epoch + 1 == self._max_epochs:
             raise CurriculumDry(f"curriculum.max_epochs {self._max_epochs} reached")
         self._epoch += 1
+        # a generator for each epoch: a resumed run repeats an epoch's order without drawing those before it
         order = list(self._prompts)
         random.Random(f"curriculum {self._seed} epoch {self._epoch}").shuffle(order)
         self._left = order[::-1]

@@ -1,5 +1,10 @@
 """Loads prompts: rows of a file become rendered `Prompt`s, some of them held out for validation.
 
+    rows (`layouts`) -> questions and references -> each text once -> references checked -> tokens -> split
+
+The tasks of a mixture are loaded one after another, before any process starts. Then no task trains on a text that
+any of them holds out. A row that fails is skipped with its reason; a file most of whose rows fail is an error.
+
 The split depends on the texts alone, not on the order of the rows or on other columns. Skipped rows (duplicates,
 prompts that are too long) are counted in a `PromptReport`.
 """
@@ -13,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
-from megatron_scalerl.prompts.layouts import OtherTask, Question, other_task, read_layout
+from megatron_scalerl.prompts.layouts import Layout, OtherTask, Question, other_task, read_layout
 from megatron_scalerl.prompts.rendering import PromptRenderer
-from megatron_scalerl.prompts.sources import listing
+from megatron_scalerl.prompts.sources import Row, listing
 from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.record import record
@@ -43,13 +48,13 @@ class PromptReport:
     leaked: int
     """Training rows skipped because their text is in the file of held-out prompts."""
     too_long: tuple[str, ...]
-    """One entry for each skipped prompt: file, line, tokens found and allowed."""
+    """Entries for skipped prompts: file, line, tokens of the prompt and tokens allowed."""
     unusable: tuple[str, ...] = ()
-    """One entry for each row that cannot be learned from: file, line, reason."""
+    """Entries for rows that cannot be learned from: file, line, reason."""
     key: str = "prompts"
     """Section of the recipe that the counts are about."""
     layouts: tuple[str, ...] = ()
-    """One entry for each file: where its questions and references are."""
+    """Entries for files: the columns of questions and references."""
     tasks: tuple[PromptReport, ...] = ()
     """The counts of each task of a mixture; the others are then their sums."""
 
@@ -94,7 +99,7 @@ class PromptSet:
 
 def prompt_id(text: str, answer: str, task: str = "") -> str:
     """Stable id of a prompt: 16 hexadecimal digits of the SHA-256 of problem, reference answer and task, if any."""
-    parts = [text, answer, task] if task else [text, answer]
+    parts = [text, answer, *filter(None, [task])]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -108,37 +113,36 @@ def load_prompts(
     `tokenizer` is a Hugging Face tokenizer. Held out of a task are the prompts of its `held_out_path`, or else the
     `held_out` prompts of `path` whose texts have the smallest hashes; below 1, `held_out` is a share of all possible
     texts. No task trains on a text that any task holds out. Rows that cannot be learned from are skipped and
-    reported: those without a text or an answer, and those that `check_answers` refuses. Raises ValueError, in one
+    reported: rows without a text or an answer, and rows that `check_answers` refuses. Raises ValueError, in one
     line, for an invalid file, where most of its rows cannot be learned from, or if a task has no training prompt.
     """
     problems: dict[str, str | None] = {}
     loaders = [_Loader(tokenizer, task, check_answers, problems) for task in tasks]
     splits = [loader.load_split() for loader in loaders]
+    # once all files are read: a text that one task holds out may be in another task's file
     texts = {prompt.text for _, held_out in splits for prompt in held_out}
     training = []
     reports = []
-    for loader, (found, held_out) in zip(loaders, splits):
-        kept = [prompt for prompt in found if prompt.text not in texts]
+    for loader, (prompts, held_out) in zip(loaders, splits):
+        kept = [prompt for prompt in prompts if prompt.text not in texts]
         if not kept:
-            rows = len(found) + loader.split_off
+            rows = len(prompts) + loader.split_off
             default = PromptsSection.model_fields["held_out"].default
             raise ValueError(
-                f"{loader.task.key}.held_out: holds out {len(held_out)} of the {rows} prompts of "
-                f"{loader.task.prompts.path}, and none is left to train on; the default is {default}, set fewer, "
-                f"such as {max(1, rows // 10)}"
+                f"{loader.task.key}.held_out holds out {len(held_out)} of the {rows} prompts of "
+                f"{loader.task.prompts.path}, and none is left to train on; set fewer, such as {max(1, rows // 10)} "
+                f"(the default is {default})"
             )
         training += kept
-        reports.append(loader.report(kept, held_out, leaked=len(found) - len(kept)))
-    ordered = [
-        prompt
-        for _, held_out in splits
-        for prompt in sorted(held_out, key=lambda prompt: (_text_hash(prompt.text), prompt.prompt_id))
-    ]
+        reports.append(loader.report(kept, held_out, leaked=len(prompts) - len(kept)))
+    ordered: list[Prompt] = []
+    for _, held_out in splits:
+        ordered += sorted(held_out, key=lambda prompt: (_text_hash(prompt.text), prompt.prompt_id))
     return PromptSet(training=tuple(training), held_out=tuple(ordered), report=_sum(reports), problems=problems)
 
 
 def _sum(reports: Sequence[PromptReport]) -> PromptReport:
-    """One report for all tasks."""
+    """The report of all tasks together."""
     if len(reports) == 1:
         return reports[0]
     counts = ("rows", "training", "held_out", "duplicates", "leaked")
@@ -152,11 +156,11 @@ def _sum(reports: Sequence[PromptReport]) -> PromptReport:
 
 def first_of_each_task(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
     """The first `count` prompts of every task, in their order; None: all."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     kept = []
     for prompt in prompts:
-        seen[prompt.task] += 1
-        if count is None or seen[prompt.task] <= count:
+        counts[prompt.task] += 1
+        if count is None or counts[prompt.task] <= count:
             kept.append(prompt)
     return kept
 
@@ -179,7 +183,7 @@ def _text_hash(text: str) -> int:
 
 
 _Usable = tuple[str, Question, Prompt]
-"""Where a row is, its question, and its prompt without tokens."""
+"""The place of a row, its question, and its prompt without tokens."""
 
 
 class _Loader:
@@ -203,18 +207,19 @@ class _Loader:
     def load_split(self) -> tuple[list[Prompt], list[Prompt]]:
         """(prompts to train on, held-out prompts)"""
         assert self._prompts.path is not None
-        found = self._load(self._prompts.path)
+        prompts = self._load(self._prompts.path)
         if self._prompts.held_out_path is not None:
-            return found, self._load(self._prompts.held_out_path)
-        training, held_out = split_held_out(found, self._prompts.held_out)
+            return prompts, self._load(self._prompts.held_out_path)
+        training, held_out = split_held_out(prompts, self._prompts.held_out)
         self.split_off = len(held_out)
         return training, held_out
 
     def report(self, training: Sequence[Prompt], held_out: Sequence[Prompt], *, leaked: int) -> PromptReport:
+        refused = {identity for identity, problem in self._problems.items() if problem}
         return PromptReport(
             rows=self._rows,
-            training=sum(not self._problems.get(prompt.prompt_id) for prompt in training),
-            held_out=sum(not self._problems.get(prompt.prompt_id) for prompt in held_out),
+            training=sum(prompt.prompt_id not in refused for prompt in training),
+            held_out=sum(prompt.prompt_id not in refused for prompt in held_out),
             duplicates=self._duplicates,
             leaked=leaked,
             too_long=tuple(self._too_long),
@@ -224,42 +229,34 @@ class _Loader:
         )
 
     def _load(self, path: str) -> list[Prompt]:
-        verifier = self.task.rewards.verifier
-        layout, rows = read_layout(path, self._prompts, verifier)
+        layout, rows = read_layout(path, self._prompts, self.task.rewards.verifier)
         self._layouts.append(f"{path}: {layout.line()}")
         unique: dict[str, _Usable] = {}
-        before, unusable, elsewhere = self._rows, len(self._unusable), 0
+        rows_before = self._rows
+        unusable_before = len(self._unusable)
+        elsewhere = 0
         for row in rows:
             self._rows += 1
             try:
-                if other_task(row.readable(), layout):
-                    raise OtherTask(f"{row.where}: expected a row for the verifier {verifier}, found another task's")
-                question = layout.question_of(row)
-                answer = layout.reference_of(row, verifier)
-                extra = layout.others(row)
-                self._renderer.check(question, row.where, layout.question[0])
+                question, prompt = self._read(layout, row)
             except ValueError as error:
                 self._unusable.append(str(error))
-                elsewhere += isinstance(error, OtherTask)
+                if isinstance(error, OtherTask):
+                    elsewhere += 1
                 continue
-            identity = prompt_id(question.text, answer, self.task.name)
-            self._duplicates += identity in unique
-            prompt = Prompt(
-                prompt_id=identity,
-                text=question.text,
-                answer=answer,
-                token_ids=(),
-                extra=extra,
-                task=self.task.name,
-            )
-            unique.setdefault(identity, (row.where, question, prompt))
+            if prompt.prompt_id in unique:
+                self._duplicates += 1
+                continue
+            unique[prompt.prompt_id] = (row.where, question, prompt)
         answers = [(prompt.text, prompt.answer, prompt.extra) for _, _, prompt in unique.values()]
+        # after all rows are read: the tests of code problems are tried together, on all CPUs
         problems, tried = self._check_answers(self.task, answers)
         for identity, problem, trial in zip(list(unique), problems, tried):
             if problem or trial:
                 self._unusable.append(f"{unique[identity][0]}: {layout.reference[-1]!r}: {problem or trial}")
             if problem:
                 del unique[identity]
+            # a trial may end otherwise on another machine: its prompt stays, with the reason
             elif trial != "":
                 self._problems[identity] = trial
         checked = len(tried) - tried.count(None)
@@ -267,10 +264,12 @@ class _Loader:
             self._layouts.append(
                 f"{path}: {checked} of {len(tried)} references were checked, the others are at their first use"
             )
-        read, skipped = self._rows - before - elsewhere, len(self._unusable) - unusable - elsewhere
+        # rows of other tasks are neither read nor skipped: a mixed file may have few of this one
+        read = self._rows - rows_before - elsewhere
+        skipped = len(self._unusable) - unusable_before - elsewhere
         if not read:
             why = "all rows are for other verifiers" if elsewhere else "the file is empty"
-            raise ValueError(f"{path}: has no prompt: {why}")
+            raise ValueError(f"{path}: there is no prompt: {why}")
         if 2 * skipped > read or not unique or 2 * (checked - tried.count("")) > checked:
             raise ValueError(f"{path}: {skipped} of {read} rows cannot be learned from, such as {self._unusable[-1]}")
         kept = self._render(unique)
@@ -280,6 +279,25 @@ class _Loader:
                 f"{self._prompts.max_prompt_tokens}"
             )
         return kept
+
+    def _read(self, layout: Layout, row: Row) -> tuple[Question, Prompt]:
+        """The question of a row, and its prompt without tokens. Raises ValueError for a row that cannot be used."""
+        verifier = self.task.rewards.verifier
+        if other_task(row.readable(), layout):
+            raise OtherTask(f"{row.where}: the row is for another verifier than {verifier}")
+        question = layout.question_of(row)
+        answer = layout.reference_of(row, verifier)
+        extra = layout.others(row)
+        self._renderer.check(question, row.where, layout.question[0])
+        prompt = Prompt(
+            prompt_id=prompt_id(question.text, answer, self.task.name),
+            text=question.text,
+            answer=answer,
+            token_ids=(),
+            extra=extra,
+            task=self.task.name,
+        )
+        return question, prompt
 
     def _render(self, unique: dict[str, _Usable]) -> list[Prompt]:
         limit = self._prompts.max_prompt_tokens

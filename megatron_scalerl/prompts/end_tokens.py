@@ -1,4 +1,4 @@
-"""Tokens that end a completion: the tokenizer's end of sequence, and those of the policy's folder.
+"""Tokens that end a completion: the tokenizer's end of sequence, and the end tokens in the policy's folder.
 
 Instruction-tuned policies end their turns with other tokens than the tokenizer's: Llama 3's generation_config.json
 lists three. vLLM stops at all of them (vllm/v1/engine/input_processor.py), so warm start, requests and verifier must
@@ -24,16 +24,22 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
     generation_file = config_file.with_name("generation_config.json")
     config = _read(config_file)
     text = text_config(policy)
+    # as transformers builds a generation config: from config.json where the folder has no file for it
+    file = config_file
+    stated: Any = config.get("eos_token_id", text.get("eos_token_id"))
     if generation_file.is_file():
-        file, found = generation_file, _read(generation_file).get("eos_token_id")
-    else:
-        file, found = config_file, config.get("eos_token_id", text.get("eos_token_id"))
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+        file = generation_file
+        stated = _read(file).get("eos_token_id")
+    ids = stated if isinstance(stated, list) else [stated]
+    if stated is None:
+        ids = []
     if not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError(f"{file}: eos_token_id: expected one token id or a list of them, found {found!r}")
+        raise ValueError(f"{file}: eos_token_id is {stated!r}; it has to be one token id or a list of token ids")
     rows = text.get("vocab_size")
     if isinstance(rows, int) and any(i >= rows for i in ids):
-        raise ValueError(f"{file}: eos_token_id: expected ids below vocab_size {rows} of config.json, found {found}")
+        raise ValueError(
+            f"{file}: eos_token_id is {stated}; every id has to be below vocab_size {rows} of config.json"
+        )
     return (eos, *sorted(set(ids) - {eos}))
 
 
@@ -50,7 +56,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: expected JSON, found {str(error).partition(';')[0]}") from None
+        raise ValueError(f"{file}: this is not JSON: {str(error).partition(';')[0]}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(content).__name__}")
+        raise ValueError(f"{file}: the file holds a {type(content).__name__}; it has to hold a JSON object")
     return content

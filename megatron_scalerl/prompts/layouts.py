@@ -40,10 +40,10 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 @record
 class Question:
-    """What a row asks."""
+    """The question of a row."""
 
     text: str
-    """As text, for ids and for the split; of several messages, each with its role."""
+    """The question as text, for ids and for the split; several messages each with their role."""
     messages: tuple[Mapping[str, str], ...] = ()
     """Role and content of each message; empty for a text."""
 
@@ -65,11 +65,12 @@ class Layout:
     verifier: str = ""
     """The verifier that can use the references; empty: any."""
     rank: int = 0
-    """Of the layouts that fit a file, those with the lowest rank are meant."""
+    """The layouts with the lowest rank are meant, among the layouts that fit a file."""
 
     def line(self) -> str:
-        """What was detected, for the log."""
-        question, reference = " + ".join(self.question), " + ".join(self.reference)
+        """The layout as a line of the log."""
+        question = " + ".join(self.question)
+        reference = " + ".join(self.reference)
         return f"layout {self.name}: question in {question}, reference in {reference}".replace("?", "")
 
     def fits(self, row: Row) -> bool:
@@ -86,13 +87,16 @@ class Layout:
         first, *others = values_of(row, self.question)
         if _is_conversation(parsed := _parsed(first)):
             return _conversation(row, self.question[0], parsed)
-        parts = (first, *("\n".join(map(str, part)) if isinstance(part, list) else part for part in others))
+        parts = [first]
+        for part in others:
+            parts.append("\n".join(map(str, part)) if isinstance(part, list) else part)
         text = "\n\n".join(as_text(row, self.question[0], part) for part in parts)
         about = [_parsed(row.values.get(name)) for name in (*CONTEXT, *CHOICES)]
         choices = _choices(row)
-        if not all(re.search(rf"{letter}\W{{1,6}}{re.escape(each)}", text) for letter, each in choices.items()):
-            text = "\n".join((f"{text}\n", *(f"{letter}. {each}" for letter, each in choices.items())))
-        before = [each for each in about if isinstance(each, str) and each.strip() and each not in text]
+        # some sets write the choices into the question as well
+        if not all(re.search(rf"{letter}\W{{1,6}}{re.escape(value)}", text) for letter, value in choices.items()):
+            text = "\n".join((f"{text}\n", *(f"{letter}. {value}" for letter, value in choices.items())))
+        before = [part for part in about if isinstance(part, str) and part.strip() and part not in text]
         return Question(text="\n\n".join((*before, text)))
 
     def has_messages(self, row: Row) -> bool:
@@ -104,8 +108,9 @@ class Layout:
         parts = values_of(row, self.reference)
         language, _ = _at(row.values, self.reference[0].rpartition(".")[0] + ".language")
         if verifier == "code" and language and "python" not in str(language).lower():
-            raise OtherTask(f"{row.where}: expected tests of a program in Python, found {language}")
-        if type(parts[0]) is int and parts[0] in range(len(letters := list(_choices(row)))):
+            raise OtherTask(f"{row.where}: the tests are for {language}; they have to be for Python")
+        letters = list(_choices(row))
+        if type(parts[0]) is int and parts[0] in range(len(letters)):
             return letters[parts[0]]  # MMLU counts choices from 0
         texts = [_as_reference(row, self.reference[-1], part, verifier) for part in parts]
         lists = [_parsed(text) for text in texts]
@@ -141,7 +146,7 @@ PUBLISHED = (
     ("codecontests", "description", "public_tests ?generated_tests private_tests", "code"),
     ("kodcode", "question ?test_info.0.function_declaration", "test", "code"),
 )
-"""Layouts with columns of their own: name, question, reference, verifier."""
+"""Layouts of published sets: name, question, reference, verifier."""
 PAIRS = tuple(
     ((*question.split(),), answer, rank)
     for questions, answers, rank in (
@@ -160,7 +165,7 @@ PAIRS = tuple(
 """Layouts with common names: question, reference, rank."""
 LAYOUTS = (
     *(
-        Layout(name=n, question=(*q.split(),), reference=(*r.split(),), verifier=v, rank=1 if n == "humaneval" else 0)
+        Layout(name=n, question=(*q.split(),), reference=(*r.split(),), verifier=v, rank={"humaneval": 1}.get(n, 0))
         for n, q, r, v in PUBLISHED
     ),
     *(Layout(name=f"{q[0]}/{r}", question=q, reference=(r,), rank=rank) for q, r, rank in PAIRS),
@@ -182,7 +187,9 @@ def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layo
         if readable and (missing := [_missing(row, column) for row in readable]) and all(missing):
             raise ValueError(f"{path}: {missing[0]}")
     layouts = _candidates(prompts)
-    layout = layouts[0] if len(layouts) == 1 or not readable else _detected(path, readable, layouts, verifier)
+    layout = layouts[0]
+    if readable and len(layouts) > 1:
+        layout = _detected(path, readable, layouts, verifier)
     if readable and not _serves(layout, verifier):
         raise ValueError(
             f"{path}: {layout.line()}: these rows are for the verifier {layout.verifier}, but "
@@ -203,21 +210,20 @@ def _candidates(prompts: PromptsSection) -> list[Layout]:
     if prompts.preset is not None:
         layouts = [layout for layout in LAYOUTS if layout.name == prompts.preset]
         if not layouts:
-            known = ", ".join(layout.name for layout in LAYOUTS)
-            raise ValueError(f"prompts.preset: there is no layout {prompts.preset}; there are {known}")
-    question, reference = prompts.prompt_column, prompts.answer_column
-    if question or reference:
+            names = ", ".join(layout.name for layout in LAYOUTS)
+            raise ValueError(f"prompts.preset: there is no layout {prompts.preset}; the layouts are {names}")
+    question = prompts.prompt_column
+    reference = prompts.answer_column
+    if question:
+        layouts = [replace(layout, question=(question,)) for layout in layouts]
+    if reference:
+        ranks = [layout.rank if reference in layout.reference else UNLISTED for layout in layouts]
         layouts = [
-            replace(
-                layout,
-                name=f"{question or '+'.join(layout.question)}/{reference or '+'.join(layout.reference)}",
-                question=(question,) if question else layout.question,
-                reference=(reference,) if reference else layout.reference,
-                verifier="" if reference else layout.verifier,
-                rank=layout.rank if reference in (None, *layout.reference) else UNLISTED,
-            )
-            for layout in layouts
+            replace(layout, reference=(reference,), verifier="", rank=rank) for layout, rank in zip(layouts, ranks)
         ]
+    if question or reference:
+        layouts = [replace(x, name=f"{'+'.join(x.question)}/{'+'.join(x.reference)}") for x in layouts]
+    # several layouts are now the same one; the last of equal keys, with the lowest rank, stays
     by_rank = sorted(layouts, key=lambda layout: -layout.rank)
     return list({(layout.question, layout.reference): layout for layout in by_rank}.values())
 
@@ -230,14 +236,15 @@ def _serves(layout: Layout, verifier: str) -> bool:
 def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifier: str) -> Layout:
     fitting = [layout for layout in layouts if any(map(layout.fits, rows))]
     usable = {layout.name: [_pair(layout, row, verifier) for row in rows] for layout in fitting}
+    # a column may be there and empty in all rows: layouts that give no question and reference do not count
     fitting = [layout for layout in fitting if any(usable[layout.name])] or fitting
     if not fitting:
-        found = ", ".join(dict.fromkeys(chain.from_iterable(row.values for row in rows))) or "no columns"
+        columns = ", ".join(dict.fromkeys(chain.from_iterable(row.values for row in rows))) or "no columns"
         advice = "name two of them as prompts.prompt_column and prompts.answer_column"
-        if re.search("(?i)incorrect|distractor", found):
+        if re.search("(?i)incorrect|distractor", columns):
             advice = "write all choices into one column, choices, and the letter of the right one into answer"
         raise ValueError(
-            f"{path}: no known layout has its columns, {found}; {advice} (docs/prompts.md lists the layouts)"
+            f"{path}: no known layout has its columns, {columns}; {advice} (docs/prompts.md lists the layouts)"
         )
     lowest = min(layout.rank for layout in fitting)
     fitting = [layout for layout in fitting if layout.rank == lowest]
@@ -274,18 +281,18 @@ def _at(values: Any, column: str) -> tuple[Any, bool]:
 
 
 def _missing(row: Row, column: str) -> str:
-    """What is said of a row without a column; empty if it has it or need not."""
+    """The error message for a row without a column; empty if the row has it or need not."""
     if column.startswith("?") or _at(row.values, column)[1]:
         return ""
-    return f"expected the column {column!r}, found {', '.join(map(str, row.values)) or 'no columns'}"
+    return f"there is no column {column!r}; the columns are {', '.join(map(str, row.values)) or 'none'}"
 
 
 def values_of(row: Row, columns: Sequence[str]) -> list[Any]:
     """The values of all columns but for optional ones that are absent or empty."""
     if missing := next(filter(None, (_missing(row, column) for column in columns)), ""):
         raise ValueError(f"{row.where}: {missing}")
-    found = [(column, _at(row.values, column.removeprefix("?"))[0]) for column in columns]
-    return [value for column, value in found if value or not column.startswith("?")]
+    pairs = [(column, _at(row.values, column.removeprefix("?"))[0]) for column in columns]
+    return [value for column, value in pairs if value or not column.startswith("?")]
 
 
 def _parsed(value: Any) -> Any:
@@ -295,7 +302,7 @@ def _parsed(value: Any) -> Any:
             return json.loads(value)
         except (ValueError, RecursionError):
             pass
-        if re.match(r"[\s\[{]+'", value):
+        if re.match(r"[\s\[{]+'", value):  # as Python writes it, in files made from a data frame
             try:
                 return json.loads(json.dumps(ast.literal_eval(value.strip())))
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -305,13 +312,14 @@ def _parsed(value: Any) -> Any:
 
 def _choices(row: Row) -> dict[str, str]:
     """Letter -> text of each choice of a row, if it has any."""
-    found = _parsed(next((row.values[name] for name in CHOICES if row.values.get(name)), None))
-    if isinstance(found, list):
-        found = dict(zip(string.ascii_uppercase, found))
-    elif isinstance(found, dict) and all(isinstance(found.get(key), list) for key in ("label", "text")):  # ARC
-        found = dict(zip(map(str, found["label"]), found["text"]))
-    pairs = found.items() if isinstance(found, dict) else ()
-    texts = {letter: str(each) for letter, each in pairs if isinstance(each, (str, int, float))}
+    choices = _parsed(next(filter(None, map(row.values.get, CHOICES)), None))
+    if isinstance(choices, list):
+        choices = dict(zip(string.ascii_uppercase, choices))
+    if not isinstance(choices, dict):
+        return {}
+    if all(isinstance(choices.get(key), list) for key in ("label", "text")):  # ARC
+        choices = dict(zip(map(str, choices["label"]), choices["text"]))
+    texts = {letter: str(value) for letter, value in choices.items() if isinstance(value, (str, int, float))}
     if all(text.lstrip("(")[:2] in (f"{letter})", f"{letter}.") for letter, text in texts.items()):  # AQuA
         texts = {letter: text.lstrip("(")[2:].strip() for letter, text in texts.items()}
     return texts if all(re.fullmatch(r"\w", letter) for letter in texts) else {}
@@ -324,35 +332,41 @@ def _is_conversation(value: Any) -> bool:
 def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> Question:
     messages = []
     for part in parts:
-        role, content = part.get("role", part.get("from")), part.get("content", part.get("value"))
+        role = part.get("role", part.get("from"))
+        content = part.get("content", part.get("value"))
         if isinstance(content, list) and all(isinstance(c, dict) and c.get("type") == "text" for c in content):
             content = "".join(str(c.get("text", "")) for c in content)
         if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError(f"{row.where}: expected messages with role and text in {column!r}, found others")
+            raise ValueError(f"{row.where}: every message in {column!r} has to have a role and a text")
         refuse_surrogates(row.where, column, content)
         messages.append({"role": ROLES.get(role, role), "content": content})
     while len(messages) > 1 and messages[-1]["role"] == "assistant":  # the answer of a warm start's row
         messages.pop()
     if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise ValueError(
-            f"{row.where}: expected a last message of the user in {column!r}, found {messages[-1]}"[:200]
+            f"{row.where}: the last message in {column!r} has to be a text of the user; it is {messages[-1]}"[:200]
         )
-    text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-    return Question(text=text if len(messages) > 1 else messages[0]["content"], messages=tuple(messages))
+    text = messages[0]["content"]
+    if len(messages) > 1:
+        text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    return Question(text=text, messages=tuple(messages))
 
 
 def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
-    """A list of one is its element; tests that are no text become a JSON text or lines of Python."""
+    """The reference as text: the element of a list of one; tests as a JSON text or as lines of Python."""
     parsed = _parsed(value)
     if isinstance(parsed, list) and parsed and all(isinstance(part, str) for part in parsed):
-        value = "\n".join(parsed) if verifier == "code" else parsed if len(parsed) > 1 else parsed[0]
-    elif isinstance(value, list) and len(value) == 1 and verifier != "code":
+        value = parsed
+        if verifier == "code":
+            value = "\n".join(parsed)
+    if isinstance(value, list) and len(value) == 1 and verifier != "code":
         value = value[0]
     if isinstance(value, (list, dict)) and value and verifier != "math":
         value = json.dumps(value)
     if isinstance(value, list):
-        raise ValueError(f"{row.where}: expected one reference answer in {column!r}, found a list of {len(value)}")
-    return _unpacked(as_text(row, column, value)) if verifier == "code" else as_text(row, column, value)
+        raise ValueError(f"{row.where}: {column!r} has {len(value)} reference answers; it has to have one")
+    text = as_text(row, column, value)
+    return _unpacked(text) if verifier == "code" else text
 
 
 def _unpacked(text: str) -> str:
@@ -361,6 +375,7 @@ def _unpacked(text: str) -> str:
         return text
     try:
         packed = zlib.decompressobj().decompress(base64.b64decode(text), UNPACKED)
+        # genops reads the instructions of a pickle one by one and carries none out
         return next(str(value) for code, value, _ in pickletools.genops(packed) if "UNICODE" in code.name)
     except (ValueError, zlib.error, StopIteration):
         return text
@@ -369,10 +384,10 @@ def _unpacked(text: str) -> str:
 def as_text(row: Row, column: str, value: Any) -> str:
     """The text of a value. Raises ValueError for one that is none, empty or not UTF-8."""
     if not isinstance(value, (str, int, float, Decimal)) or isinstance(value, bool) or value != value:
-        kind = "nothing" if value is None else "NaN" if isinstance(value, float) else f"a {type(value).__name__}"
-        raise ValueError(f"{row.where}: expected a text or a number in {column!r}, found {kind}")
+        kind = {type(None): "empty", float: "NaN"}.get(type(value), f"a {type(value).__name__}")
+        raise ValueError(f"{row.where}: {column!r} is {kind}; it has to be a text or a number")
     text = str(value)
     if not text.strip():
-        raise ValueError(f"{row.where}: expected a text in {column!r}, found an empty one")
+        raise ValueError(f"{row.where}: {column!r} is an empty text")
     refuse_surrogates(row.where, column, text)
     return text

@@ -14,7 +14,7 @@ from megatron_scalerl.recipe.sections import PromptsSection
 CHUNK = 1024
 """Problems that are tokenized in one call."""
 ASKS = ("defined", "undefined", "none", "default", "d")
-"""Tests and filters by which a template asks for an argument before it sets one of its own."""
+"""Tests and filters by which a template asks for an argument before it sets a default for it."""
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"}
 """Names that a chat template gets in any case."""
 
@@ -40,7 +40,7 @@ class PromptRenderer:
             self._check_chat()
         elif prompts.system is not None or prompts.template_arguments:
             key = "template_arguments" if prompts.system is None else "system"
-            raise ValueError(f"prompts.{key}: has no effect without prompts.chat_template true")
+            raise ValueError(f"prompts.{key} has no effect without prompts.chat_template true")
 
     def check(self, question: Question, where: str, column: str) -> None:
         """Raises ValueError for several messages without a chat template, and for a text with a special token."""
@@ -48,7 +48,7 @@ class PromptRenderer:
             # the policy would read it as one
             raise ValueError(f"{where}: {column!r} contains the special token {token}")
         if len(question.messages) > 1 and not self._prompts.chat_template:
-            raise ValueError(f"{where}: has several messages, which need prompts.chat_template true")
+            raise ValueError(f"{where}: the row has several messages, which need prompts.chat_template true")
 
     def text(self, question: Question | str) -> str:
         """The rendered prompt, which ends with the think prefill."""
@@ -59,7 +59,7 @@ class PromptRenderer:
         return text + self._prompts.think_start
 
     def _text(self, question: Question | str) -> str:
-        """Without the think prefill."""
+        """The rendered prompt without the think prefill."""
         given = question if isinstance(question, Question) else Question(text=question)
         *before, last = given.messages or ({"role": "user", "content": given.text},)
         # Not str.format: templates for mathematics contain braces, as in \boxed{}.
@@ -74,16 +74,18 @@ class PromptRenderer:
 
     def _check_chat(self) -> None:
         if not self._tokenizer.chat_template:
-            raise ValueError("prompts.chat_template: the tokenizer has no chat template")
+            raise ValueError("prompts.chat_template is true, but the tokenizer has no chat template")
         check_turn(self._tokenizer, self._prompts)
         source = self._tokenizer.get_chat_template()
         names = template_names(source) - GIVEN - set(self._tokenizer.special_tokens_map)
         readable = ", ".join(sorted(names)) or "none"
         if unread := [name for name in self._prompts.template_arguments if name not in names]:
             raise ValueError(
-                f"prompts.template_arguments: the chat template does not read {unread[0]} (what it reads: {readable})"
+                f"prompts.template_arguments: the chat template does not read {unread[0]}; it reads: {readable}"
             )
-        system, start, end = self._prompts.system, self._prompts.think_start.strip(), self._prompts.think_end.strip()
+        system = self._prompts.system
+        start = self._prompts.think_start.strip()
+        end = self._prompts.think_end.strip()
         shown = self._text(QUESTION["content"])
         if system and system.strip() not in shown:
             raise ValueError("prompts.system: the chat template leaves the system message out")
@@ -126,10 +128,11 @@ def template_names(source: str) -> set[str]:
     plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
-        names = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}
-        asked = [each.node for each in tree.find_all((nodes.Filter, nodes.Test)) if each.name in ASKS]
-        own = names - {each.name for each in asked if isinstance(each, nodes.Name)}
-        return find_undeclared_variables(tree) - own
+        names = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
+        asked = [test.node for test in tree.find_all((nodes.Filter, nodes.Test)) if test.name in ASKS]
+        # a name that the template sets without asking for it first is no argument
+        variables = names - {node.name for node in asked if isinstance(node, nodes.Name)}
+        return find_undeclared_variables(tree) - variables
     except TemplateError as error:
         raise ValueError(f"prompts.chat_template: the tokenizer's template cannot be read: {error}") from None
 

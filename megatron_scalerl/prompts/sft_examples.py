@@ -29,7 +29,7 @@ class Examples:
     samples: tuple[tuple[tuple[int, ...], Rollout], ...]
     """[rows kept] tokens of the prompt, and the completion as a rollout whose loss mask excludes forced tokens."""
     too_long: tuple[str, ...]
-    """One entry for each skipped row: file, line, tokens found and allowed."""
+    """Entries for skipped rows: file, line, tokens of the row and tokens allowed."""
 
     def lines(self) -> list[str]:
         """The skipped rows as text."""
@@ -52,7 +52,8 @@ def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
     forced = _ForcedPhrase(recipe, tokenizer)
     ends = end_token_ids(recipe.policy.path, tokenizer) if recipe.sft.add_eos else ()
     key, limit = _longest(recipe)
-    samples, too_long = [], []
+    samples = []
+    too_long = []
     for row, prompt, ids in zip(rows, prompts, completions, strict=True):
         mask = forced.loss_mask(row, ids)
         token_ids, loss_mask = _ended(row, tuple(ids), mask, ends)
@@ -70,11 +71,11 @@ def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
         if length <= limit:
             samples.append((prompt, rollout))
             continue
-        too_long.append(f"{row.where}: expected at most {limit} tokens ({key}), found {length}")
+        too_long.append(f"{row.where}: {length} tokens are more than {limit} ({key})")
         if recipe.sft.too_long == "error":
             raise ValueError(too_long[-1])
     if not samples:
-        raise ValueError(f"{recipe.sft.path}: expected a row of at most {limit} tokens ({key}), found all longer")
+        raise ValueError(f"{recipe.sft.path}: all rows have more than {limit} tokens ({key})")
     return Examples(samples=tuple(samples), too_long=tuple(too_long))
 
 
@@ -83,8 +84,10 @@ class _ForcedPhrase:
 
     def __init__(self, recipe: Recipe, tokenizer: Any):
         self._tokenizer = tokenizer
-        phrase, tag = recipe.interruption.phrase, recipe.prompts.think_end
-        self._phrase, self._tag = phrase.strip(), tag
+        phrase = recipe.interruption.phrase
+        tag = recipe.prompts.think_end
+        self._phrase = phrase.strip()
+        self._tag = tag
         # data from other sources may differ in the whitespace before the tag
         blanks = re.escape(phrase[: len(phrase) - len(phrase.lstrip())])
         self._pattern = re.compile(f"(?:{blanks})?{re.escape(self._phrase)}\\s*{re.escape(tag)}")
@@ -97,22 +100,20 @@ class _ForcedPhrase:
             return [True] * len(ids)
         spans = [match.span() for match in self._pattern.finditer(completion)]
         if len(spans) != completion.count(self._phrase):
-            raise ValueError(
-                f"{row.where}: expected {self._tag!r} after the forced phrase {self._phrase!r}, found another text"
-            )
+            raise ValueError(f"{row.where}: {self._tag!r} has to follow the forced phrase {self._phrase!r}")
         offsets = self._offsets(row, ids)
         mask = [not any(start < b and end > a for a, b in spans) for start, end in offsets]
         for a, b in spans:
             if not any(start < b and end > a for start, end in offsets):
-                raise ValueError(f"{row.where}: expected tokens for the phrase at characters {a}-{b}, found none")
+                raise ValueError(f"{row.where}: the tokenizer has no token for the phrase at characters {a}-{b}")
         return mask
 
     def _offsets(self, row: Row, ids: Sequence[int]) -> list[tuple[int, int]]:
         """[T] (first character, last character + 1) of each token, whitespace included."""
         if not getattr(self._tokenizer, "is_fast", False):
             raise ValueError(
-                f"{row.where}: expected a fast tokenizer (tokenizer.json), which gives the character offsets of the "
-                f"forced phrase's tokens, found {type(self._tokenizer).__name__}"
+                f"{row.where}: {type(self._tokenizer).__name__} gives no character offsets, which mask the forced "
+                "phrase; take a fast tokenizer (tokenizer.json)"
             )
         if self._encoder is None:
             # without the post-processor, which excludes whitespace from the offsets in byte-level vocabularies
@@ -122,7 +123,7 @@ class _ForcedPhrase:
             self._encoder.no_truncation()
         encoded = self._encoder.encode(row.values["completion"], add_special_tokens=False)
         if encoded.ids != list(ids):
-            raise ValueError(f"{row.where}: expected the tokens of the tokenizer's own tokenizer.json, found others")
+            raise ValueError(f"{row.where}: the tokenizer and its tokenizer.json encode the completion differently")
         return encoded.offsets
 
 
@@ -135,10 +136,11 @@ def _ended(
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     if at < len(ids) - 1:
         raise ValueError(
-            f"{row.where}: expected an end of sequence at the completion's end only (sft.add_eos), found one as "
-            f"token {at + 1} of {len(ids)}"
+            f"{row.where}: token {at + 1} of {len(ids)} ends the sequence; only the last one may, with sft.add_eos"
         )
-    return (ids, mask) if at < len(ids) else ((*ids, ends[0]), [*mask, True])
+    if at < len(ids):
+        return ids, mask
+    return (*ids, ends[0]), [*mask, True]
 
 
 def _longest(recipe: Recipe) -> tuple[str, int]:
@@ -153,7 +155,7 @@ def _longest(recipe: Recipe) -> tuple[str, int]:
 def _rows(path: str | None) -> list[Row]:
     """The rows of a file, whose prompts and completions are texts."""
     if path is None:
-        raise ValueError("sft.path: is missing; name a .jsonl file with the columns prompt and completion")
+        raise ValueError("sft.path is missing; name a .jsonl file with the columns prompt and completion")
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file of warm-start examples")
@@ -162,7 +164,7 @@ def _rows(path: str | None) -> list[Row]:
         _check_texts(row)
         rows.append(row)
     if not rows:
-        raise ValueError(f"{file}: has no warm-start examples")
+        raise ValueError(f"{file}: the file has no warm-start examples")
     return rows
 
 
@@ -171,5 +173,5 @@ def _check_texts(row: Row) -> None:
     values = values_of(row, columns)
     for column, text in zip(columns, values):
         if not isinstance(text, str) or not text:
-            raise ValueError(f"{row.where}: expected a text in column {column!r}, found {text!r}")
+            raise ValueError(f"{row.where}: {column!r} is {text!r}; it has to be a text")
         refuse_surrogates(row.where, column, text)

@@ -26,13 +26,15 @@ SHARD_NAME = re.compile(r"^(?P<split>.+)-\d+-of-\d+(-[0-9a-f]{16})?$")
 """`train-00000-of-00002` belongs to the split `train`, as on the Hugging Face hub."""
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev")
 """Files with these names are splits; all other files are parts of `train`."""
-MOST_TIMES, LEAST_BOUND = 200, 1 << 28
-"""A compressed file of prompts may hold so many times its size, and at least so many bytes."""
+MOST_TIMES = 200
+"""A compressed file of prompts may hold this many times its size."""
+LEAST_BOUND = 1 << 28
+"""A compressed file of prompts may hold this many bytes, whatever its size."""
 
 
 @record
 class Row:
-    """One row of a prompts file."""
+    """A row of a prompts file."""
 
     where: str
     """File and line (from 1) or row (from 1), for error messages."""
@@ -68,7 +70,9 @@ def _check_size(path: Path, nbytes: int) -> None:
     """Raises ValueError for far more bytes than compression saves on texts."""
     most = max(LEAST_BOUND, MOST_TIMES * path.stat().st_size)
     if nbytes > most:
-        raise ValueError(f"{path}: holds more than {most:,} bytes, far more than texts in a file of this size")
+        raise ValueError(
+            f"{path}: the file holds more than {most:,} bytes, far more than texts in a file of this size"
+        )
 
 
 def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
@@ -83,13 +87,11 @@ def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
 
 def _read_file(path: Path) -> Iterator[Row]:
     if not (kind := _kind(path)):
-        raise ValueError(
-            f"{path}: expected a file ending in {', '.join(READERS)}, found {path.suffix or 'no ending'!r}"
-        )
+        raise ValueError(f"{path}: this kind of file is not read; its name has to end in {', '.join(READERS)}")
     try:
         yield from READERS[kind](path)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: expected a whole gzip file, found {error}") from None
+        raise ValueError(f"{path}: the gzip file is damaged: {error}") from None
 
 
 def _kind(path: Path) -> str:
@@ -104,6 +106,7 @@ def _read_json(path: Path) -> Iterator[Row]:
             whole = json.load(file)
     except (ValueError, RecursionError):
         whole = None
+    # one object of several lines is a row, too; JSON lines fail above at their second one
     if isinstance(whole, dict):
         whole = whole["data"] if isinstance(whole.get("data"), list) else [whole]
     if not isinstance(whole, list):
@@ -118,23 +121,24 @@ def _row(where: str, value: Any) -> Row:
     if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
         value = dict(zip(map(str, range(len(value))), value))
     if not isinstance(value, dict):
-        return Row(where=where, values={}, problem=f"expected a JSON object, found a {type(value).__name__}")
+        return Row(where=where, values={}, problem=f"the row is a {type(value).__name__}; it has to be a JSON object")
     return Row(where=where, values=value)
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
     """All values are texts: an answer 007 stays one."""
+    # 128 KiB by default, and unit tests are longer
     csv.field_size_limit(2**31 - 1)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             for values in reader:
                 more = values.pop(None, None)  # type: ignore[call-overload]
-                problem = f"expected {len(values)} values, found {len(values) + len(more)}" if more else ""
+                problem = f"there are {len(values) + len(more)} values for {len(values)} columns" if more else ""
                 where = f"{path}: line {reader.line_num}"
                 yield Row(where=where, values=dict(values), problem=problem)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected CSV in UTF-8, found {error}") from None
+        raise ValueError(f"{path}: this is not CSV in UTF-8: {error}") from None
 
 
 def _read_arrow(path: Path) -> Iterator[Row]:
@@ -143,7 +147,7 @@ def _read_arrow(path: Path) -> Iterator[Row]:
     try:
         table = datasets.Dataset.from_file(str(path))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path}: expected Arrow, found {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path}: this is not an Arrow file: {str(error).splitlines()[0]}") from None
     yield from _table_rows(path, table)
 
 
@@ -162,7 +166,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
         encoding = json.detect_encoding(file.peek(4)[:4])
         if not encoding.startswith("utf-8"):
             raise ValueError(
-                f"{path}: is in {encoding.upper()}; JSON lines are read in UTF-8: iconv -f {encoding} -t utf-8"
+                f"{path}: the file is in {encoding.upper()}; JSON lines are in UTF-8: iconv -f {encoding} -t utf-8"
             )
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -172,11 +176,11 @@ def read_json_lines(path: Path) -> Iterator[Row]:
                 yield _row(where, json.loads(line))
                 continue
             except UnicodeDecodeError as error:
-                problem = f"expected UTF-8, found {error.reason}"
+                problem = f"the line is not UTF-8: {error.reason}"
             except json.JSONDecodeError as error:
-                problem = f"expected a JSON object, found {error.msg} at column {error.colno}"
+                problem = f"the line is not JSON: {error.msg} at column {error.colno}"
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-                problem = f"expected a JSON object, found {str(error).partition(';')[0]}"
+                problem = f"the line is not JSON: {str(error).partition(';')[0]}"
             yield Row(where=where, values={}, problem=problem)
 
 
@@ -192,7 +196,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                     yield Row(where=f"{path}: row {number}", values=values)
     except pyarrow.ArrowException as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: row {number + 1}: expected Parquet, found {reason}") from None
+        raise ValueError(f"{path}: row {number + 1}: the Parquet file cannot be read: {reason}") from None
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -218,13 +222,11 @@ def _read_folder(path: Path, split: str | None) -> Iterator[Row]:
         if not hidden and file.is_file() and _kind(file) and file.name not in NO_ROWS:
             files.setdefault(_split_of(file), []).append(file)
     if not files:
-        raise ValueError(f"{path}: expected a dataset folder with files ending in {', '.join(READERS)}, found none")
+        raise ValueError(f"{path}: the folder has no file ending in {', '.join(READERS)}")
     chosen = files[_choose_split(path, list(files), split)]
     folders = sorted({str(file.parent.relative_to(path)) for file in chosen})
     if len(folders) > 1:
-        raise ValueError(
-            f"{path}: expected one dataset, found several: {', '.join(folders)}; name one of the folders"
-        )
+        raise ValueError(f"{path}: the folder has several datasets; name one of {', '.join(folders)}")
     for file in chosen:
         yield from _read_file(file)
 
@@ -243,7 +245,7 @@ def _read_saved_dataset(path: Path, split: str | None) -> Iterator[Row]:
     try:
         saved = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path}: expected a saved dataset, found {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path}: the saved dataset cannot be read: {str(error).splitlines()[0]}") from None
     if isinstance(saved, datasets.DatasetDict):
         saved = saved[_choose_split(path, list(saved), split)]
     yield from _table_rows(path, saved)
@@ -252,36 +254,39 @@ def _read_saved_dataset(path: Path, split: str | None) -> Iterator[Row]:
 def _choose_split(path: Path, splits: Sequence[str], split: str | None) -> str:
     if split is None and len(splits) == 1:
         return splits[0]
-    if split is None or split not in splits:
-        found = f"the splits {', '.join(splits)}"
-        expected = f"prompts.split {split!r}" if split else "one split, or prompts.split to choose"
-        raise ValueError(f"{path}: expected {expected}, found {found}")
+    names = ", ".join(splits)
+    if split is None:
+        raise ValueError(f"{path}: the splits are {names}; choose one with prompts.split")
+    if split not in splits:
+        raise ValueError(f"{path}: there is no split {split!r} (prompts.split); the splits are {names}")
     return split
 
 
 def refuse_surrogates(where: str, column: str, text: str) -> None:
     """Raise ValueError for half of a surrogate pair, which JSON allows and no tokenizer can encode."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{where}: expected a text in column {column!r}, found half of a surrogate pair")
+        raise ValueError(f"{where}: {column!r} has half of a surrogate pair, which is no character")
 
 
 def other_columns(row: Row, columns: Collection[str]) -> dict[str, Any]:
-    """The columns that a custom verifier gets beside `columns`.
+    """The columns that a custom verifier gets besides `columns`.
 
     They go into journals: raises ValueError for a value that JSON cannot represent.
     """
-    found = {name: value for name, value in row.values.items() if name not in columns}
-    for name, value in found.items():
+    others = {name: value for name, value in row.values.items() if name not in columns}
+    for name, value in others.items():
         if hasattr(value, "isoformat"):  # a time of Parquet
-            found[name] = value.isoformat()
+            others[name] = value.isoformat()
         try:
-            msgspec.json.encode({name: found[name]})
+            msgspec.json.encode({name: others[name]})
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{row.where}: expected JSON data in {name!r}, found {error}") from None
-    return found
+            raise ValueError(f"{row.where}: the value of {name!r} is not JSON data: {error}") from None
+    return others
 
 
 def listing(rows: Sequence[str]) -> list[str]:
     """Report lines for skipped rows: the first LISTED one by one, and the number of the others."""
-    more = [f"  and {len(rows) - LISTED} more"] if len(rows) > LISTED else []
-    return [f"  {row}" for row in rows[:LISTED]] + more
+    lines = [f"  {row}" for row in rows[:LISTED]]
+    if len(rows) > LISTED:
+        lines.append(f"  and {len(rows) - LISTED} more")
+    return lines

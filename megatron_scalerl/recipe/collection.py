@@ -12,8 +12,8 @@ _WHOLE = ("name", "steps", "policy", "prompts")
 
 
 @record
-class Listed:
-    """One recipe file of several."""
+class RecipeFile:
+    """A recipe file among several."""
 
     name: str
     """Its file's stem, with its folder's name where two files share it."""
@@ -22,40 +22,40 @@ class Listed:
     """Whether it is laid over the base."""
 
 
-def listed(sources: Sequence[str | Path]) -> list[Listed]:
-    """The files among `sources`, and those (*.yaml) in its folders by name. Raises RecipeError.
+def listed(sources: Sequence[str | Path]) -> list[RecipeFile]:
+    """The files among `sources`, and the files (*.yaml) of its folders, by name.
 
-    Two of one name are an error.
+    Raises RecipeError for a folder without recipes, and for two files of one name.
     """
     files: list[Path] = []
     for source in map(Path, sources):
-        found = sorted(source.glob("*.yaml")) if source.is_dir() else [source]
-        if not found:
-            raise RecipeError(f"{source}: is not a folder with recipes (*.yaml)")
-        files += [file for file in found if file.absolute() not in {other.absolute() for other in files}]
+        recipes = [source]
+        if source.is_dir():
+            recipes = sorted(source.glob("*.yaml"))
+        if not recipes:
+            raise RecipeError(f"{source}: the folder has no recipes (*.yaml)")
+        files += [file for file in recipes if file.absolute() not in {other.absolute() for other in files}]
     stems = [file.stem for file in files]
     named: dict[str, Path] = {}
     for file in files:
         name = file.stem if stems.count(file.stem) == 1 else f"{file.absolute().parent.name}_{file.stem}"
         if (other := named.setdefault(name, file)) != file:
-            raise RecipeError(
-                f"{file}: expected a name that no other recipe has, found {name}, which {other} has, too"
-            )
+            raise RecipeError(f"{file}: its name, {name}, is that of {other} too; rename one of the files")
     return [
-        Listed(name=name, file=file, overlay=not set(_WHOLE) <= read_yaml(file).keys())
+        RecipeFile(name=name, file=file, overlay=not set(_WHOLE) <= read_yaml(file).keys())
         for name, file in named.items()
     ]
 
 
-def resolve(item: Listed, base: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+def resolve(item: RecipeFile, base: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
     """The whole recipe of a file: over `base` if it is an overlay. Raises RecipeError."""
     if not item.overlay:
         return load_recipe(item.file, overrides)
     if base is None:
         missing = [key for key in _WHOLE if key not in read_yaml(item.file)]
         raise RecipeError(
-            f"{item.file}: expected a whole recipe, found an overlay without {', '.join(missing)}; --base RECIPE is "
-            "what it is laid over"
+            f"{item.file}: this is an overlay, without {', '.join(missing)}; name the recipe that it is laid over "
+            "with --base RECIPE"
         )
     return load_recipe(base, [f"{OVERLAY}={item.file}", *overrides])
 
@@ -72,7 +72,7 @@ def _text(recipe: Recipe) -> str:
 
 
 def resolve_seeds(
-    item: Listed, base: str | Path | None, overrides: Sequence[str], seeds: Sequence[int]
+    item: RecipeFile, base: str | Path | None, overrides: Sequence[str], seeds: Sequence[int]
 ) -> list[Recipe]:
     """The recipe once for each seed, with the seed behind its name. Raises RecipeError."""
     name = resolve(item, base, overrides).name

@@ -1,13 +1,13 @@
 """Reads recipe files, lays others over them, applies overrides, and reports errors in one line.
 
-An overlay is a file with differences from a recipe, such as those in recipes/ablations, so that it serves recipes of
-every size. `overlay=FILE` stands among the overrides: every command that takes a recipe takes overlays.
+An overlay is a file with differences from a recipe, so that it serves recipes of every size; recipes/ablations has
+some. `overlay=FILE` stands among the overrides: every command that takes a recipe takes overlays.
 
 Checks that the files that a recipe names exist, before heavy packages are imported.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
@@ -24,20 +24,40 @@ from megatron_scalerl.recipe.tasks import tasks_of
 
 LISTED = "megatron_scalerl/recipe/sections.py and process_sections.py"
 """Where a user finds all keys."""
-
 OVERLAY = "overlay"
 """Not a key of a recipe: the override `overlay=FILE` lays a file over what stands before it."""
+_SECTION = "a section with keys and values"
+_DEMANDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "a text",
+    "string_pattern_mismatch": "a text of the form {pattern}",
+    "date": "a date such as 2024-07-26",
+    "literal": "{expected}",
+    "tuple": "a list",
+    "too": "a list of {max_length} values",
+    "dict": _SECTION,
+    "model": _SECTION,
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "above {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt:g}",
+}
+"""A type of pydantic's errors, or its first word -> what the value has to be."""
+_APPENDED = {"bool", "int", "float", "constrained-int", "constrained-float", "literal['auto']", "[key]"}
 
 
 class RecipeError(ValueError):
-    """A user error in a recipe: one line with file, key, what was expected and what was found."""
+    """A user's mistake in a recipe: one line with the file, the key and what is wrong with its value."""
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Load a YAML recipe and apply `key.path=value` and `overlay=FILE` overrides, in their order.
 
     A section of an overlay is merged with the one below it; any other value replaces the one below it. An overlay
-    without `name` appends its file's: what it makes of a recipe is a run of its own, in a folder of its own.
+    without `name` appends the name of its file, so that the run is another one, in another folder.
 
     Raises `RecipeError` for a missing or invalid file, an unknown key (naming the one that was meant, if it is
     found), a wrong type, and settings that contradict each other.
@@ -54,12 +74,13 @@ def load_recipe_for(
 
     Steps and training prompts are not needed; `prompts` stands for theirs. Raises as `load_recipe`.
     """
-    own = {} if path is None else read_yaml(Path(path))
-    files = {} if path is None else {Path(path): own}
-    data = {"name": "evaluation", "steps": 1, **own}
+    files = {} if path is None else {Path(path): read_yaml(Path(path))}
+    data: dict[str, Any] = {"name": "evaluation", "steps": 1}
+    for content in files.values():
+        data |= content
     for key in ("policy", "prompts"):
         if not isinstance(data.get(key, {}), dict):
-            raise RecipeError(f"{path}: {key} is a section, but a value is given for it")
+            raise RecipeError(f"{path}: {key} is {_shown(data[key])}; it has to be {_SECTION}")
     data["policy"] = data.get("policy", {}) | {"path": str(policy), "megatron_path": None}
     if "tasks" not in data.get("prompts", {}):
         data["prompts"] = {"path": prompts} | data.get("prompts", {})
@@ -67,14 +88,18 @@ def load_recipe_for(
 
 
 def _overridden(data: dict[str, Any], files: dict[Path, dict[str, Any]], overrides: Iterable[str]) -> Recipe:
-    """files: those that `data` comes from."""
-    files, data = dict(files), deepcopy(data)
+    """The recipe of `data`, which comes from `files`, after the overrides."""
+    # copies: an error asks `files` what each file states, and overrides change `data` in place
+    files = dict(files)
+    data = deepcopy(data)
     for item in overrides:
         key, _, value = item.partition("=")
         if key == OVERLAY:
             over = files[Path(value)] = read_yaml(Path(value))
-            named = {} if "name" in over or "name" not in data else {"name": f"{data['name']}_{Path(value).stem}"}
-            data = _merged(data, deepcopy(over) | named)
+            name = data.get("name")
+            data = _merged(data, deepcopy(over))
+            if name is not None and "name" not in over:
+                data["name"] = f"{name}_{Path(value).stem}"
         else:
             _override(data, item)
     return validated(data, files)
@@ -91,23 +116,23 @@ def _merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def load_run_recipe(run_dir: str | Path) -> Recipe:
     """The recipe of an existing run; raises as `load_recipe`."""
-    data = read_yaml(Path(run_dir) / "recipe.yaml")
-    return validated(data, {Path(run_dir) / "recipe.yaml": data})
+    return load_recipe(Path(run_dir) / "recipe.yaml")
 
 
 def validated(data: dict[str, Any], files: dict[Path, dict[str, Any]]) -> Recipe:
     """The recipe of the sections in `data`. Raises `RecipeError`.
 
-    files: those that `data` comes from, in their order; an error names the one or the ones that state its key.
+    files: the files that `data` comes from, in their order. An error names the files that state its key.
     """
     try:
         return local_recipe(Recipe.model_validate(data))
     except ValidationError as error:
-        stating = [path for path, own in files.items() if _states(own, _first(error)["loc"])] or list(files)[:1]
-        if not isinstance(_first(error)["input"], dict):
+        first = _first(error)
+        stating = [path for path, content in files.items() if _states(content, first["loc"])] or list(files)[:1]
+        if not isinstance(first["input"], dict):
             stating = stating[-1:]  # its value replaced the others
         where = " with ".join(map(str, stating))
-        raise RecipeError(f"{where}: {_first_line(error)}" if where else _first_line(error)) from None
+        raise RecipeError(": ".join(filter(None, (where, _first_line(error))))) from None
 
 
 def _states(data: Any, loc: tuple[int | str, ...]) -> bool:
@@ -128,6 +153,7 @@ def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
 
     Raises `RecipeError` for a file that is missing or unreadable.
     """
+    # constructed without a check: keys that have no default are missing here
     defaults = Recipe.model_construct().model_dump(mode="json", warnings=False)
     return _merged(defaults, read_yaml(Path(run_dir) / "recipe.yaml"))
 
@@ -135,19 +161,20 @@ def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
 def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     """The mapping in a YAML file. Raises `RecipeError` for a file that is missing, unreadable or not a mapping."""
     if not path.is_file():
-        raise RecipeError(
-            f"{path}: {'is a folder, not' if path.is_dir() else 'there is no such file; it should be'} {kind}"
-        )
+        what = "there is no such file; it should be"
+        if path.is_dir():
+            what = "this is a folder, not"
+        raise RecipeError(f"{path}: {what} {kind}")
     try:
         text = path.read_text(encoding="utf8")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from None
+        raise RecipeError(f"{path}: the file is not UTF-8: {error.reason} at byte {error.start}") from None
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+        raise RecipeError(f"{path}: the file cannot be read: {error.strerror}") from None
     data = _parsed(text, str(path))
     if not isinstance(data, dict):
         what = "is empty" if data is None else f"holds a {type(data).__name__}"
-        raise RecipeError(f"{path}: {what}; a recipe is a mapping of keys to values")
+        raise RecipeError(f"{path}: the file {what}; it has to have keys with their values")
     return data
 
 
@@ -157,7 +184,7 @@ def _parsed(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         raise RecipeError(f"{where}: {_yaml_problem(error)}") from None
     except ValueError as error:  # a date in month 13
-        raise RecipeError(f"{where}: invalid YAML value: {error}") from None
+        raise RecipeError(f"{where}: a value cannot be read: {error}") from None
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
@@ -171,12 +198,13 @@ def parsed_override(item: str) -> tuple[str, Any]:
     key, separator, text = item.partition("=")
     if not separator or not key:
         raise RecipeError(f"override {item!r}: write it as key.path=value")
-    return key, _parsed(text, f"override {item if len(item) <= 100 else item[:97] + '...'!r}") if text else None
+    return key, _parsed(text, f"override {item[:100]!r}")
 
 
 def _override(data: dict[str, Any], item: str) -> None:
     key, value = parsed_override(item)
     *parents, last = key.split(".")
+    # sections that no file states begin here; the schema refuses unknown ones later, by their nearest key
     node = data
     for name in parents:
         node = node.setdefault(name, {})
@@ -192,26 +220,58 @@ def _first(error: ValidationError) -> ErrorDetails:
 
 def _first_line(error: ValidationError) -> str:
     first = _first(error)
-    key = ".".join(str(part) for part in first["loc"])
-    others = error.error_count() - 1
-    more = f" (and {others} more error{'s' if others > 1 else ''})" if others else ""
-    if first["type"] == "extra_forbidden":
-        known, setting = _keys_beside(key), setting_of(key)
-        return unknown_key(key, known, expected="a recipe key", setting=setting, listed=LISTED) + more
-    if first["type"] == "missing":
-        return f"{key}: is missing, and has no default{more}"
-    if first["type"] == "string_type" and first["input"] is None:
-        return f"{key}: has no value; an empty text is '' in a file, and \"{key}=''\" in a shell{more}"
-    if first["type"] == "string_type" and isinstance(first["input"], list):
-        return f"{key}: is a list, and takes one text; files of one kind belong into one folder{more}"
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error":
-        return (f"{key}: " if key and not message.startswith(str(first["loc"][-1])) else "") + message + more
-    return f"{key}: {message[0].lower() + message[1:]}, found {first['input']!r}{more}"
+    place = _place(first)
+    same = [problem for problem in error.errors() if _place(problem) == place]
+    line = _line(".".join(map(str, place)), first, same)
+    others = error.error_count() - len(same)
+    return f"{line} (the first of {others + 1} mistakes)" if others else line
+
+
+def _place(problem: ErrorDetails) -> tuple[int | str, ...]:
+    """Where the value stands. pydantic appends the type for each member of a union, and [key] for a key."""
+    return problem["loc"] if _APPENDED.isdisjoint(problem["loc"][-1:]) else problem["loc"][:-1]
+
+
+def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
+    """The mistake in the value of a key. same: its problems, one for each member of a union."""
+    kind = first["type"]
+    value = first["input"]
+    last = key.rpartition(".")[2]
+    if kind == "extra_forbidden":
+        valid = _keys_for(key)
+        return unknown_key(key, valid, expected="a recipe key", setting=setting_of(key), listed=LISTED)
+    if kind == "missing":
+        return f"{key} is missing; it has no default"
+    if kind == "value_error":
+        # the check of a section names a key of it, the check of a value does not
+        separator = "." if isinstance(value, dict) else ": "
+        return f"{key}{separator}{first['ctx']['error']}".removeprefix(".")
+    if kind == "string_type" and value is None:
+        return f"{key} is empty; for an empty text write {last}: '' in a file, \"{key}=''\" in a shell"
+    if kind == "string_type" and isinstance(value, list) and last.endswith("path"):
+        return f"{key} is a list; name one file, or one folder with all files"
+    demands = [_demand(problem) for problem in ([first] if kind in _DEMANDS else same)]
+    return f"{key} is {_shown(value)}; it has to be {' or '.join(demands)}"
+
+
+def _demand(problem: ErrorDetails) -> str:
+    """The demand on a value, by the type of its error."""
+    kind = problem["type"]
+    form = _DEMANDS.get(kind) or _DEMANDS.get(kind.partition("_")[0], "valid")
+    return form.format(**problem.get("ctx", {}))
+
+
+def _shown(value: Any) -> str:
+    """A value as a recipe has it, at most 60 characters of it."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)[:60]
 
 
 def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    """Every key path of the schema, sections included; NAME stands for a name that the recipe chooses."""
+    """The paths of all keys of the schema, sections included; NAME stands for a name that the recipe chooses."""
     for name, info in model.model_fields.items():
         yield prefix + name
         if info.annotation == PromptsSection.model_fields["tasks"].annotation:
@@ -221,19 +281,22 @@ def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[st
                 yield from valid_keys(annotation, f"{prefix}{name}.")
 
 
-def _keys_beside(key: str) -> list[str]:
+def _keys_for(key: str) -> list[str]:
     """The valid keys, with the name of the task that `key` belongs to, if any."""
-    parts = key.split(".")
-    name = parts[2] if parts[:2] == ["prompts", "tasks"] and len(parts) > 3 else None
-    return [k if name is None else k.replace(".NAME.", f".{name}.") for k in valid_keys()]
+    section, _, name = key.rpartition(".")[0].rpartition(".")
+    if section == "prompts.tasks":
+        return [k.replace(".NAME.", f".{name}.") for k in valid_keys()]
+    return list(valid_keys())
 
 
 def node_copy(path: str) -> str:
-    """The node's own copy of a folder, which the job made (`stage` of the site file), else the folder itself."""
+    """The node's copy of a folder, which the job made (`stage` of the site file), else the folder itself."""
     copy = Path(os.environ.get("MSRL_STAGED", ""), Path(path).name)
     source = Path(f"{copy}.from")
-    found = source.is_absolute() and source.is_file() and source.read_text().startswith(f"{Path(path).absolute()}\n")
-    return str(copy) if found else path
+    begin = f"{Path(path).absolute()}\n"
+    if source.is_absolute() and source.is_file() and source.read_text().startswith(begin):
+        return str(copy)
+    return path
 
 
 def check_policy(recipe: Recipe) -> None:
@@ -246,7 +309,7 @@ def check_policy(recipe: Recipe) -> None:
         )
     if section.megatron_path is not None and not Path(section.megatron_path).is_dir():
         raise ValueError(
-            f"policy.megatron_path: there is no folder {section.megatron_path}; `megatron-scalerl convert "
+            f"policy.megatron_path: the folder {section.megatron_path} does not exist; `megatron-scalerl convert "
             "to-megatron` makes one (docs/checkpoints.md)"
         )
 

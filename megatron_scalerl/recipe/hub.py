@@ -35,12 +35,13 @@ def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
     except (OSError, ValueError) as error:
         if online and not isinstance(error, LocalEntryNotFoundError):
             raise ValueError(f"{path}: the download failed: {str(error).strip().splitlines()[0]}") from None
+        # not in the cache: the check of the path fails later, and names the command (`hint`)
         return path
     return folder + name["folder"]
 
 
 def hint(path: str, kind: Kind) -> str:
-    """What an error about a path that does not exist adds: it may be a pattern, or a name on the hub."""
+    """The end of an error about a path that does not exist: it may be a pattern, or a name on the hub."""
     if path.startswith("~") or any(sign in path for sign in "*?["):
         return "; ~ and patterns are not expanded: name one file, or a folder of files"
     name = _NAME.fullmatch(path)
@@ -48,16 +49,19 @@ def hint(path: str, kind: Kind) -> str:
         return ""
     if kind == "model" and name["folder"]:  # runs/tiny/policy: a policy is a whole repository
         return ""
-    words = ["hf download", name["repo"], *(["--repo-type dataset"] if kind == "dataset" else [])]
-    words += [f"--revision {name['revision']}"] if name["revision"] else []
-    return f"; the Hugging Face cache does not have it either: {' '.join(words)}, or download: true in the recipe"
+    command = f"hf download {name['repo']}"
+    if kind == "dataset":
+        command += " --repo-type dataset"
+    if name["revision"]:
+        command += f" --revision {name['revision']}"
+    return f"; the Hugging Face cache does not have it either: {command}, or download: true in the recipe"
 
 
 def local_recipe(recipe: Recipe, *, download: bool = False) -> Recipe:
     """The recipe with the folders of its policy and prompts in place of names; as `local_path`."""
 
     def resolved(path: str | None, kind: Kind = "dataset") -> str | None:
-        return None if path is None else local_path(path, kind, download=download)
+        return path and local_path(path, kind, download=download)
 
     def files(section: PromptsSection | TaskSection) -> dict[str, str | None]:
         return {"path": resolved(section.path), "held_out_path": resolved(section.held_out_path)}

@@ -1,6 +1,6 @@
 """Settings of a recipe by the names that other frameworks have for them.
 
-Error messages for unknown keys, which name the key that was meant, or those that there are.
+Error messages for unknown keys, which name the key that was meant, or the keys that there are.
 """
 
 from collections.abc import Collection, Iterable
@@ -48,46 +48,43 @@ _NAMES = {
 }
 OTHER_NAMES = {name: settings for settings, names in _NAMES.items() for name in names.split()}
 """Another name -> the settings that have this meaning in a recipe, the most common first."""
+_NEAR_SIBLING = 0.8
+"""Least likeness of a name of the same section to be suggested."""
+_NEAR_OTHER = 0.9
+"""Least likeness of a name of another section, where only a name that is nearly equal was meant."""
+_FAR_SIBLING = 0.65
+"""Least likeness of a name of the same section, if no name of any section is near."""
+_MOST_LISTED = 12
+"""Keys of a section that an error lists."""
+_MOST_NEAREST = 3
+"""Names that an error suggests; where more are equally near, it suggests none."""
 
 
 def setting_of(key: str) -> str | None:
-    """The setting that other frameworks call as the last part of a dotted `key`: that of the key's own section, if it
-    is set in several; None for a name that is not in `OTHER_NAMES`."""
-    *section, last = key.split(".")
-    found = OTHER_NAMES.get(last.lower().replace("-", "_"))
+    """The setting that other frameworks call by the last part of `key`; None for a name not in `OTHER_NAMES`.
 
-    def shared(setting: str) -> int:
-        common = 0
-        for here, there in zip(section, setting.split(".")):
-            if here != there:
-                break
-            common += 1
-        return common
-
-    return max(found, key=shared) if found else None
-
-
-_NEAR_BESIDE, _NEAR_ELSEWHERE, _FAR_BESIDE = 0.8, 0.9, 0.65
-"""Least likeness of a name to be suggested: in the same section, in another one, where only a name that is nearly the
-same was meant, and in the same section if there is none of these."""
-_MOST_LISTED = 12
-_MOST_NEAREST = 3
+    Where several settings have this name, the setting in the section of `key`.
+    """
+    last = key.rpartition(".")[2]
+    settings = OTHER_NAMES.get(last.lower().replace("-", "_"), ())
+    section = key.partition(".")[0] + "."
+    return max(settings, key=lambda setting: setting.startswith(section), default=None)
 
 
 def check_keys(
     where: str,
     given: Iterable[object],
-    known: Iterable[str],
+    valid: Iterable[str],
     *,
     expected: str,
     in_recipe: bool = False,
     listed: str = "",
 ) -> None:
-    """Raise ValueError for the first of the `given` keys that is not `known`; arguments as for `unknown_key`.
+    """Raise ValueError for the first of the `given` keys that is not `valid`; arguments as for `unknown_key`.
 
     in_recipe: `where` is a section of the recipe, whose keys have other names in other frameworks.
     """
-    names = list(known)
+    names = list(valid)
     for key in given:
         if key not in names:
             setting = setting_of(f"{where}.{key}") if in_recipe else None
@@ -97,7 +94,7 @@ def check_keys(
 
 def unknown_key(
     key: str,
-    known: Iterable[str],
+    valid: Iterable[str],
     *,
     expected: str,
     setting: str | None = None,
@@ -106,34 +103,37 @@ def unknown_key(
 ) -> str:
     """`KEY is not ...; the nearest is ...`, and without a near one `...; keys here: a, b, c`.
 
-    Dotted keys are compared with those of their own section, then by their last part with all others. expected: what
-    `known` holds, as in "a recipe key"; kind: the same in one word. setting: what KEY is called here, if that is
-    known (`setting_of`). listed: where the keys are listed that are too many for a line.
+    Dotted keys are compared with the keys of their section, then by their last part with all others. expected: the
+    kind of the `valid` names, as in "a recipe key"; kind: the same in one word. setting: the name that KEY has here
+    (`setting_of`). listed: a file that lists the keys, if they are too many for a line.
     """
     text = f"{key} is not {expected}"
     if setting is not None:
         return f"{text}; it is set by {setting}"
-    names = list(known)
+    names = list(valid)
     section, last = key.rpartition(".")[::2]
-    beside = [name for name in names if name.rpartition(".")[0] == section]
+    siblings = [name for name in names if name.rpartition(".")[0] == section]
     others = [name for name in names if ".NAME." not in name]
-    for among, least in ((beside, _NEAR_BESIDE), (others, _NEAR_ELSEWHERE), (beside, _FAR_BESIDE)):
+    # in this order: a short name is somewhat like many, so that only a name of its section may be far from it
+    for among, least in ((siblings, _NEAR_SIBLING), (others, _NEAR_OTHER), (siblings, _FAR_SIBLING)):
         if nearest := _nearest(last, among, least):
             return f"{text}; the nearest is {' or '.join(nearest)}"
-    if 0 < len(beside) <= _MOST_LISTED:
-        return f"{text}; {kind} here: {', '.join(name.rpartition('.')[2] for name in beside)}"
-    return f"{text}; all {kind}: {listed}" if listed else text
+    if 0 < len(siblings) <= _MOST_LISTED:
+        return f"{text}; {kind} here: {', '.join(name.rpartition('.')[2] for name in siblings)}"
+    return f"{text}; all {kind} are listed in {listed}" if listed else text
 
 
 def _nearest(last: str, names: Collection[str], least: float) -> list[str]:
-    """Those most like `last`, if they are at least so much like it and no more than a few."""
+    """The names most like `last`; none if their likeness is below `least`, or if they are too many."""
     alike = {name: _likeness(last, name.rpartition(".")[2]) for name in names}
     best = max(alike.values(), default=0.0)
-    found = [name for name in names if alike[name] == best]
-    return found if best >= least and len(found) <= _MOST_NEAREST else []
+    nearest = [name for name in names if alike[name] == best >= least]
+    return nearest if len(nearest) <= _MOST_NEAREST else []
 
 
 def _likeness(given: str, name: str) -> float:
-    """From 0 to 1, at least 0.7 for a `name` with all words of `given`, as warmup_steps has those of warmup."""
-    within = len(given) > 3 and set(given.split("_")) <= set(name.split("_"))
-    return max(SequenceMatcher(None, given, name).ratio(), 0.7 if within else 0.0)
+    """Likeness of two names, from 0 to 1; at least 0.7 if `name` has all words of `given`, as in warmup_steps."""
+    ratio = SequenceMatcher(None, given, name).ratio()
+    if len(given) > 3 and set(given.split("_")) <= set(name.split("_")):
+        return max(ratio, 0.7)
+    return ratio

@@ -48,7 +48,8 @@ class ParallelSizes:
         They are tp x pp x cp and etp x ep x pp; with several instances of the distributed optimizer also tp x pp
         and etp x ep x pp times their number.
         """
-        dense, expert = self.tp * self.pp, self.etp * self.ep * self.pp
+        dense = self.tp * self.pp
+        expert = self.etp * self.ep * self.pp
         return math.lcm(dense * self.cp, dense * self.optimizer_instances), expert * self.optimizer_instances
 
 
@@ -58,12 +59,12 @@ def sizes_of(parallel: Mapping[str, Any]) -> ParallelSizes:
     etp = _size(parallel, "expert_tensor_parallel_size", None)
     chunks = _size(parallel, "virtual_pipeline_model_parallel_size", None)
     if chunks is not None and pp == 1:
-        raise ValueError(f"{_CHUNKS}: expected none without a pipeline, found {chunks}")
+        raise ValueError(f"{_CHUNKS} is {chunks}, but there is no pipeline: {_PIPELINE} is 1")
     parts = parallel.get("hierarchical_context_parallel_sizes")
     if parts and math.prod(parts) != cp:
         raise ValueError(
-            f"megatron.parallel.hierarchical_context_parallel_sizes: expected sizes whose product is "
-            f"context_parallel_size {cp}, found {parts}"
+            f"megatron.parallel.hierarchical_context_parallel_sizes: the product of {parts} has to be "
+            f"context_parallel_size {cp}"
         )
     instances = _size(parallel, "num_distributed_optimizer_instances", 1)
     return ParallelSizes(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp or tp, chunks=chunks or 1, optimizer_instances=instances)
@@ -73,16 +74,16 @@ _KINDS = ("tensor_model", "pipeline_model", "context", "expert_model")
 
 
 def _size(parallel: Mapping[str, Any], key: str, default: int | None) -> Any:
-    found = parallel.get(key, default)
-    if found is default:
-        return found
-    return _positive(f"megatron.parallel.{key}", found)
+    value = parallel.get(key, default)
+    if value is default:
+        return value
+    return _positive(f"megatron.parallel.{key}", value)
 
 
-def _positive(key: str, found: Any) -> int:
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ValueError(f"{key}: expected a whole number of at least 1, found {found!r}")
-    return found
+def _positive(key: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} is {value!r}; it has to be a whole number of at least 1")
+    return value
 
 
 MODEL_KEYS = frozenset({*_ENDS, *_COUNTED, _LAYOUT, "sequence_parallel"})
@@ -92,11 +93,13 @@ MODEL_KEYS = frozenset({*_ENDS, *_COUNTED, _LAYOUT, "sequence_parallel"})
 def check_world(sizes: ParallelSizes, world_size: int) -> None:
     """Raises ValueError where `world_size` ranks cannot be divided into groups of these sizes."""
     names = ("tensor x pipeline x context", "expert tensor x expert x pipeline")
-    also = f" with {sizes.optimizer_instances} optimizer instances" * (sizes.optimizer_instances > 1)
+    also = ""
+    if sizes.optimizer_instances > 1:
+        also = f" with {sizes.optimizer_instances} optimizer instances"
     for size, what in zip(sizes.unit, names):
         if world_size % size:
             raise ValueError(
-                f"trainer.world_size: expected a multiple of {what} parallel size {size}{also}, found {world_size}"
+                f"trainer.world_size: {world_size} is not a multiple of {what} parallel size {size}{also}"
             )
 
 
@@ -113,11 +116,13 @@ def check_sharding(family: Family, parallel: Mapping[str, Any], model: Mapping[s
     _check_uniform(model, counts_of(model, len(family.layers), sizes))
     sequence = bool(model.get("sequence_parallel", False))
     if sequence and sizes.tp == 1:
-        raise ValueError("megatron.model.sequence_parallel: expected false without tensor parallelism, found true")
+        raise ValueError(
+            "megatron.model.sequence_parallel is true; it needs tensor_model_parallel_size of at least 2"
+        )
     if family.transformer.get("num_moe_experts") and sizes.tp > 1 and not sequence:
         raise ValueError(
-            "megatron.model.sequence_parallel: expected true for a policy with experts and "
-            f"tensor_model_parallel_size {sizes.tp}, found false"
+            "megatron.model.sequence_parallel is false; a policy with experts needs it with "
+            f"tensor_model_parallel_size {sizes.tp}"
         )
 
 
@@ -130,6 +135,7 @@ def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> St
     counts = counts_of(model, layers, sizes)
     stages: list[list[int]] = [[] for _ in range(sizes.pp)]
     first = 0
+    # chunk by chunk over all stages: with a virtual pipeline the layers go through the stages several times
     for chunk in range(sizes.chunks):
         for stage, of_stage in zip(stages, counts):
             stage += range(first, first + of_stage[chunk])
@@ -142,36 +148,42 @@ def counts_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> li
     given = [key for key in (*_ENDS, *_COUNTED, _LAYOUT) if model.get(key) not in (None, False)]
     ways = {key for key in given if key == _LAYOUT}, set(given) & set(_ENDS), set(given) & set(_COUNTED)
     if sum(map(bool, ways)) > 1:
-        raise ValueError(f"megatron.model: expected one way to split the pipeline, found {' and '.join(given)}")
+        raise ValueError(
+            f"megatron.model: {' and '.join(given)} split the pipeline in different ways; keep one of them"
+        )
     if ways[0]:
         return _of_layout(model[_LAYOUT], layers, sizes)
-    return (_of_ends if ways[1] else _even)(model, layers, sizes)
+    if ways[1]:
+        return _of_ends(model, layers, sizes)
+    return _even(model, layers, sizes)
 
 
 def _check_uniform(model: Mapping[str, Any], counts: list[list[int]]) -> None:
-    """Megatron-Core reads past the last layer of a model chunk that such groups do not fill."""
+    """Raises ValueError where groups of recomputed layers do not fill a model chunk."""
+    # TransformerBlock._checkpointed_forward would read past the chunk's last layer
     if (model.get("recompute_granularity"), model.get("recompute_method")) != ("full", "uniform"):
         return
-    each = _positive("megatron.model.recompute_num_layers", model.get("recompute_num_layers") or 1)
+    group = _positive("megatron.model.recompute_num_layers", model.get("recompute_num_layers") or 1)
     for layers in (chunk for stage in counts for chunk in stage):
-        if layers % each:
+        if layers % group:
             raise ValueError(
-                f"megatron.model.recompute_num_layers: expected a divisor of the {layers} layers of a model chunk "
-                f"with recompute_method uniform, found {each}"
+                f"megatron.model.recompute_num_layers: {group} does not divide the {layers} layers of a model chunk, "
+                "as recompute_method uniform needs"
             )
 
 
 def _even(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[list[int]]:
     """[pp][chunks] number of layers; embedding and loss count as layers where the recipe sets it."""
     embedding, loss = (int(bool(model.get(key))) for key in _COUNTED)
-    each, left = divmod(layers + embedding + loss, sizes.pp)
-    if left:
-        also = " with embedding or loss" * (embedding + loss > 0)
+    counted = layers + embedding + loss
+    if counted % sizes.pp:
+        what = "layers" if counted == layers else "layers with embedding or loss"
         raise ValueError(
-            f"{_PIPELINE}: expected a divisor of {layers + embedding + loss} layers{also} (uneven: megatron.model."
-            f"{_ENDS[0]}, {_ENDS[1]} or {_LAYOUT}), found {sizes.pp}"
+            f"{_PIPELINE}: {sizes.pp} does not divide {counted} {what}; "
+            f"for an uneven split set megatron.model.{_ENDS[0]}, {_ENDS[1]} or {_LAYOUT}"
         )
-    counts = [_in_chunks(each, sizes) for _ in range(sizes.pp)]
+    counts = [_in_chunks(counted // sizes.pp, sizes) for _ in range(sizes.pp)]
+    # each takes the place of a layer, in the first chunk of the first stage and the last chunk of the last one
     counts[0][0] -= embedding
     counts[-1][-1] -= loss
     return counts
@@ -182,26 +194,31 @@ def _of_ends(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> lis
     whole = [0] * sizes.pp
     given = {place: key for place, key in zip((0, sizes.pp - 1), _ENDS) if model.get(key) is not None}
     if sum(model.get(key) is not None for key in _ENDS) > sizes.pp:
-        raise ValueError(f"megatron.model.{_ENDS[0]}: expected none in a pipeline of one stage, found one")
+        raise ValueError(f"megatron.model.{_ENDS[0]} and {_ENDS[1]} are both set, but the pipeline has one stage")
     for place, key in given.items():
         whole[place] = _positive(f"megatron.model.{key}", model[key])
-    left, middle = layers - sum(whole), sizes.pp - len(given)
-    if left < 0 or (left % middle if middle else left) or (middle and not left):
+    left = layers - sum(whole)
+    middle = sizes.pp - len(given)
+    fits = left == 0
+    if middle:
+        fits = left > 0 and left % middle == 0
+    if not fits:
         raise ValueError(
-            f"megatron.model.{' and '.join(given.values())}: expected to leave a multiple of {middle} layers for the "
-            f"other {middle} of {sizes.pp} stages, found {left} of {layers} layers left"
+            f"megatron.model.{' and '.join(given.values())}: {left} of {layers} layers are left for the other "
+            f"{middle} of {sizes.pp} stages; each of these needs the same number, at least 1"
         )
     return [_in_chunks(size or left // middle, sizes) for size in whole]
 
 
 def _in_chunks(layers: int, sizes: ParallelSizes) -> list[int]:
     if layers % sizes.chunks:
-        raise ValueError(f"{_CHUNKS}: expected a divisor of the {layers} layers of a stage, found {sizes.chunks}")
+        raise ValueError(f"{_CHUNKS}: {sizes.chunks} does not divide the {layers} layers of a stage")
     return [layers // sizes.chunks] * sizes.chunks
 
 
 def _of_layout(layout: Any, layers: int, sizes: ParallelSizes) -> list[list[int]]:
     """[pp][chunks] number of layers of a layout, parsed by Megatron."""
+    # imported here, where a recipe has a layout: torch comes with it
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -210,17 +227,17 @@ def _of_layout(layout: Any, layers: int, sizes: ParallelSizes) -> list[list[int]
         read.validate_layer_layout(layers, None)
     except (AssertionError, NotImplementedError, TypeError) as error:
         raise ValueError(
-            f"megatron.model.{_LAYOUT}: expected a layout of {layers} layers in {sizes.pp} pipeline stages, found "
-            f"{layout!r} ({' '.join(str(error).split())})"
+            f"megatron.model.{_LAYOUT}: {layout!r} does not place {layers} layers in {sizes.pp} pipeline stages "
+            f"({' '.join(str(error).split())})"
         ) from None
     if read.virtual_pipeline_model_parallel_size != sizes.chunks:
         raise ValueError(
-            f"{_CHUNKS}: expected {read.virtual_pipeline_model_parallel_size} as {_LAYOUT} {layout!r} has in "
-            f"{sizes.pp} stages, found {sizes.chunks}"
+            f"{_CHUNKS} is {sizes.chunks}, but {_LAYOUT} {layout!r} has {read.virtual_pipeline_model_parallel_size} "
+            f"chunks in each of {sizes.pp} stages"
         )
     if LayerType.embedding not in read.layout[0][0] or LayerType.loss not in read.layout[-1][-1]:
         raise ValueError(
-            f"megatron.model.{_LAYOUT}: expected the embedding (E) in the first and the loss (L) in the last stage, "
-            f"found {layout!r}"
+            f"megatron.model.{_LAYOUT}: {layout!r} has to have the embedding (E) in its first stage and the loss (L) "
+            "in its last one"
         )
     return [[chunk.count(LayerType.decoder) for chunk in stage] for stage in read.layout]

@@ -17,12 +17,6 @@ from megatron_scalerl.recipe.sections import (
 )
 
 
-def _not_a_left_backend(name: Any) -> Any:
-    if name in ("triton", "in_place"):
-        raise ValueError(f"the backend {name} of the logit projection has left; take auto, which is cuda on a GPU")
-    return name
-
-
 class TrainerSection(Section):
     """The trainer's processes."""
 
@@ -38,7 +32,7 @@ class TrainerSection(Section):
     """Memory for blocks of logits, in addition to hidden states, head and gradients (MiB). null: 2048 on a GPU of at
     least 64 GiB without engine.colocate, else 512. Smaller is slower: logits of a micro-batch that do not fit it are
     computed again in the backward pass without `loss_in_chunk`."""
-    logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch)$"), BeforeValidator(_not_a_left_backend)] = "auto"
+    logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch)$")] = "auto"
     """Backend of the logit projection: cuda (NVIDIA GPUs), torch (any device, slow on GPUs), or auto: cuda where
     it can run."""
     logit_gradient: Literal["bf16", "bf16x2", "fp32"] = "bf16"
@@ -53,7 +47,7 @@ class TrainerSection(Section):
     """Time limit of one trainer command (s); the trainer has failed beyond it."""
     max_restarts: NonNegativeInt = 3
     """When the trainer fails, its processes are started again from the newest checkpoint while the engines keep
-    running; at most so many times without a new checkpoint in between. 0: the run fails."""
+    running; at most this many times without a new checkpoint in between. 0: the run fails."""
     start_timeout_s: PositiveFloat = 1800.0
     """Time limit for all trainer processes to start (s)."""
     deterministic: bool = False
@@ -64,14 +58,14 @@ class MegatronSection(Section):
     """Megatron-Core's options by their original names."""
 
     model: dict[str, Any] = Field(default_factory=dict)
-    """Fields of TransformerConfig for speed, memory and auxiliary losses. Those that say which model it is come from
-    the policy's config.json, as in the engines, and are refused here with another value."""
+    """Fields of TransformerConfig for speed, memory and auxiliary losses. Fields that define the model come from the
+    policy's config.json, as in the engines, and are refused here with another value."""
     parallel: dict[str, Any] = Field(default_factory=dict)
     """Arguments of initialize_model_parallel: tensor_model_parallel_size, expert_model_parallel_size ..."""
     ddp: dict[str, Any] = Field(default_factory=dict)
     """Fields of DistributedDataParallelConfig."""
     optimizer: dict[str, Any] = Field(default_factory=dict)
-    """Fields of OptimizerConfig other than those that the optimizer section sets."""
+    """Fields of OptimizerConfig that the optimizer section does not set."""
 
 
 class EngineSection(Section):
@@ -98,8 +92,8 @@ class EngineSection(Section):
     respond, for this long (s), or when a response that has begun takes longer to arrive. Pauses for a weight update
     do not count. A generation has no total time limit."""
     first_token_timeout_s: PositiveFloat = 1800.0
-    """The same limit while no running request has a token yet (s), since a prefill reports no progress.
-    stall_timeout_s is used if it is longer."""
+    """The limit instead of stall_timeout_s while no running request has a token yet (s), since a prefill reports no
+    progress. stall_timeout_s is used if it is longer."""
     min_relative_rate: Share = 0.1
     """An engine is evicted when its tokens per second and running request stay below this fraction of the median of
     the other engines for stall_timeout_s. 0: never; it has no effect with fewer than three engines."""
@@ -107,20 +101,20 @@ class EngineSection(Section):
     """A completion without usable log-probs is dropped from its group; an engine is evicted after this many
     consecutive ones."""
     max_restarts: NonNegativeInt = 5
-    """An evicted engine's server is ended and started again, after a delay that doubles from 1 s to 60 s; at most so
-    many times in a row, not counting starts after which it ran for 10 minutes more than stall_timeout_s,
+    """An evicted engine's server is ended and started again, after a delay that doubles from 1 s to 60 s; at most
+    this many times in a row, not counting starts after which it ran for 10 minutes more than stall_timeout_s,
     first_token_timeout_s and weights.timeout_s each allow a hung one. Its groups are generated again. 0: an engine is
     given up when it fails. One that ends twice before any engine of the run has completed a request is given up."""
     min_engines: PositiveInt = 1
     """The run fails when fewer engines than this are not given up; at most engine.count."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """vLLM's engine arguments by their original names: max_model_len, max_num_seqs, kv_cache_memory_bytes ... Those
-    that change the sampling distribution are rejected. Those that change the engine's numerics (quantization,
-    kv_cache_dtype ...) change the sampling policy, which the importance weight corrects."""
+    """vLLM's engine arguments by their original names: max_model_len, max_num_seqs, kv_cache_memory_bytes ...
+    Arguments that change the sampling distribution are rejected. Arguments that change the engine's numerics
+    (quantization, kv_cache_dtype ...) change the sampling policy, which the importance weight corrects."""
 
     @property
     def charged_devices(self) -> float:
-        """What the ledger charges for each engine: its devices, or the half of them."""
+        """Devices that the ledger charges for each engine; with `colocate` half of its devices."""
         return self.devices_per_engine / 2 if self.colocate else self.devices_per_engine
 
 
@@ -139,8 +133,8 @@ class WeightsSection(Section):
     bucket_mib: PositiveInt = 64
     """Size of one packed bucket (MiB); each sender has two in memory, each engine worker as well."""
     max_senders: PositiveInt = 1
-    """Ranks of the trainer that send, each its own share of the weights: those that one copy of the policy needs, and
-    as many data-parallel copies of them as fit. Each has a group with each shard of the engines: over NCCL, whose
+    """Ranks of the trainer that send a share of the weights: the ranks that hold one copy of the policy, and as many
+    data-parallel copies of them as fit. Each has a group with each shard of the engines: over NCCL, whose
     broadcasts run one at a time, more copies only cost buffers in engines."""
     transaction: Literal["streamed", "staged"] = "streamed"
     """streamed: engines are paused while an update is sent, and write each bucket as it comes. staged: they go on
@@ -162,7 +156,7 @@ class WeightsSection(Section):
 
 
 class TelemetrySection(Section):
-    """What other programs can read of the run while it goes on (docs/monitoring.md)."""
+    """Metrics and profiles that other programs can read while the run goes on (docs/monitoring.md)."""
 
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of the controller's Prometheus endpoint. null: none. 0: a free port, which RUN/metrics names."""
@@ -175,8 +169,8 @@ class TelemetrySection(Section):
     """Optimizer steps of which every trainer rank writes PyTorch's profile, and on GPUs its allocations, into
     RUN/profile: large files, and the step takes longer."""
     token_scores_every: NonNegativeInt = 0
-    """Optimizer steps between those before which the trainer scores the tokens of eight completions of its batch, for
-    the page: mismatch and entropy of each token, in RUN/token_scores, about 15 bytes a token. 0: none."""
+    """Optimizer steps between two scorings: before the step the trainer scores the tokens of eight completions of its
+    batch, for the page: mismatch and entropy of each token, in RUN/token_scores, about 15 bytes a token. 0: none."""
 
 
 class EvaluationSection(Section):

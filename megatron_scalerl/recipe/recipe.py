@@ -48,7 +48,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,99}")
 def _checked_name(name: str) -> str:
     """The name of a run is that of its folder and of its job on Slurm."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"name: {name!r} is not usable; take at most 100 letters, digits and . _ + = @ -")
+        raise ValueError(f"{name!r} is not usable; take at most 100 letters, digits and . _ + = @ -")
     return name
 
 
@@ -99,6 +99,7 @@ class Recipe(Section):
         if given is None:
             return None
         longest = given.max_tokens or self.max_completion_tokens
+        # the paper's limits are 14k and 2k
         return LengthPenaltySection(max_tokens=longest, cache_tokens=given.cache_tokens or max(1, longest // 7))
 
     def longest_sequence(self, phrase_tokens: int | None = None) -> int:
@@ -110,8 +111,11 @@ class Recipe(Section):
         forced = 0
         if self.interruption.enabled:
             tag = self.prompts.think_end
-            text = self.interruption.phrase + ("</think>" if tag == AUTO else tag)
-            forced = (len(text.encode()) if phrase_tokens is None else phrase_tokens) + 1
+            if tag == AUTO:
+                tag = "</think>"
+            if phrase_tokens is None:
+                phrase_tokens = len((self.interruption.phrase + tag).encode())
+            forced = phrase_tokens + 1  # the end of sequence
         return self.prompts.max_prompt_tokens + self.max_completion_tokens + forced
 
     @property
@@ -123,8 +127,9 @@ class Recipe(Section):
     @property
     def devices(self) -> int:
         """Devices of a run: one for each trainer rank and for each device of an engine, or for both."""
-        engines = 0 if self.engine.colocate else self.engine.count * self.engine.devices_per_engine
-        return self.trainer.world_size + engines
+        if self.engine.colocate:
+            return self.trainer.world_size
+        return self.trainer.world_size + self.engine.count * self.engine.devices_per_engine
 
     @property
     def run_dir(self) -> Path:
@@ -160,9 +165,10 @@ class Recipe(Section):
                 f"engine.min_engines: {self.engine.min_engines} is more than the "
                 f"{self.engine.count} engines of engine.count"
             )
+        # options of Megatron-Core pass by the schema; only their agreement with the world size is checked here
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and r.kv_cache == "keep":
-            raise ValueError("rollouts.routing_replay: needs rollouts.kv_cache recompute; it is keep")
+            raise ValueError("rollouts.routing_replay needs rollouts.kv_cache recompute; it is keep")
         return self
 
 
@@ -171,23 +177,24 @@ def check_tags(recipe: Recipe) -> None:
     opens = recipe.prompts.think_start.strip() not in ("", AUTO)
     if not recipe.prompts.think_end.strip() and (opens or recipe.interruption.enabled is True):
         raise ValueError(
-            "prompts.think_end: is empty, but a tag has to close thinking. For a policy that thinks in no tags "
+            "prompts.think_end is empty, but a tag has to close thinking. For a policy that thinks in no tags "
             "set prompts.think_start to an empty text as well, and interruption.enabled to false"
         )
 
 
 def _check_evaluation(recipe: Recipe) -> None:
-    """Raises ValueError where evaluations are asked for and the run cannot make them beside the training."""
-    section, rollouts = recipe.evaluation, recipe.rollouts
+    """Raises ValueError where evaluations are asked for that the run cannot make while it trains."""
+    section = recipe.evaluation
+    rollouts = recipe.rollouts
     if not section.every_steps:
         return
     if not section.files:
         raise ValueError(
-            "evaluation.files: name at least one file, or evaluation.every_steps has nothing to evaluate"
+            "evaluation.files is empty, but evaluation.every_steps asks for evaluations; name at least one file"
         )
     if recipe.engine.count < 2 or rollouts.one_by_one:
         raise ValueError(
-            "evaluation.every_steps: needs engine.count of at least 2, rollouts.schedule pipeline and "
+            "evaluation.every_steps needs engine.count of at least 2, rollouts.schedule pipeline and "
             f"rollouts.deterministic false; they are {recipe.engine.count}, {rollouts.schedule} and "
             f"{str(rollouts.deterministic).lower()}"
         )
@@ -215,7 +222,8 @@ def _check_one_host(recipe: Recipe) -> None:
 
 def _check_colocation(recipe: Recipe) -> None:
     """Raises ValueError where engines cannot run on the trainer's devices."""
-    engine, weights = recipe.engine, recipe.weights
+    engine = recipe.engine
+    weights = recipe.weights
     if not engine.colocate:
         return
     if recipe.trainer.world_size != engine.count * engine.devices_per_engine:
@@ -232,8 +240,8 @@ def _check_colocation(recipe: Recipe) -> None:
     for key in ("kv_cache_memory_bytes", "gpu_memory_utilization"):
         if key not in engine.vllm:
             raise ValueError(
-                f"engine.vllm.{key}: is required with engine.colocate, because vLLM would measure what the trainer "
-                "leaves of its device, which changes"
+                f"engine.vllm.{key} is missing; engine.colocate needs it, because vLLM would measure what the "
+                "trainer leaves of its device, which changes"
             )
 
 
@@ -241,12 +249,12 @@ def _check_tasks(recipe: Recipe) -> None:
     """Raises ValueError unless one of prompts.path and prompts.tasks is set, for what tasks cannot share."""
     prompts = recipe.prompts
     if prompts.path is None and prompts.tasks is None:
-        raise ValueError("prompts.path: is missing; name a file of prompts, or set prompts.tasks")
+        raise ValueError("prompts.path is missing; name a file of prompts, or set prompts.tasks")
     if prompts.tasks is not None:
         if prompts.path is not None:
             raise ValueError(f"prompts.path: {prompts.path} and prompts.tasks are both set; keep one of them")
         if not prompts.tasks:
-            raise ValueError("prompts.tasks: is empty; name at least one task")
+            raise ValueError("prompts.tasks is empty; name at least one task")
         if prompts.held_out_path is not None:
             raise ValueError(
                 f"prompts.held_out_path: {prompts.held_out_path} belongs to no task; in a mixture set "
@@ -254,5 +262,5 @@ def _check_tasks(recipe: Recipe) -> None:
             )
     rewards = recipe.rewards
     tasks = [(task.verifier, task.memory_mb) for task in (prompts.tasks or {}).values()] or [(None, None)]
-    if any((verifier or rewards.verifier) == "code" and not (own or rewards.memory_mb) for verifier, own in tasks):
-        raise ValueError("rewards.memory_mb: the verifier code needs a limit of memory, and this is null")
+    if any((name or rewards.verifier) == "code" and not (memory or rewards.memory_mb) for name, memory in tasks):
+        raise ValueError("rewards.memory_mb is null, but the verifier code needs a limit of memory")

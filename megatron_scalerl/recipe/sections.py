@@ -2,12 +2,6 @@
 
 "The paper" is Khatri et al. 2025, arXiv 2510.13786. Where a default departs from it, or the paper does not specify
 one, the docstring of the field says so. The sections about the processes of a run are in `recipe.process_sections`.
-
-What all sections of a recipe have in common: their base class and the types of numbers.
-
-The section `prompts.tasks.NAME`: one task of a mixture. Its keys are those of `prompts` and `rewards`.
-
-A key that is not set, or null, has the value of `prompts` or `rewards`: no default of its own stands here.
 """
 
 from datetime import date
@@ -36,40 +30,40 @@ TaskName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
 
 
 class TaskSection(Section):
-    """One task of a mixture."""
+    """A task of a mixture. Its keys are keys of `prompts` and `rewards`, whose values it has where it sets none."""
 
     path: str
     """Its training prompts, as prompts.path."""
     weight: PositiveFloat
     """Its share of the drawn prompts, relative to the other tasks'."""
     split: str | None = None
-    """As prompts.split."""
+    """prompts.split for this task."""
     preset: str | None = None
-    """As prompts.preset."""
+    """prompts.preset for this task."""
     prompt_column: str | None = None
-    """As prompts.prompt_column."""
+    """prompts.prompt_column for this task."""
     answer_column: str | None = None
-    """As prompts.answer_column."""
+    """prompts.answer_column for this task."""
     prompt_template: str | None = None
-    """As prompts.prompt_template."""
+    """prompts.prompt_template for this task."""
     system: str | None = None
-    """As prompts.system."""
+    """prompts.system for this task."""
     held_out_path: str | None = None
-    """As prompts.held_out_path, which cannot be set for all tasks."""
+    """prompts.held_out_path for this task; it cannot be set for all tasks."""
     held_out: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] | None = None
-    """As prompts.held_out, of this task's prompts."""
+    """prompts.held_out for this task's prompts."""
     verifier: str | None = None
-    """As rewards.verifier. Every task has verifier processes of its own."""
+    """rewards.verifier for this task. Each task has its verifier processes."""
     workers: PositiveInt | None = None
-    """As rewards.workers, for this task."""
+    """rewards.workers for this task."""
     cpu_s: PositiveFloat | None = None
-    """As rewards.cpu_s."""
+    """rewards.cpu_s for this task."""
     timeout_s: PositiveFloat | None = None
-    """As rewards.timeout_s."""
+    """rewards.timeout_s for this task."""
     memory_mb: PositiveInt | None = None
-    """As rewards.memory_mb."""
+    """rewards.memory_mb for this task."""
     file_mb: NonNegativeInt | None = None
-    """As rewards.file_mb."""
+    """rewards.file_mb for this task."""
 
 
 PAPER_PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
@@ -199,12 +193,12 @@ class RolloutsSection(Section):
 
     @property
     def batches_per_update(self) -> int:
-        """Batches from one weight update to the next: 1, or those of a phase."""
+        """Batches from one weight update to the next: 1, or the batches of a phase."""
         return self.updates_per_phase if self.schedule == "ppo_off_policy" else 1
 
     @property
     def one_by_one(self) -> bool:
-        """True if new groups start only after the validation that follows a weight update, not beside it."""
+        """True if new groups wait for the end of the validation that follows a weight update."""
         return self.deterministic or self.schedule == "ppo_off_policy"
 
     @property
@@ -231,8 +225,8 @@ class RolloutsSection(Section):
     def _deterministic(self) -> "RolloutsSection":
         overlaps = self.schedule == "pipeline" and self.max_staleness_steps > 0
         if self.deterministic and (overlaps or self.routing_replay):
-            found = f"{self.max_staleness_steps} and {str(self.routing_replay).lower()}"
-            raise ValueError(f"deterministic: needs max_staleness_steps 0 and routing_replay false; they are {found}")
+            values = f"{self.max_staleness_steps} and {str(self.routing_replay).lower()}"
+            raise ValueError(f"deterministic needs max_staleness_steps 0 and routing_replay false; they are {values}")
         return self
 
 
@@ -264,7 +258,7 @@ class InterruptionSection(Section):
     def _range(self) -> "InterruptionSection":
         low, high = self.thinking_tokens
         if not 1 <= low <= high:
-            raise ValueError(f"thinking_tokens: [{low}, {high}] is no range; it has to be 1 <= low <= high")
+            raise ValueError(f"thinking_tokens is [{low}, {high}]; it has to be [low, high] with 1 <= low <= high")
         return self
 
 
@@ -312,8 +306,8 @@ class RewardsSection(Section):
     """Maximum size of a file that a verifier writes (MiB). 0: it cannot write files. code: of the program, which has
     a folder of four times this size."""
     environment: tuple[str, ...] = ()
-    """Names of environment variables to pass to a custom verifier. Only those for paths, home, locale and library
-    search are passed by default, so that tokens and keys stay with the controller."""
+    """Names of environment variables to pass to a custom verifier. Variables for paths, home, locale and library
+    search alone are passed by default, so that tokens and keys stay with the controller."""
     truncated: Literal["exclude", "wrong"] = "exclude"
     """Exclude truncated completions from loss and advantages, or keep them with the incorrect reward. In pass rates
     they always count as wrong. (Inferred from "effective batch size (after excluding truncated samples)".)"""
@@ -427,7 +421,7 @@ class ForecastSection(Section):
 
 
 class CostSection(Section):
-    """What the run costs in money, as `plan`, `report`, the page and `submit --status` say it."""
+    """Prices, for the costs that `plan`, `report`, the page and `submit --status` print."""
 
     price_per_device_hour: PositiveFloat | None = None
     """Price of one GPU, without GPUs of one process, for an hour (`currency`). null: nothing is said of money."""

@@ -7,7 +7,7 @@ from megatron_scalerl.record import record
 
 @record
 class Task:
-    """One task. Produced by `tasks_of`."""
+    """A task with its settings. Produced by `tasks_of`."""
 
     name: str
     """Empty: the one task of a recipe with `prompts.path`."""
@@ -34,9 +34,9 @@ def tasks_of(recipe: Recipe) -> tuple[Task, ...]:
 
 
 def _task(recipe: Recipe, shared: RewardsSection, name: str, section: TaskSection) -> Task:
-    own = {key: value for key, value in section.model_dump().items() if value is not None}
-    prompts = {key: value for key, value in own.items() if key in PromptsSection.model_fields}
-    rewards = {key: value for key, value in own.items() if key in RewardsSection.model_fields}
+    settings = section.model_dump(exclude_none=True)
+    prompts = {key: value for key, value in settings.items() if key in PromptsSection.model_fields}
+    rewards = {key: value for key, value in settings.items() if key in RewardsSection.model_fields}
     return Task(
         name=name,
         weight=section.weight,

@@ -5,7 +5,7 @@ worker.py   main of a verifier process: loads the verifier, runs checks
 limits.py   resource limits of a check, applied in the verifier process
 code.py     the verifier `code`; code_tests.py reads unit tests
 sandbox*.py runs a program in isolation: sandbox.py from outside, sandbox_init.py and sandbox_root.py build it,
-            sandbox_seccomp.py filters system calls, sandbox_guest.py runs beside the program,
+            sandbox_seccomp.py filters system calls, sandbox_guest.py runs the program inside,
             sandbox_probe.py tries whether all this holds on a host
 math.py     the verifier `math`
 """

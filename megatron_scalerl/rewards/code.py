@@ -7,7 +7,7 @@ What a program cannot do is said in docs/tasks.md and tried in tests/rewards/tes
 
 * Standard input and output: the program's output is compared here, outside of the sandbox, which never contains the
   expected output. Printing a verdict, exiting early or patching the interpreter gains nothing.
-* Calls and assertions: they run in a process of their own, inside the same sandbox, that the program cannot read,
+* Calls and assertions: they run in another process of the same sandbox, which the program cannot read,
   trace or write to; it gets arguments and returns plain data. What it can forge: an assertion without an expected
   value (`assert f(1)`) passes for any true value, as it would anywhere, and a function that the tests use but
   neither import nor define is the program's, builtins excepted.
@@ -33,16 +33,18 @@ NUMBER_LENGTH = 64
 PYTHON = ("python", "python3", "py", "py3", "python2")
 """Languages of a fenced block, in lower case."""
 _STATEMENTS = (ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-RELATIVE, ABSOLUTE = Decimal("1e-5"), Decimal("1e-8")
-"""Tolerances of a printed number that is not whole: those of numpy.allclose, as APPS and TACO compare."""
+RELATIVE = Decimal("1e-5")
+"""Relative tolerance of a printed number that is not whole: that of numpy.allclose, as APPS and TACO compare."""
+ABSOLUTE = Decimal("1e-8")
+"""Absolute tolerance of such a number."""
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)", re.DOTALL)
 
 
 def extract_program(answer_text: str) -> str | None:
     """The content of the last closed fenced block in Python; None if there is no closed block.
 
-    Where none says so, a block without a language that calls, defines or imports something: what follows a program is
-    often its output. Where there is none of these either, the last block.
+    Where no block is marked as Python, the last block without a language that calls, defines or imports something, as
+    output often follows a program. Where there is no such block either, the last block.
 
     Example:
         >>> extract_program("```python\\nprint(1 + 1)\\n```\\nprints\\n```\\n2\\n```\\n")
@@ -75,7 +77,8 @@ def _blocks(answer_text: str) -> Iterator[tuple[str, str]]:
             mark = None
         if fence is None:
             if mark:
-                indent, fence = mark[1], mark[2]
+                indent = mark[1]
+                fence = mark[2]
                 language = (mark[3].split() or [""])[0].lower()
                 lines = []
         elif mark and not mark[3].strip() and mark[2].startswith(fence) and len(mark[1]) < len(indent) + 4:
@@ -114,7 +117,7 @@ def passes(program: str, tests: CodeTests, limits: Limits, deadline: float | Non
     return passed == len(tests.cases)
 
 
-def same_output(found: str, expected: str) -> bool:
+def same_output(printed: str, expected: str) -> bool:
     """True if both have the same words on the same lines; whole numbers are compared by value, others nearly.
 
     White space at the ends of lines and empty lines at the end do not count.
@@ -123,25 +126,28 @@ def same_output(found: str, expected: str) -> bool:
         >>> same_output("1.0 yes\\n\\n", "1 yes")
         True
     """
-    ours, theirs = found.rstrip().split("\n"), expected.rstrip().split("\n")
-    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+    lines = printed.rstrip().split("\n")
+    expected_lines = expected.rstrip().split("\n")
+    return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
 
 
-def _same_line(found: str, expected: str) -> bool:
-    if found.strip() == expected.strip():
+def _same_line(printed: str, expected: str) -> bool:
+    if printed.strip() == expected.strip():
         return True
-    ours, theirs = found.split(), expected.split()
-    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
+    words = printed.split()
+    expected_words = expected.split()
+    return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
 
 
-def _same_word(found: str, expected: str) -> bool:
-    if found == expected:
+def _same_word(printed: str, expected: str) -> bool:
+    if printed == expected:
         return True
-    if max(len(found), len(expected)) > NUMBER_LENGTH:
+    if max(len(printed), len(expected)) > NUMBER_LENGTH:
         return False
     try:
-        ours, theirs = Decimal(found), Decimal(expected)
-        near = abs(ours - theirs) <= ABSOLUTE + RELATIVE * abs(theirs)
+        number = Decimal(printed)
+        value = Decimal(expected)
+        near = abs(number - value) <= ABSOLUTE + RELATIVE * abs(value)
     except (InvalidOperation, Overflow):
         return False
-    return ours == theirs or (near and not expected.lstrip("+-").isdigit())
+    return number == value or (near and not expected.lstrip("+-").isdigit())

@@ -36,7 +36,7 @@ NICENESS = 10
 SOLUTIONS = ("canonical_solution", "solution", "solutions", "gold_standard_solution", "completion", "code")
 """Columns of solutions in public sets: a text, a list of texts, or CodeContests' object with a list `solution`."""
 MOST_UNAVAILABLE = 8
-"""Checks without a sandbox after which those of a file end: there is none here."""
+"""Checks without a sandbox after which the checks of a file end: this host has no sandbox."""
 PYTHON_2 = {"raw_input", "xrange", "unichr"}
 TRIED = 3
 """Solutions of a row of which one has to pass."""
@@ -92,11 +92,12 @@ def _wrong_programs(tests: CodeTests) -> Iterator[tuple[str, str]]:
     if not tests.names or (plain and not _BRANCH.search(script)):
         return
     exceptions = dict.fromkeys(("Exception", *_EXCEPTION.findall(script)))
-    own = dict.fromkeys(tests.names & exceptions.keys(), "class {}(Exception): pass\n")
+    raised = dict.fromkeys(tests.names & exceptions.keys(), "class {}(Exception): pass\n")
+    capitals = (_CLASS, _FUNCTION) if any(name[0].isupper() for name in tests.names) else (_FUNCTION,)
     for what, bodies in (*_WRONG.items(), ("raises", [f"raise {name}" for name in exceptions])):
         for body in bodies:
-            for capital in (_CLASS, _FUNCTION) if any(name[0].isupper() for name in tests.names) else (_FUNCTION,):
-                forms = {name: capital if name[0].isupper() else _FUNCTION for name in tests.names} | own
+            for capital in capitals:
+                forms = {name: capital if name[0].isupper() else _FUNCTION for name in tests.names} | raised
                 parts = [form.format(name, body) for name, form in forms.items()]
                 yield what, _FUNCTION.format("do", body) + "".join(parts)
 
@@ -109,7 +110,9 @@ def _solutions(question: str, columns: Mapping[str, Any]) -> Iterator[str]:
             value = json.loads(value)
         if isinstance(value, dict):
             value = value.get("solution")
-        for text in value if isinstance(value, list) else [value]:
+        if not isinstance(value, list):
+            value = [value]
+        for text in value:
             if isinstance(text, str):
                 program = extract_program(text) or text
                 whole = next(filter(is_program, (question + program, program)), "")
@@ -138,8 +141,8 @@ def check_tests(rows: Sequence[tuple[str, str, Mapping[str, Any]]], limits: Limi
     keys = [hashlib.sha256(msgspec.json.encode(row)).hexdigest()[:16] for row in rows]
     by_key = dict(sorted(zip(keys, rows)))
     path = _cache_file([*by_key], limits)
-    found = _read(path)
-    if not found or not found.keys() <= by_key.keys():
+    problems = _read(path)
+    if not problems or not problems.keys() <= by_key.keys():
         deadline = time.monotonic() + LOAD_S
         unavailable: list[str] = []
 
@@ -154,15 +157,15 @@ def check_tests(rows: Sequence[tuple[str, str, Mapping[str, Any]]], limits: Limi
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=os.nice, initargs=(NICENESS,)) as threads:
             results = zip(by_key, threads.map(check, by_key))
-            found = {key: problem for key, problem in results if problem is not None}
+            problems = {key: problem for key, problem in results if problem is not None}
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(msgspec.json.encode(found))
-    return [found.get(key) for key in keys]
+            path.write_bytes(msgspec.json.encode(problems))
+    return [problems.get(key) for key in keys]
 
 
 def _cache_file(keys: Sequence[str], limits: Limits) -> Path:
-    """Where results are kept: those of these tests with these limits, this package and Python."""
+    """The file with the results of these tests with these limits, this package and this Python."""
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     whole = msgspec.json.encode([keys, limits, sources, sys.version])
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

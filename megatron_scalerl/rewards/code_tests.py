@@ -16,6 +16,7 @@ may name the function: `entry_point` (HumanEval), `fn_name`, `func_name`, or `me
 
 import ast
 import builtins
+import contextlib
 import json
 import keyword
 import sys
@@ -81,12 +82,12 @@ def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeT
             return _script(script, _function_of(columns))
         parsed = _rows(parsed)
     if not isinstance(parsed, list) or not parsed or not all(isinstance(case, dict) for case in parsed):
-        raise ValueError("expected unit tests: a JSON list of cases or Python with assert, found neither")
+        raise ValueError("unit tests have to be a JSON list of cases or Python with assert")
     if any("input" not in case or "output" not in case for case in parsed):
-        raise ValueError(f"expected input and output in every case of the tests, found {_keys(parsed)}")
+        raise ValueError(f"every case of the tests has to have input and output; the keys are {_keys(parsed)}")
     names = {_function_of(case) or (_is_call(case) and _function_of(columns)) or None for case in parsed}
     if len(names) > 1:
-        raise ValueError(f"expected one function name for all cases of the tests, found {len(names)}")
+        raise ValueError(f"all cases of the tests have to name one function; they name {len(names)}")
     if (name := names.pop()) is not None:
         return _calls(parsed, name)
     if any(map(_is_call, parsed)):
@@ -106,16 +107,16 @@ def _function_of(row: Mapping[str, Any]) -> str:
     """The name of a function in a case or in a row's columns; empty if there is none."""
     metadata = row.get("metadata")
     if isinstance(metadata, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             metadata = json.loads(metadata)
-        except (ValueError, RecursionError):
-            metadata = None
-    places = (row, metadata if isinstance(metadata, dict) else {})
-    names = (place.get(key) for place in places for key in ("fn_name", "func_name", "entry_point"))
+    if not isinstance(metadata, dict):
+        metadata = {}
+    names = (place.get(key) for place in (row, metadata) for key in ("fn_name", "func_name", "entry_point"))
     name = next((name for name in names if name), "")
-    name = name.removeprefix("Solution().") if isinstance(name, str) else name  # LeetCodeDataset
+    if isinstance(name, str):
+        name = name.removeprefix("Solution().")  # LeetCodeDataset
     if not isinstance(name, str) or (name and (keyword.iskeyword(name) or not name.isidentifier())):
-        raise ValueError(f"expected the name of a function for the tests, found {name!r}")
+        raise ValueError(f"the tests name the function {name!r}, which is no name in Python")
     return name
 
 
@@ -123,7 +124,7 @@ def _rows(parsed: dict[str, Any]) -> list[dict[str, Any]]:
     """The cases of the transposed form."""
     inputs, outputs = (parsed.get(f"{key}s", parsed.get(key)) for key in ("input", "output"))
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError(f"expected lists inputs and outputs of one length in the tests, found {_keys([parsed])}")
+        raise ValueError(f"tests have to have lists inputs and outputs of one length; the keys are {_keys([parsed])}")
     rest = {key: value for key, value in parsed.items() if key.rstrip("s") not in ("input", "output")}
     return [{"input": given, "output": expected, **rest} for given, expected in zip(inputs, outputs)]
 
@@ -131,19 +132,21 @@ def _rows(parsed: dict[str, Any]) -> list[dict[str, Any]]:
 def _calls(parsed: list[dict[str, Any]], name: str) -> CodeTests:
     cases = []
     for case in parsed:
-        given, expected = case["input"], case["output"]
+        given = case["input"]
+        expected = case["output"]
         if isinstance(given, str):  # LiveCodeBench: each argument, and the result, is a JSON text
             try:
                 given = [json.loads(line) for line in given.split("\n") if line.strip()]
-                expected = json.loads(expected) if isinstance(expected, str) else expected
+                if isinstance(expected, str):
+                    expected = json.loads(expected)
             except (ValueError, RecursionError):
                 raise ValueError(
-                    f"expected one JSON text a line as arguments of {name}, and one as its result, found "
+                    f"the arguments of {name} have to be one JSON text a line, and its result one; a test has "
                     f"{case['input'][:40]!r} and {str(case['output'])[:40]!r}"
                 ) from None
         if not isinstance(given, list):
             raise ValueError(
-                f"expected a list of arguments as input of a test of {name}, found a {type(given).__name__}"
+                f"the input of a test of {name} has to be a list of arguments; it is a {type(given).__name__}"
             )
         cases.append([given, expected])
     if all(expected in (None, [None]) for _, expected in cases):
@@ -157,7 +160,7 @@ def _text(value: Any) -> str:
         return "\n".join(value)
     if not isinstance(value, str):
         raise ValueError(
-            f"expected a text as input and output of a test (calls need fn_name), found a {type(value).__name__}"
+            f"input and output of a test have to be texts, or calls with fn_name; one is a {type(value).__name__}"
         )
     return value
 
@@ -167,7 +170,7 @@ def _script(text: str, entry_point: str) -> CodeTests:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         problem = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"expected unit tests, JSON or Python, found neither: {problem}") from None
+        raise ValueError(f"unit tests have to be JSON or Python; these are neither: {problem}") from None
     nodes = list(ast.walk(tree))
     for name in imported_modules(nodes):
         if name.split(".")[0] not in {*sys.stdlib_module_names, "solution", "pytest"}:
@@ -177,11 +180,11 @@ def _script(text: str, entry_point: str) -> CodeTests:
             f"the tests use pytest.{other[0]}; only raises, approx, param and mark.parametrize are known"
         )
     if not any(map(_asserts, nodes)):
-        raise ValueError("expected an assert in the Python of the tests, found none")
+        raise ValueError("the Python of the tests has no assert")
     if not any(_asserts(node) for node in _reached(tree, entry_point)):
         raise ValueError(
-            "expected an assertion that runs: in the text itself, in a function test* without arguments, in a class "
-            "Test*, or in check(candidate) of a row with entry_point; found none"
+            "no assertion of the tests would run; one has to be in the text itself, in a function test* without "
+            "arguments, in a class Test*, or in check(candidate) of a row with entry_point"
         )
     entry = frozenset(filter(None, (entry_point,)))
     names = _called(nodes)
@@ -206,21 +209,21 @@ def _of_pytest(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def _called(nodes: list[ast.AST]) -> frozenset[str]:
-    """Names that tests import from the program, or use without a definition of their own."""
+    """Names that tests import from the program, or use and do not define."""
     names = (str(getattr(n, key, "")).partition(".")[0] for n in nodes for key in ("arg", "name", "asname"))
-    own = {*dir(builtins), *names}
-    own |= {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    defined = {*dir(builtins), *names}
+    defined |= {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     imported = [n.names for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "solution"]
-    used = {n.id for n in nodes if isinstance(n, ast.Name)} - own
-    return frozenset(used | {each.name for names in imported for each in names})
+    used = {n.id for n in nodes if isinstance(n, ast.Name)} - defined
+    return frozenset(used | {alias.name for aliases in imported for alias in aliases})
 
 
 def _asserts(node: ast.AST) -> bool:
     """Whether a node is an assertion, unittest's included."""
-    called = node.func if isinstance(node, ast.Call) else None
-    method = called.attr if isinstance(called, ast.Attribute) else ""
-    name = called.id if isinstance(called, ast.Name) else method
-    return isinstance(node, ast.Assert) or name == "raises" or method.startswith("assert")
+    if not isinstance(node, ast.Call):
+        return isinstance(node, ast.Assert)
+    method = getattr(node.func, "attr", "")
+    return method.startswith("assert") or "raises" in (method, getattr(node.func, "id", ""))
 
 
 def _reached(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
@@ -246,11 +249,11 @@ def _reached(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
         for child in ast.iter_child_nodes(node):
             if not isinstance(child, (*functions, ast.ClassDef)):
                 waiting.append(child)
-        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        name = getattr(node, "id", getattr(node, "attr", ""))  # a method is reached by its name alone
         if name in bodies and name not in reached:
             reached.add(name)
             waiting += bodies[name]
 
 
 def _keys(parsed: list[Any]) -> str:
-    return ", ".join(sorted({str(key) for case in parsed for key in case})[:8]) or "no keys"
+    return ", ".join(sorted({str(key) for case in parsed for key in case})[:8]) or "none"

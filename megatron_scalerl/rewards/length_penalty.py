@@ -14,7 +14,7 @@ from megatron_scalerl.types import Score
 
 
 def length_penalty(tokens: int, section: LengthPenaltySection) -> float:
-    """R_length in [-1, 0] of a completion with so many sampled tokens. section: with both limits."""
+    """R_length in [-1, 0] of a completion of `tokens` sampled tokens. section: with both limits."""
     assert section.max_tokens is not None and section.cache_tokens is not None
     return min(0.0, max(-1.0, (section.max_tokens - tokens) / section.cache_tokens - 1))
 

@@ -64,9 +64,12 @@ def limit_process(limits: Limits) -> None:
 @contextmanager
 def limited_check(limits: Limits) -> Iterator[None]:
     """Limit processor time and memory inside the block."""
-    memory = None if limits.memory_mb is None or sys.platform != "linux" else limits.memory_mb * MIB
+    memory = limits.memory_mb
+    if sys.platform != "linux":
+        memory = None
     if memory is not None:
-        _lower(resource.RLIMIT_AS, address_space() + memory, soft_only=True)
+        _lower(resource.RLIMIT_AS, address_space() + memory * MIB, soft_only=True)
+    # the default action: a handler in Python would wait for the end of a long call in C
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
     try:
@@ -81,5 +84,6 @@ def limited_check(limits: Limits) -> Iterator[None]:
 def _lower(kind: int, value: int, *, soft_only: bool = False) -> None:
     """Set a limit, never above the hard one, which the host may have set lower."""
     hard = resource.getrlimit(kind)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
     resource.setrlimit(kind, (value, hard if soft_only else value))

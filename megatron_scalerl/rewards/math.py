@@ -31,11 +31,11 @@ _MARKED = re.compile(
 )
 _CHOICE = re.compile(r"\(? ?[A-J](?::| ?[.)])\s+[^=\n]+")
 _STYLE = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|sf)|boxed|fbox)(?![a-z])|\\[ ,;:!()\[\]]|[{}$~*\s]")
-"""What may stand around a word or the letter of a choice, as in \\textbf{(B)}\\ 12."""
+"""Commands and signs that may stand around a word or the letter of a choice, as in \\textbf{(B)}\\ 12."""
 _LETTER = re.compile(r"\(? ?([A-J]) ?(?:\)|[.:,;](?!\d)|$)(?!.*(?<![A-Za-z])[A-J](?![A-Za-z]))")
 """The letter of a choice, with what it stands for or without, and no second letter."""
 _NAME = re.compile(r"\([A-J]\)|[^\W\d_]+(?:[ '-][^\W\d_]+)*")
-_SAID = re.compile(r"(?:[Aa]nswer|[Oo]ption|[Cc]hoice)[*_\s]*(?:is|:)([^\n]*)")
+_STATEMENT = re.compile(r"(?:[Aa]nswer|[Oo]ption|[Cc]hoice)[*_\s]*(?:is|:)([^\n]*)")
 _NO_ANSWER = re.compile(
     r"(?i:n/a|none|nan|null|proof|unknown|not ?found|omitted)\.?|[\[{]\s*\".*|\[\s*\]"
     r"|\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}|\d\d?:(0\d|\d\d ?[ap]\.?m\.?|\d\d:\d\d)"
@@ -56,8 +56,12 @@ _FUNCTION = re.compile(
     r"sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|exp|sqrt|abs|min|max|mod|pmod|gcd|lcm|inf|infty"
     r"|infinity|det|deg|and|percent"
 )
-_FEW, _PARSE_S, _LONGEST = 200, 5, 2000
-"""References that one process parses, and seconds and characters of one of them."""
+_FEW = 200
+"""References that one process parses."""
+_PARSE_S = 5
+"""Seconds to parse a reference."""
+_LONGEST = 2000
+"""Characters of a reference."""
 _PERCENT = re.compile(r"\s*(?:\$|\\\)|\\\])\s*(\\?%|[Pp]ercent(?:age)?|[Pp]ct)")
 
 
@@ -74,18 +78,21 @@ def last_box(text: str) -> str | None:
     of its formula if it begins it, else the next word. A percent sign after the formula with the box is kept.
     """
     closing = _closing_braces(text)
-    content, end = None, 0
+    content = None
+    end = 0
     while (box := _BOX.search(text, end)) is not None:
         opening = end = box.end()
         if text[opening : opening + 1] == "{":
             if opening in closing:
                 end = closing[opening]
-                content, behind = text[opening + 1 : end], end + 1
+                content = text[opening + 1 : end]
+                behind = end + 1
             continue
         begins_formula = text[max(0, box.start() - 2) : box.start()].endswith(_FORMULA_START)
-        held = (begins_formula and _TO_FORMULA_END.match(text, opening)) or _WORD.match(text, opening)
-        if held:
-            content, behind = held.group().rstrip(".,;:"), held.end()
+        unbraced = (begins_formula and _TO_FORMULA_END.match(text, opening)) or _WORD.match(text, opening)
+        if unbraced:
+            content = unbraced.group().rstrip(".,;:")
+            behind = unbraced.end()
     if content is None:
         return None
     percent = _PERCENT.match(text, behind)
@@ -121,25 +128,31 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     del extra
     stated = _stated(reference)
     box = last_box(answer_text)
-    marks = _MARKED.findall(answer_text) if box is None else []
-    marked = next(filter(None, marks[-1]), "")[-TAIL:] if marks else None
+    answer = box
+    if box is None and (marks := _MARKED.findall(answer_text)):
+        answer = next(filter(None, marks[-1]), "")[-TAIL:]
+    end = answer_text[-TAIL:]
     if name := _name(stated):
-        said = _SAID.findall(answer_text[-TAIL:]) or [answer_text[-TAIL:]]
-        return _says(box or marked or said[-1], name)
-    answer = marked if box is None else box
-    found = read(answer) if answer and (answer == box or not _has_words(split_unit(answer)[0])) else NOTHING
-    if box is None and is_text(found):
-        found = NOTHING._replace(whole=parsed(latex(marked or answer_text[-TAIL:])))
-    return same(read(stated), found)
+        statements = _STATEMENT.findall(end) or [end]
+        return _says(answer or statements[-1], name)
+    reading = NOTHING
+    if answer and (answer == box or not _has_words(split_unit(answer)[0])):
+        reading = read(answer)
+    # without a box, what math-verify reads as mathematics somewhere in the text counts
+    if box is None and is_text(reading):
+        reading = NOTHING._replace(whole=parsed(latex(answer or end)))
+    return same(read(stated), reading)
 
 
 def _stated(reference: str) -> str:
-    """A reference, or the answer of one that is a worked solution: its last box, or what stands after ####."""
+    """A reference, or the answer in a worked solution: its last box, or the text after ####."""
     _, mark, after = reference.rpartition("####")
     text = after.strip()
     if mark:
         text = text.partition("\n")[0]  # MetaMathQA adds a sentence
-    return (last_box(text) if _has_words(text) else None) or text
+    if _has_words(text):
+        return last_box(text) or text
+    return text
 
 
 def _unstyled(text: str) -> str:
@@ -169,7 +182,7 @@ def _has_words(text: str) -> bool:
 
 
 def check_references(references: Sequence[str]) -> list[str]:
-    """For each reference why no answer can be scored right against it; empty for those that are mathematical objects.
+    """For each reference why no answer can be scored right against it; empty for a mathematical object.
 
     A reference has to equal its own text, fraction and decimal, and to differ from a neighbour, whose first number
     is another one. Plain numbers, words and letters are compared by rule and not tried. Many others are parsed in
@@ -189,29 +202,29 @@ def check_references(references: Sequence[str]) -> list[str]:
 
 def _problem_of(reference: str) -> str:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    said = f"expected a number, an expression or LaTeX, found {reference[:60]!r}"
+    shown = repr(reference[:60])
     reference = _stated(reference)
     if len(reference) > _LONGEST:
-        return f"{said}, {len(reference)} characters"
+        return f"{shown} has {len(reference)} characters; at most {_LONGEST} are compared"
     if _NO_ANSWER.fullmatch(reference.strip()) or _CHOICE.fullmatch(_STYLE.sub(" ", reference).strip()):
-        return f"{said}, which is a date, a time, no answer, or a choice with its text (give the letter alone)"
+        return f"{shown} is a date, a time, no answer, or a choice with its text (give the letter alone)"
     if _name(reference):
         return ""
     text = whole_answer(reference)
     if _has_words(split_unit(text)[0]):
-        return f"{said}, which is text"
+        return f"{shown} is text; it has to be a number, an expression or LaTeX"
     expected = read(reference, _PARSE_S)
     if is_text(expected):
-        return f"{said}, which math-verify cannot parse"
+        return f"{shown} cannot be parsed by math-verify"
     if _NOT_COMPUTED.search(reference):
         return ""
     for form in (reference.strip("$"), *written(expected)):
         if not same(expected, read(form, _PARSE_S), _PARSE_S):
-            return f"{said}, which does not equal {form[:60]!r}"
+            return f"{shown} and {form[:60]!r} do not compare as equal; a right answer might not be paid"
     other = _DIGIT.sub(lambda digit: str((int(digit[0]) + 1) % 10), text, 1)
     for neighbour in written(expected, 1) or {other} - {text}:
         if same(expected, read(neighbour, _PARSE_S), _PARSE_S):
-            return f"{said}, which equals {neighbour[:60]!r}"
+            return f"{shown} and {neighbour[:60]!r} compare as equal; a wrong answer might be paid"
     return ""
 
 

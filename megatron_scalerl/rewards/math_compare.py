@@ -1,4 +1,4 @@
-"""What math-verify reads in a text, and the exact comparison of what it has read.
+"""Readings of a text by math-verify, and their exact comparison.
 
 math-verify compares decimals after rounding to 6 places, and everything else after `evalf(chop=True)`, which takes
 1e-20 for 0. Here a decimal is the fraction that it prints, and two numbers are equal if their difference is 0, or if
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from megatron_scalerl.rewards.math_text import split_unit, whole_answer
 
 _ZERO = 1e-40
-"""What counts as 0 in a difference that is evaluated to 50 digits."""
+"""A difference that is evaluated to 50 digits counts as 0 below this."""
 
 
 class Reading(NamedTuple):
-    """What math-verify reads in a text that is an answer and nothing else."""
+    """Expressions that math-verify reads in a text which is an answer and nothing else."""
 
     whole: list[Any]
     """The text as it is: expressions, and a text."""
@@ -36,7 +36,10 @@ def read(text: str, timeout_s: int | None = None) -> Reading:
     value, unit = split_unit(text)
     delimited = "$" in value or "\\boxed" in value
     whole = parsed(text if delimited else f"\\boxed{{{text}}}", False, timeout_s)
-    return Reading(whole, [] if value == text else parsed(f"\\boxed{{{value}}}", False, timeout_s), unit)
+    values = []
+    if value != text:
+        values = parsed(f"\\boxed{{{value}}}", False, timeout_s)
+    return Reading(whole, values, unit)
 
 
 def parsed(text: str, units: bool = True, timeout_s: int | None = None) -> list[Any]:
@@ -52,19 +55,19 @@ def parsed(text: str, units: bool = True, timeout_s: int | None = None) -> list[
 
 
 def is_text(reading: Reading) -> bool:
-    """What math-verify returns where it reads nothing as mathematics."""
+    """Whether a reading has texts alone, as math-verify returns where it reads nothing as mathematics."""
     return all(isinstance(part, str) for part in reading.whole + reading.values)
 
 
-def same(expected: Reading, found: Reading, timeout_s: int | None = None) -> bool:
+def same(expected: Reading, answer: Reading, timeout_s: int | None = None) -> bool:
     """True if an answer equals the reference. One of them may lack its unit, but units may not differ."""
     gold = expected.whole + expected.values
-    answers = found.whole + found.values
-    if expected.unit and found.unit:
-        if expected.unit != found.unit:
+    answers = answer.whole + answer.values
+    if expected.unit and answer.unit:
+        if expected.unit != answer.unit:
             return False
         gold = expected.values
-        answers = found.values
+        answers = answer.values
     variables = set().union(*(getattr(part, "free_symbols", ()) for part in gold))
     solved = [part for part in answers if variables <= getattr(part, "free_symbols", set())]
     return _exact_verify()(gold + _solutions(gold), answers + _solutions(solved), timeout_seconds=timeout_s)
@@ -78,7 +81,9 @@ def written(reading: Reading, more: int = 0) -> list[str]:
     from sympy import Expr, Rational
 
     (read_as, *_) = reading.values or reading.whole
-    value = _exact(read_as) if isinstance(read_as, Expr) else None
+    if not isinstance(read_as, Expr):
+        return []
+    value = _exact(read_as)
     if not isinstance(value, Rational) or not value.is_finite:
         return []
     value += Rational(more, value.q)
@@ -88,7 +93,7 @@ def written(reading: Reading, more: int = 0) -> list[str]:
 
 
 def _solutions(parts: Iterable[Any]) -> list[Any]:
-    """The sets of those inequalities that are solved for their variable: of 0 <= x < 1, and of x < 0, x > 1."""
+    """The sets of inequalities that are solved for their variable, as 0 <= x < 1, or x < 0, x > 1 are."""
     from sympy import Intersection, Set, Union
 
     sets = []
@@ -136,9 +141,9 @@ def _exact(expression: Any) -> Any:
     from math_verify.grader import safe_sympy_doit
     from sympy import Float, I, Rational
 
-    known = {decimal: Rational(str(decimal)) for decimal in expression.atoms(Float)}
-    known |= {symbol: I for symbol in expression.free_symbols if str(symbol) == "i"}
-    return safe_sympy_doit(expression.xreplace(known))
+    exact = {decimal: Rational(str(decimal)) for decimal in expression.atoms(Float)}
+    exact |= {symbol: I for symbol in expression.free_symbols if str(symbol) == "i"}
+    return safe_sympy_doit(expression.xreplace(exact))
 
 
 def _equal(gold: Any, answer: Any) -> bool:

@@ -160,8 +160,9 @@ def split_unit(text: str) -> tuple[str, str]:
             lambda unit: (unit["prefix"] or "")[:1] + (unit.lastgroup or ""), re.sub(r"\\(?:unit|cdot)", " ", units)
         )
         return value, re.sub(r"[^\w/]", "", named)
-    noted = _NOTED.fullmatch(text)
-    return (noted[1] or noted[2] if noted else text), ""
+    if noted := _NOTED.fullmatch(text):
+        text = noted[1] or noted[2]
+    return text, ""
 
 
 def _rewritten(text: str, rewrites: _Rewrites) -> str:

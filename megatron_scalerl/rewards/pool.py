@@ -24,7 +24,7 @@ Identical checks (same text, reference and extra columns) run once, so a verifie
 The scores of CACHE_SIZE checks are cached; a result that may differ next time (a raised error, a crash, the
 wall-clock limit) is shared only by the callers that are waiting for it.
 
-Verifiers of tasks have pools of their own (`TaskPools`), so that slow ones do not hold up fast ones.
+Each task has its pool (`TaskPools`), so that slow ones do not hold up fast ones.
 
 Worst case of n different checks that all exceed the limit of processor time: n * (cpu_s + R) / workers seconds on
 dedicated CPUs, with R about 0.5 s for the replacement of a process: 48 prompts x 16 with the default of 2 s take 16
@@ -63,12 +63,16 @@ CACHE_SIZE = 4096
 """Cached scores, evicted least recently used first."""
 MAX_DEFAULT_WORKERS = 8
 """Most verifier processes where the recipe does not set their number."""
-MAX_UNAVAILABLE, RECENT = 64, 256
-"""Checks in a row that could not be made, after which the pool ends; and among how many half may not."""
+MAX_UNAVAILABLE = 64
+"""Checks in a row that could not be made, after which the pool ends."""
+RECENT = 256
+"""Latest checks; the pool ends where more than half of them could not be made."""
 ALONE = 0.1
 """Share of the last RECENT tries up to which a failure is that of one answer alone."""
-TRIES, PAUSES_S = 3, (1.0, 5.0)
-"""Of a check that could not be made, and the pauses between them."""
+TRIES = 3
+"""Tries of a check that could not be made."""
+PAUSES_S = (1.0, 5.0)
+"""Pauses between the tries (s)."""
 WAITING_SHARE = 0.1
 """A check that used a processor for less than this share of its wall-clock limit was waiting for something."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
@@ -84,12 +88,12 @@ INHERITED = (
     "CONDA_PREFIX",
     "PYTHONHOME",
 )
-"""Environment variables that a verifier inherits, besides LC_* and those of `rewards.environment`."""
+"""Environment variables that a verifier inherits, besides LC_* and `rewards.environment`."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Check:
-    """One outstanding check; all callers of identical checks await `score`."""
+    """An outstanding check; all callers of identical checks await `score`."""
 
     score: asyncio.Task[Score]
     callers: int = 0
@@ -161,7 +165,7 @@ class VerifierPool:
     ) -> Score:
         """The score of one completion; None or a blank text is no answer, a truncated one is wrong.
 
-        tokens: those that the policy sampled, for rewards.length_penalty.
+        tokens: number of tokens that the policy sampled, for rewards.length_penalty.
         Raises CompletionLost (`verifier_lost`) if no process could be started for it or its check could not be made,
         and RuntimeError if that persisted or the pool is closed.
         """
@@ -176,8 +180,10 @@ class VerifierPool:
             except CompletionLost as lost:
                 self.counters[lost.reason] += 1
                 raise
-        if score.correct or score.reason:
-            self.counters["correct" if score.correct else score.reason] += 1
+        if score.correct:
+            self.counters["correct"] += 1
+        elif score.reason:
+            self.counters[score.reason] += 1
         return penalized(score, tokens, self._rewards.length_penalty)
 
     async def problem_of(self, prompt: Prompt) -> str:
@@ -198,6 +204,7 @@ class VerifierPool:
             self._outstanding[key] = _Check(score=asyncio.create_task(self._check(key, request)))
         check = self._outstanding[key]
         check.callers += 1
+        # shielded: a caller that is cancelled must not take the score away from the others
         try:
             return await asyncio.shield(check.score)
         finally:
@@ -231,11 +238,13 @@ class VerifierPool:
             outcome, _ = await self._workers.ask(b"", request)
         except WorkerDied as death:
             if not death.read:
-                lost = f"expected a verifier process for a completion, found {death}"
-                raise CompletionLost(lost, reason="verifier_lost") from None
+                raise CompletionLost(
+                    f"no verifier process took a completion: {death}", reason="verifier_lost"
+                ) from None
             reason = self._exceeded(death)
-            waited = death.late and death.busy < WAITING_SHARE
-            why = f"{self._rewards.verifier}: {death}, while it waited" if waited and self._asks_others else ""
+            why = ""
+            if death.late and death.busy < WAITING_SHARE and self._asks_others:
+                why = f"{self._rewards.verifier}: {death}, while it waited"
             return self._wrong(reason or "crash"), reason != "" and not death.late, why
         return self._score_of(outcome), not outcome.error and not outcome.unavailable, outcome.unavailable
 
@@ -291,7 +300,7 @@ def _environment(passed: Sequence[str]) -> dict[str, str]:
     """
     for name in passed:
         if name not in os.environ:
-            raise ValueError(f"rewards.environment: expected {name!r} to be set, found no such environment variable")
+            raise ValueError(f"rewards.environment: the environment variable {name!r} is not set")
     path = os.pathsep.join(filter(None, (PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
     kept = {n: v for n, v in os.environ.items() if n in INHERITED or n.startswith("LC_") or n in passed}
     # unbuffered: output before a kill is not lost
@@ -330,9 +339,9 @@ class TaskPools:
     async def score(
         self, text_after_thinking: str | None, prompt: Prompt, *, truncated: bool = False, tokens: int = 0
     ) -> Score:
-        """As `VerifierPool.score`."""
+        """The score of a completion; raises as `VerifierPool.score`."""
         return await self._pools[prompt.task].score(text_after_thinking, prompt, truncated=truncated, tokens=tokens)
 
     async def problem_of(self, prompt: Prompt) -> str:
-        """As `VerifierPool.problem_of`."""
+        """Why no answer to a prompt may be paid; raises as `VerifierPool.problem_of`."""
         return await self._pools[prompt.task].problem_of(prompt)

@@ -1,5 +1,7 @@
 """Runs programs in a sandbox, from the process of a verifier.
 
+    process started -> "unshared" -> id maps written -> request sent -> "ready" -> a result for each run -> closed
+
 Each `Sandbox` is a set of processes with their own user, process, network, mount, IPC and UTS namespaces
 (`sandbox_init`), a file system without anything of the host but the Python interpreter (`sandbox_root`), a list of
 allowed system calls (`sandbox_seccomp`) and limits of processor time, memory, files and threads. What the programs
@@ -38,7 +40,7 @@ class SandboxError(VerifierUnavailable):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a program did."""
+    """The outcome of a program's run."""
 
     code: int
     """Exit status; negative: the signal that ended it."""
@@ -51,7 +53,7 @@ class Result:
 
 
 class Sandbox:
-    """One sandbox; `with` closes it. The programs of one request run in it, one after another."""
+    """A sandbox; `with` closes it. The programs of one request run in it, one after another."""
 
     def __init__(self, limits: Limits, *, deadline: float | None = None):
         """Raises SandboxError if it cannot be made. deadline: of its answers, by time.monotonic (s); None: none."""
@@ -70,7 +72,7 @@ class Sandbox:
                 bufsize=0,
             )
         except OSError as error:
-            raise SandboxError(f"expected a process for a sandbox, found {error}") from None
+            raise SandboxError(f"the process of a sandbox cannot be started: {error}") from None
         try:
             self._expect("unshared")
             self._map_ids()
@@ -139,7 +141,7 @@ class Sandbox:
             for part in (FRAME.pack(len(body)), body):
                 self._write(part)
         except BrokenPipeError:
-            raise SandboxError("expected a sandbox, found its process ended") from None
+            raise SandboxError("the sandbox's process has ended") from None
         self._expect("ready")
 
     def _write(self, part: bytes) -> None:
@@ -149,22 +151,25 @@ class Sandbox:
 
     def _map_ids(self) -> None:
         """Map this user into the sandbox's namespace; of root also the user that programs become."""
-        user, group = os.geteuid(), os.getegid()
+        user = os.geteuid()
+        group = os.getegid()
         folder = Path(f"/proc/{self._process.pid}")
-        extra = "" if user else f"{UNPRIVILEGED} {UNPRIVILEGED} 1\n"
+        extra = f"{UNPRIVILEGED} {UNPRIVILEGED} 1\n"
         try:
             if user:
+                extra = ""
+                # the kernel lets an unprivileged user map groups only after this
                 (folder / "setgroups").write_text("deny")
             (folder / "uid_map").write_text(f"{user} {user} 1\n{extra}")
             (folder / "gid_map").write_text(f"{group} {group} 1\n{extra}")
         except OSError as error:
-            raise SandboxError(f"expected to map users {user} and {UNPRIVILEGED}, found {error.strerror}") from None
+            raise SandboxError(f"users {user} and {UNPRIVILEGED} cannot be mapped: {error.strerror}") from None
 
     def _expect(self, word: str) -> None:
-        found = self._line()
-        if found != [word]:
-            why = " ".join(found[1:]) or "its process ended"
-            raise SandboxError(f"expected a sandbox (user namespaces of Linux), found {why}")
+        words = self._line()
+        if words != [word]:
+            why = " ".join(words[1:]) or "its process has ended"
+            raise SandboxError(f"a sandbox (user namespaces of Linux) cannot be made: {why}")
 
     def _result(self) -> Result | None:
         """The next result, None if there is none: the program ended the sandbox.
@@ -175,12 +180,13 @@ class Sandbox:
         if not line:
             return None
         if line[0] == "failed":
-            raise SandboxError(f"expected a program to start in its sandbox, found {' '.join(line[1:])}")
+            raise SandboxError(f"a program cannot be started in its sandbox: {' '.join(line[1:])}")
         _, code, full, cpu_left_s, size = line
         while len(self._buffer) < int(size):
             if not self._read():
                 return None
-        output, self._buffer = self._buffer[: int(size)], self._buffer[int(size) :]
+        output = self._buffer[: int(size)]
+        self._buffer = self._buffer[int(size) :]
         return Result(code=int(code), output=output, full=full == "1", cpu_left_s=float(cpu_left_s))
 
     def _line(self) -> list[str]:
@@ -194,9 +200,11 @@ class Sandbox:
     def _read(self) -> bool:
         """Read more; False at the end. Raises SandboxError after the deadline."""
         assert self._process.stdout is not None
-        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        left = None
+        if self._deadline is not None:
+            left = max(0.0, self._deadline - time.monotonic())
         if not select.select([self._process.stdout], [], [], left)[0]:
-            raise SandboxError("expected an answer of a sandbox in time, found none")
+            raise SandboxError("a sandbox has not answered in time")
         part = self._process.stdout.read(1 << 20) or b""
         self._buffer += part
         return bool(part)

@@ -1,10 +1,10 @@
-"""What runs beside a program in the sandbox: this file's text, in its own interpreter. Standard library only.
+"""Runs a program in the sandbox, as the text of its interpreter's -c. Standard library only.
 
 Roles, by the first argument:
 
     program   runs the program, which reads standard input
     solution  runs the program, then calls its functions for the process with the tests
-    tests     runs tests in a process of their own, by the text of sandbox_tests.py, which is the third argument
+    tests     runs tests, in another process, by the text of sandbox_tests.py, which is the third argument
 
 The program has no access to the process with the tests: it sees arguments and chooses results, no more. Values cross
 as JSON and are copies; other objects stay with the program, and the tests hold a `Remote`.
@@ -29,8 +29,11 @@ if TYPE_CHECKING:  # every run of a program pays for what is imported here
     from collections.abc import Callable
     from typing import Any, BinaryIO
 
-SOURCE, REQUESTS, REPLIES, VERDICT = 3, 4, 5, 6
-"""File descriptors."""
+SOURCE = 3
+"""File descriptor of the program's or the tests' text; the next ones are for requests, replies and the verdict."""
+REQUESTS = 4
+REPLIES = 5
+VERDICT = 6
 PASSED = b"passed"
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST
 SITE_MODULES = (
@@ -62,16 +65,18 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 }
 _TWO = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")
 _OF_TWO = {f"__{name}__": getattr(_operator, name) for name in _TWO}
-"""Between two objects of the program. Beside a value of the tests, the program would see what it must equal."""
+"""Operations on two objects of the program. With a value of the tests, the program would see what it must equal."""
 _SPECIAL |= _OF_TWO
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
     """Plain data as JSON values; `other` encodes any object that is not plain data."""
-    if value is None or isinstance(value, (bool, str)):
-        return value if value is None or isinstance(value, bool) else str(value)
-    if isinstance(value, (int, float)):
-        return int(value) if isinstance(value, int) else float(value)
+    if value is None or isinstance(value, bool):
+        return value
+    # of a subclass, whose methods the program wrote, the plain value crosses
+    for plain in (str, int, float):
+        if isinstance(value, plain):
+            return plain(value)
     if isinstance(value, list):
         return [encode(item, other) for item in value]
     for tag, kind in (("t", tuple), ("f", frozenset), ("s", set)):
@@ -83,7 +88,8 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
         return {"b": bytes(value).decode("latin-1")}
     if isinstance(value, complex):
         return {"c": [value.real, value.imag]}
-    module, name = type(value).__module__, type(value).__name__
+    module = type(value).__module__
+    name = type(value).__name__
     if (module, name) == ("collections", "deque"):
         return {"q": [encode(list(value), other), value.maxlen]}
     if name in _VALUES.get(module, ()):
@@ -139,11 +145,13 @@ def receive(file: BinaryIO) -> Any:
 def site_names(tree: ast.AST) -> dict[str, Any]:
     """Names of `SITE_MODULES`, and these modules, that a program uses and nothing else gives it."""
     used: set[str] = set()
-    bound, nodes = set(dir(builtins)), [tree]
+    bound = set(dir(builtins))
+    nodes = [tree]
     for node in nodes:  # ast.walk, without importing ast
         values: list[Any] = [getattr(node, field, None) for field in node._fields]
         for value in values:
-            nodes += [item for item in (value if isinstance(value, list) else [value]) if hasattr(item, "_fields")]
+            items = value if isinstance(value, list) else [value]
+            nodes += [item for item in items if hasattr(item, "_fields")]
         kind = type(node).__name__
         if kind == "Name":
             (used if type(node.ctx).__name__ == "Load" else bound).add(node.id)  # type: ignore[attr-defined]
@@ -161,7 +169,10 @@ def site_names(tree: ast.AST) -> dict[str, Any]:
 
 
 def run_as(name: str, source: str, given: dict[str, Any], tree: ast.Module | None = None) -> dict[str, Any]:
-    """Run a text as the module `name`; returns the names that it binds beside `given`. tree: its tree, if changed."""
+    """Run a text as the module `name`; returns the names that it binds to other values than `given`.
+
+    tree: the text's tree, if it was changed.
+    """
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     module = type(sys)(name)
     sys.modules[name] = module
@@ -189,7 +200,8 @@ class Solution:
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         names = run_program(source, "solution")
-        self._requests, self._replies = os.fdopen(REQUESTS, "rb"), os.fdopen(REPLIES, "wb")
+        self._requests = os.fdopen(REQUESTS, "rb")
+        self._replies = os.fdopen(REPLIES, "wb")
         send(self._replies, {name: self._named(value) for name, value in names.items()})
         sys.stdout = io.TextIOWrapper(io.BytesIO(), "utf8", "backslashreplace", write_through=True)
         self._printed = sys.stdout
@@ -200,7 +212,7 @@ class Solution:
             if "returned" in request:
                 return decode(request["returned"], self._object)
             if "raised" in request:
-                raise _again(request)
+                raise _exception_of_tests(request)
             arguments: tuple[Any, ...] = ()
             self._awaits = False
             reply: dict[str, Any]
@@ -214,11 +226,11 @@ class Solution:
                 reply = {"error": _kinds(type(error)), "message": str(error), "state": state}
                 reply["number"] = getattr(error, _NUMBER, None)
             reply["args"] = [encode(item, self._handle) for item in arguments]
-            send(self._replies, reply | {"awaits": self._awaits, "printed": self._taken()})
+            send(self._replies, reply | {"awaits": self._awaits, "printed": self._new_output()})
         os._exit(0)
 
-    def _taken(self) -> str:
-        """What the program has printed since the last time, for tests that look at it; at most 1 MiB."""
+    def _new_output(self) -> str:
+        """The program's output since the last call, for tests that look at it; at most 1 MiB."""
         buffer = self._printed.buffer
         text = buffer.getvalue()[: 1 << 20].decode("utf8", "replace")  # type: ignore[attr-defined]
         buffer.seek(0)
@@ -251,12 +263,16 @@ class Solution:
         if what == "call":
             result = target(*arguments, **keywords)
             self._awaits = hasattr(result, "__await__")
-            return _awaited(result) if self._awaits else result
+            if self._awaits:
+                return _awaited(result)
+            return result
         if what == "iter":
             return iter(target)
         if what == "__next__":
             return next(([item] for item in target), [])
-        return getattr(target, what[1:]) if what[0] == "." else _SPECIAL[what](target, *arguments)
+        if what[0] == ".":
+            return getattr(target, what[1:])
+        return _SPECIAL[what](target, *arguments)
 
     def _handle(self, value: Any) -> dict[str, int]:
         if id(value) not in self._numbers:
@@ -265,12 +281,13 @@ class Solution:
         return {"h": self._numbers[id(value)]}
 
 
-def _again(request: dict[str, Any]) -> Exception:
+def _exception_of_tests(request: dict[str, Any]) -> Exception:
     """The exception that a function of the tests raised, for the program that called it."""
     kind: Any = getattr(builtins, request["kind"], None)
-    known = isinstance(kind, type) and issubclass(kind, Exception)
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        kind = RuntimeError
     try:
-        error = kind(request["message"]) if known else RuntimeError(request["message"])
+        error = kind(request["message"])
     except TypeError:  # it needs other arguments
         error = RuntimeError(request["message"])
     setattr(error, _NUMBER, request["raised"])
@@ -286,7 +303,9 @@ def _kinds(kind: type[BaseException]) -> list[str]:
 
 async def _awaitable(value: Any) -> Any:
     """A result of the program is awaited in its own process."""
-    return await value if hasattr(value, "__await__") else value
+    if hasattr(value, "__await__"):
+        return await value
+    return value
 
 
 def _awaited(value: Any) -> Any:

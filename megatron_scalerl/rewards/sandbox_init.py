@@ -40,9 +40,13 @@ clock."""
 MIB = 2**20
 _NEW = {"NS": 0x00020000, "UTS": 0x04000000, "IPC": 0x08000000, "USER": 0x10000000, "PID": 0x20000000}
 _FLAGS = sum(_NEW.values()) | 0x40000000  # and CLONE_NEWNET
-_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
+_PR_SET_DUMPABLE = 4
+_PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION = 0x20080522
-_LEFT, _RIGHT = 0, 1
+_LEFT = 0
+"""The end of a pipe to read from."""
+_RIGHT = 1
+"""The end of a pipe to write to."""
 _CHUNK = 1 << 16
 _VERDICT_BYTES = 64
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -153,8 +157,11 @@ class _Programs:
     """Runs the programs of one request, one after another, each within the processor time of one."""
 
     def __init__(self, request: dict[str, Any], executable: str, guest: str, tests: str, results: _Results):
-        self._request, self._executable, self._results = request, executable, results
-        self._guest, self._tests = guest, tests
+        self._request = request
+        self._executable = executable
+        self._results = results
+        self._guest = guest
+        self._tests = tests
         self._cpu_left = 0.0
         self._started = False
         """Whether a program has run: what fails after that may be its work."""
@@ -178,7 +185,8 @@ class _Programs:
             self._run_once(program, text.encode(errors="replace"), limit)
 
     def _run_once(self, program: bytes, text: bytes, limit: int) -> None:
-        source, stdout = os.pipe(), os.pipe()
+        source = os.pipe()
+        stdout = os.pipe()
         # a file, as on competition sites: some programs ask for its size
         stdin = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         with open(stdin, "wb", closefd=False) as file:
@@ -218,20 +226,21 @@ class _Programs:
 
         Raises _NotStarted.
         """
-        told, tell = os.pipe()  # closed by exec
+        read_end, write_end = os.pipe()  # closed by exec, or it brings the reason why there is none
         try:
             pid = os.fork()
         except OSError as error:
             raise _NotStarted(error) from None
         if pid:
-            _close(tell)
-            with os.fdopen(told, errors="replace") as file:
+            _close(write_end)
+            with os.fdopen(read_end, errors="replace") as file:
                 if reason := file.read():
                     raise _NotStarted(reason)
             self._started = True
             return pid
         try:
-            tell = fcntl.fcntl(tell, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2)
+            # all descriptors move up first: the places from 0 on may be in use by one of them
+            write_end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2)
             ours = [stdin, stdout, os.open("/dev/null", os.O_WRONLY), *ends]
             copies = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2) for end in ours]
             for number, copy in enumerate(copies):
@@ -243,7 +252,7 @@ class _Programs:
             command = [self._executable, "-S", "-P", "-X", "utf8", "-c", *arguments]
             os.execve(self._executable, command, {"PYTHONHASHSEED": "0"})
         except BaseException as error:
-            os.write(tell, str(error).encode(errors="replace"))
+            os.write(write_end, str(error).encode(errors="replace"))
         finally:
             os._exit(127)
 
@@ -260,7 +269,8 @@ class _Programs:
             (resource.RLIMIT_MEMLOCK, 0),
         ):
             hard = resource.getrlimit(kind)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            if hard != resource.RLIM_INFINITY:
+                value = min(value, hard)
             resource.setrlimit(kind, (value, value))
 
 
@@ -277,7 +287,9 @@ def _pump(pid: int, feeds: dict[int, bytes], output: int, limit: int) -> tuple[b
         poll.register(fd, select.POLLOUT if fd in feeds else select.POLLIN)
     exited = os.pidfd_open(pid)
     poll.register(exited, select.POLLIN)
-    read, is_open, running = bytearray(), True, True
+    read = bytearray()
+    is_open = True
+    running = True
     while running and len(read) <= limit:
         for fd, _ in poll.poll():
             if fd == 0:
@@ -291,7 +303,9 @@ def _pump(pid: int, feeds: dict[int, bytes], output: int, limit: int) -> tuple[b
             if feeds.get(fd) == b"" or (fd == output and not is_open):
                 poll.unregister(fd)
                 feeds.pop(fd, None)
-                _close(*([fd] if fd != output else []))
+                if fd != output:  # which is closed below
+                    _close(fd)
+    # what the process wrote before it exited may still be in the pipe
     while is_open and len(read) <= limit and _read_into(read, output):
         pass
     if len(read) > limit:

@@ -13,10 +13,10 @@ from megatron_scalerl.rewards.sandbox_seccomp import MACHINE, is_supported
 
 TIMEOUT_S = 60.0
 MEMORY_MB = 4096
-"""Of the probe: enough for its threads, so that only their own limit can stop them."""
+"""Memory of the probe: enough for its threads, so that only their own limit can stop them."""
 FEWEST_THREADS = 8
 """Threads that a program must be able to start."""
-_HEAD = "rewards.verifier code: expected a host that can isolate programs"
+_HEAD = "rewards.verifier code: this host cannot isolate programs"
 _PROBE = f"""
 import json, os, socket, threading
 def fails(call):
@@ -51,21 +51,22 @@ print(json.dumps({{
 def check_sandbox(limits: Limits) -> None:
     """Try a sandbox, and a program within `limits`. Raises ValueError, in one line, if this host cannot."""
     if not is_supported() or sys.platform != "linux":
-        raise ValueError(f"{_HEAD}, Linux on {MACHINE}, found {sys.platform} on {os.uname().machine}")
-    found = json.loads(_run(_PROBE, Limits(cpu_s=TIMEOUT_S, memory_mb=MEMORY_MB, file_mb=0)).output)
-    threads = found.pop("threads")
+        raise ValueError(f"{_HEAD}: it is {sys.platform} on {os.uname().machine}, not linux on {MACHINE}")
+    leaks = json.loads(_run(_PROBE, Limits(cpu_s=TIMEOUT_S, memory_mb=MEMORY_MB, file_mb=0)).output)
+    threads = leaks.pop("threads")
+    # before Linux 5.14 RLIMIT_NPROC counts all processes of the user on the host
     if not FEWEST_THREADS <= threads < THREADS:
-        bounds = f"{FEWEST_THREADS} to {THREADS} threads of a program (Linux 5.14)"
-        raise ValueError(f"{_HEAD}, {bounds}, found {threads}")
-    prefix = sys.base_prefix.split("/")[1]
-    found["files of the host"] = [name for name in found["files of the host"] if name != prefix]
-    for what, value in found.items():
-        if value:
-            raise ValueError(f"{_HEAD}, found {what} inside{_named(value)}")
-    if _run("pass", limits).code:
         raise ValueError(
-            f"rewards.memory_mb: expected enough for an interpreter (verifier code), found {limits.memory_mb}"
+            f"{_HEAD}: a program can start {threads} threads; with Linux 5.14 it is {FEWEST_THREADS} to {THREADS}"
         )
+    # the interpreter's folder has to be there; in /usr or /lib it is no further one
+    prefix = sys.base_prefix.split("/")[1]
+    leaks["files of the host"] = [name for name in leaks["files of the host"] if name != prefix]
+    for what, value in leaks.items():
+        if value:
+            raise ValueError(f"{_HEAD}: a program has {what}{_named(value)}")
+    if _run("pass", limits).code:
+        raise ValueError(f"rewards.memory_mb: {limits.memory_mb} MiB are too few for the verifier code's interpreter")
 
 
 def _named(value: Any) -> str:
@@ -78,8 +79,8 @@ def _run(program: str, limits: Limits) -> Result:
         with Sandbox(limits, deadline=time.monotonic() + TIMEOUT_S) as sandbox:
             results = list(sandbox.run(program, [""], [1 << 16]))
     except SandboxError as error:
-        raise ValueError(f"{_HEAD}; {error}") from None
+        raise ValueError(f"{_HEAD}: {error}") from None
     if not results or (results[0].code and program is _PROBE):
-        found = f"exit status {results[0].code}" if results else "its end"
-        raise ValueError(f"{_HEAD}, and {os.path.realpath(sys.executable)} to run inside, found {found}")
+        end = f"with exit status {results[0].code}" if results else "without a result"
+        raise ValueError(f"{_HEAD}: {os.path.realpath(sys.executable)} inside a sandbox ended {end}")
     return results[0]

@@ -19,19 +19,28 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 TMP_FILES = 256
 """Inodes of /tmp."""
 MIB = 2**20
-_BIND, _RECURSIVE, _PRIVATE, _NOSUID, _NODEV, _DETACH = 4096, 16384, 1 << 18, 2, 4, 2
-_AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
+_BIND = 4096
+_RECURSIVE = 16384
+_PRIVATE = 1 << 18
+_NOSUID = 2
+_NODEV = 4
+_DETACH = 2
+"""Flags of mount and umount2, of linux/mount.h."""
+_AT_RECURSIVE = 0x8000
+_AT_FDCWD = -100
 _ATTRIBUTES = 0x1 | 0x2  # MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID
-_PIVOT_ROOT, _MOUNT_SETATTR = 155, 442
+_PIVOT_ROOT = 155
+_MOUNT_SETATTR = 442
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def build_root(executable: str, libraries: Sequence[str], *, file_mb: int) -> str:
     """Replace this mount namespace's tree; returns the interpreter's path in the new one. Raises OSError.
 
-    executable: the interpreter, without symbolic links. libraries: its folders, besides those of the system.
+    executable: the interpreter, without symbolic links. libraries: its folders, besides the system's folders.
     file_mb: the largest file of a program (MiB); /tmp holds four of them.
     """
+    # private: what the host mounts from now on does not appear here
     _mount("none", "/", "", _RECURSIVE | _PRIVATE, "")
     place = next(path for path in ("/tmp", "/var", "/usr") if os.path.isdir(path))
     _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=1024,mode=755")
@@ -67,7 +76,8 @@ def _show(path: str) -> None:
 
 
 def _make_read_only() -> None:
-    """Every mount of the tree, those below a folder of the host too."""
+    """Make every mount of the tree read-only, also the mounts below a folder of the host."""
+    # mount(MS_REMOUNT) would reach the topmost mount alone
     attributes = struct.pack("=QQQQ", _ATTRIBUTES, 0, 0, 0)
     result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
     _check(result, "mount_setattr")

@@ -20,7 +20,8 @@ MACHINE = "x86_64"
 _ARCH = 0xC000003E
 """AUDIT_ARCH_X86_64 of linux/audit.h."""
 _X32 = 0x40000000
-_CLONE, _CLONE3 = 56, 435
+_CLONE = 56
+_CLONE3 = 435
 _CLONE_THREAD = 0x00010000
 # fmt: off
 _ALLOWED = {
@@ -59,12 +60,22 @@ _ALLOWED = {
 # fmt: on
 """Name -> number, of arch/x86/entry/syscalls/syscall_64.tbl."""
 
-_KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_KILL_PROCESS = 0x80000000
+_ERRNO = 0x00050000
+_ALLOW = 0x7FFF0000
+"""Results of a filter, of linux/seccomp.h."""
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
 """Opcodes of classic BPF: load a word, jump if equal, if at least, if a bit is set, return."""
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER = 0
+_ARCHITECTURE = 4
+_FIRST_ARGUMENT = 16
 """Offsets in struct seccomp_data, little-endian."""
-_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+_PR_SET_SECCOMP = 22
+_SECCOMP_MODE_FILTER = 2
 
 
 class _Program(ctypes.Structure):

@@ -1,4 +1,9 @@
-"""The tests' side in the sandbox: `sandbox_guest` executes this text behind its own, in the process of the tests."""
+"""The tests' side in the sandbox: `sandbox_guest` executes this text after its own, in the process of the tests.
+
+    names of the program arrive -> tests run, each use of a name is a request -> every assertion leaves a verdict
+
+Only a process in which at least one assertion was evaluated, and all of them held, reports that the program passed.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +84,11 @@ for _name in _SPECIAL:
 
 
 class Tests:
-    """The side of the tests."""
+    """The side of the tests: runs them, and asks the program's process for what they use of it."""
 
     def __init__(self) -> None:
-        self._requests, self._replies = os.fdopen(REQUESTS, "wb"), os.fdopen(REPLIES, "rb")
+        self._requests = os.fdopen(REQUESTS, "wb")
+        self._replies = os.fdopen(REPLIES, "rb")
         self._remotes: dict[int, Remote] = {}
         self._functions: list[Any] = []
         self._raised: dict[int, Exception] = {}
@@ -111,13 +117,16 @@ class Tests:
             unittest.TestCase.failureException = _Failed
         hooks: dict[str, Any] = {_BEGUN: _begun, _EVALUATED: _evaluated, _CALLED: _called, _AWAITABLE: _awaitable}
         hooks["pytest"] = sys.modules["pytest"]
-        found = run_as("__main__", source, names | hooks, _instrumented(tree))
-        for name, value in found.items():
+        defined = run_as("__main__", source, names | hooks, _instrumented(tree))
+        for name, value in defined.items():
             _run_test(name, value)
-        if callable(check := found.get("check")) and entry_point:
-            check(names[entry_point] if entry_point in names else getattr(names["Solution"](), entry_point))
+        if callable(check := defined.get("check")) and entry_point:
+            if entry_point in names:
+                check(names[entry_point])
+            else:
+                check(getattr(names["Solution"](), entry_point))
         _end_threads()
-        assert VERDICTS and all(held for [held] in VERDICTS), "an assertion did not hold, or none was evaluated"
+        assert VERDICTS and all(verdict for [verdict] in VERDICTS), "an assertion failed, or none was evaluated"
 
     def ask(self, what: str, number: int, args: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> Any:
         """The result of a call in the program's process; lists, dicts and sets among `args` change as it says."""
@@ -158,15 +167,15 @@ class Tests:
             return {"raised": len(self._raised) - 1, "kind": type(error).__name__, "message": str(error)}
 
     async def _later(self, reply: dict[str, Any]) -> Any:
-        """What awaiting a call gives, which the program has done already."""
+        """The result of awaiting a call, which the program has done already."""
         return self._result(reply)
 
     def _result(self, reply: dict[str, Any]) -> Any:
         if "error" in reply:
             if reply["number"] in self._raised:
                 raise self._raised[reply["number"]]
-            own = [self._exceptions[name] for name in reply["error"] if name in self._exceptions]
-            error = own[0](reply["message"]) if own else _exception(reply["error"][-1], reply["message"])
+            kinds = [self._exceptions[name] for name in reply["error"] if name in self._exceptions]
+            error = kinds[0](reply["message"]) if kinds else _exception(reply["error"][-1], reply["message"])
             error.__dict__.update({name: decode(value, self._remote) for name, value in reply["state"].items()})
             raise error
         return decode(reply["result"], self._remote)
@@ -181,8 +190,8 @@ class Tests:
             os._exit(1)
         return message
 
-    def _names(self, found: dict[str, Any], tree: ast.AST, entry_point: str) -> dict[str, Any]:
-        """Names of the program for the tests.
+    def _names(self, program: dict[str, Any], tree: ast.AST, entry_point: str) -> dict[str, Any]:
+        """Names of the program for the tests. program: what the program sent of each of its names.
 
         One that is also a builtin is the builtin, so that the program cannot replace `all` or `isinstance`, unless
         it is the entry point, or the only name of the program that the tests use. A program without any of their
@@ -195,27 +204,27 @@ class Tests:
         used |= {alias.name for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
         if any(alias.name == "solution" for n in nodes if isinstance(n, ast.Import) for alias in n.names):
             used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        if entry_point and entry_point not in found:
+        if entry_point and entry_point not in program:
             used.add("Solution")
-        own = {name for name in used & found.keys() if "module" not in found[name] and not name.startswith("__")}
-        names = {name: self._local(found[name]) for name in own}
-        assert own & {entry_point, "Solution"} or (own and not entry_point), "the program has no name that is tested"
-        if len(own) > 1:
-            own = {name for name in own if name == entry_point or not hasattr(builtins, name)}
-            names = {name: names[name] for name in own}
-        for name in used & found.keys() - own:
-            module = found[name].get("module")
+        tested = {n for n in used & program.keys() if "module" not in program[n] and not n.startswith("__")}
+        names = {name: self._local(program[name]) for name in tested}
+        assert tested & {entry_point, "Solution"} or (tested and not entry_point), "the program has no tested name"
+        if len(tested) > 1:
+            tested = {name for name in tested if name == entry_point or not hasattr(builtins, name)}
+            names = {name: names[name] for name in tested}
+        for name in used & program.keys() - tested:
+            module = program[name].get("module")
             if module in sys.stdlib_module_names:
                 names[name] = __import__(module)
         return names
 
-    def _local(self, told: dict[str, Any]) -> Any:
+    def _local(self, sent: dict[str, Any]) -> Any:
         """A name of the program; its exceptions are classes here, too, so that tests can catch them."""
-        if "exception" not in told:
-            return decode(told["value"], self._remote)
-        *own, standard = told["exception"]
+        if "exception" not in sent:
+            return decode(sent["value"], self._remote)
+        *derived, standard = sent["exception"]
         kind = type(_exception(standard, ""))
-        for name in reversed(own):
+        for name in reversed(derived):
             kind = self._exceptions.setdefault(name, type(name, (kind,), {}))
         return kind
 
@@ -234,11 +243,13 @@ class Tests:
         return {"h": -len(self._functions)}
 
 
-_BEGUN, _EVALUATED, _CALLED = "_assertion_has_begun_", "_assertion_was_evaluated_", "_assertion_was_called_"
+_BEGUN = "_assertion_has_begun_"
+_EVALUATED = "_assertion_was_evaluated_"
+_CALLED = "_assertion_was_called_"
 _AWAITABLE = "_awaitable_"
 """Names that the tests' text calls once it is instrumented."""
 VERDICTS: list[list[bool]] = []
-"""One for each assertion that began: whether it held. Tests may swallow the exception, not this."""
+"""For each assertion that began, whether it held. Tests may swallow the exception, not this."""
 
 
 def _begun() -> list[bool]:
@@ -262,7 +273,7 @@ def _called(verdict: list[bool] | None, value: Any) -> Any:
 
 
 class _Failed(AssertionError):
-    """What unittest raises for an assertion that does not hold."""
+    """The exception of unittest for an assertion that does not hold."""
 
     def __init__(self, *args: Any) -> None:
         _begun()
@@ -286,17 +297,18 @@ def _instrumented(tree: ast.Module) -> ast.Module:
         return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
 
     class Hooks(ast.NodeTransformer):
-        expecting = 0
-        """Contexts around the node that expect an exception."""
+        expecting = False
+        """Whether a context around the node expects an exception."""
 
         def begun(self) -> ast.expr:
             return ast.Constant(None) if self.expecting else call(_BEGUN)
 
         def visit_With(self, node: ast.With) -> Any:
             expects = any("aises" in ast.unparse(item.context_expr) for item in node.items)
-            self.expecting += expects
+            before = self.expecting
+            self.expecting = before or expects
             self.generic_visit(node)
-            self.expecting -= expects
+            self.expecting = before
             return node
 
         def visit_Assert(self, node: ast.Assert) -> Any:
@@ -331,10 +343,13 @@ def _run_test(name: str, value: Any) -> None:
             for case in getattr(getattr(value, method), _CASES, [{}]):
                 instance = value()
                 for step in ("setup_method", "setUp", method, "teardown_method", "tearDown"):
-                    if hasattr(instance, step):
-                        bound = getattr(instance, step)
-                        takes_method = step in ("setup_method", "teardown_method") and bound.__code__.co_argcount == 2
-                        _call(bound, *[method] * takes_method, **(case if step == method else {}))
+                    bound = getattr(instance, step, None)
+                    if step == method:
+                        _call(bound, **case)
+                    elif step in ("setup_method", "teardown_method") and bound and bound.__code__.co_argcount == 2:
+                        _call(bound, method)
+                    elif bound:
+                        _call(bound)
     elif name.startswith("test") and type(value).__name__ == "function":
         for case in getattr(value, _CASES, [{}]):
             _call(value, **case)
@@ -354,7 +369,8 @@ class _Raises:
     """pytest.raises as a context."""
 
     def __init__(self, kinds: Any, match: str | None):
-        self._kinds, self._match = kinds, match
+        self._kinds = kinds
+        self._match = match
 
     def __enter__(self) -> _Raises:
         return self
@@ -362,7 +378,8 @@ class _Raises:
     def __exit__(self, kind: Any, value: Any, trace: Any) -> bool:
         import re
 
-        self.type, self.value = kind, value
+        self.type = kind
+        self.value = value
         raised = kind is not None and issubclass(kind, self._kinds)
         if not _evaluated(None, raised and (self._match is None or re.search(self._match, str(value)))):
             raise AssertionError("another exception or none") from value
@@ -374,7 +391,9 @@ class _Approx:
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None):
         self._expected = expected
-        self._rel = (1e-6 if abs is None else 0.0) if rel is None else rel
+        if rel is None:
+            rel = 1e-6 if abs is None else 0.0
+        self._rel = rel
         self._abs = 1e-12 if abs is None else abs
 
     def __eq__(self, other: Any) -> bool:

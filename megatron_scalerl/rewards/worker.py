@@ -54,7 +54,7 @@ Verifier = Callable[[str, str, dict[str, Any]], Any]
 
 @record
 class Setup:
-    """What is the same for all checks of a pool."""
+    """Settings of all checks of a pool."""
 
     verifier: str
     """The recipe's `rewards.verifier`."""
@@ -104,16 +104,17 @@ def _custom(spec: str) -> Verifier:
     module_name, separator, name = spec.partition(":")
     head = f"rewards.verifier {spec!r}"
     if not (module_name and separator and name):
-        raise ValueError(f"{head}: expected 'math', 'code' or 'module:function', found none of them")
+        raise ValueError(f"{head}: it has to be 'math', 'code' or 'module:function'")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises on import
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"{head}: expected a module that imports, found {reason}") from None
-    verifier = getattr(module, name, None)
+        raise ValueError(f"{head}: the module cannot be imported: {reason}") from None
+    if not hasattr(module, name):
+        raise ValueError(f"{head}: {module_name} has no function {name}")
+    verifier: Any = getattr(module, name)
     if not callable(verifier):
-        found = "nothing of that name" if verifier is None else f"a {type(verifier).__name__}"
-        raise ValueError(f"{head}: expected a function {name} in {module_name}, found {found}")
+        raise ValueError(f"{head}: {name} in {module_name} is a {type(verifier).__name__}; it has to be a function")
     _check_signature(head, name, verifier)
     return verifier
 
@@ -126,8 +127,7 @@ def _check_signature(head: str, name: str, verifier: Verifier) -> None:
     try:
         signature.bind("", "", {})
     except TypeError:
-        found = f"{name}{signature}"
-        raise ValueError(f"{head}: expected a function (answer_text, reference, extra), found {found}") from None
+        raise ValueError(f"{head}: it has to take (answer_text, reference, extra); it is {name}{signature}") from None
 
 
 def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
@@ -139,11 +139,12 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
                 unusable = _text(problem_of(limits, *row))
                 return Outcome(value=not unusable, unusable=unusable)
             value = verifier(answer, *row)
-        value = value.item() if hasattr(value, "item") else value  # numpy scalars
+        if hasattr(value, "item"):  # a scalar of numpy
+            value = value.item()
         if not isinstance(value, bool):
             value = float(value)
             if value - value != 0.0:
-                raise ValueError(f"expected a bool or a finite float, found {value}")
+                raise ValueError(f"a verifier has to return a bool or a finite float; it returned {value}")
     except MemoryError:
         return Outcome(limit="memory")
     except TimeLimitExceeded:
@@ -185,14 +186,17 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def _links(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
-    """An exception, those of a group, and what caused them."""
+    """An exception, the exceptions of a group, and their causes."""
     if error is None or id(error) in seen:
         return
     seen.add(id(error))
     yield error
     for part in getattr(error, "exceptions", ()):
         yield from _links(part, seen)
-    yield from _links(error.__cause__ or (None if error.__suppress_context__ else error.__context__), seen)
+    cause = error.__cause__
+    if cause is None and not error.__suppress_context__:
+        cause = error.__context__
+    yield from _links(cause, seen)
 
 
 def _status(error: BaseException) -> int | None:
@@ -209,7 +213,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _text(text: str) -> str:
-    """What JSON can hold of it: it may quote half a pair of surrogates."""
+    """The text as JSON can hold it: it may quote half a pair of surrogates."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -39,7 +39,7 @@ def test_the_prompts_of_a_recipe_are_shown(tiny, capsys):
     assert lines[0] == f"prompts: rows of text take the tokenizer's chat template; {closed}"
     assert lines[1].endswith("p.jsonl: layout problem/solution: question in problem, reference in solution")
     assert lines[3].startswith("prompts: 1 of 3 rows cannot be learned from")
-    assert "line 2: 'solution': expected a number" in lines[4]
+    assert "line 2: 'solution': 'see the figure' is text" in lines[4]
     assert "prompts: 7 to 7 tokens, median 7, at most 32 allowed" in lines
     assert "<bos>|7|;|+|2|=|<think>" in lines
     at = lines.index("reference: 9")
@@ -63,17 +63,17 @@ def test_what_train_would_refuse_is_refused(tiny, capsys):
     for setting, message in (
         (
             "prompts.template_arguments={a: 1}",
-            "prompts.template_arguments: has no effect without prompts.chat_template true",
+            "prompts.template_arguments has no effect without prompts.chat_template true",
         ),
-        ("prompts.think_start=", "prompts.think_start: has no value; an empty text is '' in a file"),
-        ("prompts.path=[a.jsonl, b.jsonl]", "prompts.path: is a list, and takes one text"),
+        ("prompts.think_start=", "prompts.think_start is empty; for an empty text write think_start: '' in a file"),
+        ("prompts.path=[a.jsonl, b.jsonl]", "prompts.path is a list; name one file"),
         (
             "prompts.path=~/p.jsonl",
             "p.jsonl: there is no such file or folder of prompts; ~ and patterns are not expa",
         ),
         ("prompts.path=data/*.jsonl", "*.jsonl: there is no such file or folder of prompts; ~ and patterns are not"),
         ("interruption.phrase=Ende", "interruption.phrase: expected a text that survives"),
-        ("prompts.digest=0", "prompts.digest: "),
+        ("prompts.digest=0", "prompts.digest is 0"),
         ("validation.every_steps=1", "validation.every_steps: there are no held-out prompts"),
     ):
         code, shown = output(tiny, capsys, setting)

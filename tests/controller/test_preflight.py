@@ -184,10 +184,10 @@ def test_a_mixture_is_checked_task_by_task(tiny, tmp_path):
 
 
 def test_tests_that_the_verifier_code_cannot_run_are_named_by_row(tiny, tmp_path):
-    said = "code.jsonl: line 3: 'answer': expected an assert in the Python of the tests, found none"
+    said = "code.jsonl: line 3: 'answer': the Python of the tests has no assert"
     assert refusal(tiny, *mixture(tiny, tmp_path, TESTS, "f(1)", "f(2)")).endswith(said)
     single = refusal(tiny, f"prompts.path={code_file(tmp_path, '4')}", "rewards.verifier=code")
-    assert "line 1: 'answer': expected unit tests" in single
+    assert "line 1: 'answer': unit tests have to be" in single
 
 
 def test_tests_that_pay_wrong_programs_are_reported_and_change_no_digest(tiny, tmp_path, monkeypatch):
@@ -229,7 +229,7 @@ def test_a_host_that_cannot_isolate_programs_is_refused_before_any_process(tiny,
     """A stand-in for a host without the sandbox's system calls."""
     monkeypatch.setattr("megatron_scalerl.rewards.sandbox_probe.is_supported", lambda: False)
     settings = mixture(tiny, tmp_path, TESTS, TESTS)
-    assert refusal(tiny, *settings).startswith("rewards.verifier code: expected a host that can isolate programs")
+    assert refusal(tiny, *settings).startswith("rewards.verifier code: this host cannot isolate programs")
     check_inputs(recipe(tiny))
 
 

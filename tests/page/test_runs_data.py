@@ -94,7 +94,7 @@ def test_the_state_of_a_run(tmp_path, files, age, state):
 DAMAGE = {
     "no recipe": ("recipe.yaml", None, "recipe.yaml: there is no such file; it should be a recipe file"),
     "half a recipe": ("recipe.yaml", b"name: [", "recipe.yaml: line 1: not valid YAML"),
-    "no text": ("recipe.yaml", b"\xff\xfe\x00", "recipe.yaml: is not UTF-8"),
+    "no text": ("recipe.yaml", b"\xff\xfe\x00", "recipe.yaml: the file is not UTF-8"),
     "odd numbers": ("validation.jsonl", b'{"step": 1, "compute": 1e999, "pass_rate": 2}\n', "expected a validation"),
     "no steps": ("metrics.jsonl", b"\xff\n", "metrics.jsonl: last line: expected a JSON object"),
     "no end": ("end.json", b"[]\n", "end.json byte 0: expected a JSON object"),

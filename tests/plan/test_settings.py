@@ -30,7 +30,7 @@ MISTAKES = [
     ("rewards.verifier=json:dump_s", "rewards.verifier 'json:dump_s'"),
     ("loss.name=cipso", "cipso"),
     ("prompts.think_end=</th\u00efnk>", "prompts.think_end"),
-    ("prompts.system=Think.", "prompts.system: has no effect without prompts.chat_template true"),
+    ("prompts.system=Think.", "prompts.system has no effect without prompts.chat_template true"),
 ]
 
 

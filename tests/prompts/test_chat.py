@@ -81,12 +81,12 @@ REFUSED = {
     "argument": (
         QWEN3,
         {"template_arguments": {"think": 1}},
-        r"the chat template does not read think \(what it reads: enable_thinking\)",
+        r"the chat template does not read think; it reads: enable_thinking",
     ),
     "none": (
         CHATML,
         {"template_arguments": {"think": 1}},
-        r"the chat template does not read think \(what it reads: none\)",
+        r"the chat template does not read think; it reads: none",
     ),
     "no thinking": (
         QWEN3,
@@ -110,7 +110,7 @@ REFUSED = {
     "no chat": (
         QWEN3,
         {"chat_template": False, "system": "x"},
-        r"prompts\.system: has no effect without prompts\.chat_template true",
+        r"prompts\.system has no effect without prompts\.chat_template true",
     ),
 }
 

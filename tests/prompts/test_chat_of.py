@@ -50,13 +50,13 @@ DECIDED = {
     "base, warm start": (None, (), {}, False, ("x</think>",), False, THINK, "as the warm start has it"),
     "base, tokens": (None, ("[THINK]", "[/THINK]"), {}, False, (), False, ("[THINK]", "[/THINK]"), "vocabulary"),
     "the recipe's": (QWEN3, (), {"think_start": "", "think_end": ""}, True, (), True, NONE, "whole completion"),
-    "the recipe's closing tag": (None, (), {"think_end": "</t>"}, False, (), False, ("", "</t>"), "nobody writes"),
+    "the recipe's closing tag": (None, (), {"think_end": "</t>"}, False, (), False, ("", "</t>"), "is in no chat"),
     "the recipe's, as the prompt asks": (
         CHATML, (), {"think_end": "</think>", "system": "Think, then </think>"}, True, (), True,
         ("", "</think>"), "as the prompt has it",
     ),
     "the recipe's, taught elsewhere": (
-        None, (), {"think_start": "<t>", "think_end": "</t>"}, False, (), False, ("<t>", "</t>"), "nobody writes"
+        None, (), {"think_start": "<t>", "think_end": "</t>"}, False, (), False, ("<t>", "</t>"), "is in no chat"
     ),
     "the recipe's opening tag": (QWEN3, (), {"think_start": ""}, True, (), True, ("", "</think>"), "'</think>'"),
 }  # fmt: skip
@@ -75,7 +75,7 @@ def test_template_and_tags_follow_from_tokenizer_rows_and_warm_start(case):
 @pytest.mark.parametrize("warm_start", ["", "2</done>3"])
 def test_a_closing_tag_that_nobody_writes_is_refused(settings, warm_start):
     prompts = PromptsSection(**settings)
-    with pytest.raises(ValueError, match=rf"^prompts\.think_end: nobody writes '{prompts.think_end}'"):
+    with pytest.raises(ValueError, match=rf"^prompts\.think_end is '{prompts.think_end}', which is in no"):
         chat_of(tokenizer_with(CHATML), prompts, messages=True, warm_start=warm_start)
 
 
@@ -129,5 +129,5 @@ def test_all_tasks_of_a_mixture_are_rendered_alike(tmp_path):
 
 def test_an_interruption_of_thinking_that_no_tag_closes_is_refused():
     recipe = small_recipe(prompts={"path": "p"}, interruption={"enabled": True})
-    with pytest.raises(ValueError, match=r"prompts\.think_end: is empty, but a tag has to close thinking"):
+    with pytest.raises(ValueError, match=r"prompts\.think_end is empty, but a tag has to close thinking"):
         chat_of_recipe(recipe, tokenizer_with(CHATML), messages=True).settled(recipe)

@@ -33,11 +33,11 @@ def test_the_tokenizers_first_then_the_folders(tmp_path, files, more):
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ({"eos_token_id": "</s>"}, r"eos_token_id: expected one token id or a list of them, found '</s>'"),
-        ({"eos_token_id": [2, -1]}, r"eos_token_id: .*found \[2, -1\]"),
-        ({"eos_token_id": [2, True]}, r"eos_token_id: .*found \[2, True\]"),
-        ([], "expected a JSON object, found list"),
-        ("{", "expected JSON, found"),
+        ({"eos_token_id": "</s>"}, r"eos_token_id is '</s>'; it has to be"),
+        ({"eos_token_id": [2, -1]}, r"eos_token_id is \[2, -1\]; it has to be"),
+        ({"eos_token_id": [2, True]}, r"eos_token_id is \[2, True\]; it has to be"),
+        ([], "the file holds a list"),
+        ("{", "this is not JSON: "),
     ],
 )
 def test_an_invalid_token_id_is_refused(tmp_path, content, line):
@@ -47,7 +47,9 @@ def test_an_invalid_token_id_is_refused(tmp_path, content, line):
 
 def test_an_end_token_outside_the_vocabulary_is_refused(tmp_path):
     write(tmp_path, generation_config={"eos_token_id": [2, 64]}, config={"vocab_size": 64})
-    with pytest.raises(ValueError, match=r"generation_config.json: .*ids below vocab_size 64 .*found \[2, 64\]"):
+    with pytest.raises(
+        ValueError, match=r"generation_config.json: eos_token_id is \[2, 64\]; .* below vocab_size 64"
+    ):
         end_token_ids(tmp_path, build_tokenizer())
 
 

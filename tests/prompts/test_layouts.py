@@ -155,7 +155,7 @@ def test_an_ambiguous_file_names_the_presets(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"set prompts\.preset to prompt/answer or problem/answer"):
         load(tokenizer, path)
     assert load(tokenizer, path, preset="problem/answer").training[0].text == "What is 1?"
-    with pytest.raises(ValueError, match=r"prompts\.preset: there is no layout gsm; there are verl, orz"):
+    with pytest.raises(ValueError, match=r"prompts\.preset: there is no layout gsm; the layouts are verl, orz"):
         load(tokenizer, path, preset="gsm")
     same = write(tmp_path, "s.jsonl", [{"prompt": ASK, "problem": ASK, "answer": "3/4"}])
     assert len(load(tokenizer, same).training) == 1
@@ -177,19 +177,23 @@ def test_rows_of_another_task_do_not_refuse_a_mixed_file(tokenizer, tmp_path):
     assert len(load(tokenizer, path, "code").training) == 1
     others = write(tmp_path, "o.jsonl", [math, *[{**math, "verification_info": '{"words": 3}'}] * 9])
     assert len(load(tokenizer, others).report.unusable) == 9
-    with pytest.raises(ValueError, match="has no prompt: all rows are for other verifiers"):
+    with pytest.raises(ValueError, match="there is no prompt: all rows are for other verifiers"):
         load(tokenizer, write(tmp_path, "c.jsonl", [code]), preset="intellect")
 
 
 def test_a_file_of_which_nothing_is_left_says_why(tokenizer, tmp_path):
     path = write(tmp_path, "p.jsonl", [{"prompt": ASK, "answer": "see the figure"}] * 4)
-    with pytest.raises(ValueError, match=r"1 of 4 rows cannot be learned from, such as .*which is text"):
+    with pytest.raises(
+        ValueError, match=r"1 of 4 rows cannot be learned from, such as .* is text; it has to be a number"
+    ):
         load(tokenizer, path)
 
 
 def test_several_messages_need_a_chat_template(tokenizer, tmp_path):
     path = write(tmp_path, "p.jsonl", [{"prompt": SYSTEM, "answer": "3/4"}])
-    with pytest.raises(ValueError, match=r"line 1: has several messages, which need prompts\.chat_template true"):
+    with pytest.raises(
+        ValueError, match=r"line 1: the row has several messages, which need prompts\.chat_template true"
+    ):
         load(tokenizer, path, chat_template=False)
     one = write(tmp_path, "u.jsonl", [{"prompt": USER, "answer": "3/4"}])
     assert tokenizer.decode(load(tokenizer, one, chat_template=False).training[0].token_ids) == f"{ASK}<think>"
@@ -198,11 +202,11 @@ def test_several_messages_need_a_chat_template(tokenizer, tmp_path):
 def test_a_damaged_file_is_one_line(tokenizer, tmp_path):
     for name, content in (("p.jsonl.gz", b"no gzip"), ("p.arrow", b"none"), ("p.csv", b'a,b\n"1')):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{name}: expected") as caught:
+        with pytest.raises(ValueError, match=rf"{name}: .*(damaged|not)") as caught:
             load(tokenizer, str(tmp_path / name))
         assert "\n" not in str(caught.value)
     (tmp_path / "r.csv").write_text(f"problem,answer\n{ASK},3/4\n{ASK},1,2\n")
-    assert "line 3: expected 2 values, found 3" in load(tokenizer, str(tmp_path / "r.csv")).report.unusable[0]
+    assert "line 3: there are 3 values for 2 columns" in load(tokenizer, str(tmp_path / "r.csv")).report.unusable[0]
 
 
 def test_packed_tests_are_read_and_not_run(tokenizer, tmp_path):

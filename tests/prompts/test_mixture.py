@@ -116,10 +116,10 @@ def test_no_task_trains_on_what_another_holds_out(tmp_path):
     assert not held_out & {p.text for p in found.training}
     assert [p.task for p in first_of_each_task(found.held_out, 1)] == ["code", "math"]
     assert first_of_each_task(found.held_out, None) == list(found.held_out)
-    with pytest.raises(ValueError, match=r"^prompts.tasks.code.held_out: holds out 6 of the 6 prompts of"):
+    with pytest.raises(ValueError, match=r"^prompts.tasks.code.held_out holds out 6 of the 6 prompts of"):
         load_prompts(build_tokenizer(), [task(tmp_path, "code", rows[:6], held_out=6), math])
     many = [{"prompt": f"{n};-2=", "answer": "1"} for n in range(40)]
-    with pytest.raises(ValueError, match=r"none is left to train on; the default is 1000, set fewer, such as 4$"):
+    with pytest.raises(ValueError, match=r"none is left to train on; set fewer, such as 4 \(the default is 1000\)$"):
         load_prompts(build_tokenizer(), [task(tmp_path, "math", many, held_out=1000)])
 
 

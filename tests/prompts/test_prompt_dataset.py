@@ -149,7 +149,7 @@ def test_a_tokenizer_without_chat_template_and_a_template_without_prompt_are_ref
     bare = build_tokenizer()
     bare.chat_template = None
     path = write_jsonl(tmp_path / "p.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"prompts\.chat_template: the tokenizer has no chat template"):
+    with pytest.raises(ValueError, match=r"prompts\.chat_template is true, but the tokenizer has no chat template"):
         load_prompts(bare, section(path, chat_template=True))
     with pytest.raises(ValueError, match=r"prompts\.prompt_template: 'Q:' has no \{prompt\}"):
         load_prompts(bare, section(path, prompt_template="Q:"))
@@ -208,24 +208,24 @@ def test_texts_of_the_held_out_file_are_not_trained_on(tokenizer, tmp_path):
 
 GOOD = json.dumps(ROWS[0])
 BROKEN_FILES = {
-    "broken line": ("p.jsonl", "\n{'prompt'\n", r"p\.jsonl: line 2: expected a JSON object, found Expect"),
-    "not UTF-8": ("p.jsonl", '{"prompt": "\xff", "answer": 1}', r"p\.jsonl: line 1: expected UTF-8"),
-    "NaN": ("p.jsonl", '{"prompt": "1", "answer": NaN}', r"expected a text or a number in 'answer', found NaN"),
-    "empty answer": ("p.jsonl", '{"prompt": "1", "answer": ""}', r"expected a text in 'answer', found an empty one"),
+    "broken line": ("p.jsonl", "\n{'prompt'\n", r"p\.jsonl: line 2: the line is not JSON: Expect"),
+    "not UTF-8": ("p.jsonl", '{"prompt": "\xff", "answer": 1}', r"p\.jsonl: line 1: the line is not UTF-8"),
+    "NaN": ("p.jsonl", '{"prompt": "1", "answer": NaN}', r"'answer' is NaN; it has to be"),
+    "empty answer": ("p.jsonl", '{"prompt": "1", "answer": ""}', r"'answer' is an empty text"),
     "no column": (
         "p.jsonl",
         '{"prompt": "1;+1=", "anwser": 2}',
         r"p\.jsonl: .*prompt, anwser",
     ),
-    "empty text": ("p.jsonl", '{"prompt": " ", "answer": 1}', r"line 1: expected a text in 'prompt', found an empty"),
-    "surrogate": ("p.jsonl", '{"prompt": "\\ud800", "answer": 1}', r"line 1: .* found half of a surrogate pair"),
+    "empty text": ("p.jsonl", '{"prompt": " ", "answer": 1}', r"line 1: 'prompt' is an empty text"),
+    "surrogate": ("p.jsonl", '{"prompt": "\\ud800", "answer": 1}', r"line 1: 'prompt' has half of a surrogate pair"),
     "surrogate elsewhere": (
         "p.jsonl",
         '{"prompt": "1", "answer": 1, "source": ["\\ud83d"]}',
-        r"line 1: expected JSON data in 'source'",
+        r"line 1: the value of 'source' is not JSON data",
     ),
-    "other ending": ("p.txt", "prompt,answer", r"p\.txt: expected a file ending in \.jsonl, .*, found '\.txt'"),
-    "not parquet": ("p.parquet", "PAR1", r"p\.parquet: row 1: expected Parquet, found"),
+    "other ending": ("p.txt", "prompt,answer", r"p\.txt: .*its name has to end in \.jsonl, "),
+    "not parquet": ("p.parquet", "PAR1", r"p\.parquet: row 1: the Parquet file cannot be read: "),
 }
 
 
@@ -251,7 +251,7 @@ def test_an_invalid_file_is_one_line_with_its_location(case, tokenizer, tmp_path
 def test_a_file_in_another_encoding_loses_no_row(encoding, name, tokenizer, tmp_path):
     content = "".join(json.dumps(row) + "\n" for row in ROWS).encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    with pytest.raises(ValueError, match=rf"{name}: is in UTF-(16|32).*: iconv -f utf-(16|32).* -t utf-8"):
+    with pytest.raises(ValueError, match=rf"{name}: the file is in UTF-(16|32).*: iconv -f utf-(16|32).* -t utf-8"):
         load_prompts(tokenizer, section(tmp_path / name))
 
 
@@ -265,16 +265,16 @@ def test_a_prompt_without_tokens_is_refused(tokenizer, tmp_path):
 def test_missing_paths_columns_and_splits_are_named(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"absent\.jsonl: there is no such file or folder of prompts"):
         load_prompts(tokenizer, section(tmp_path / "absent.jsonl"))
-    with pytest.raises(ValueError, match=r"expected a dataset folder with files ending in \.jsonl, .*, found none"):
+    with pytest.raises(ValueError, match=r"the folder has no file ending in \.jsonl, "):
         load_prompts(tokenizer, section(tmp_path))
     save_file(tmp_path / "p.parquet", ROWS)
-    with pytest.raises(ValueError, match="expected the column 'problem', found prompt, answer, level"):
+    with pytest.raises(ValueError, match="there is no column 'problem'; the columns are prompt, answer, level"):
         load_prompts(tokenizer, section(tmp_path / "p.parquet", prompt_column="problem"))
     for name in ("train", "test"):
         save_file(tmp_path / "two" / f"{name}.jsonl", ROWS[:1] if name == "train" else ROWS[1:])
-    with pytest.raises(ValueError, match=r"expected one split, or prompts\.split to choose, found the splits"):
+    with pytest.raises(ValueError, match=r"the splits are .*; choose one with prompts\.split"):
         load_prompts(tokenizer, section(tmp_path / "two"))
-    with pytest.raises(ValueError, match=r"expected prompts\.split 'dev', found the splits test, train"):
+    with pytest.raises(ValueError, match=r"there is no split 'dev' \(prompts\.split\); the splits are test, train"):
         load_prompts(tokenizer, section(tmp_path / "two", split="dev"))
     assert load_prompts(tokenizer, section(tmp_path / "two", split="test")).training[0].answer == "7"
 
@@ -284,7 +284,7 @@ def test_configurations_of_a_dataset_are_not_read_as_one(tokenizer, tmp_path):
     for name in ("main", "socratic"):
         (tmp_path / "gsm8k").mkdir(exist_ok=True)
         save_file(tmp_path / "gsm8k" / name / "train-00000-of-00001.parquet", ROWS)
-    with pytest.raises(ValueError, match="expected one dataset, found several: main, socratic; name one"):
+    with pytest.raises(ValueError, match="several datasets; name one of main, socratic"):
         load_prompts(tokenizer, section(tmp_path / "gsm8k"))
     assert len(load_prompts(tokenizer, section(tmp_path / "gsm8k" / "main")).training) == 2
 
@@ -320,5 +320,5 @@ def test_a_file_that_holds_far_more_than_its_size_is_refused(tmp_path, monkeypat
         Row(where=ANY, values={"prompt": "1+1=", "answer": "2"})
     ], "one of 256 MiB and less may"
     monkeypatch.setattr(sources, "LEAST_BOUND", 10**6)
-    with pytest.raises(ValueError, match=rf"{name}: holds more than [\d,]+ bytes, far more than texts"):
+    with pytest.raises(ValueError, match=rf"{name}: the file holds more than [\d,]+ bytes, far more than texts"):
         list(read_rows(tmp_path / name))

@@ -131,7 +131,7 @@ def test_the_chat_template_renders_and_no_text_is_lost(policy):
 
 def test_the_templates_tags_and_arguments_are_known(policy):
     published, folder = policy
-    with pytest.raises(ValueError, match=rf"does not read effort \(what it reads: {published.arguments}"):
+    with pytest.raises(ValueError, match=rf"does not read effort; it reads: {published.arguments}"):
         renderer(folder, template_arguments={"effort": 1})
     if published.arguments != "enable_thinking":
         assert renderer(folder, think_start="", think_end="").text(ASK) == published.turn

@@ -25,7 +25,7 @@ def test_equal_stems_get_their_folders_names(tmp_path):
         (tmp_path / folder / "x.yaml").write_text("loss: {name: dapo}\n")
     assert [item.name for item in listed([tmp_path / "a", tmp_path / "b"])] == ["a_x", "b_x"]
     (tmp_path / "none").mkdir()
-    with pytest.raises(RecipeError, match=r"none: is not a folder with recipes \(\*.yaml\)"):
+    with pytest.raises(RecipeError, match=r"none: the folder has no recipes \(\*.yaml\)"):
         listed([tmp_path / "none"])
 
 
@@ -36,19 +36,17 @@ def test_two_files_of_one_name_are_refused(tmp_path):
         file.write_text("loss: {name: dapo}\n")
     with pytest.raises(RecipeError) as refused:
         listed([file.parent for file in files])
-    assert str(refused.value) == (
-        f"{files[1]}: expected a name that no other recipe has, found arms_x, which {files[0]} has, too"
-    )
+    assert str(refused.value) == (f"{files[1]}: its name, arms_x, is that of {files[0]} too; rename one of the files")
     (tmp_path / "arms_x.yaml").write_text("{}\n")
     (tmp_path / "x.yaml").write_text("{}\n")
-    with pytest.raises(RecipeError, match=r"arms_x.yaml: expected a name that no other recipe has, found arms_x"):
+    with pytest.raises(RecipeError, match=r"arms_x.yaml: its name, arms_x, is that of"):
         listed([files[0], tmp_path / "x.yaml", tmp_path / "arms_x.yaml"])
 
 
 def test_an_overlay_needs_a_base():
     [item] = listed([ABLATIONS / "dapo_loss.yaml"])
     assert resolve(item, TINY, ["seed=4"]).loss.name == "dapo"
-    with pytest.raises(RecipeError, match=r"dapo_loss.yaml: expected a whole recipe, found an overlay without name"):
+    with pytest.raises(RecipeError, match=r"dapo_loss.yaml: this is an overlay, without name"):
         resolve(item, None)
     assert [(r.name, r.seed) for r in resolve_seeds(item, TINY, [], [1, 2])] == [
         ("tiny_cpu_dapo_loss_seed1", 1),
@@ -61,7 +59,7 @@ def test_a_job_array_of_overlays():
     assert same == {}
     assert len({recipe.run_dir for recipe in recipes}) == len(recipes) == 2 * len(list(ABLATIONS.glob("*.yaml")))
     assert {recipe.steps for recipe in recipes} == {7}
-    with pytest.raises(ValueError, match="--base RECIPE is what it is laid over"):
+    with pytest.raises(ValueError, match="name the recipe that it is laid over with --base RECIPE"):
         recipes_of(str(ABLATIONS), [], array=True)
     with pytest.raises(ValueError, match=r"tiny_cpu.yaml: is not a folder with recipes"):
         recipes_of(str(TINY), [], array=True)

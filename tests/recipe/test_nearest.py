@@ -10,7 +10,7 @@ from megatron_scalerl.recipe.file import RecipeError, load_recipe, valid_keys
 from megatron_scalerl.recipe.other_names import OTHER_NAMES, check_keys, setting_of, unknown_key
 
 MINIMAL = "name: t\nsteps: 3\npolicy: {path: x}\nprompts: {path: y}\n"
-LISTED = "; all keys: megatron_scalerl/recipe/sections.py and process_sections.py"
+LISTED = "; all keys are listed in megatron_scalerl/recipe/sections.py and process_sections.py"
 TP = "megatron.parallel.tensor_model_parallel_size"
 
 
@@ -75,7 +75,7 @@ def test_what_is_no_setting_has_no_other_name():
 def test_too_many_keys_are_not_listed_in_the_line():
     many = [f"{letter}_option" for letter in "abcdefghijklm"]
     assert unknown_key("zz", many, expected="a key") == "zz is not a key"
-    assert unknown_key("zz", many, expected="a key", listed="FILE") == "zz is not a key; all keys: FILE"
+    assert unknown_key("zz", many, expected="a key", listed="FILE") == "zz is not a key; all keys are listed in FILE"
     assert unknown_key("zz", many[:12], expected="a key").endswith("k_option, l_option")
     assert unknown_key("option", many, expected="a key") == "option is not a key", "it is near to all"
     assert unknown_key("zz", [], expected="a key") == "zz is not a key"

@@ -132,8 +132,8 @@ def test_the_resolved_recipe_has_no_overlay_left(files, tmp_path):
     ("text", "named", "said"),
     [
         ("los: {name: dapo}\n", ["over"], "los is not a recipe key; the nearest is loss"),
-        ("loss: {reduction: ppo}\n", ["over"], "loss.reduction: input should be .*, found 'ppo'"),
-        ("rollouts: {updates_per_phase: 3}\n", ["over"], "rollouts: updates_per_phase: 3 has no effect"),
+        ("loss: {reduction: ppo}\n", ["over"], "loss.reduction is 'ppo'; "),
+        ("rollouts: {updates_per_phase: 3}\n", ["over"], "rollouts.updates_per_phase: 3 has no effect"),
         ("prompts: {tasks: {}}\n", ["base", "over"], "prompts.path: y.* and prompts.tasks are both set"),
     ],
 )

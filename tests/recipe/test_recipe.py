@@ -64,14 +64,14 @@ def test_off_needs_no_quotation_marks(path, text):
     [
         (
             "loss.reduction=ppo",
-            "loss.reduction: input should be 'prompt_mean', 'sequence_mean' or 'token_mean', found 'ppo'",
+            "loss.reduction is 'ppo'; it has to be 'prompt_mean', 'sequence_mean' or 'token_mean'",
         ),
         (
             "rollouts.group_size=1",
             "rollouts.group_size: 1 is too small: .* advantages.normalize 'batch'; use at least 2",
         ),
         ("rollouts.max_in_flight=8", "rollouts.max_in_flight: 8 does not hold one group; use at least group_size 16"),
-        ("rollouts.temperature=0", "rollouts.temperature: input should be greater than or equal to 0.01, found 0"),
+        ("rollouts.temperature=0", "rollouts.temperature is 0; it has to be at least 0.01"),
         (
             "rewards.length_penalty={max_tokens: 9, cache_tokens: 10}",
             "rewards.length_penalty.cache_tokens: 10 is more than max_tokens 9",
@@ -86,7 +86,7 @@ def test_off_needs_no_quotation_marks(path, text):
         ),
         (
             "interruption.thinking_tokens=[5, 2]",
-            r"thinking_tokens: \[5, 2\] is no range; it has to be 1 <= low <= high",
+            r"interruption.thinking_tokens is \[5, 2\]; it has to be",
         ),
         ("optimizer.lr.x=7", "optimizer.lr"),
         ("engine.vllm.nnodes=2", "engine.vllm.nnodes: an engine runs on one host, .*; take smaller engines, or more"),
@@ -162,8 +162,8 @@ def test_a_recipe_with_a_path_has_one_task(path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("prompts.tasks={}", "prompts.tasks: is empty; name at least one task"),
-        ("prompts.tasks=null", "prompts.path: is missing; name a file of prompts, or set prompts.tasks"),
+        ("prompts.tasks={}", "prompts.tasks is empty; name at least one task"),
+        ("prompts.tasks=null", "prompts.path is missing; name a file of prompts, or set prompts.tasks"),
         (
             "prompts.held_out_path=h",
             "prompts.held_out_path: h belongs to no task; .* prompts.tasks.NAME.held_out_path",
@@ -172,9 +172,9 @@ def test_a_recipe_with_a_path_has_one_task(path):
             "prompts.tasks.math.weigth=2",
             "prompts.tasks.math.weigth is not a recipe key; the nearest is prompts.tasks.math.weight",
         ),
-        ("prompts.tasks.x={path: a}", "prompts.tasks.x.weight: is missing, and has no default"),
-        ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math"),
-        ("rewards.memory_mb=null", "rewards.memory_mb: the verifier code needs a limit of memory, and this is null"),
+        ("prompts.tasks.x={path: a}", "prompts.tasks.x.weight is missing"),
+        ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math is 'Math'; it has to be a text of the form"),
+        ("rewards.memory_mb=null", "rewards.memory_mb is null"),
     ],
 )
 def test_mistakes_in_tasks_are_one_line(path, override, said):
@@ -193,8 +193,8 @@ def test_mistakes_in_tasks_are_one_line(path, override, said):
             "weights.deltas=absolute",
             "weights.transport: auto with weights.deltas absolute does not work with engine.colocate",
         ),
-        ("engine.vllm={gpu_memory_utilization: 0.2}", "engine.vllm.kv_cache_memory_bytes: is required with"),
-        ("engine.vllm={kv_cache_memory_bytes: 1}", "engine.vllm.gpu_memory_utilization: is required with"),
+        ("engine.vllm={gpu_memory_utilization: 0.2}", "engine.vllm.kv_cache_memory_bytes is missing"),
+        ("engine.vllm={kv_cache_memory_bytes: 1}", "engine.vllm.gpu_memory_utilization is missing"),
     ],
 )  # fmt: skip
 def test_engines_on_the_trainers_devices_need_their_share_of_them(path, override, said):
@@ -208,9 +208,9 @@ def test_engines_on_the_trainers_devices_need_their_share_of_them(path, override
     ("text", "said"),
     [
         ("a: [1", "line 1|line 2"),
-        ("- 1", "holds a list; a recipe is a mapping of keys"),
-        ("", "is empty; a recipe is a mapping of keys"),
-        ("a: 2026-13-01", "b.yaml: invalid YAML value: month must be in 1..12$"),
+        ("- 1", "b.yaml: the file holds a list; it has to have keys"),
+        ("", "b.yaml: the file is empty; it has to have keys"),
+        ("a: 2026-13-01", "b.yaml: a value cannot be read: month must be in 1..12$"),
     ],
 )
 def test_broken_files(tmp_path, text, said):

@@ -129,5 +129,5 @@ def test_no_secret_of_the_environment_reaches_a_verifier_unless_it_is_named(pass
 
 def test_a_variable_that_is_not_set_is_refused_at_the_start(monkeypatch):
     monkeypatch.delenv("JUDGE_URL", raising=False)
-    with pytest.raises(ValueError, match=r"rewards\.environment: expected 'JUDGE_URL' to be set"):
+    with pytest.raises(ValueError, match=r"rewards\.environment: the environment variable 'JUDGE_URL' is not set"):
         asyncio.run(pool_of("same", environment=["JUDGE_URL"]).start())

@@ -98,28 +98,31 @@ def test_the_documented_row_and_forms_are_read():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("4", "a JSON list of cases or Python with assert, found neither"),
-        ("[]", "found neither"),
-        ("{}", "expected lists inputs and outputs of one length in the tests, found no keys"),
-        ('{"inputs": ["1"], "outputs": []}', "of one length in the tests, found inputs, outputs"),
-        ('[{"input": "1"}]', "expected input and output in every case of the tests, found input"),
-        ('[{"input": [1], "output": 2}]', r"expected a text .* \(calls need fn_name\), found a list"),
-        ('[{"fn_name": "f()", "input": [], "output": 0}]', "expected the name of a function for the tests, found 'f"),
-        ('[{"fn_name": "f", "input": 1, "output": 0}]', "expected a list of arguments .* found a int"),
-        ('[{"fn_name": "f", "input": "a b", "output": 0}]', "expected one JSON text a line as arguments of f"),
-        ('[{"fn_name": "f", "input": [], "output": 0}, {"input": "", "output": ""}]', "one function name .* found 2"),
+        ("4", "unit tests have to be a JSON list of cases or Python with assert"),
+        ("[]", "unit tests have to be a JSON list of cases or Python with assert"),
+        ("{}", "tests have to have lists inputs and outputs of one length; the keys are none"),
+        ('{"inputs": ["1"], "outputs": []}', "of one length; the keys are inputs, outputs"),
+        ('[{"input": "1"}]', "every case of the tests has to have input and output; the keys are input"),
+        ('[{"input": [1], "output": 2}]', r"input and output of a test have to be texts, .* one is a list"),
+        ('[{"fn_name": "f()", "input": [], "output": 0}]', "the tests name the function 'f"),
+        ('[{"fn_name": "f", "input": 1, "output": 0}]', "the input of a test of f has to be a list .* is a int"),
+        ('[{"fn_name": "f", "input": "a b", "output": 0}]', "the arguments of f have to be one JSON text a line"),
+        (
+            '[{"fn_name": "f", "input": [], "output": 0}, {"input": "", "output": ""}]',
+            "name one function; they name 2",
+        ),
         (
             '[{"testtype": "functional", "input": "1", "output": "1"}]',
             "functional tests need the name of the function",
         ),
-        ("def helper():\n    assert f(1)", "expected an assertion that runs"),
+        ("def helper():\n    assert f(1)", "no assertion of the tests would run"),
         ("def check(candidate):\n    assert candidate(1)", "or in check\\(candidate\\) of a row with entry_point"),
-        ("def test_f(fixture):\n    assert f(fixture)", "expected an assertion that runs"),
-        ("class Helper:\n    def test_f(self):\n        assert f(1)", "expected an assertion that runs"),
-        ("def f(:", "expected unit tests, JSON or Python, found neither: "),
-        ("f(1) == 2", "expected an assert in the Python of the tests, found none"),
+        ("def test_f(fixture):\n    assert f(fixture)", "no assertion of the tests would run"),
+        ("class Helper:\n    def test_f(self):\n        assert f(1)", "no assertion of the tests would run"),
+        ("def f(:", "unit tests have to be JSON or Python; these are neither: "),
+        ("f(1) == 2", "the Python of the tests has no assert"),
         ("import numpy\nassert f(1)", "tests import numpy; they may import the standard library"),
-        ("x\0", "found neither"),
+        ("x\0", "these are neither"),
     ],
 )
 def test_tests_in_another_form_are_refused_in_one_line(text, said):
@@ -222,7 +225,7 @@ def test_a_sandbox_that_cannot_be_made_loses_the_completion_and_later_the_run(mo
     module = tmp_path / "unmade.py"
     module.write_text(
         "from megatron_scalerl.rewards.sandbox import SandboxError\n"
-        "def check(text, reference, extra):\n    raise SandboxError('expected a sandbox, found none')\n"
+        "def check(text, reference, extra):\n    raise SandboxError('there is no sandbox')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -247,7 +250,7 @@ def test_a_sandbox_that_cannot_be_made_is_no_verdict(monkeypatch):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(sandbox.subprocess, "Popen", stand_in)
-    with pytest.raises(sandbox.SandboxError, match=r"expected a process for a sandbox, found .*temporarily"):
+    with pytest.raises(sandbox.SandboxError, match=r"the process of a sandbox cannot be started: .*temporarily"):
         verdict(ADD, "assert add(1, 2) == 3")
 
 

@@ -353,8 +353,8 @@ def test_a_host_without_user_namespaces_is_refused_in_one_line():
     command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", script]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.stdout == (
-        "rewards.verifier code: expected a host that can isolate programs; expected a sandbox (user namespaces of "
-        "Linux), found unshare: No space left on device\n"
+        "rewards.verifier code: this host cannot isolate programs: a sandbox (user namespaces of Linux) cannot be "
+        "made: unshare: No space left on device\n"
     ), done.stderr
 
 
@@ -368,37 +368,35 @@ def test_allowed_calls_have_the_numbers_of_libseccomp():
 
 def test_another_architecture_is_refused(monkeypatch):
     monkeypatch.setattr("megatron_scalerl.rewards.sandbox_seccomp.MACHINE", "riscv64")
-    with pytest.raises(
-        ValueError, match="expected a host that can isolate programs, Linux on x86_64, found linux on"
-    ):
+    with pytest.raises(ValueError, match=r"this host cannot isolate programs: it is linux on .*, not linux on"):
         check_sandbox(LIMITS)
 
 
 FAULTS = {
     "a filter that does not apply": (
         "sandbox_init.restrict_calls = lambda: None",
-        "found a new process inside",
+        "a program has a new process",
     ),
     "an environment that leaks": (
         "import os; e = os.execve; os.execve = lambda p, a, env: e(p, a, env | {'HF_TOKEN': 'x'})",
-        "found an environment inside: HF_TOKEN",
+        "a program has an environment: HF_TOKEN",
     ),
     "rights that are not given up": (
         "l, f = sandbox_init._libc, sandbox_init.restrict_calls; sandbox_init._give_up_rights = lambda uid: None; "
         "sandbox_init.restrict_calls = lambda: (l.prctl(38, 1, 0, 0, 0), f())",
-        "expected a host that can isolate programs, ",
+        "this host cannot isolate programs: ",
     ),
     "no limit of threads": (
         "sandbox_init.THREADS = 10000",
-        "8 to 64 threads of a program (Linux 5.14), found 128",
+        "a program can start 128 threads; with Linux 5.14 it is 8 to 64",
     ),
     "an interpreter that does not start": (
         "from megatron_scalerl.rewards import sandbox_root; sandbox_root.SYSTEM_LIBRARIES = ()",
-        "expected a program to start in its sandbox, found [Errno 2] No such file or directory",
+        "a program cannot be started in its sandbox: [Errno 2] No such file or directory",
     ),
     "a step that fails": (
         "def fail(uid): raise PermissionError(1, 'Operation not permitted')\nsandbox_init._give_up_rights = fail",
-        "expected a sandbox (user namespaces of Linux), found Operation not permitted",
+        "a sandbox (user namespaces of Linux) cannot be made: Operation not permitted",
     ),
 }
 """What is wrong with a sandbox -> how it is made so, in its first process, and what the check says."""
@@ -408,7 +406,7 @@ FAULTS = {
 def test_a_program_that_cannot_be_started_is_a_fault_of_the_host_and_no_wrong_answer(run, monkeypatch):
     fail = "def fail(*_): raise PermissionError(13, 'Permission denied', '/dev/null')"
     start_with(monkeypatch, f"{fail}\nsandbox_init._Programs._limit = fail")
-    with pytest.raises(SandboxError, match=r"^expected a program to start in its sandbox, found .*'/dev/null'$"):
+    with pytest.raises(SandboxError, match=r"^a program cannot be started in its sandbox: .*'/dev/null'$"):
         run("print(1)")
 
 
@@ -418,10 +416,10 @@ def test_a_sandbox_that_does_not_isolate_is_refused_in_one_line(fault, monkeypat
     start_with(monkeypatch, change)
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
         check_sandbox(LIMITS)
-    assert str(caught.value).startswith("rewards.verifier code: expected a host that can isolate programs")
+    assert str(caught.value).startswith("rewards.verifier code: this host cannot isolate programs: ")
     assert "\n" not in str(caught.value)
 
 
 def test_memory_that_is_not_enough_for_an_interpreter_is_refused_by_its_key():
-    with pytest.raises(ValueError, match=r"^rewards.memory_mb: expected enough for an interpreter .*, found 4$"):
+    with pytest.raises(ValueError, match=r"^rewards.memory_mb: 4 MiB are too few"):
         check_sandbox(Limits(cpu_s=1.0, memory_mb=4, file_mb=0))

@@ -124,11 +124,11 @@ def test_a_word_or_a_letter_is_the_whole_answer(rows, right):
 
 def test_a_reference_that_is_taken_for_another_one_is_refused():
     (problem,) = check_references(["x = 4 = 5"])
-    assert problem.endswith("found 'x = 4 = 5', which equals 'x = 5 = 5'")
+    assert problem.startswith("'x = 4 = 5' and 'x = 5 = 5' compare as equal")
 
 
 @pytest.mark.parametrize("reference", ["12 cm^2", "\\frac{x}{3}", "0.1\\overline{6}", "(1,2]"])
-@pytest.mark.parametrize(("equal", "problem"), [(False, "which does not equal"), (True, "which equals")])
+@pytest.mark.parametrize(("equal", "problem"), [(False, "do not compare as equal"), (True, " compare as equal")])
 def test_each_reference_is_tried_on_its_own_forms_and_on_a_neighbour(reference, equal, problem, monkeypatch):
     monkeypatch.setattr(math, "same", lambda *_: equal)
     assert problem in check_references([reference])[0]

@@ -65,6 +65,6 @@ def test_a_slow_check_does_not_hold_up_another_task(waits_for):
 
 def test_one_verifier_that_does_not_load_closes_the_other_pools():
     pools = TaskPools([task("code", "math"), task("math", "nosuch:check")])
-    with pytest.raises(ValueError, match=r"rewards.verifier 'nosuch:check': expected a module that imports"):
+    with pytest.raises(ValueError, match=r"rewards.verifier 'nosuch:check': the module cannot be imported"):
         asyncio.run(pools.__aenter__())
     assert not any(pool._workers.pids for pool in pools._pools.values())

@@ -142,11 +142,11 @@ def test_verifier_processes_import_neither_torch_nor_transformers():
 
 
 BAD_SPECS = {
-    "mathe": "expected 'math', 'code' or 'module:function', found none of them",
-    "no.such_module:f": "expected a module that imports, found ModuleNotFoundError: No module named 'no'",
-    "users_verifiers:misspelt": "expected a function misspelt in users_verifiers, found nothing of that name",
-    "users_verifiers:not_a_function": "expected a function not_a_function in users_verifiers, found a int",
-    "users_verifiers:two_arguments": "expected a function .answer_text, reference, extra., found two_arguments",
+    "mathe": "it has to be 'math', 'code' or 'module:function'",
+    "no.such_module:f": "the module cannot be imported: ModuleNotFoundError: No module named 'no'",
+    "users_verifiers:misspelt": "users_verifiers has no function misspelt",
+    "users_verifiers:not_a_function": "not_a_function in users_verifiers is a int; it has to be a function",
+    "users_verifiers:two_arguments": "it has to take .answer_text, reference, extra.; it is two_arguments",
     "exits:f": "expected its process to be ready within 60 s, found its exit",
 }
 

@@ -209,5 +209,5 @@ def test_validation_in_rounds_reaches_the_engines_the_same_way_each_time():
 def test_deterministic_excludes_what_overlaps(setting):
     """Phases of ppo_off_policy overlap with nothing, however many batches they have."""
     assert recipe(4, updates=8).rollouts.staleness_bound == 7
-    with pytest.raises(ValueError, match="deterministic: needs max_staleness_steps 0 and routing_replay false"):
+    with pytest.raises(ValueError, match="deterministic needs max_staleness_steps 0 and routing_replay false"):
         small_recipe(rollouts={"deterministic": True, **setting})

@@ -138,11 +138,11 @@ def test_the_same_seed_gives_the_same_policy(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "has no warm-start examples"),
-        ('{"prompt": "1+1=", "completion": "2"}\n{"prompt"', r"line 2: expected a JSON object, found"),
-        ('{"prompt": "1+1="}\n', "line 1: expected the column 'completion', found prompt"),
-        ('{"prompt": 3, "completion": "2"}\n', "line 1: expected a text in column 'prompt', found 3"),
-        (b'{"prompt": "\xff", "completion": "2"}\n', "line 1: expected UTF-8, found invalid start byte"),
+        ("", "the file has no warm-start examples"),
+        ('{"prompt": "1+1=", "completion": "2"}\n{"prompt"', r"line 2: the line is not JSON: "),
+        ('{"prompt": "1+1="}\n', "line 1: there is no column 'completion'; the columns are prompt"),
+        ('{"prompt": 3, "completion": "2"}\n', "line 1: 'prompt' is 3; it has to be a text"),
+        (b'{"prompt": "\xff", "completion": "2"}\n', "line 1: the line is not UTF-8: invalid start byte"),
     ],
 )
 def test_bad_examples_are_named(tiny, tmp_path, content, message):
@@ -160,5 +160,5 @@ def test_a_missing_file_and_a_full_folder_are_refused(tiny, tmp_path):
     (tmp_path / "full" / "note.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"full: expected a new or empty folder"):
         run_sft(recipe(tiny), tmp_path / "full")
-    with pytest.raises(ValueError, match=r"sft.path: is missing; name a .jsonl file"):
+    with pytest.raises(ValueError, match=r"sft.path is missing; name a .jsonl file"):
         run_sft(recipe(tiny, path=None), tmp_path / "out")
