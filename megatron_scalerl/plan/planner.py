@@ -137,14 +137,9 @@ def make_plan(
     layers: Layers = "te",
     origins: Mapping[str, Origin] | None = None,
 ) -> RunPlan:
-    """The plan of the recipe's split if that takes `gpus` GPUs, otherwise of the fastest split.
-
-    layers: of the trainer. origins: of the assumptions. Raises ValueError for an unsupported recipe or architecture,
-    and for a number of GPUs that cannot be split.
-    """
+    """The plan of the recipe's split if that takes `gpus` GPUs, else of the fastest split. Raises ValueError."""
     family, hf_config = load_family(config)
     parameters = count(family, hf_config)
-    lengths = assumed_lengths(recipe, assumed)
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
     split_is_recipes = gpus_of(recipe, recipe_split) == gpus
     possible = splits(recipe, gpus, gpu)
@@ -152,28 +147,23 @@ def make_plan(
     first = recipe_split if split_is_recipes else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
     got, sent = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
+    kernels = Kernels(layers=layers, device="gpu")
     engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=got)
+    lengths = assumed_lengths(recipe, assumed)
     speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
     base = _base(recipe, speed, lengths, _pause(update, gpu, assumed))
 
     def trainer_of(split: Split) -> _Trainer:
         layout = layout_of(recipe, family, split.trainer)
         work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
-        memory = trainer_memory(
-            recipe,
-            family,
-            layout,
-            assumed,
-            kernels=Kernels(layers=layers, device="gpu"),
-            micro_batches=int(work.micro_batches) + 1,
-            group_bytes=sent,
-        )
+        n = int(work.micro_batches) + 1
+        memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=n, group_bytes=sent)
         return _Trainer(layout=layout, work=work, memory=memory)
 
     best = _search({split: trainer_of(split) for split in possible}, _room(recipe, gpu, engine), base)
     split = recipe_split if split_is_recipes else best[0].split
     trainer = trainer_of(split)
-    timing = next((simulated.timing for simulated in best if simulated.split == split), None)
+    timings = {simulated.split: simulated.timing for simulated in best}
     return RunPlan(
         recipe=recipe,
         gpu=gpu,
@@ -194,7 +184,7 @@ def make_plan(
         work=trainer.work,
         update=update if split == first else update_work(recipe, family, trainer.layout),
         publish_seconds=base.publish_seconds,
-        timing=timing or simulate(queue_of(base, split, trainer.work.train_seconds)),
+        timing=timings.get(split) or simulate(queue_of(base, split, trainer.work.train_seconds)),
         best=tuple(best),
     )
 

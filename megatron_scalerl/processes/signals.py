@@ -4,7 +4,8 @@ Life of a signal, in `run_until_signal`:
 
     first       SIGINT and SIGTERM cancel the coroutine at once, SIGUSR1 once its state is saved (`SaveAndExit`)
     later       each later signal kills all child processes, so that the cleanup waits for none of them
-    after       a signal after the cleanup is ignored for EXIT_S; then it ends the process at once (`_Late`)
+    after       a signal after the cleanup is ignored for EXIT_S, in which Python ends with the first signal's code;
+                then it ends the process with this code at once, while Python waits for its threads (`_Late`)
 
 `Takeover` detects a later attempt of the run's job, which began while this attempt still lives, on a node that Slurm
 has lost.
@@ -160,11 +161,8 @@ def _ignore_to_the_end() -> None:
 def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | None = None) -> T:
     """Run `coroutine` on a new event loop and return its result; call it in the main thread.
 
-    The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once it has returned. Each later signal
-    kills all child processes, so that the coroutine's cleanup, which still runs, waits for none of them. A signal
-    after the cleanup is ignored for EXIT_S, in which Python ends with the code of the first signal. Later signals end
-    the process with this code at once, while Python waits for its threads. saving: gets the requests of SAVE_SIGNAL;
-    without it, SAVE_SIGNAL keeps its action.
+    The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once it has returned. The module describes
+    later signals. saving: gets the requests of SAVE_SIGNAL; without it, SAVE_SIGNAL keeps its action.
     """
     received: list[int] = []
     numbers = list(SIGNALS)
