@@ -105,7 +105,7 @@ MISTAKES = {
     "export": (["megatron_scalerl", "export", "runs/none", "--out", "x"], "runs/none/checkpoints: expected"),
     "plan key": ([*PLAN, RECIPE, "--gpus", "2", "optimzer.lr=1"], "optimzer is not a recipe key"),
     "plan file": ([*PLAN, "none.yaml", "--gpus", "2"], "none.yaml: there is no such file"),
-    "plan policy": ([*PLAN, RECIPE, "--gpus", "2"], "policy.path: expected config.json in"),
+    "plan policy": ([*PLAN, RECIPE, "--gpus", "2"], "policy.path: there is no config.json in"),
     "doctor key": (
         [*DOCTOR, RECIPE, "optimzer.lr=1"],
         "optimzer is not a recipe key",

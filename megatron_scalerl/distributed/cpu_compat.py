@@ -35,8 +35,7 @@ def install(*, without: Collection[str] = ()) -> None:
     """
     if torch.cuda.is_available():
         raise ValueError(
-            "cpu_compat: expected no visible GPU, found one; the CPU patches would break it (hide it with "
-            "CUDA_VISIBLE_DEVICES= to run the CPU path)"
+            "cpu_compat: a GPU is visible, and the CPU patches would break it; set CUDA_VISIBLE_DEVICES= to hide it"
         )
     assert set(without) <= set(PATCHES), f"unknown patches {set(without) - set(PATCHES)}"
     if _undo:
@@ -83,7 +82,7 @@ def _patch(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    """Sets owner.name and records its previous value."""
+    """Set owner.name and record its previous value."""
     _undo.append((owner, name, vars(owner).get(name, _ABSENT)))
     setattr(owner, name, value)
 
@@ -267,7 +266,9 @@ def split_sizes() -> None:
     """
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.detach().numpy()
+        return tensor
 
     _set(_core("transformer.moe.token_dispatcher"), "maybe_move_tensor_to_cpu", maybe_move_tensor_to_cpu)
 
@@ -310,12 +311,13 @@ def adamw_state_before_first_step() -> None:
         self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kw: Any
     ) -> Any:
         if is_loading and not self.optimizer.state:
-            kept = [(group, group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
-            for group, _, _ in kept:
+            groups = self.optimizer.param_groups
+            rates = [{key: group[key] for key in ("lr", "weight_decay")} for group in groups]
+            for group in groups:
                 group["lr"] = group["weight_decay"] = 0.0
             self._init_optimizer_states_with_dummy_values()
-            for group, lr, weight_decay in kept:
-                group["lr"], group["weight_decay"] = lr, weight_decay
+            for group, group_rates in zip(groups, rates):
+                group.update(group_rates)
         return original(self, model_sharded_state_dict, is_loading, *args, **kw)
 
     _set(optimizer_class, "sharded_state_dict", sharded_state_dict)

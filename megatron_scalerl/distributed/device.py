@@ -47,12 +47,16 @@ def gpu_count() -> int:
 
 def gpu_memory() -> int:
     """Memory of `device()` (bytes); 0 without a GPU."""
-    return int(torch.cuda.get_device_properties(device()).total_memory) if HAVE_GPU else 0
+    if not HAVE_GPU:
+        return 0
+    return int(torch.cuda.get_device_properties(device()).total_memory)
 
 
 def backend() -> str:
     """Backend of collectives on `device()`: "nccl" or "gloo"."""
-    return "nccl" if HAVE_GPU else "gloo"
+    if HAVE_GPU:
+        return "nccl"
+    return "gloo"
 
 
 def prepare(
@@ -65,9 +69,10 @@ def prepare(
     for a version of Megatron-Core other than that of the patches, for layers in MSRL_LAYERS that are not available
     here, and for environment variables that contradict a deterministic run.
     """
-    if LAYERS not in (("", "plain", "te") if _CAN_TE else ("", "plain")):
-        where = "" if _CAN_TE else ", or te where Transformer Engine is installed and a GPU visible"
-        raise ValueError(f"MSRL_LAYERS: expected plain{where or ' or te'}, found {LAYERS!r}")
+    if LAYERS == "te" and not _CAN_TE:
+        raise ValueError("MSRL_LAYERS: 'te' needs Transformer Engine and a visible GPU; set plain")
+    if LAYERS not in ("", "plain", "te"):
+        raise ValueError(f"MSRL_LAYERS: {LAYERS!r} is not known; set plain or te")
     if HAVE_GPU:
         for name, value in variables.items():
             os.environ.setdefault(name, value)
@@ -95,11 +100,9 @@ DETERMINISTIC = {
 
 def _set_deterministic() -> None:
     for name, values in DETERMINISTIC.items():
-        found = os.environ.setdefault(name, values[0])
-        if found not in values:
-            raise ValueError(
-                f"environment: {name}: expected {' or '.join(values)} with trainer.deterministic, found {found}"
-            )
+        value = os.environ.setdefault(name, values[0])
+        if value not in values:
+            raise ValueError(f"environment: {name} is {value}; trainer.deterministic needs {' or '.join(values)}")
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
@@ -135,7 +138,7 @@ def labelled(name: str) -> Iterator[None]:
 
 @contextmanager
 def recorded_memory(path: Path) -> Iterator[None]:
-    """On a GPU, writes what is allocated inside to `path`, for pytorch.org/memory_viz; also after an exception.
+    """On a GPU, write the allocations of the block to `path`, for pytorch.org/memory_viz; also after an exception.
 
     A file that cannot be written is a line in the log.
     """
@@ -150,7 +153,7 @@ def recorded_memory(path: Path) -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))
         except OSError as error:
-            logger.warning("no memory snapshot: %s", error)
+            logger.warning("the memory snapshot cannot be written: %s", error)
         torch.cuda.memory._record_memory_history(enabled=None)
 
 

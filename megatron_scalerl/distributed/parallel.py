@@ -61,7 +61,7 @@ class Parallel:
 
     @property
     def holds_batch(self) -> bool:
-        """True for the one rank of each data-parallel rank that receives its batches; the others get them from it."""
+        """True for the rank of each data-parallel rank that receives batches and passes them on to its peers."""
         return self.tp_rank == self.pp_rank == self.cp_rank == 0
 
 
@@ -120,37 +120,43 @@ def known_keywords() -> Collection[str]:
 
 def rank_in_world(expected_size: int, rendezvous: Rendezvous | None) -> int:
     """This process's rank, from the environment. Raises ValueError if it is not of a world of `expected_size`."""
-    required = _LAUNCH_VARIABLES if rendezvous is None else _LAUNCH_VARIABLES[:2]
+    required: tuple[str, ...] = _LAUNCH_VARIABLES
+    if rendezvous is not None:
+        required = _LAUNCH_VARIABLES[:2]
     missing = [name for name in required if name not in os.environ]
-    if rendezvous is None and len(missing) == len(required):
-        rank, world_size = 0, 1
-    elif missing:
-        raise ValueError(f"environment: expected {', '.join(required)}, missing {', '.join(missing)}")
-    else:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = 0
+    world_size = 1
+    if not missing:
+        rank = int(os.environ["RANK"])
+        world_size = int(os.environ["WORLD_SIZE"])
+    elif rendezvous is not None or len(missing) < len(required):
+        raise ValueError(f"environment: {', '.join(missing)} is not set; the launcher sets {', '.join(required)}")
     if world_size != expected_size:
         raise ValueError(
-            f"trainer.world_size: expected {expected_size} processes as in the recipe, found {world_size}"
+            f"trainer.world_size: the recipe has {expected_size} processes, and {world_size} were started"
         )
     return rank
 
 
 def _join(rank: int, world_size: int, rendezvous: Rendezvous | None, timeout: timedelta) -> None:
-    under_torchrun = rendezvous is None and "MASTER_ADDR" in os.environ
     store: dist.Store | None = None
-    if not under_torchrun:
+    if rendezvous is not None:
         use_interface(rendezvous)
-        store = dist.HashStore() if rendezvous is None else open_store(rendezvous, "trainer", timeout=timeout)
+        store = open_store(rendezvous, "trainer", timeout=timeout)
+    elif "MASTER_ADDR" not in os.environ:  # a world of one; with the variable, torchrun has a store
+        use_interface(None)
+        store = dist.HashStore()
     dist.init_process_group(device.backend(), rank=rank, world_size=world_size, timeout=timeout, store=store)
 
 
 def _coordinates(groups: ProcessGroupCollection) -> dict[str, int]:
     names = {"tp": "tp", "pp": "pp", "ep": "ep", "etp": "expt_tp", "dp": "dp", "cp": "cp"}
-    found = {}
+    coordinates = {}
     for short, name in names.items():
         group = getattr(groups, name)
-        found[f"{short}_rank"], found[f"{short}_size"] = group.rank(), group.size()
-    return found
+        coordinates[f"{short}_rank"] = group.rank()
+        coordinates[f"{short}_size"] = group.size()
+    return coordinates
 
 
 def unwrap(chunk: Any) -> Any:

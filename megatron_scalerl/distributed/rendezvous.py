@@ -3,7 +3,7 @@
     one host       FolderRendezvous   files in a folder that only this user can enter
     several hosts  HostRendezvous     one TCPStore, bound by the trainer's rank 0 to one of its own addresses
 
-The trainer's ranks use the name "trainer", every weight group a name of its own.
+The trainer's ranks use the name "trainer", and every weight group has another name.
 
 A store has no authentication: any process that reaches it can list, read and overwrite its keys. A secret is
 therefore never a key or a value, and the store's contents are trusted only to open a connection. On one host the
@@ -44,7 +44,9 @@ _PREFIX = "megatron_scalerl-"
 _ABANDONED_S = 3600.0
 """Age from which a private folder that is not locked is a leftover (seconds)."""
 _ANY_PORT = 9
+"""Port for looking up a route; nothing is sent to it."""
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
+"""Wildcards: a socket that is bound to one of them listens on all interfaces."""
 
 
 class FolderRendezvous(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -77,19 +79,19 @@ def private_folder() -> Iterator[FolderRendezvous]:
     for path in abandoned_folders():
         shutil.rmtree(path, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700, with a new name
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(held, fcntl.LOCK_SH)
+        fcntl.flock(lock, fcntl.LOCK_SH)
         yield FolderRendezvous(folder=folder)
     finally:
-        os.close(held)
+        os.close(lock)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def abandoned_folders() -> Iterator[Path]:
-    """This user's private folders that no process holds and that are not just being made: leftovers of a kill.
+    """This user's private folders that no process has locked and that are not just being made: leftovers of a kill.
 
-    Each is locked while it is yielded, so that no two processes delete it.
+    Each folder is locked while it is yielded, so that no two processes delete it.
     """
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
@@ -109,7 +111,7 @@ def _is_abandoned(folder: int) -> bool:
         return False
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it is held
+    except OSError:  # another process has the lock
         return False
     return True
 
@@ -120,7 +122,7 @@ def listen_on(host: str) -> socket.socket:
     Raises ValueError for a wildcard address, OSError for one that is not this host's.
     """
     if host in _ANY_ADDRESS:
-        raise ValueError(f"rendezvous: expected the address of one interface, found {host!r} (all of them)")
+        raise ValueError(f"rendezvous: {host!r} stands for all interfaces; give the address of one")
     [(family, kind, *_, address), *_] = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     listening = socket.socket(family, kind)
     try:
@@ -193,11 +195,12 @@ def interface_of(rendezvous: Rendezvous) -> str:
         return LOOPBACK
     import psutil
 
-    own = own_address(rendezvous.host)
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] == own for entry in addresses):
+    address = own_address(rendezvous.host)
+    for name, entries in psutil.net_if_addrs().items():
+        # an IPv6 entry ends with %INTERFACE
+        if any(entry.address.split("%")[0] == address for entry in entries):
             return name
-    raise RuntimeError(f"rendezvous: expected an interface with the address {own}, on the route to {rendezvous.host}")
+    raise RuntimeError(f"rendezvous: no interface has the address {address}, from which {rendezvous.host} is reached")
 
 
 def own_address(host: str) -> str:
@@ -205,16 +208,16 @@ def own_address(host: str) -> str:
     [(family, kind, *_, address), *_] = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind) as probe:  # sends nothing: connecting a datagram socket only looks up the route
         probe.connect(address)
-        found: str = probe.getsockname()[0]
-    return found
+        local: str = probe.getsockname()[0]
+    return local
 
 
 def check_private(folder: str) -> None:
     """Raise RuntimeError for a folder that another user owns or can access."""
-    found = os.lstat(folder)
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+    status = os.lstat(folder)  # of a link itself, which another user may have made
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
         raise RuntimeError(
-            f"rendezvous: {folder}: expected a folder of user {os.geteuid()} with mode 0700, found one of user "
-            f"{found.st_uid} with mode {mode:04o}"
+            f"rendezvous: {folder} belongs to user {status.st_uid} and has mode {mode:04o}; "
+            f"it has to be a folder of user {os.geteuid()} with mode 0700"
         )

@@ -4,7 +4,7 @@
 2. The peer sends Hello: the run, the start of the controller that it belongs to, and which rank or engine it is.
 3. The controller answers Welcome, or Refused with a reason: the peer exits. A wrong secret gets no answer.
 4. Both send heartbeats. A Ping shows the controller a lost peer; a peer that loses the controller exits at once.
-5. A peer that the controller lets stop, or that fails, says so last, and exits when that is delivered.
+5. A peer that the controller lets stop, or that fails, says so last, and exits when the message is delivered.
 
 For each purpose, two key pairs are derived from the run's secret: the controller's and its peers'. A peer accepts
 only a server that holds the first, the controller only clients that hold the second, so neither public key grants
@@ -44,8 +44,10 @@ GREETING_S = 60.0
 """Seconds in which the controller answers a Hello."""
 LEAVE_S = 10.0
 """Seconds to deliver the last message to the controller."""
-EXIT_ORPHAN, EXIT_REFUSED = 3, 4
-"""Exit codes of a peer: the controller disconnected; it refused this peer, or did not answer."""
+EXIT_ORPHAN = 3
+"""Exit code of a peer whose controller disconnected."""
+EXIT_REFUSED = 4
+"""Exit code of a peer that the controller refused, or did not answer."""
 LOCAL = "127.0.0.1"
 
 _ZAP_DOMAIN = b"megatron_scalerl"
@@ -58,16 +60,14 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     run_id: str
     incarnation: str
-    """Of the start of the controller that the peer was started by, or wants to join."""
+    """Identifies the start of the controller that started the peer, or that the peer wants to join."""
 
     def objection(self, run_id: str, incarnation: str) -> str | None:
         """The reason why the peer does not belong to this start of the controller, or None."""
-        for name, expected, found in (
-            ("run id", run_id, self.run_id),
-            ("incarnation", incarnation, self.incarnation),
-        ):
-            if found != expected:
-                return f"{name}: expected {expected}, found {found}"
+        if self.run_id != run_id:
+            return f"its run id is {self.run_id}, and this controller's is {run_id}"
+        if self.incarnation != incarnation:
+            return f"its incarnation is {self.incarnation}, and this controller's is {incarnation}"
         return None
 
 
@@ -101,27 +101,25 @@ def encode(message: Any) -> bytes:
 def decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Buffer | msgspec.Raw]) -> Any:
     """The message in one frame. Raises InvalidMessage for anything else."""
     if len(frames) != 1:
-        raise InvalidMessage(f"expected a message in one frame, found {len(frames)}")
+        raise InvalidMessage(f"a message has one frame, and {len(frames)} have arrived")
     try:
         return decoder.decode(frames[0])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         why = ascii(str(error))[1:-1][:300]  # it may quote the message
-        raise InvalidMessage(
-            f"expected a message, found {len(bytes(frames[0]))} bytes that do not decode ({why})"
-        ) from error
+        raise InvalidMessage(f"the {len(bytes(frames[0]))} bytes that have arrived are no message ({why})") from error
 
 
 class Purpose(enum.StrEnum):
-    """A socket of the controller; each has keys of its own."""
+    """The purpose of one of the controller's sockets; keys are derived for each purpose."""
 
     TRAINER = "trainer"
-    """Its peers are the trainer's ranks."""
+    """The peers are the trainer's ranks."""
     ENGINES = "engines"
-    """Its peers are the agents of engines on other hosts."""
+    """The peers are the agents of engines on other hosts."""
 
 
 class Side(enum.StrEnum):
-    """One end of a connection."""
+    """The end of a connection."""
 
     CONTROLLER = "controller"
     PEER = "peer"
@@ -176,7 +174,7 @@ def controller_key(secret: str, purpose: Purpose) -> str:
 def _keys(secret: str, purpose: Purpose, side: Side) -> tuple[bytes, bytes]:
     """Public and private key (Z85) of one side, the same for the same secret and purpose."""
     if not secret:
-        raise ValueError("secret: expected a non-empty text, found an empty one")
+        raise ValueError("secret: it is empty")
     label = f"megatron_scalerl {purpose} {side}".encode()
     private = z85.encode(hmac.new(secret.encode(), label, hashlib.sha256).digest())
     return zmq.curve_public(private), private
@@ -205,15 +203,17 @@ class ControllerSocket:
         self.authenticator = CurveAuthenticator(self._context, secret, purpose)
         self.authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
+        # Without it, ZeroMQ drops messages to a lost peer silently, and `send` could not tell.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, longest)
         self._socket.setsockopt(zmq.IPV6, int(":" in address))
         secure_server(self._socket, secret, purpose)
+        host = f"[{address}]" if ":" in address else address
         try:
-            self._socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
+            self._socket.bind(f"tcp://{host}:*")
         except zmq.ZMQError as error:
             self.close()
-            raise ValueError(f"--address: expected an address of this host, found {address} ({error})") from None
+            raise ValueError(f"--address: {address} is not an address of this host ({error})") from None
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property
@@ -233,7 +233,7 @@ class ControllerSocket:
     async def send(self, peer: bytes, *frames: Buffer, wait: bool = True) -> bool:
         """Send a message, not copied; False if the peer is not connected.
 
-        wait: for room in its queue. Without, a message for which there is none is not sent.
+        wait: for room in its queue; without it, a message for which there is no room is not sent.
         """
         try:
             await self._socket.send_multipart([peer, *frames], flags=0 if wait else zmq.DONTWAIT, copy=False)
@@ -272,16 +272,16 @@ class ControllerLink:
         self._leaving = threading.Event()
 
     def greet(self, hello: Any, within_s: float) -> Any:
-        """Send Hello; the controller's answer. Raises RefusedError, with its reason, and where none arrives in time.
+        """Send Hello; the controller's answer. Raises RefusedError for a refusal, and if no answer arrives in time.
 
-        From its Welcome on this process exits with EXIT_ORPHAN when the controller disconnects, or no heartbeat
-        arrives any more, whatever it does meanwhile.
+        From the answer on, this process exits with EXIT_ORPHAN when the controller disconnects, or heartbeats end,
+        whatever this process does meanwhile.
         """
         self.send(hello)
         if not self.socket.poll(int(within_s * 1000)):
             raise RefusedError(
-                f"controller at {self.endpoint}: expected an answer within {within_s:g} s, found none "
-                "(it has exited, or MSRL_SECRET is another run's)"
+                f"the controller at {self.endpoint} did not answer within {within_s:g} s; "
+                "it has exited, or MSRL_SECRET is another run's"
             )
         answer, _ = self.receive()
         threading.Thread(target=self._exit_on_disconnect, name="controller-watch", daemon=True).start()
@@ -293,17 +293,20 @@ class ControllerLink:
 
     def receive(self) -> tuple[Any, list[memoryview]]:
         """The next message, and all of its frames, not copied. Raises InvalidMessage, and RefusedError."""
-        while True:
+        message = None
+        while message is None:  # a Ping
             frames = [frame.buffer for frame in self.socket.recv_multipart(copy=False)]
-            if (message := self.understood(frames)) is not None:
-                return message, frames
+            message = self.understood(frames)
+        return message, frames
 
     def understood(self, frames: Sequence[Buffer]) -> Any:
         """The message in these frames, None for a Ping. Raises InvalidMessage, and RefusedError."""
         message = self._decoded(frames)
         if isinstance(message, Refused):
-            raise RefusedError(f"controller at {self.endpoint} refused this process: {message.reason}")
-        return None if isinstance(message, Ping) else message
+            raise RefusedError(f"the controller at {self.endpoint} refused this process: {message.reason}")
+        if isinstance(message, Ping):
+            return None
+        return message
 
     def leave(self) -> None:
         """Allow the controller to disconnect from now on: this process exits by itself."""
@@ -331,10 +334,12 @@ class ControllerLink:
         # A connection that broke before its handshake was tried again, and counts for nothing.
         connected = False
         with contextlib.suppress(zmq.ContextTerminated):
-            while (event := recv_monitor_message(self._monitor)["event"]) != zmq.EVENT_DISCONNECTED or not connected:
+            event = None
+            while event != zmq.EVENT_DISCONNECTED or not connected:
+                event = recv_monitor_message(self._monitor)["event"]
                 connected = connected or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if self._leaving.is_set():
             self._monitor.close(linger=0)
             return
-        logger.error("the controller at %s disconnected, exiting", self.endpoint)
+        logger.error("the controller at %s disconnected; this process exits", self.endpoint)
         os._exit(EXIT_ORPHAN)

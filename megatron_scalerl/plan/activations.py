@@ -1,6 +1,6 @@
 """Activation memory: bytes per token that layers save for the backward pass, by recompute setting.
 
-What is saved depends on the layers and on the device (`Kernels`):
+The saved tensors depend on the layers and on the device (`Kernels`):
 
 * `te` layers, Transformer Engine's: norms fused into the linear layers save input, output and one number per token,
   SwiGLU saves its input, attention on packed sequences ("thd") saves queries, keys, values, output and a log-sum-exp.
@@ -39,20 +39,26 @@ class Recompute:
     def __str__(self) -> str:
         if self.granularity == "selective":
             return f"selective ({', '.join(self.modules)})"
-        return self.granularity if self.granularity == "none" else f"full ({self.method}, {self.layers})"
+        if self.granularity == "full":
+            return f"full ({self.method}, {self.layers})"
+        return "none"
 
 
 def recompute_of(recipe: Recipe) -> Recompute:
     """The recipe's recompute settings. Raises ValueError for unsupported ones."""
     model = recipe.megatron.model
     granularity: Any = model.get("recompute_granularity") or "none"
-    modules = tuple(model.get("recompute_modules") or ("core_attn",)) if granularity == "selective" else ()
+    modules: tuple[str, ...] = ()
+    if granularity == "selective":
+        modules = tuple(model.get("recompute_modules") or ("core_attn",))
     for module in modules:
         if module not in MODULES:
-            known = ", ".join(MODULES)
-            raise ValueError(f"megatron.model.recompute_modules: expected some of {known}, found {module!r}")
+            raise ValueError(
+                f"megatron.model.recompute_modules: the planner does not know {module!r}; it knows "
+                f"{', '.join(MODULES)}"
+            )
     if granularity not in ("none", "selective", "full"):
-        raise ValueError(f"megatron.model.recompute_granularity: expected selective or full, found {granularity!r}")
+        raise ValueError(f"megatron.model.recompute_granularity: {granularity!r} is neither selective nor full")
     return Recompute(
         granularity=granularity,
         modules=modules,
@@ -63,23 +69,23 @@ def recompute_of(recipe: Recipe) -> Recompute:
 
 @record
 class Shape:
-    """Widths of one layer, from the family's Megatron options."""
+    """Widths of a layer, from the family's Megatron options."""
 
     hidden: int
     query: int
     key: int
     value: int
     out: int
-    """Input of the output projection."""
+    """Width of the output projection's input."""
     latent: int
-    """Outputs of the narrow projections of multi-head latent attention, which no rank shards; 0: none."""
+    """Width of the outputs of multi-head latent attention's narrow projections, which no rank shards; 0 without."""
     projections: int
-    """Weights of all attention projections."""
+    """Number of weights of all attention projections."""
     heads: int
     groups: int
     head_dim: int
     ffn: int
-    """Width of the dense MLP or of the shared expert; 0: none."""
+    """Width of the dense MLP or of the shared expert; 0 without."""
     expert_ffn: int
     experts: int
     top_k: int
@@ -91,17 +97,28 @@ class Shape:
 def shape_of(family: Family, style: LayerStyle) -> Shape:
     """The widths of a layer of `style`."""
     t: dict[str, Any] = dict(family.transformer)
-    experts = t if style.moe else {}
-    hidden, heads, groups, head_dim = (
-        t[k] for k in ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-    )
-    query, key = heads * head_dim, groups * head_dim
-    value, out, latent, projections = key, query, 0, 2 * hidden * (query + key)
+    hidden = t["hidden_size"]
+    heads = t["num_attention_heads"]
+    query = heads * t["kv_channels"]
+    key = t["num_query_groups"] * t["kv_channels"]
+    value = key
+    out = query
+    latent = 0
+    projections = 2 * hidden * (query + key)
     if "kv_lora_rank" in t:
-        q_rank, kv_rank, rope = t["q_lora_rank"], t["kv_lora_rank"], t["qk_pos_emb_head_dim"]
+        # Multi-head latent attention: projections down to narrow widths, then up to all heads. The rotary part of the
+        # keys is not projected up.
+        q_rank = t["q_lora_rank"]
+        kv_rank = t["kv_lora_rank"]
+        rope = t["qk_pos_emb_head_dim"]
         value = out = heads * t["v_head_dim"]
         latent = q_rank + kv_rank + rope
         projections = hidden * (latent + out) + q_rank * query + kv_rank * (query - heads * rope + value)
+    ffn = t["ffn_hidden_size"]
+    experts: dict[str, Any] = {}
+    if style.moe:
+        ffn = t.get("moe_shared_expert_intermediate_size") or 0
+        experts = {"moe_router_topk": 1} | t
     return Shape(
         hidden=hidden,
         query=query,
@@ -111,12 +128,12 @@ def shape_of(family: Family, style: LayerStyle) -> Shape:
         latent=latent,
         projections=projections,
         heads=heads,
-        groups=groups,
-        head_dim=head_dim,
-        ffn=t["ffn_hidden_size"] if not style.moe else t.get("moe_shared_expert_intermediate_size") or 0,
+        groups=t["num_query_groups"],
+        head_dim=t["kv_channels"],
+        ffn=ffn,
         expert_ffn=experts.get("moe_ffn_hidden_size") or 0,
         experts=experts.get("num_moe_experts") or 0,
-        top_k=t.get("moe_router_topk", 1) if style.moe else 0,
+        top_k=experts.get("moe_router_topk", 0),
         probs_on_input=bool(t.get("moe_apply_probs_on_input")),
         qk_norm=style.qk_norm not in (False, "none"),
         rope=style.rope,
@@ -125,98 +142,124 @@ def shape_of(family: Family, style: LayerStyle) -> Shape:
 
 @record
 class LayerBytes:
-    """Bytes per token that one layer saves on one rank, by the part that recomputation can drop."""
+    """Bytes per token that a layer saves on a rank, by the modules whose bytes recomputation can drop."""
 
     norms: float
     norm_outputs: float
-    norms_apart: float
-    """Outputs of norms that are modules of their own: a norm fused into a linear layer is not recomputed."""
+    unfused_norm_outputs: float
+    """Bytes of `norm_outputs` that can be recomputed: a norm that is fused into a linear layer is not recomputed."""
     attention: float
-    """Inputs of the projections, rotary angles, norms of queries and keys."""
+    """Bytes of the projections' inputs, rotary angles, and norms of queries and keys."""
     core: float
-    """What core attention saves."""
+    """Bytes that core attention saves."""
     core_inputs: float
-    """What core attention saves if it is recomputed."""
+    """Bytes that core attention saves if it is recomputed."""
     mlp: float
-    """Inside the dense MLP or the shared expert."""
+    """Bytes inside the dense MLP or the shared expert."""
     experts: float
-    """Router, dispatch, inside the experts."""
+    """Bytes of the router, of the dispatch, and inside the experts."""
     activation: float
-    """The share of `experts` that is the output of the activation function."""
+    """Bytes of `experts` that are the output of the activation function."""
 
     @property
     def total(self) -> float:
-        """Without recomputation."""
+        """Bytes without recomputation."""
         return self.norms + self.norm_outputs + self.attention + self.core + self.mlp + self.experts
 
 
 def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, imbalance: float) -> LayerBytes:
-    """What a layer saves per token of the rank's share of a micro-batch; `width` is bytes per element."""
-    tp, sp = layout.tp, layout.sp
-    q, kv, h = shape.query / tp, shape.key / tp, shape.hidden / sp
-    heads, groups = shape.heads / tp, shape.groups / tp
-    plain = kernels.layers == "plain"
-    angles = 4 * shape.head_dim * width if shape.rope and (plain or shape.qk_norm) else 0
-    qk_norm = 4 * (q + kv + heads + groups) if shape.qk_norm else 0
-    if shape.qk_norm and width == 4:
-        qk_norm += 4 * (q + kv)  # the key is a view of the whole projection, which is saved
-    lse = 4 * heads
-    v, out = shape.value / tp, shape.out / tp
-    copies = (q + out if plain else q) + kv + v
+    """Bytes per token of the rank's share of a micro-batch that a layer saves. width: bytes per element."""
+    tp = layout.tp
+    sp = layout.sp
+    q = shape.query / tp
+    kv = shape.key / tp
+    h = shape.hidden / sp
+    out = shape.out / tp
+    core_inputs = q + kv + shape.value / tp
+    core = core_inputs
+    unfused_norms = min(shape.experts, 1)  # Transformer Engine does not fuse the norm before a router
+    swiglu_widths = 3
+    if kernels.layers == "plain":
+        core += out  # attention saves a padded copy of its output
+        unfused_norms = 2
+        swiglu_widths = 5
+    angles = 0
+    if shape.rope and (kernels.layers == "plain" or shape.qk_norm):
+        angles = 4 * shape.head_dim * width
+    qk_norm = 0.0
+    if shape.qk_norm:
+        qk_norm = 4 * (q + kv + shape.heads / tp + shape.groups / tp)
+        if width == 4:
+            qk_norm += 4 * (q + kv)  # the key is a view of the whole projection, which is saved
     latent = 2 * shape.latent / sp * width  # before and after their norms
-    inner = 5 if plain else 3
+    log_sum_exp = 4 * shape.heads / tp
     return LayerBytes(
         norms=2 * norm_bytes(shape.hidden, width=width, kernels=kernels) / sp,
         norm_outputs=2 * h * width,
-        norms_apart=(2 if plain else bool(shape.experts)) * h * width,
+        unfused_norm_outputs=unfused_norms * h * width,
         attention=out * width + latent + angles + qk_norm,
-        core=copies * width + lse,
-        core_inputs=(q + kv + v) * width,
-        mlp=inner * shape.ffn / tp * width,
-        experts=_experts(shape, layout, width, inner, imbalance),
+        core=core * width + log_sum_exp,
+        core_inputs=core_inputs * width,
+        mlp=swiglu_widths * shape.ffn / tp * width,
+        experts=_experts(shape, layout, width, swiglu_widths, imbalance),
         activation=shape.top_k / sp * imbalance * shape.expert_ffn / layout.etp * width,
     )
 
 
 def norm_bytes(hidden: float, *, width: int, kernels: Kernels) -> float:
-    """Bytes per token that one norm of that width saves besides its output."""
+    """Bytes per token that a norm of this width saves in addition to its output."""
     if kernels.device == "cpu":
         return 8 * hidden + 4
     return hidden * width + 4
 
 
-def _experts(shape: Shape, layout: Layout, width: int, inner: int, imbalance: float) -> float:
+def _routed(shape: Shape, layout: Layout, imbalance: float) -> float:
+    """Tokens that a rank's experts receive for each of its tokens, on the busiest rank."""
+    routed = shape.top_k / layout.sp
+    if layout.ep > 1:
+        routed *= imbalance
+    return routed
+
+
+def _experts(shape: Shape, layout: Layout, width: int, swiglu_widths: int, imbalance: float) -> float:
     if not shape.experts:
         return 0.0
-    # a rank's experts receive as many tokens as it sends, times the load of the busiest rank over the mean
-    routed = shape.top_k / layout.sp * (imbalance if layout.ep > 1 else 1.0) * layout.etp
-    inside = inner if shape.probs_on_input or inner == 3 else inner + 1
-    weighted = shape.hidden / layout.sp * width if shape.probs_on_input else 0.0
+    routed = _routed(shape, layout, imbalance) * layout.etp
+    widths = swiglu_widths
+    weighted_input = 0.0
+    if shape.probs_on_input:
+        weighted_input = shape.hidden / layout.sp * width
+    elif widths == 5:
+        widths += 1  # unfused, the weighted output of SwiGLU is saved, too
     router = (9 * shape.experts + 24) / layout.sp
-    return router + weighted + routed * (shape.hidden + inside * shape.expert_ffn / layout.etp) * width
+    return router + weighted_input + routed * (shape.hidden + widths * shape.expert_ffn / layout.etp) * width
 
 
 def kept(bytes_: LayerBytes, recompute: Recompute, *, moe: bool, width: int, hidden: float) -> float:
-    """Bytes per token that one layer saves until its backward pass under the recompute setting."""
+    """Bytes per token that a layer saves until its backward pass under the recompute setting."""
     if recompute.granularity == "full":
         return hidden * width
     total = bytes_.total
     if "core_attn" in recompute.modules:
         total += bytes_.core_inputs - bytes_.core
     if "layernorm" in recompute.modules:
-        total -= bytes_.norms_apart
+        total -= bytes_.unfused_norm_outputs
+    # `moe` recomputes the whole layer of experts, the shared expert included.
     if "moe" in recompute.modules and moe:
-        total -= bytes_.experts + bytes_.mlp
-    else:
-        total -= bytes_.mlp if ("shared_experts" if moe else "mlp") in recompute.modules else 0.0
-        total -= bytes_.activation if "moe_act" in recompute.modules else 0.0
+        return total - (bytes_.experts + bytes_.mlp)
+    mlp_module = "shared_experts" if moe else "mlp"
+    if mlp_module in recompute.modules:
+        total -= bytes_.mlp
+    if "moe_act" in recompute.modules:
+        total -= bytes_.activation
     return total
 
 
 def backward_bytes(shape: Shape, layout: Layout, *, width: int, imbalance: float) -> float:
     """Bytes per token of gradients alive at once in a layer's backward pass: MLP, residual, gathered input."""
     dense = 4 * shape.ffn / layout.tp
-    routed = shape.top_k / layout.sp * (imbalance if layout.ep > 1 else 1.0)
-    expert = routed * (4 * shape.expert_ffn + 2 * shape.hidden)
-    gathered = 2 * shape.hidden if layout.sequence_parallel else 0
+    expert = _routed(shape, layout, imbalance) * (4 * shape.expert_ffn + 2 * shape.hidden)
+    gathered = 0
+    if layout.sequence_parallel:
+        gathered = 2 * shape.hidden  # the backward pass gathers the input, and its gradient is scattered after it
     return (max(dense, expert) + 2 * shape.hidden / layout.sp + gathered) * width

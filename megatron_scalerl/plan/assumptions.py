@@ -1,5 +1,6 @@
-"""What the planner assumes because it cannot be computed: one field, one flag, one source each."""
+"""The planner's assumptions, for figures that cannot be computed: each is a field and a flag, and has a source."""
 
+import math
 from dataclasses import Field, field, fields
 from typing import Any, Literal
 
@@ -76,7 +77,7 @@ class Origin:
 
     kind: Literal["default", "file", "flag"]
     source: str
-    """As printed."""
+    """Where the value comes from, in words for the printed table."""
 
 
 def described() -> tuple[Field[Any], ...]:
@@ -94,10 +95,14 @@ def check_number(name: str, value: object) -> float:
 
     Raises ValueError, in one line without the field's name, for anything but a finite number within its range.
     """
-    [f] = [f for f in described() if f.name == name]
-    low, high, closed = f.metadata["range"]
-    expected = f"a number {'of at least' if closed else 'above'} {low:g}" + (f" and at most {high:g}" if high else "")
-    number = value if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
+    # One check for flags, files and programs: the range stands with the field.
+    ranges = {f.name: f.metadata["range"] for f in described()}
+    low, high, closed = ranges[name]
+    least = "of at least" if closed else "above"
+    most = f" and at most {high:g}" if high else ""
+    number = math.nan  # compares false with every bound
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = value
     if not (low <= number <= (high or 1e308)) or (number == low and not closed):
-        raise ValueError(f"expected {expected}, found {repr(value)[:60]}")
+        raise ValueError(f"{repr(value)[:60]} is not a number {least} {low:g}{most}")
     return float(number)

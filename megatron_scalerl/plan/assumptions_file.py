@@ -21,7 +21,7 @@ from megatron_scalerl.recipe.other_names import check_keys
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One constant."""
+    """A measured constant."""
 
     value: Any
     """A number in the unit of the field of `Assumptions`."""
@@ -30,22 +30,25 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class AssumptionsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The contents of a file."""
+    """The contents of a file of measured constants."""
 
     gpu: str
-    """The name in CUDA; of `read_assumptions`, a key of `hardware.GPUS`."""
+    """Name of the GPU in CUDA; after `read_assumptions`, a key of `hardware.GPUS`."""
     layers: Layers | None = None
-    """None: valid for both."""
+    """Layers of the measured trainer; None: the constants are valid for both."""
     written: Any = None
-    """Date."""
+    """Date of the file."""
     assumptions: Annotated[dict[str, Measured], msgspec.Meta(min_length=1)]
-    """By field of `Assumptions`."""
+    """Field of `Assumptions` -> constant."""
 
     def source(self, path: Path, name: str) -> str:
-        """One line: the file's path, its date, and how the value was measured."""
-        when = f" of {self.written}" if self.written else ""
-        how = " ".join((self.assumptions[name].source or "").split())
-        return f"{path}{when}" + (f": {how}" if how else "")
+        """The file's path, its date, and how the value was measured, in one line."""
+        text = str(path)
+        if self.written:
+            text += f" of {self.written}"
+        if how := " ".join((self.assumptions[name].source or "").split()):
+            text += f": {how}"
+        return text
 
 
 def read_assumptions(path: Path) -> AssumptionsFile:
@@ -67,5 +70,5 @@ def read_assumptions(path: Path) -> AssumptionsFile:
     gpu = gpu_of_device(content.gpu)
     if gpu is None:
         supported = ", ".join(sorted(GPUS))
-        raise ValueError(f"{path}: gpu: expected one that the planner supports ({supported}), found {content.gpu!r}")
+        raise ValueError(f"{path}: gpu: the planner does not know {content.gpu!r}; it knows {supported}")
     return msgspec.structs.replace(content, gpu=gpu)

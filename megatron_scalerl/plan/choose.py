@@ -29,54 +29,65 @@ Layout = dict[str, Any]
 
 
 def choose(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan:
-    """The recipe with a layout for `gpus`, planned.
+    """The plan of the recipe with a layout for `gpus`.
 
-    Raises ValueError where none fits, naming the number of GPUs with which one would.
+    Raises ValueError where no layout fits, naming the number of GPUs with which one would.
     """
-    if plan := _first(recipe, config, gpus, gpu):
+    plan = _first(recipe, config, gpus, gpu)
+    if plan is not None:
         return plan
-    number = gpus
-    while (number := 2 * number) <= MOST_GPUS:
-        if plan := _first(recipe, config, number, gpu):
+    remedy = f"{MOST_GPUS} do not fit it either; write the recipe by hand, with a pipeline"
+    number = 2 * gpus
+    while number <= MOST_GPUS:
+        if _first(recipe, config, number, gpu):
+            remedy = f"{number} would do"
             break
-    more = f"{number} would do" if plan else f"nor {MOST_GPUS}; write the recipe by hand, with a pipeline"
-    raise ValueError(f"--gpus: no layout of {recipe.policy.path} fits {gpus} x {gpu.name}; {more}")
+        number *= 2
+    raise ValueError(f"--gpus: no layout of {recipe.policy.path} fits {gpus} x {gpu.name}; {remedy}")
 
 
 def _first(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan | None:
     family, _ = load_family(config)
-    for colocate in (True,) if gpus == 1 else (False, True):
+    for colocate in (False, True):
         engine = _smallest_engine(recipe, family, gpus, gpu, colocate=colocate)
         if engine is None:
             continue
         for size, megatron in _trainers(family, gpus):
-            trainer = {"trainer": {"world_size": gpus if colocate else size}, "megatron": megatron}
+            world_size = gpus if colocate else size
+            sections: Layout = {"engine": engine, "trainer": {"world_size": world_size}, "megatron": megatron}
             try:
-                laid = Recipe.model_validate(recipe.model_dump() | {"engine": engine} | trainer)
-                plan = make_plan(laid, config, gpus, gpu, Assumptions())
+                candidate = Recipe.model_validate(recipe.model_dump() | sections)
+                plan = make_plan(candidate, config, gpus, gpu, Assumptions())
             except ValueError:  # a size that divides no heads, or leaves no engine
                 continue
             if not plan.problems() and plan.headroom >= SPARE * gpu.memory_bytes:
-                sizes = {
-                    "trainer": {"world_size": plan.split.trainer},
-                    "engine": engine | {"count": plan.split.engines},
-                }
-                return replace(plan, recipe=Recipe.model_validate(laid.model_dump() | sizes), split_is_recipes=True)
+                sections["trainer"] = {"world_size": plan.split.trainer}
+                sections["engine"] = engine | {"count": plan.split.engines}
+                planned = Recipe.model_validate(recipe.model_dump() | sections)
+                return replace(plan, recipe=planned, split_is_recipes=True)
     return None
 
 
 def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, colocate: bool) -> Layout | None:
     """The section `engine` with the fewest devices, and the smallest share of them, in which the KV cache fits."""
     heads = family.transformer["num_attention_heads"]
-    for size in (size for size in SIZES if heads % size == 0 and (gpus % size == 0 if colocate else size < gpus)):
-        vllm: Layout = {"tensor_parallel_size": size} if size > 1 else {}
+    for size in SIZES:
+        fits = gpus % size == 0 if colocate else size < gpus
+        if heads % size or not fits:
+            continue
+        vllm: Layout = {}
+        if size > 1:
+            vllm["tensor_parallel_size"] = size
         engine = {"devices_per_engine": size, "vllm": vllm}
         sized = Recipe.model_validate(recipe.model_dump() | {"engine": engine})
         memory = engine_memory(sized, family, count(family), gpu, Assumptions())
         need = SEQUENCES * memory.context_tokens * memory.kv_bytes_per_token / size
-        if not colocate and memory.kv_bytes >= need:
-            return engine
-        for share in SHARES if colocate else ():
+        if not colocate:
+            if memory.kv_bytes >= need:
+                return engine
+            continue
+        for share in SHARES:
+            # vLLM's share of a device has to hold weights and overhead as well.
             cache = share * gpu.memory_bytes - memory.weights_bytes - memory.overhead_bytes
             if cache >= need:
                 vllm |= {"kv_cache_memory_bytes": int(cache // MIB) * MIB, "gpu_memory_utilization": share}
@@ -87,12 +98,23 @@ def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, col
 def _trainers(family: Family, gpus: int) -> Iterator[tuple[int, Layout]]:
     """(size of a group, section `megatron`), cheapest first: MLPs recomputed, larger groups, layers recomputed."""
     experts = family.transformer.get("num_moe_experts")
-    key = "expert_model_parallel_size" if experts else "tensor_model_parallel_size"
-    selective = {"recompute_granularity": "selective", "recompute_modules": ["moe" if experts else "mlp"]}
+    key = "tensor_model_parallel_size"
+    module = "mlp"
+    if experts:
+        key = "expert_model_parallel_size"
+        module = "moe"
+    selective = {"recompute_granularity": "selective", "recompute_modules": [module]}
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     none: Layout = {}
+    # Recomputing MLPs costs less than communication between more ranks, recomputing whole layers costs more.
     for settings in ((none, selective), (full,)):
         for size in (size for size in SIZES if size <= gpus):
-            sequence = {"sequence_parallel": True} if size > 1 and not experts else {}
+            parallel: Layout = {}
+            sequence: Layout = {}
+            if size > 1:
+                parallel = {key: size}
+                sequence = {"sequence_parallel": True}
+            if experts:
+                sequence = {}
             for model in settings:
-                yield size, {"parallel": {key: size} if size > 1 else {}, "model": sequence | model}
+                yield size, {"parallel": parallel, "model": sequence | model}

@@ -59,7 +59,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--config",
         metavar="DIR",
-        help="folder with the policy's config.json; default: policy.path, else configs/<its name> beside the recipe",
+        help="folder with the policy's config.json; default: policy.path, else configs/<its name> next to the recipe",
     )
     p.add_argument(
         "--no-build",
@@ -70,7 +70,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", metavar="OUT|-", help="write the same numbers as JSON; - prints only the JSON")
     group = p.add_argument_group("assumptions and their defaults")
     for f in described():
-        default = "computed" if f.default is None else f"{f.default:g} {f.metadata['unit']}".strip()
+        default = "computed"
+        if f.default is not None:
+            default = f"{f.default:g} {f.metadata['unit']}".strip()
         text = f"{f.metadata['what']} ({default})".replace("%", "%%")
         group.add_argument(_flag(f.name), type=_number_of(f.name), metavar="X", help=text)
 
@@ -96,10 +98,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
         is_policy = options.config is None and folder == Path(recipe.policy.path)
         check_settings(recipe, None if is_policy else folder, planned=True)
         plan = make_plan(recipe, folder, options.gpus, GPUS[gpu], assumed, layers=layers, origins=origins)
-        built = "skipped" if options.no_build else compare_with_build(plan, folder)
+        built = "skipped"
+        if not options.no_build:
+            built = compare_with_build(plan, folder)
     if options.json:
         text = json.dumps(as_numbers(plan) | {"meta_build": built}, indent=2)
-        print(text) if options.json == "-" else Path(options.json).write_text(text + "\n")
+        if options.json == "-":
+            print(text)
+        else:
+            Path(options.json).write_text(text + "\n")
     if options.check:
         problems = plan.problems()
         if problems:
@@ -122,45 +129,51 @@ def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict
     """
     from megatron_scalerl.plan.assumptions_file import read_assumptions
 
-    file = read_assumptions(options.assumptions) if options.assumptions else None
-    for key, measured in (("gpu", file and file.gpu), ("layers", file and file.layers)):
+    file = None
+    if options.assumptions:
+        file = read_assumptions(options.assumptions)
+    for key in ("gpu", "layers"):
         given = getattr(options, key)
+        measured = getattr(file, key, None)
         if given and measured and given != measured:
             raise ValueError(
-                f"--{key}: expected {measured}, for which {options.assumptions} was measured, found {given}"
+                f"--{key}: {options.assumptions} was measured for {measured} and does not apply to {given}"
             )
-    values, origins = {}, default_origins()
+    values = {}
+    origins = default_origins()
     for f in described():
         given = getattr(options, f.name)
         if given is not None:
-            values[f.name], origins[f.name] = given, Origin(kind="flag", source="given on the command line")
+            values[f.name] = given
+            origins[f.name] = Origin(kind="flag", source="given on the command line")
         elif file and f.name in file.assumptions:
             values[f.name] = float(file.assumptions[f.name].value)
             origins[f.name] = Origin(kind="file", source=file.source(options.assumptions, f.name))
-    gpu = options.gpu or (file.gpu if file else GPU)
-    layers = options.layers or (file and file.layers) or "te"
+    gpu = options.gpu or getattr(file, "gpu", GPU)
+    layers: Layers = options.layers or getattr(file, "layers", None) or "te"
     return gpu, layers, Assumptions(**values), origins
 
 
 def config_folder(policy: str, recipe: str | Path, given: str | Path | None = None) -> Path:
-    """The folder with the config.json: `given`, the policy's folder, or configs/<its name> beside the recipe.
+    """The folder with the config.json: `given`, the policy's folder, or configs/<its name> next to the recipe.
 
     Raises ValueError if there is none.
     """
-    folder = Path(policy)
-    tried = [Path(given)] if given else [folder, Path(recipe).parent / "configs" / folder.name]
-    for place in tried:
-        if (place / "config.json").is_file():
-            return place
+    tried = [Path(policy), Path(recipe).parent / "configs" / Path(policy).name]
+    if given:
+        tried = [Path(given)]
+    for folder in tried:
+        if (folder / "config.json").is_file():
+            return folder
     raise ValueError(
-        f"policy.path: expected config.json in {' or '.join(map(str, tried))}, found none" + hint(policy, "model")
+        f"policy.path: there is no config.json in {' or '.join(map(str, tried))}" + hint(policy, "model")
     )
 
 
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, found {text}")
+        raise argparse.ArgumentTypeError(f"{text} GPUs are too few; name at least 1")
     return number
 
 

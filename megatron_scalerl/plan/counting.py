@@ -22,26 +22,26 @@ class Parameters:
     """Parameter counts of a policy."""
 
     total: int
-    """Of the trained policy, without a vision tower."""
+    """Parameters of the trained policy, without a vision tower."""
     active: int
-    """Used per token, embedding included."""
+    """Parameters used per token, embedding included."""
     experts: int
-    """In all routed experts."""
+    """Parameters of all routed experts."""
     embedding: int
     head: int
-    """In the logit projection; tied embeddings share the weights of `embedding`, counted once in `total`."""
+    """Parameters of the logit projection; tied embeddings are counted once in `total`."""
     passthrough: int
-    """In the vision tower and its projector, or in layers of multi-token prediction, which a run does not load."""
+    """Parameters that a run does not load: a vision tower and its projector, layers of multi-token prediction."""
 
 
 @record
 class RankParameters:
-    """Parameters on one rank of a pipeline stage, vocabulary padding included."""
+    """Parameters on each rank of a pipeline stage, vocabulary padding included."""
 
     dense: int
     expert: int
     largest: int
-    """In the largest single weight."""
+    """Parameters of the largest single weight."""
 
     @property
     def total(self) -> int:
@@ -62,7 +62,7 @@ def count(family: Family, config: Any = None) -> Parameters:
     experts = sum(elements(r) for r in rules if r.expert is not None)
     first = sum(elements(r) for r in rules if r.place == "first")
     number = family.transformer.get("num_moe_experts") or 1
-    used = family.transformer.get("moe_router_topk", 1) if experts else 1
+    used = family.transformer.get("moe_router_topk", 1)
     passthrough = family.untrained
     if config is not None and family.passthrough:
         passthrough = _passthrough(config.to_json_string(), family.passthrough)
@@ -86,12 +86,14 @@ def of_stage(family: Family, layout: Layout, stage: int) -> RankParameters:
     """Parameters on each rank of a pipeline stage. Raises ValueError for sizes that do not divide."""
     last = layout.pp - 1
     experts = family.transformer.get("num_moe_experts") or 1
-    dense, expert = [0], [0]
+    dense = [0]
+    expert = [0]
     for rule in family.rules:
-        place = {"first": 0, "last": last}.get(rule.place)
-        mine = stage == place if place is not None else rule.layer in layout.stages[stage]
-        # a single stage shares tied embeddings; with several, the last one holds a copy
-        if not mine or not (rule.exported or layout.pp > 1):
+        has_rule = rule.layer in layout.stages[stage]
+        if rule.place in ("first", "last"):
+            has_rule = stage == {"first": 0, "last": last}[rule.place]
+        # A single stage shares tied embeddings; with several stages, the last stage holds a copy.
+        if not has_rule or not (rule.exported or layout.pp > 1):
             continue
         if rule.expert is None:
             dense.append(elements(rule, layout.tp))
@@ -102,11 +104,12 @@ def of_stage(family: Family, layout: Layout, stage: int) -> RankParameters:
 
 @cache
 def _passthrough(config_json: str, prefixes: tuple[str, ...]) -> int:
-    """Parameters outside the policy, from transformers' own modules on the meta device, with one text layer."""
+    """Parameters outside the policy, counted in transformers' modules on the meta device, with one text layer."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     fields = json.loads(config_json)
+    # Lists with an entry for each layer do not go with the one layer that is built; transformers fills in its own.
     by_layer = ("layer_types", "no_rope_layers", "moe_layers")
     text = {k: v for k, v in fields["text_config"].items() if k not in by_layer}
     fields["text_config"] = text | {"num_hidden_layers": 1}

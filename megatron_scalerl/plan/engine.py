@@ -1,4 +1,4 @@
-"""One engine: its KV-cache capacity and its decode speed.
+"""KV-cache capacity and decode speed of an engine.
 
 A decode step reads the weights that its tokens use and the KV cache of every running completion, at the memory
 bandwidth that the devices reach. With n running completions it takes fixed + per_completion x n seconds.
@@ -22,23 +22,23 @@ MAX_NUM_SEQS = 256
 
 @record
 class EngineMemory:
-    """Memory on one device of an engine."""
+    """Memory on a device of an engine."""
 
     devices: int
     copies: int
-    """Data-parallel copies of the policy; they share the experts."""
+    """Data-parallel copies of the policy, which share the experts."""
     context_tokens: int
     """engine.vllm.max_model_len if set, else the maximum length of prompt and completion."""
     weights_bytes: float
     overhead_bytes: float
     kv_bytes: float
-    """Available to the KV cache."""
+    """Bytes available to the KV cache."""
     kv_bytes_per_token: float
-    """On all devices of the engine together."""
+    """Bytes of the KV cache for a token, on all devices of the engine together."""
     limit_bytes: float
     """Device memory x gpu_memory_utilization."""
     group_bytes: float
-    """Of the broadcast groups over which weights arrive, which vLLM does not count."""
+    """Bytes of the broadcast groups over which weights arrive, which vLLM does not count."""
 
     @property
     def used_bytes(self) -> float:
@@ -47,7 +47,8 @@ class EngineMemory:
 
     @property
     def total(self) -> float:
-        """Bytes of the device that others leave it: vLLM starts only where gpu_memory_utilization of it is free."""
+        """Bytes that have to be free on the device."""
+        # vLLM starts only where its whole share, gpu_memory_utilization of the device, is free.
         return max(self.limit_bytes, self.used_bytes) + self.group_bytes
 
     @property
@@ -69,14 +70,14 @@ class EngineMemory:
 
 @record
 class Decoding:
-    """Decode speed of one engine."""
+    """Decode speed of an engine."""
 
     fixed_seconds: float
     per_completion_seconds: float
     prefill_seconds: float
-    """Prefill of one prompt."""
+    """Seconds for the prefill of a prompt."""
     running: int
-    """Max concurrent completions; further ones are queued in the engine."""
+    """Max concurrent completions; further completions are queued in the engine."""
 
     def step_seconds(self, running: int) -> float:
         """Time of one decode step with `running` completions."""
@@ -84,41 +85,45 @@ class Decoding:
 
     def tokens_per_second(self, running: int) -> float:
         """Throughput of the whole engine."""
-        return running / self.step_seconds(running) if running else 0.0
+        return running / self.step_seconds(max(running, 1))
 
 
 def engine_memory(
     recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assumed: Assumptions, *, group_bytes: float = 0.0
 ) -> EngineMemory:
     """Weights, overhead and KV cache of one device. Raises ValueError for contradicting parallel sizes."""
-    options, devices = recipe.engine.vllm, recipe.engine.devices_per_engine
+    options = recipe.engine.vllm
+    devices = recipe.engine.devices_per_engine
     shape = EngineShape.of(options)
+    # vLLM would start other devices than the launcher has reserved.
     product = shape.tensor * shape.pipeline * shape.data
     if product != devices:
         raise ValueError(
-            f"engine.vllm.tensor_parallel_size: expected sizes that multiply to devices_per_engine {devices}, "
-            f"found {product}"
+            f"engine.vllm.tensor_parallel_size: the parallel sizes multiply to {product}, and "
+            f"engine.devices_per_engine is {devices}; make them equal"
         )
-    t, layers = family.transformer, len(family.layers)
+    t = family.transformer
     if "kv_lora_rank" in t:  # the cache has the narrow keys and values, which every device holds whole
         per_layer = float(t["kv_lora_rank"] + t["qk_pos_emb_head_dim"]) * shape.tensor
     else:
         groups = t["num_query_groups"]
         copies = max(1, shape.tensor // groups)  # key-value heads are replicated if there are fewer than devices
         per_layer = 2.0 * groups * copies * t["kv_channels"]
-    width = 1 if "fp8" in str(options.get("kv_cache_dtype", "auto")) else WIDTH[recipe.policy.dtype]
+    width = WIDTH[recipe.policy.dtype]
+    if "fp8" in str(options.get("kv_cache_dtype", "auto")):
+        width = 1
     limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILIZATION))
     weights = (shape.data * (p.total - p.experts) + p.experts) * WIDTH[recipe.policy.dtype] / devices
     overhead = assumed.engine_overhead_gib * GIB
-    cache = options.get("kv_cache_memory_bytes")
+    cache = options.get("kv_cache_memory_bytes") or limit - weights - overhead
     return EngineMemory(
         devices=devices,
         copies=shape.data,
         context_tokens=int(options.get("max_model_len") or recipe.longest_sequence()),
         weights_bytes=weights,
         overhead_bytes=overhead,
-        kv_bytes=float(cache) if cache else limit - weights - overhead,
-        kv_bytes_per_token=layers * per_layer * width,
+        kv_bytes=float(cache),
+        kv_bytes_per_token=len(family.layers) * per_layer * width,
         limit_bytes=limit,
         group_bytes=group_bytes,
     )
@@ -138,8 +143,13 @@ def decoding(
         rate = assumed.engine_tokens_per_second * memory.devices
         return Decoding(fixed_seconds=0.0, per_completion_seconds=1 / rate, prefill_seconds=0.0, running=running)
     speed = memory.devices * gpu.memory_bytes_per_second * assumed.hbm_efficiency
-    share = 1 - (1 - (p.active - (p.total - p.experts)) / p.experts) ** running if p.experts else 0.0
-    read = WIDTH[recipe.policy.dtype] * (memory.copies * (p.total - p.experts - p.embedding) + p.experts * share)
+    dense = p.total - p.experts
+    read_experts = 0.0
+    if p.experts:
+        # An expert is read unless none of the running completions has chosen it.
+        chosen = (p.active - dense) / p.experts
+        read_experts = p.experts * (1 - (1 - chosen) ** running)
+    read = WIDTH[recipe.policy.dtype] * (memory.copies * (dense - p.embedding) + read_experts)
     return Decoding(
         fixed_seconds=assumed.engine_step_ms / 1000 + read / speed,
         per_completion_seconds=memory.kv_bytes_per_token * resident / speed,

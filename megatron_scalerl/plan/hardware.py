@@ -4,7 +4,8 @@ from typing import Literal
 
 from megatron_scalerl.record import record
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 Layers = Literal["te", "plain"]
 """Transformer Engine's layers, or Megatron-Core's own."""
 Device = Literal["cpu", "gpu"]
@@ -12,7 +13,7 @@ Device = Literal["cpu", "gpu"]
 
 @record
 class Gpu:
-    """One GPU model in its usual server."""
+    """A GPU model in its usual server."""
 
     name: str
     memory_bytes: int
@@ -23,12 +24,12 @@ class Gpu:
     nvlink_bytes_per_second: float
     """NVLink bandwidth in one direction."""
     nic_bytes_per_second: float
-    """Bandwidth of one NIC; there is one per GPU."""
+    """Bandwidth of a network card; there is one card per GPU."""
     per_node: int
     """GPUs per node; the planner assigns whole nodes."""
     source: str
     device_names: tuple[str, ...]
-    """Its names in CUDA."""
+    """Names of the model in CUDA."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -66,7 +67,7 @@ GPUS: dict[str, Gpu] = {
         device_names=("NVIDIA GB200",),
     ),
 }
-"""By the name that `--gpu` takes."""
+"""GPU models by the name that `--gpu` takes."""
 
 
 def gpu_of_device(name: str) -> str | None:
@@ -86,7 +87,7 @@ class Kernels:
 
     def __post_init__(self) -> None:
         if self.layers == "te" and self.device == "cpu":
-            raise ValueError("layers: expected plain on a CPU, which Transformer Engine does not support, found te")
+            raise ValueError("layers: Transformer Engine does not run on a CPU; set plain instead of te")
 
 
 PLAIN_ON_GPU = Kernels(layers="plain", device="gpu")

@@ -32,12 +32,12 @@ _NOT_COUNTED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
 
 @record
 class Term:
-    """One row of a memory table."""
+    """A row of a memory table."""
 
     name: str
     bytes: float
     moving: bool = False
-    """Allocated and freed with a micro-batch: `Assumptions.fragmentation` is a share of this memory."""
+    """Whether it is allocated and freed with a micro-batch: `Assumptions.fragmentation` is a share of this memory."""
 
 
 @record
@@ -50,7 +50,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """Bytes of all terms."""
         return sum(term.bytes for term in self.terms)
 
 
@@ -73,7 +73,7 @@ def trainer_memory(
         _check_attention(recipe, family, layout)
     for key in _NOT_COUNTED:
         if recipe.megatron.optimizer.get(key):
-            raise ValueError(f"megatron.optimizer.{key}: expected false, the planner does not support it")
+            raise ValueError(f"megatron.optimizer.{key}: the planner does not support it; leave it out")
     return tuple(
         _stage_memory(recipe, family, layout, assumed, kernels, micro_batches, stage, group_bytes)
         for stage in range(layout.pp)
@@ -81,7 +81,7 @@ def trainer_memory(
 
 
 def _check_attention(recipe: Recipe, family: Family, layout: Layout) -> None:
-    """Raises ValueError if PyTorch has no attention kernel on a GPU that avoids saving the scores.
+    """Raise ValueError if PyTorch has no attention kernel on a GPU that avoids saving the scores.
 
     Its memory-efficient kernel, the only one for fp32, does not support grouped queries; its flash kernel does not
     support masks, which context parallelism requires.
@@ -89,13 +89,13 @@ def _check_attention(recipe: Recipe, family: Family, layout: Layout) -> None:
     t = family.transformer
     if layout.cp > 1:
         raise ValueError(
-            "megatron.parallel.context_parallel_size: expected 1 with plain layers on a GPU (the planner does not "
-            f"support attention with masks there), found {layout.cp}"
+            f"megatron.parallel.context_parallel_size: the planner does not support {layout.cp} with plain layers "
+            "on a GPU, where attention needs masks; set it to 1"
         )
     if recipe.policy.dtype == "float32" and t["num_query_groups"] != t["num_attention_heads"]:
         raise ValueError(
-            "policy.dtype: expected bfloat16 with plain layers and grouped queries on a GPU (the planner does not "
-            "count the scores that PyTorch's attention saves there), found float32"
+            "policy.dtype: the planner does not count the scores that PyTorch's attention saves in float32 with "
+            "plain layers and grouped queries on a GPU; set bfloat16"
         )
 
 
@@ -111,33 +111,44 @@ def _stage_memory(
 ) -> RankMemory:
     p = of_stage(family, layout, stage)
     width = WIDTH[recipe.policy.dtype]
-    gradient = 4 if recipe.megatron.ddp.get("grad_reduce_in_fp32", True) else width
-    # parameters whose optimizer state this rank holds
+    gradient = width
+    if recipe.megatron.ddp.get("grad_reduce_in_fp32", True):
+        gradient = 4
+    # Parameters whose optimizer state this rank holds.
     sharded = p.dense / layout.dense_shards + p.expert / layout.expert_shards
     saved, layer_work = _activations(recipe, family, layout, assumed, kernels, micro_batches, stage)
-    stays, logits = 0.0, 0.0
+    stays = 0.0
+    logits = 0.0
     if stage == layout.pp - 1:
         stays, logits = logit_bytes(recipe, family, layout, tokens_of(recipe, layout), kernels=kernels)
+    # The largest logits and the largest recomputation of a layer are not allocated at the same time.
     work = max(logits, layer_work)
+    workspace = "logit workspace" if logits > layer_work else "layer workspace"
     moving = saved + stays + work
+    main_weights = 4 * sharded
+    if width == 4:
+        main_weights = 0.0  # fp32 weights are their own main weights
     if kernels.device == "cpu":
-        cache = CPU_KERNEL_CACHE_BYTES if p.expert and width == 2 else 0
-        rest = Term(name="runtime", bytes=CPU_RUNTIME_BYTES + cache)
+        runtime = CPU_RUNTIME_BYTES
+        if p.expert and width == 2:
+            runtime += CPU_KERNEL_CACHE_BYTES
+        rest = Term(name="runtime", bytes=runtime)
     else:
         loss = assumed.fragmentation * moving
         rest = Term(name="CUDA, NCCL, fragmentation", bytes=assumed.runtime_gib * GIB + loss)
     terms = [
         Term(name="weights", bytes=width * p.total),
         Term(name="gradients", bytes=gradient * p.total),
-        Term(name="main weights (fp32)", bytes=(4 if width == 2 else 0) * sharded),
+        Term(name="main weights (fp32)", bytes=main_weights),
         Term(name="Adam moments", bytes=8 * sharded),
         Term(name="saved activations", bytes=saved, moving=True),
         Term(name="logit input gradients", bytes=stays, moving=True),
-        Term(name="logit workspace" if logits > layer_work else "layer workspace", bytes=work, moving=True),
+        Term(name=workspace, bytes=work, moving=True),
         rest,
         Term(name="weight groups (NCCL)", bytes=group_bytes),
     ]
-    if kernels == PLAIN_ON_GPU:  # temporary memory is freed before gradients are clipped
+    # Temporary memory is freed before gradients are clipped: only a copy that is larger than it raises the peak.
+    if kernels == PLAIN_ON_GPU:
         terms.append(Term(name="gradient clipping copy", bytes=max(0.0, 4 * p.largest - moving)))
     return RankMemory(stage=stage, parameters=p, terms=tuple(terms))
 
@@ -157,33 +168,40 @@ def _activations(
     stage: int,
 ) -> tuple[float, float]:
     """(saved activations, largest workspace of one layer), bytes."""
-    width, tokens = WIDTH[recipe.policy.dtype], tokens_of(recipe, layout)
+    width = WIDTH[recipe.policy.dtype]
+    tokens = tokens_of(recipe, layout)
     recompute = activations.recompute_of(recipe)
     layers = layout.stages[stage]
-    saved, work = [], [0.0]
+    saved = []
+    work = [0.0]
     for layer in layers:
-        index, style = layout.places[layer], family.layers[layer]
+        index = layout.places[layer]
+        style = family.layers[layer]
         shape = activations.shape_of(family, style)
         whole = activations.layer_bytes(
             shape, layout, width=width, kernels=kernels, imbalance=assumed.expert_imbalance
         )
         setting = _setting_of(recompute, index)
         per_token = activations.kept(whole, setting, moe=style.moe, width=width, hidden=shape.hidden / layout.sp)
-        if setting.granularity == "full" and setting.method == "uniform" and index % setting.layers:
-            per_token = 0.0
-        redone = whole.total * (setting.layers if setting.method == "uniform" else 1)
-        again = redone if setting.granularity == "full" else whole.total - per_token
+        recomputed = whole.total - per_token
+        if setting.granularity == "full":
+            recomputed = whole.total
+            # The method "uniform" saves the input of every `layers` layers, and recomputes all of them at once.
+            if setting.method == "uniform":
+                recomputed *= setting.layers
+                if index % setting.layers:
+                    per_token = 0.0
+        gradients = activations.backward_bytes(shape, layout, width=width, imbalance=assumed.expert_imbalance)
         saved.append(per_token)
-        work.append(
-            again + activations.backward_bytes(shape, layout, width=width, imbalance=assumed.expert_imbalance)
-        )
+        work.append(recomputed + gradients)
     in_flight = layout.layers_in_flight(stage, micro_batches) / max(1, len(layers))
     ends = _ends(family, layout, width, kernels, stage)
     return tokens * (sum(saved) * in_flight + ends), tokens * max(work)
 
 
 def _setting_of(recompute: Recompute, index: int) -> Recompute:
-    """For layer `index` of a model chunk: the method "block" recomputes only the first layers."""
+    """The setting of layer `index` of a model chunk."""
+    # The method "block" recomputes only the first layers of a chunk.
     if recompute.granularity == "full" and recompute.method == "block" and index >= recompute.layers:
         return Recompute(granularity="none")
     return recompute
@@ -195,8 +213,12 @@ def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: i
     norm = norm_bytes(hidden, width=width, kernels=kernels)
     if kernels.device == "gpu" and layout.sp > 1:
         norm += hidden * width  # its output, from which the head's input is gathered
-    head = norm / layout.sp + hidden * width + 8  # the head's input is not sequence-parallel
-    return (head if stage == layout.pp - 1 else 0) + (8 if stage == 0 else 0)
+    ends = 0.0
+    if stage == layout.pp - 1:
+        ends = norm / layout.sp + hidden * width + 8  # the head's input is not sequence-parallel
+    if stage == 0:
+        ends += 8
+    return ends
 
 
 def in_chunk(recipe: Recipe) -> bool:
@@ -214,17 +236,23 @@ def logit_bytes(
     hidden = family.transformer["hidden_size"]
     rows = padded_vocab_size(family.vocab_size, layout.tp) // layout.tp
     narrow = recipe.policy.dtype == "bfloat16"
-    stays = 4 * tokens * hidden + (4 * rows * hidden if in_chunk(recipe) else 0)
-    kept = (2 if narrow else 4) * tokens * hidden  # the tokens with loss, selected
-    stated, shared = recipe.trainer.logit_workspace_mb, recipe.engine.colocate
-    limit = workspace_mb(stated, large_gpu=kernels.device == "gpu", shared=shared) * MIB
+    stays = 4 * tokens * hidden  # gradients of the head's input
+    if in_chunk(recipe):
+        stays += 4 * rows * hidden  # and of its weights
+    kept = WIDTH[recipe.policy.dtype] * tokens * hidden  # the tokens with loss, selected
+    stated = recipe.trainer.logit_workspace_mb
+    limit = workspace_mb(stated, large_gpu=kernels.device == "gpu", shared=recipe.engine.colocate) * MIB
     if kernels.device == "gpu":
         return stays, kept + limit
-    stay = rows * tokens <= LARGEST_CHUNK and 4 * rows * tokens <= limit  # until the backward pass
-    numbers = min(LARGEST_CHUNK if in_chunk(recipe) or stay else LARGEST, rows * tokens)
+    fits = rows * tokens <= LARGEST_CHUNK and 4 * rows * tokens <= limit
+    largest = LARGEST
+    if in_chunk(recipe) or fits:  # logits that fit are kept until the backward pass
+        largest = LARGEST_CHUNK
+    numbers = min(largest, rows * tokens)
     block = numbers * 4 + 8 * TILE
     if narrow:
         chunk = numbers / rows
         block += 4 * chunk * hidden + 8 * min(rows, _CAST_COLUMNS) * hidden
-        block += 2 * numbers * (recipe.trainer.logit_gradient == "bf16x2")
+        if recipe.trainer.logit_gradient == "bf16x2":
+            block += 2 * numbers
     return stays, kept + min(limit, block)

@@ -1,8 +1,8 @@
 """Checks the parameter counts of `counting` against the trainer's own modules, built on the meta device.
 
 The same PolicyModel that is trained is built at full size and in the full world, in one process and without
-allocating memory; PyTorch's fake process group replaces the collectives. It is a process of its own because
-Megatron's globals and the CPU patches are process-wide; a forked one, which has torch and transformers already.
+allocating memory; PyTorch's fake process group replaces the collectives. A child process builds it, because
+Megatron's globals and the CPU patches are process-wide. It is forked, and then has torch and transformers already.
 Context parallelism, which shards no weights, is counted as data parallelism.
 """
 
@@ -16,10 +16,13 @@ from megatron_scalerl.plan.planner import RunPlan
 from megatron_scalerl.recipe import Recipe
 
 TIMEOUT_S = 600.0
+"""Time limit of the build (seconds)."""
 
 
 def compare_with_build(plan: RunPlan, config: Path) -> str:
-    """Returns "equal" and for which ranks, or why nothing was built. Raises ValueError if Megatron rejects it.
+    """The ranks on which the counts are equal, or why nothing was built, in one line.
+
+    Raises ValueError if Megatron rejects the recipe.
 
     The build runs without a GPU and so with Megatron's plain layers, which have the same parameters as Transformer
     Engine's.
@@ -33,14 +36,16 @@ def compare_with_build(plan: RunPlan, config: Path) -> str:
         raise ValueError(f"megatron: the trainer's ranks cannot be built: {built}")
     counted = [{"dense": s.parameters.dense, "expert": s.parameters.expert} for s in plan.trainer]
     assert built == counted, f"counted {counted}, built {built}"
-    stages = " of each pipeline stage" if plan.layout.pp > 1 else ""
-    return f"equal on the first rank of {plan.layout.world_size}{stages}"
+    ranks = f"equal on the first rank of {plan.layout.world_size}"
+    if plan.layout.pp > 1:
+        return f"{ranks} of each pipeline stage"
+    return ranks
 
 
 def _in_a_child(
     recipe: Recipe, config_path: str, world_size: int, method: str = "fork"
 ) -> list[dict[str, int]] | str:
-    """What `stage_parameters` returns in a process of its own, or why it returns nothing.
+    """The result of `stage_parameters` in a child process, or why there is none.
 
     A fork has the imports. It can crash where threads of a library were running; then a fresh process is tried.
     """
@@ -52,7 +57,9 @@ def _in_a_child(
     child.start()
     answer.close()
     try:
-        built = answers.recv() if answers.poll(TIMEOUT_S) else f"no answer within {TIMEOUT_S:.0f} s"
+        built = f"there was no answer within {TIMEOUT_S:.0f} s"
+        if answers.poll(TIMEOUT_S):
+            built = answers.recv()
     except EOFError:
         child.join()
         if method == "fork":
@@ -66,8 +73,9 @@ def _in_a_child(
 def _answer(answer: Connection, recipe: Recipe, config_path: str, world_size: int) -> None:
     import torch
 
+    # Megatron-Core's warnings, and lines that gloo prints, would stand between the lines of the plan.
     quiet = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # warnings of Megatron-Core and what gloo prints
+    for stream in (1, 2):
         os.dup2(quiet, stream)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)  # a pool of threads does not survive a fork

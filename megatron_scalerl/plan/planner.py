@@ -63,7 +63,7 @@ class RunPlan:
 
     @property
     def gpu_hours_per_1000_steps(self) -> float:
-        """Trainer and engines, idle time included, validation excluded."""
+        """GPU-hours of trainer and engines for 1,000 steps, idle time included, validation excluded."""
         return self.gpus * self.timing.step_seconds * 1000 / 3600
 
     @property
@@ -86,41 +86,45 @@ class RunPlan:
         return {link: self.update.bound_seconds(rate) for link, rate in rates.items()}
 
     def _advice(self) -> str:
-        """What a recipe can set where a trainer rank does not fit: TP, and recomputation that it does not set yet."""
+        """Settings to try where a trainer rank does not fit: TP, and recomputation that the recipe does not set."""
         text = "; try a larger megatron.parallel.tensor_model_parallel_size"
-        recompute, module = recompute_of(self.recipe), "moe" if self.parameters.experts else "mlp"
+        recompute = recompute_of(self.recipe)
+        module = "moe" if self.parameters.experts else "mlp"
         if recompute.granularity == "full" or module in recompute.modules:
             return text
         modules = ", ".join([*recompute.modules, module])
         return text + f", or megatron.model.recompute_granularity: selective with recompute_modules: [{modules}]"
 
     def problems(self) -> list[str]:
-        """One line per problem: which rank or engine does not fit, and by how much."""
-        engine = f" and an engine {self.engine.total / GIB:.1f}" if self.recipe.engine.colocate else ""
-        found = [
+        """The problems, each in a line: which rank or engine does not fit, and by how much."""
+        engine = ""
+        if self.recipe.engine.colocate:
+            engine = f" and an engine {self.engine.total / GIB:.1f}"
+        lines = [
             f"trainer ranks of pipeline stage {s.stage} need {s.total / GIB:.1f} GiB{engine}, {self.gpu.name} has "
             f"{self.gpu.memory_bytes / GIB:.1f}: {(s.total - self.room) / GIB:.1f} GiB too much"
             for s in self.trainer
             if s.total > self.room
         ]
-        if found:
-            found[0] += self._advice()
+        if lines:
+            lines[0] += self._advice()
         if self.engine.missing_bytes:
-            found.append(
+            lines.append(
                 f"the KV cache of an engine cannot hold one sequence of {self.engine.context_tokens:,} tokens: "
                 f"{self.engine.missing_bytes / GIB:.1f} GiB per device missing"
             )
         if self.engine.devices > self.gpu.per_node:
-            found.append(
+            lines.append(
                 f"engine.devices_per_engine: an engine runs on one node, which has {self.gpu.per_node} GPUs, and "
                 f"cannot have {self.engine.devices}"
             )
-        if (over := self.engine.total - self.gpu.memory_bytes) > 0:
-            found.append(
+        too_much = self.engine.total - self.gpu.memory_bytes
+        if too_much > 0:
+            lines.append(
                 f"engine.vllm.gpu_memory_utilization: vLLM's share and the weight groups' "
-                f"{self.engine.group_bytes / GIB:.1f} GiB are {over / GIB:.1f} GiB more than a device has"
+                f"{self.engine.group_bytes / GIB:.1f} GiB are {too_much / GIB:.1f} GiB more than a device has"
             )
-        return found
+        return lines
 
 
 def make_plan(
@@ -133,34 +137,33 @@ def make_plan(
     layers: Layers = "te",
     origins: Mapping[str, Origin] | None = None,
 ) -> RunPlan:
-    """The plan. Uses the recipe's own split if it adds up to `gpus`, otherwise the fastest one.
-
-    layers: of the trainer. origins: of the assumptions. Raises ValueError for what we lack.
-    """
+    """The plan of the recipe's split if that takes `gpus` GPUs, else of the fastest split. Raises ValueError."""
     family, hf_config = load_family(config)
     parameters = count(family, hf_config)
-    lengths = assumed_lengths(recipe, assumed)
-    own = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
+    recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
+    split_is_recipes = gpus_of(recipe, recipe_split) == gpus
     possible = splits(recipe, gpus, gpu)
-    is_own = gpus_of(recipe, own) == gpus
-    first = own if is_own else possible[0]
+    # The weight groups' memory depends on the trainer's layout; all splits are compared with the first one's.
+    first = recipe_split if split_is_recipes else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
     got, sent = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
+    kernels = Kernels(layers=layers, device="gpu")
     engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=got)
+    lengths = assumed_lengths(recipe, assumed)
     speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
     base = _base(recipe, speed, lengths, _pause(update, gpu, assumed))
 
     def trainer_of(split: Split) -> _Trainer:
         layout = layout_of(recipe, family, split.trainer)
         work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
-        n, kernels = int(work.micro_batches) + 1, Kernels(layers=layers, device="gpu")
+        n = int(work.micro_batches) + 1
         memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=n, group_bytes=sent)
         return _Trainer(layout=layout, work=work, memory=memory)
 
     best = _search({split: trainer_of(split) for split in possible}, _room(recipe, gpu, engine), base)
-    split = own if is_own else best[0].split
+    split = recipe_split if split_is_recipes else best[0].split
     trainer = trainer_of(split)
-    timing = next((simulated.timing for simulated in best if simulated.split == split), None)
+    timings = {simulated.split: simulated.timing for simulated in best}
     return RunPlan(
         recipe=recipe,
         gpu=gpu,
@@ -172,7 +175,7 @@ def make_plan(
         parameters=parameters,
         trained=family.name in FAMILIES,
         split=split,
-        split_is_recipes=is_own,
+        split_is_recipes=split_is_recipes,
         layout=trainer.layout,
         trainer=trainer.memory,
         engine=engine,
@@ -181,7 +184,7 @@ def make_plan(
         work=trainer.work,
         update=update if split == first else update_work(recipe, family, trainer.layout),
         publish_seconds=base.publish_seconds,
-        timing=timing or simulate(queue_of(base, split, trainer.work.train_seconds)),
+        timing=timings.get(split) or simulate(queue_of(base, split, trainer.work.train_seconds)),
         best=tuple(best),
     )
 
@@ -198,7 +201,10 @@ class _Trainer:
 def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> QueueSettings:
     r = recipe.rollouts
     phase = r.batches_per_update
-    warm_up = 4 + r.max_staleness_steps if r.schedule == "pipeline" else phase
+    warm_up = phase
+    if r.schedule == "pipeline":
+        warm_up = 4 + r.max_staleness_steps
+    # Steps are whole phases, because the first and the last step of a phase take different times.
     counted = max(10, COMPLETIONS // (r.groups_per_batch * r.group_size))
     return QueueSettings(
         rollouts=r,
@@ -222,18 +228,22 @@ def _pause(update: UpdateWork, gpu: Gpu, assumed: Assumptions) -> float:
 
 def _group_bytes(recipe: Recipe, groups: int) -> float:
     """Buffers of the groups over which a member sends or gets weights over NCCL."""
-    over_nccl = recipe.weights.transport in ("auto", "nccl") and not recipe.engine.colocate
-    return groups * GROUP_BYTES if over_nccl else 0
+    if recipe.engine.colocate or recipe.weights.transport not in ("auto", "nccl"):
+        return 0
+    return groups * GROUP_BYTES
 
 
 def _room(recipe: Recipe, gpu: Gpu, engine: EngineMemory) -> float:
     """Bytes of a device for its trainer rank."""
-    return gpu.memory_bytes - (engine.total if recipe.engine.colocate else 0)
+    if recipe.engine.colocate:
+        return gpu.memory_bytes - engine.total
+    return gpu.memory_bytes
 
 
 def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings) -> list[Simulated]:
     """The fastest splits that fit, or the fastest of all if none fits."""
     seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
+    # If no split fits, the fastest one shows by how much.
     fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= room}
     return best_splits(list((fitting or seconds).items()), base)
 

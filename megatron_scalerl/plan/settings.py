@@ -19,17 +19,19 @@ from megatron_scalerl.rollouts.plans import longest_sequence
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the checks of a recipe's settings read and computed. Produced by `check_settings`."""
+    """Results of the checks of a recipe's settings. Produced by `check_settings`."""
 
     recipe: Recipe
-    """With what `chat` fills in."""
+    """The recipe with the settings that `chat` fills in."""
     chat: Any
     """A `Chat`: how the policy is talked to; None without a tokenizer."""
     tokenizer: Any
-    """Of the policy's folder, from transformers; None where only its config.json is known."""
+    """The policy's tokenizer, from transformers; None where only its config.json is known."""
     longest_sequence: int
-    """Longest prompt and completion together, with forced phrase and end (tokens); without a tokenizer a lower
-    bound."""
+    """Longest prompt and completion together, with forced phrase and end (tokens).
+
+    Without a tokenizer it is a lower bound.
+    """
     micro_batch_tokens: int
     """Capacity of one packed micro-batch (tokens)."""
 
@@ -57,7 +59,7 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
         chat = chat_of_recipe(recipe, tokenizer)
         recipe = chat.settled(recipe)
         for task in tasks_of(recipe):
-            PromptRenderer(tokenizer, task.prompts)
+            PromptRenderer(tokenizer, task.prompts)  # raises for a template that does not render
     capacity = _micro_batch_tokens(recipe)
     longest = longest_sequence(recipe, hf_config, tokenizer, capacity=capacity)
     return Settings(
@@ -66,8 +68,8 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
 
 
 def _micro_batch_tokens(recipe: Recipe) -> int:
-    """A run that resumes keeps its capacity if the recipe does not set one."""
+    """Capacity of a micro-batch; a run that resumes keeps its capacity if the recipe does not set one."""
     if recipe.trainer.micro_batch_tokens is None and Path(recipe.run_dir, "recipe.yaml").exists():
-        found = (read_run_recipe(recipe.run_dir).get("trainer") or {}).get("micro_batch_tokens")
-        return found or recipe.micro_batch_tokens
+        trainer = read_run_recipe(recipe.run_dir).get("trainer") or {}
+        return trainer.get("micro_batch_tokens") or recipe.micro_batch_tokens
     return recipe.micro_batch_tokens

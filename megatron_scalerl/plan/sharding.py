@@ -18,15 +18,15 @@ class Layout:
     etp: int
     """Tensor parallelism of the experts; Megatron's default is tp."""
     chunks: int
-    """Model chunks per stage (virtual pipeline); 1 without."""
+    """Model chunks per stage of a virtual pipeline; 1 without one."""
     sequence_parallel: bool
     distributed_optimizer: bool
     stages: tuple[tuple[int, ...], ...]
     """Layers of each pipeline stage."""
     places: tuple[int, ...]
-    """[layers] index of each layer in its model chunk, which Megatron-Core's recompute settings are for."""
+    """[layers] index of each layer in its model chunk; Megatron-Core's recompute settings count layers by chunk."""
     optimizer_instances: int = 1
-    """Each has the whole optimizer state."""
+    """Instances of the distributed optimizer; each has the whole optimizer state."""
 
     @property
     def dp(self) -> int:
@@ -36,26 +36,33 @@ class Layout:
     @property
     def dense_shards(self) -> int:
         """Ranks that shard the optimizer state of a weight outside the experts (data and context parallel)."""
-        return self.dp * self.cp // self.optimizer_instances if self.distributed_optimizer else 1
+        if not self.distributed_optimizer:
+            return 1
+        return self.dp * self.cp // self.optimizer_instances
 
     @property
     def expert_shards(self) -> int:
         """Ranks that shard the optimizer state of an expert's weight."""
-        ranks = self.world_size // (self.etp * self.ep * self.pp)
-        return ranks // self.optimizer_instances if self.distributed_optimizer else 1
+        if not self.distributed_optimizer:
+            return 1
+        return self.world_size // (self.etp * self.ep * self.pp) // self.optimizer_instances
 
     @property
     def sp(self) -> int:
         """Sequence-parallel size: norms and residuals are divided by it."""
-        return self.tp if self.sequence_parallel else 1
+        if self.sequence_parallel:
+            return self.tp
+        return 1
 
     def layers_in_flight(self, stage: int, micro_batches: int) -> int:
         """Layers x micro-batches whose activations a stage holds at once (1F1B; interleaved: its warm-up)."""
         layers = len(self.stages[stage])
+        # 1F1B: a stage begins a backward pass once a micro-batch has come back from the last stage.
         if self.chunks == 1:
             return layers * min(self.pp - stage, micro_batches)
-        held = min((self.pp - stage - 1) * 2 + (self.chunks - 1) * self.pp + 1, micro_batches * self.chunks)
-        return -(-layers // self.chunks) * held
+        # Megatron's warm-up of the interleaved schedule, in chunks of layers (schedules.get_pp_rank_microbatches).
+        warm_up = (self.pp - stage - 1) * 2 + (self.chunks - 1) * self.pp + 1
+        return -(-layers // self.chunks) * min(warm_up, micro_batches * self.chunks)
 
 
 def layout_of(recipe: Recipe, family: Family, world_size: int) -> Layout:

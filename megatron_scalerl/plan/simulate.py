@@ -2,7 +2,7 @@
 
 Events: an engine's next completion ends, the trainer's step ends. Engines decode at the speed of `engine.Decoding`,
 receive whole groups as `rollouts.stream` dispatches them (least loaded engine with room for the group), and pause
-during weight updates; the trainer takes batches as `rollouts.gate` releases them, or `rollouts.gate`.
+during weight updates; the trainer takes batches as `rollouts.gate` releases them.
 """
 
 import heapq
@@ -21,26 +21,28 @@ from megatron_scalerl.rollouts.gate import gate_of
 
 @record
 class QueueSettings:
-    """What is simulated."""
+    """The run to simulate: its schedule, engines, speeds, and number of steps."""
 
     rollouts: RolloutsSection
     engines: int
     decoding: Decoding
     lengths: Lengths
     train_seconds: float
-    """For a batch of mean size; other batches are scaled by their tokens."""
+    """Seconds of a step on a batch of mean size; other batches are scaled by their tokens."""
     publish_seconds: float
+    """Seconds for which a weight update pauses the engines."""
     other_seconds: float = 0.0
-    """Between two trainer steps, while engines run."""
+    """Seconds between two trainer steps, while engines run."""
     steps: int
+    """Number of steps, whole phases where the schedule has phases."""
     warm_up: int
-    """Leading steps that are excluded while the pipeline fills; whole phases where there are some, as `steps`."""
+    """Leading steps that are excluded while the pipeline fills, whole phases where the schedule has phases."""
     takes_turns: bool = False
-    """Trainer and engines run at the same time on the same devices (`split.queue_of`)."""
+    """Whether trainer and engines run at the same time on the same devices (`split.queue_of`)."""
 
     @property
     def batch_tokens(self) -> float:
-        """Completion tokens of a batch, mean."""
+        """Mean completion tokens of a batch."""
         return self.rollouts.groups_per_batch * self.rollouts.group_size * self.lengths.mean
 
 
@@ -60,7 +62,7 @@ class Timing:
     """Optimizer steps between a completion's first token and its training."""
     staleness_max: int
     engine_tokens_per_second: float
-    """Of one engine, idle time included."""
+    """Tokens per second of an engine, idle time included."""
 
 
 @dataclass
@@ -77,12 +79,15 @@ class _Engine:
     load: int = 0
     """Running and queued completions."""
     stamp: int = 0
+    """Number of the engine's last event; earlier events in the run's heap are void."""
     idle: float = 0.0
+    """Seconds without a completion."""
     busy: float = 0.0
     """Completions x seconds."""
 
     def advance(self, now: float) -> None:
         """Decode up to `now`."""
+        # All running completions progress at the same rate, so that one number counts the tokens of all.
         if now <= self.clock:
             return
         elapsed = now - self.clock
@@ -103,6 +108,7 @@ class _Engine:
         while self.waiting and len(self.running) < self.decoding.running:
             length, group = self.waiting.popleft()
             heapq.heappush(self.running, (self.progress + length, group))
+            # While the clock is ahead of the run's time, the engine does not decode.
             self.clock += self.decoding.prefill_seconds
 
 
@@ -167,11 +173,12 @@ class _Run:
         """Process the end of the next completion; True if it completes its group."""
         time, index, stamp = heapq.heappop(self.events)
         engine = self.engines[index]
-        if stamp != engine.stamp:
+        if stamp != engine.stamp:  # the engine has another event by now
             return False
         ready = self.gate.ready
         self.now = max(self.now, time)
         engine.advance(time)
+        # Completions of one length end together, up to the rounding of sums.
         while engine.running and engine.running[0][0] <= engine.progress + 1e-6:
             _, group = heapq.heappop(engine.running)
             engine.load -= 1
@@ -207,27 +214,33 @@ def simulate(s: QueueSettings) -> Timing:
     waited = begun = idle = busy = 0.0
     for step in range(s.steps):
         if step == s.warm_up:
-            begun, waited, ages = run.now, 0.0, []
-            idle, busy = sum(e.idle for e in run.engines), sum(e.busy for e in run.engines)
-        asked = run.now
-        while (batch := run.gate.batch(run.version)) is None:
+            begun = run.now
+            waited = 0.0
+            ages = []
+            idle = sum(engine.idle for engine in run.engines)
+            busy = sum(engine.busy for engine in run.engines)
+        wait_begin = run.now
+        batch = run.gate.batch(run.version)
+        while batch is None:
             while not run.one_event():
                 assert run.events, "the gate waits and nothing runs"
-        waited += run.now - asked
+            batch = run.gate.batch(run.version)
+        waited += run.now - wait_begin
         run.gate.take(batch)
         run.admit()
         ages += [run.version - run.started.pop(g) for g in batch]
         work = sum(run.tokens.pop(g) for g in batch) / s.batch_tokens
         run.until(run.now + s.train_seconds * work + s.other_seconds)
         run.end_step()
-    wall, counted = run.now - begun, s.steps - s.warm_up
+    wall = run.now - begun
+    counted = s.steps - s.warm_up
     engine_time = wall * s.engines
     return Timing(
         step_seconds=wall / counted,
         steps_per_hour=3600 * counted / wall,
         trainer_waits=waited / wall,
-        engines_idle=(sum(e.idle for e in run.engines) - idle) / engine_time,
-        running=(sum(e.busy for e in run.engines) - busy) / engine_time,
+        engines_idle=(sum(engine.idle for engine in run.engines) - idle) / engine_time,
+        running=(sum(engine.busy for engine in run.engines) - busy) / engine_time,
         staleness_mean=fmean(ages),
         staleness_max=max(ages),
         engine_tokens_per_second=s.batch_tokens * counted / wall / s.engines,

@@ -33,7 +33,9 @@ class Simulated:
 
 def gpus_of(recipe: Recipe, split: Split) -> int:
     """GPUs of trainer and engines together."""
-    return split.trainer + (0 if recipe.engine.colocate else split.engines * recipe.engine.devices_per_engine)
+    if recipe.engine.colocate:
+        return split.trainer
+    return split.trainer + split.engines * recipe.engine.devices_per_engine
 
 
 def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
@@ -42,20 +44,22 @@ def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
     Raises ValueError if there is none.
     """
     unit = math.lcm(*sizes_of(recipe.megatron.parallel).unit)
+    # Whole nodes for the trainer, where there is more than one.
     if gpus >= 2 * gpu.per_node:
         unit = math.lcm(unit, gpu.per_node)
-    each = recipe.engine.devices_per_engine
-    if recipe.engine.colocate:
-        sizes = [(gpus, gpus)] if gpus % unit == 0 else []
-    else:
+    devices = recipe.engine.devices_per_engine
+    sizes: list[tuple[int, int]] = []
+    if not recipe.engine.colocate:
         sizes = [(trainer, gpus - trainer) for trainer in range(unit, gpus, unit)]
-    found = [Split(trainer=ranks, engines=left // each) for ranks, left in sizes if left % each == 0]
-    if not found:
+    elif gpus % unit == 0:
+        sizes = [(gpus, gpus)]
+    possible = [Split(trainer=ranks, engines=left // devices) for ranks, left in sizes if left % devices == 0]
+    if not possible:
         raise ValueError(
-            f"--gpus: expected a number that splits into trainer ranks (a multiple of their model-parallel sizes and "
-            f"of {gpu.per_node} per node) and engines of {each}, found {gpus}"
+            f"--gpus: {gpus} GPUs cannot be split into trainer ranks, in multiples of {unit}, and engines of "
+            f"{devices} GPUs"
         )
-    return found
+    return possible
 
 
 def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSettings:
@@ -68,15 +72,16 @@ def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSe
     if not base.takes_turns:
         return queue
     generate = generate_seconds(base, split)
-    both, speed = train_seconds + generate, base.decoding
+    both = train_seconds + generate
     names = ("fixed_seconds", "per_completion_seconds", "prefill_seconds")
-    slower = replace(speed, **{name: getattr(speed, name) * both / generate for name in names})
+    slower = replace(base.decoding, **{name: getattr(base.decoding, name) * both / generate for name in names})
     return replace(queue, train_seconds=both, decoding=slower)
 
 
 def generate_seconds(base: QueueSettings, split: Split) -> float:
     """Seconds in which the engines generate a batch if they never wait."""
     r = base.rollouts
+    # The gate admits no more completions than may still be trained in time.
     outstanding = (r.staleness_bound + 1) * r.groups_per_batch * r.group_size
     running = min(base.decoding.running, r.max_in_flight, max(1, outstanding // split.engines))
     return base.batch_tokens / (split.engines * base.decoding.tokens_per_second(running))
@@ -85,11 +90,12 @@ def generate_seconds(base: QueueSettings, split: Split) -> float:
 def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> list[Simulated]:
     """Simulate the best of the candidates (split, train seconds); returns them fastest first.
 
-    Of splits equal within a percent, the one with more engines wins: a trainer that waits has fresher data.
+    Of splits equal within a percent, the split with more engines comes first: a trainer that waits has fresher data.
     """
     chosen = sorted(candidates, key=lambda candidate: estimated_seconds(base, *candidate))[:SIMULATED]
-    found = [Simulated(split=s, train_seconds=t, timing=simulate(queue_of(base, s, t))) for s, t in chosen]
-    return sorted(found, key=lambda x: (round(math.log(x.timing.step_seconds) * 100), -x.split.engines))
+    # A simulation takes much longer than an estimate: only the best by estimate are simulated.
+    simulated = [Simulated(split=s, train_seconds=t, timing=simulate(queue_of(base, s, t))) for s, t in chosen]
+    return sorted(simulated, key=lambda x: (round(math.log(x.timing.step_seconds) * 100), -x.split.engines))
 
 
 def estimated_seconds(base: QueueSettings, split: Split, train_seconds: float) -> float:

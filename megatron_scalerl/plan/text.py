@@ -1,5 +1,7 @@
 """The plan as tables for a terminal of a hundred columns."""
 
+from typing import Literal
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -29,7 +31,8 @@ def show(plan: RunPlan, built: str, console: Console) -> None:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        justify: Literal["left", "right"] = "right" if index else "left"
+        table.add_column(column, justify=justify, overflow="fold")
     return table
 
 
@@ -43,20 +46,23 @@ def _pairs(title: str, *rows: tuple[str, str]) -> Section:
 
 
 def _summary(plan: RunPlan, built: str) -> Section:
-    p, split, each = plan.parameters, plan.split, plan.engine.devices
+    p = plan.parameters
+    engines = plan.split.engines
+    devices = plan.engine.devices
     rows = [("parameters", f"{p.total:,}")]
     if p.experts:
         rows.append(("  active per token", f"{p.active:,}, of which {p.embedding:,} in the embedding"))
     if p.passthrough:
-        what = f"{p.total + p.passthrough:,}; a vision tower or multi-token prediction, not loaded"
-        rows.append(("  with what is not trained", what))
-    same = "the same " if plan.recipe.engine.colocate else ""
-    generate = f"{same}{split.engines * each} generate: {split.engines} engines of {each}"
+        total = f"{p.total + p.passthrough:,}; a vision tower or multi-token prediction, not loaded"
+        rows.append(("  with what is not trained", total))
+    generate = f"{engines * devices} generate: {engines} engines of {devices}"
+    if plan.recipe.engine.colocate:
+        generate = f"the same {generate}"
     origin = _other_split(plan) or "from the recipe"
     rows += [
         ("  built on the meta device", built),
         ("architecture", plan.config),
-        ("split", f"{split.trainer} GPUs train, {generate} ({origin})"),
+        ("split", f"{plan.split.trainer} GPUs train, {generate} ({origin})"),
         ("memory", fits(plan)),
         ("balance", bottleneck(plan)),
         ("steps per hour", f"{plan.timing.steps_per_hour:,.1f} ({plan.timing.step_seconds:,.1f} s per step)"),
@@ -66,15 +72,16 @@ def _summary(plan: RunPlan, built: str) -> Section:
 
 
 def verdict(plan: RunPlan) -> str:
-    """One line: whether it fits, headroom, bottleneck, cost."""
+    """The plan in one line: whether it fits, headroom, bottleneck, cost."""
     cost = f"{plan.gpu_hours_per_1000_steps:,.0f} GPU-hours per 1,000 steps{_money(plan)}"
     parts = [fits(plan), _other_split(plan), bottleneck(plan), cost]
-    parts.append("" if plan.trained else "planned only, train refuses it")
-    return "; ".join(part for part in parts if part)
+    if not plan.trained:
+        parts.append("planned only, train refuses it")
+    return "; ".join(filter(None, parts))
 
 
 def _other_split(plan: RunPlan) -> str:
-    """What the recipe has to set for the planner's split, where its own does not take these GPUs; else nothing."""
+    """The settings for the planner's split, where the recipe's split does not take these GPUs; else empty."""
     if plan.split_is_recipes:
         return ""
     return (
@@ -115,15 +122,15 @@ def bottleneck(plan: RunPlan) -> str:
 def _trainer(plan: RunPlan) -> Section:
     at = plan.layout
     sizes = f"TP {at.tp}, PP {at.pp}, CP {at.cp}, EP {at.ep}, expert TP {at.etp}, DP {at.dp}"
-    first, last = plan.trainer[0], plan.trainer[-1]
-    stages = [first] if first is last else [first, last]
-    layers = "" if plan.layers == "te" else f", {plan.layers} layers"
-    title = f"trainer rank (GiB): {sizes}, recompute {plan.recompute}{layers}"
+    stages = [plan.trainer[0], *plan.trainer[1:][-1:]]  # the first and the last
+    title = f"trainer rank (GiB): {sizes}, recompute {plan.recompute}"
+    if plan.layers != "te":
+        title += f", {plan.layers} layers"
     table = _table("", *(f"stage {s.stage}" for s in stages))
     table.add_row("parameters of the rank", *(f"{s.parameters.total:,}" for s in stages))
     for name in dict.fromkeys(term.name for s in stages for term in s.terms):
-        found = [sum(t.bytes for t in s.terms if t.name == name) for s in stages]
-        table.add_row(name, *(f"{size / GIB:,.2f}" for size in found))
+        sums = [sum(term.bytes for term in s.terms if term.name == name) for s in stages]
+        table.add_row(name, *(f"{size / GIB:,.2f}" for size in sums))
     table.add_row("[bold]peak[/bold]", *(f"[bold]{s.total / GIB:,.2f}[/bold]" for s in stages))
     if plan.recipe.engine.colocate:
         table.add_row("engine on the same device", *(f"{plan.engine.total / GIB:,.2f}" for _ in stages))
@@ -133,8 +140,10 @@ def _trainer(plan: RunPlan) -> Section:
 
 
 def _engine(plan: RunPlan) -> Section:
-    e, d = plan.engine, plan.decoding
-    rate, step = d.tokens_per_second(d.running), d.step_seconds(d.running)
+    e = plan.engine
+    d = plan.decoding
+    rate = d.tokens_per_second(d.running)
+    step = d.step_seconds(d.running)
     used = f"weights {e.weights_bytes / GIB:.1f} + overhead {e.overhead_bytes / GIB:.1f}"
     lag = max(plan.lengths.tokens) * step / plan.timing.step_seconds
     return _pairs(
@@ -158,8 +167,10 @@ def _engine(plan: RunPlan) -> Section:
 
 
 def _step(plan: RunPlan) -> Section:
-    w, n = plan.work, plan.lengths
-    u, gb = plan.update, 1e9
+    w = plan.work
+    n = plan.lengths
+    u = plan.update
+    gb = 1e9
     moved = f"{u.senders} ranks send up to {u.most_sent / gb:.3g} GB, a worker gets {u.most_received / gb:.3g} GB"
     changed = CHANGED * u.bound_seconds(plan.gpu.nic_bytes_per_second)
     bounds = [("  at least", f"{seconds:.3f} s: {link}") for link, seconds in plan.update_bounds.items()]
@@ -181,8 +192,9 @@ def _step(plan: RunPlan) -> Section:
 def _balance(plan: RunPlan) -> Section:
     columns = ("train s", "step s", "trainer waits", "running", "engines idle", "staleness", "GPU-h/1,000")
     r = plan.recipe.rollouts
-    pipeline = r.schedule == "pipeline"
-    name = f"PipelineRL-{r.max_staleness_steps}" if pipeline else f"PPO-off-policy-{r.updates_per_phase}"
+    name = f"PPO-off-policy-{r.updates_per_phase}"
+    if r.schedule == "pipeline":
+        name = f"PipelineRL-{r.max_staleness_steps}"
     table = _table("train + generate", *columns)
     rows = [(plan.split, plan.work.train_seconds, plan.timing, " (this)")]
     rows += [(s.split, s.train_seconds, s.timing, "") for s in plan.best[:4] if s.split != plan.split]
@@ -205,8 +217,11 @@ def _assumptions(plan: RunPlan) -> Section:
     for column in ("flag", "value", "what", "source"):
         table.add_column(column, overflow="fold", no_wrap=column in ("flag", "value"))
     for f in described():
-        value, origin = getattr(plan.assumed, f.name), plan.origins[f.name]
-        shown = "computed" if value is None else f"{value:g} {f.metadata['unit']}".strip()
-        table.add_row("--" + f.name.replace("_", "-"), shown, f.metadata["what"], escape(origin.source))
+        value = getattr(plan.assumed, f.name)
+        shown = "computed"
+        if value is not None:
+            shown = f"{value:g} {f.metadata['unit']}".strip()
+        source = escape(plan.origins[f.name].source)
+        table.add_row("--" + f.name.replace("_", "-"), shown, f.metadata["what"], source)
     table.add_row("--gpu", "", plan.gpu.name, plan.gpu.source)
     return "assumptions; each is a flag", table

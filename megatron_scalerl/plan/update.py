@@ -1,7 +1,7 @@
-"""The bytes of a weight update: those of every sender and every worker, in the plan that the trainer would make.
+"""The bytes that every sender sends and every worker receives in a weight update, in the trainer's plan of it.
 
-The plan is `weights.owners.send_plan`'s for the trainer's layout. What an engine's worker needs is reckoned as vLLM
-shards a model, since its own loader, which decides in a run, cannot be asked here.
+The plan is `weights.owners.send_plan`'s for the trainer's layout. The needs of an engine's worker are computed as
+vLLM shards a model: in a run the engine's loader decides, which cannot be asked here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ GROUP_BYTES = 2 * MOST_CHANNELS * 10_000_000
 in each (4 MiB for its simple protocol, the rest for LL128 and LL). An estimate, measured on no GPU."""
 
 CHANGED = 0.01 * 3.1 / 2
-"""Bytes of an update of changes over those of a whole one, in bf16: 1 % of the elements, 3.1 bytes for each
-(`weights.changes`). A step changes that many or fewer at the learning rates of a policy (docs/weights.md)."""
+"""Bytes of an update of changes over the bytes of a whole update, in bf16: 1 % of the elements, 3.1 bytes for each
+(`weights.changes`). A step changes 1 % or less at the learning rates of a policy (docs/weights.md)."""
 
 
 @record
@@ -36,11 +36,11 @@ class EngineShape:
     data: int = 1
     """Copies of the model in one engine."""
     whole_experts: bool = False
-    """Each worker has some experts; otherwise a part of every one."""
+    """Whether each worker has some experts as a whole; otherwise it has a part of every expert."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineShape:
-        """From `engine.vllm`."""
+        """The shape that the options of `engine.vllm` set."""
         tensor, pipeline, data = (int(options.get(f"{k}_parallel_size", 1)) for k in ("tensor", "pipeline", "data"))
         whole = bool(options.get("enable_expert_parallel", False))
         return cls(tensor=tensor, pipeline=pipeline, data=data, whole_experts=whole)
@@ -48,20 +48,20 @@ class EngineShape:
 
 @record
 class UpdateWork:
-    """What moves in one update."""
+    """The bytes that move in a weight update."""
 
     bytes: int
-    """Of one copy of the policy."""
+    """Bytes of one copy of the policy."""
     senders: int
-    """Trainer ranks that send."""
+    """Number of trainer ranks that send."""
     groups: int
-    """Most broadcast groups that one worker is in: its senders."""
+    """Most broadcast groups that a worker is in, one for each of its senders."""
     sender_groups: int
-    """Most broadcast groups that one sender is in: the shards that it sends to."""
+    """Most broadcast groups that a sender is in, one for each shard that it sends to."""
     sent: Mapping[int, int]
     """Sender -> bytes."""
     received: Mapping[int, int]
-    """Shard -> bytes, of each of its workers."""
+    """Shard -> bytes that each of its workers receives."""
 
     @property
     def most_sent(self) -> int:
@@ -70,16 +70,16 @@ class UpdateWork:
 
     @property
     def most_received(self) -> int:
-        """Bytes of the worker that gets most."""
+        """Bytes of the worker that receives most."""
         return max(self.received.values())
 
     def bound_seconds(self, bytes_per_second: float) -> float:
-        """No schedule is faster: the most bytes that one rank sends or one worker receives, at the links' rate."""
+        """Lower bound of an update's seconds: the most bytes that a rank sends or a worker receives, at this rate."""
         return max(self.most_sent, self.most_received) / bytes_per_second
 
 
 def update_work(recipe: Recipe, family: Family, layout: Layout) -> UpdateWork:
-    """What an update of this recipe moves, with the trainer in this layout."""
+    """The work of a weight update of this recipe, with the trainer in this layout."""
     return moved(
         family,
         recipe.policy.dtype,
@@ -93,7 +93,7 @@ def update_work(recipe: Recipe, family: Family, layout: Layout) -> UpdateWork:
 def moved(
     family: Family, dtype: str, layout: Layout, engine: EngineShape, *, bucket_mib: int, most_senders: int
 ) -> UpdateWork:
-    """What an update from a trainer in this layout to engines of this shape moves."""
+    """The work of a weight update from a trainer in this layout to engines of this shape."""
     parameters = manifest(family, dtype)
     needs = worker_needs(family, engine)
     stages = {layer: stage for stage, layers in enumerate(layout.stages) for layer in layers}
@@ -114,8 +114,9 @@ def moved(
 
 
 def places_of(layout: Layout) -> list[Place]:
-    """[world] where each rank stands, in Megatron's order: tensor, context, expert, data, pipeline parallel."""
+    """[world] the place of each rank, in Megatron's order: tensor, context, expert, data, pipeline parallel."""
     in_stage = layout.world_size // layout.pp
+    # Context parallel ranks have the same weights, and count as copies.
     return [
         Place(
             tp=rank % layout.tp,
@@ -131,15 +132,16 @@ def places_of(layout: Layout) -> list[Place]:
 
 
 def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
-    """[shards] what each worker of an engine needs; too few key-value heads count as if they were split."""
-    layers, experts = len(family.layers), family.transformer.get("num_moe_experts") or 0
+    """[shards] the needs of each worker of an engine; too few key-value heads are counted as if they were split."""
+    layers = len(family.layers)
+    experts = family.transformer.get("num_moe_experts") or 0
 
     def ranges_of(rule: Rule, name: str, shape: tuple[int, ...], stage: int, rank: int) -> Iterator[Ranges]:
-        first, last = 0, engine.pipeline - 1
-        place = {"first": first, "last": last}.get(rule.place, rule.layer * engine.pipeline // layers)
-        if stage != place:
+        stages = {"first": 0, "last": engine.pipeline - 1}
+        if stage != stages.get(rule.place, rule.layer * engine.pipeline // layers):
             return
         whole = tuple((0, size) for size in shape)
+        # A tensor of three dimensions has all experts of a layer, and is split by expert below.
         if rule.expert is not None and engine.whole_experts and len(shape) == 2:
             if rule.expert * engine.tensor // experts == rank:
                 yield whole
@@ -148,8 +150,8 @@ def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
         else:
             axis = _split_axis(name, len(shape), whole_experts=engine.whole_experts)
             size = shape[axis]
-            own = (size * rank // engine.tensor, size * (rank + 1) // engine.tensor)
-            yield (*whole[:axis], own, *whole[axis + 1 :])
+            share = (size * rank // engine.tensor, size * (rank + 1) // engine.tensor)
+            yield (*whole[:axis], share, *whole[axis + 1 :])
 
     exported = [rule for rule in family.rules if rule.exported]
     shapes = {name: (rule, tuple(shape)) for rule in exported for name, shape in rule.hf_shapes.items()}
@@ -162,7 +164,12 @@ def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
 
 def _split_axis(name: str, dimensions: int, *, whole_experts: bool) -> int:
     """The dimension along which tensor parallelism splits a Hugging Face tensor; all experts in one have three."""
+    # Output projections are split along their inputs, all others along their outputs; fused experts are transposed.
     output = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
+    if dimensions == 3 and whole_experts:
+        return 0
+    if output and dimensions > 1:
+        return 1
     if dimensions == 3:
-        return 0 if whole_experts else 1 if output else 2
-    return 1 if output and dimensions == 2 else 0
+        return 2
+    return 0

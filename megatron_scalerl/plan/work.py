@@ -17,6 +17,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
 DRAWN = 20_000
+"""Completion lengths that are drawn."""
 
 
 @dataclass(frozen=True)
@@ -47,31 +48,32 @@ def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
     low, high = section.thinking_tokens
     median = math.log(assumed.thinking_median * high)
     answer_median = math.log(max(1.0, assumed.answer_median * section.answer_tokens))
-    found = []
+    tokens = []
     for _ in range(DRAWN):
         thinking = rng.lognormvariate(median, assumed.thinking_sigma)
         answer = min(rng.lognormvariate(answer_median, 0.5), section.answer_tokens)
         if section.enabled:
-            found.append(max(1, int(min(thinking, rng.randint(low, high)) + answer)))
+            length = min(thinking, rng.randint(low, high)) + answer
         else:
-            found.append(max(1, int(min(thinking + answer, recipe.max_completion_tokens))))
-    return Lengths(tuple(found))
+            length = min(thinking + answer, recipe.max_completion_tokens)
+        tokens.append(max(1, int(length)))
+    return Lengths(tuple(tokens))
 
 
 @record
 class StepWork:
-    """One optimizer step."""
+    """The work of an optimizer step."""
 
     completions: int
     generated_tokens: float
     trained_tokens: float
     """Prompt and completion tokens in the trainer."""
     model_flops: float
-    """Forward and backward without recomputation."""
+    """FLOPs of forward and backward without recomputation."""
     hardware_flops: float
-    """With recomputation of layers, and of logits whose loss is not computed in the chunk."""
+    """FLOPs with recomputation of layers, and of logits whose loss is not computed in the chunk."""
     micro_batches: float
-    """Per data-parallel rank."""
+    """Micro-batches per data-parallel rank."""
     bubble: float
     """Pipeline bubble as a share of the compute time."""
     train_seconds: float
@@ -82,11 +84,11 @@ class TokenFlops:
     """FLOPs per token, mean over all tokens."""
 
     body: float
-    """Layers, forward."""
+    """Forward pass of the layers."""
     again: float
-    """Layers, recomputation."""
+    """Recomputation of the layers."""
     head: float
-    """Logit projection, forward; the embedding has none."""
+    """Forward pass of the logit projection; the embedding has no FLOPs."""
 
     @property
     def model(self) -> float:
@@ -95,22 +97,29 @@ class TokenFlops:
 
     def hardware(self, recipe: Recipe) -> float:
         """Forward and backward with recomputation of layers and, outside a chunk's loss, of logits."""
-        return 3 * self.body + self.again + (3 if in_chunk(recipe) else 4) * self.head
+        # A backward pass takes two forward passes; outside of a chunk's loss, logits are computed again for it.
+        head_passes = 3 if in_chunk(recipe) else 4
+        return 3 * self.body + self.again + head_passes * self.head
 
 
 def step_work(
     recipe: Recipe, family: Family, p: Parameters, layout: Layout, gpu: Gpu, lengths: Lengths, assumed: Assumptions
 ) -> StepWork:
-    """What the trainer computes in one step, and its time at the assumed utilization."""
+    """The trainer's work in a step, and its time at the assumed utilization."""
     completions = recipe.rollouts.groups_per_batch * recipe.rollouts.group_size
     generated = completions * lengths.mean
     trained = assumed.kept_share * (generated + completions * assumed.prompt_tokens)
     flops = token_flops(recipe, family, layout, [n + assumed.prompt_tokens for n in lengths.tokens])
-    utilization = assumed.moe_utilization if p.experts else assumed.dense_utilization
+    utilization = assumed.dense_utilization
+    if p.experts:
+        utilization = assumed.moe_utilization
     hardware = trained * flops.hardware(recipe)
     micro_batches = max(1.0, trained / layout.dp / (recipe.micro_batch_tokens * assumed.packing))
+    # Interleaved chunks make the ramp of the pipeline shorter (Narayanan et al. 2021).
     bubble = (layout.pp - 1) / (micro_batches * layout.chunks)
-    computed = hardware / (layout.world_size * gpu.bf16_flops * utilization) * (1 + bubble)
+    train_seconds = assumed.train_seconds
+    if train_seconds is None:
+        train_seconds = hardware / (layout.world_size * gpu.bf16_flops * utilization) * (1 + bubble)
     return StepWork(
         completions=completions,
         generated_tokens=generated,
@@ -119,7 +128,7 @@ def step_work(
         hardware_flops=hardware,
         micro_batches=micro_batches,
         bubble=bubble,
-        train_seconds=computed if assumed.train_seconds is None else assumed.train_seconds,
+        train_seconds=train_seconds,
     )
 
 
@@ -127,19 +136,26 @@ def token_flops(recipe: Recipe, family: Family, layout: Layout, sizes: Sequence[
     """FLOPs per token of sequences of these lengths (prompts included); attention is causal."""
     recompute = recompute_of(recipe)
     chunk = family.attention_chunk_size
+    # Mean length of a token's sequence. A token attends to half of it, at 2 FLOPs per key and width.
     whole = fmean(n * n for n in sizes) / fmean(sizes)
-    cut = fmean(n * min(n, chunk) for n in sizes) / fmean(sizes) if chunk else whole
+    chunked = whole
+    if chunk:
+        chunked = fmean(n * min(n, chunk) for n in sizes) / fmean(sizes)
     body = again = 0.0
     for place, style in zip(layout.places, family.layers):
         shape = shape_of(family, style)
         projections = 2 * shape.projections
-        core = (shape.query + shape.out) * (cut if style.chunked else whole)
+        keys = chunked if style.chunked else whole
+        core = (shape.query + shape.out) * keys
+        # SwiGLU has three matrices, at 2 FLOPs per weight; the router scores all experts.
         mlp = 6 * shape.hidden * (shape.ffn + shape.top_k * shape.expert_ffn) + 2 * shape.hidden * shape.experts
         body += projections + core + mlp
-        if recompute.granularity == "full":
-            again += projections + core + mlp if recompute.method == "uniform" or place < recompute.layers else 0
-        again += core if "core_attn" in recompute.modules else 0
-        if ("moe" if style.moe else "mlp") in recompute.modules:
+        if recompute.granularity == "full" and (recompute.method == "uniform" or place < recompute.layers):
+            again += projections + core + mlp
+        if "core_attn" in recompute.modules:
+            again += core
+        mlp_module = "moe" if style.moe else "mlp"
+        if mlp_module in recompute.modules:
             again += mlp
         elif style.moe and "shared_experts" in recompute.modules:
             again += 6 * shape.hidden * shape.ffn

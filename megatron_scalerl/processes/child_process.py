@@ -29,11 +29,14 @@ from megatron_scalerl.processes.parent_death import tied_command
 logger = logging.getLogger(__name__)
 
 LOG_LINES = 15
+"""Last lines of a log that an error message quotes."""
 LOG_END = "; the end of "
 """Separates an error message from the end of a log."""
-_TAIL_BYTES = 20_000
 KILLED_S = 30.0
 """Seconds in which a process ends after SIGKILL: the kernel frees its memory, on a busy host later."""
+_TAIL_BYTES = 20_000
+_SLICES = 4
+"""Parts in which a time limit is waited for."""
 
 _started: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
@@ -43,14 +46,14 @@ class ProcessDied(RuntimeError):
 
 
 class ChildProcess:
-    """One child process with a log file that only its owner can read."""
+    """A child process with a log file that only its owner can read."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path):
         self.name = name
         self.log = log
         self._process = process
         self._group_gone = False
-        """No process of the group is left: the system may give its number to another one."""
+        """Whether no process of the group is left; the system may then give its number to another group."""
         _started.add(self)
 
     @classmethod
@@ -71,7 +74,8 @@ class ChildProcess:
         pass_fds: inherited file descriptors. The child dies with the calling thread: call it from one that lives as
         long as this process, preferably the main thread. Raises OSError.
         """
-        with contextlib.nullcontext(output) if output is not None else open_log(log) as written:
+        log_file = contextlib.nullcontext(output) if output is not None else open_log(log)
+        with log_file as written:
             process = await asyncio.create_subprocess_exec(
                 *tied_command(list(argv)),
                 env={**env, NAME_VARIABLE: name},
@@ -115,7 +119,7 @@ class ChildProcess:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.wait(), grace_s)
                 self._signal(signal.SIGKILL)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # there is no time for a graceful end
             self.kill()
             raise
         try:
@@ -132,9 +136,12 @@ class ChildProcess:
 
     def _signal(self, sig: int) -> bool:
         """Send a signal to the process group; False if no process of it is left."""
-        # a process of this number after the exit of ours is another one: then the group was empty, and is as well
-        self._group_gone |= not self.running and Path(f"/proc/{self.pid}").exists()
-        self._group_gone = self._group_gone or not signal_group(self.pid, sig)
+        # The kernel gives the number of a process to another one only when the process's group is empty, too. So a
+        # process of this number after the exit of ours shows that our group is gone, and must not be signaled.
+        if not self.running and Path(f"/proc/{self.pid}").exists():
+            self._group_gone = True
+        if not self._group_gone:
+            self._group_gone = not signal_group(self.pid, sig)
         return not self._group_gone
 
 
@@ -185,20 +192,24 @@ _FATAL = re.compile(r"fatal error\.\n.*?^ *((?:\w+\.)*\w+(?:Error|Exception): [^
 
 
 def fatal_error(path: Path) -> str:
-    """The exception after the last "fatal error." of a log's end, as vLLM's core writes it, else its last exception;
-    empty without one."""
+    """The exception after the last "fatal error." of a log's end, as vLLM's core writes it, else the last exception.
+
+    Empty if the log has no exception.
+    """
     with contextlib.suppress(OSError), open(path, "rb") as file:  # another host's may be unreadable with it
         file.seek(max(0, file.seek(0, os.SEEK_END) - 10 * _TAIL_BYTES))
         text = file.read().decode(errors="replace")
-        found = _FATAL.findall(text) or _ERROR.findall(text)
-        return found[-1] if found else ""
+        return (_FATAL.findall(text) or _ERROR.findall(text) or [""])[-1]
     return ""
 
 
 @contextlib.asynccontextmanager
 async def race(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]]]:
-    """The works as tasks, in this order, once the first of them is done; on exit from the block the others are
-    cancelled and awaited. A future that others wait for is passed with `asyncio.shield`."""
+    """The works as tasks, in this order, once the first of them is done.
+
+    On exit from the block the other tasks are cancelled and awaited. Pass a future for which others wait with
+    `asyncio.shield`.
+    """
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -214,15 +225,12 @@ async def cancelled(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-_SLICES = 4
-
-
 @contextlib.asynccontextmanager
 async def time_limit(seconds: float) -> AsyncIterator[None]:
     """A block that is cancelled after `seconds`. Raises TimeoutError then.
 
-    The limit is waited for in _SLICES parts: where this process is stopped for hours (a suspended job), that counts
-    as one of them, and the block has the others to finish.
+    The limit is waited for in _SLICES parts. Where this process is stopped for hours (a suspended job), the stop
+    counts as one part, and the block has the other parts to finish.
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
@@ -258,10 +266,16 @@ def end_with(main: Callable[[], object]) -> NoReturn:
         code = end.code
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    status = code if isinstance(code, int) else int(code is not None)
-    for stream, last in ((sys.stdout, ""), (sys.stderr, f"{code}\n" if isinstance(code, str) else "")):
+    # As Python does with SystemExit: None is success, and a text is printed.
+    status = 0
+    if isinstance(code, int):
+        status = code
+    elif code is not None:
+        status = 1
+    last_line = f"{code}\n" if isinstance(code, str) else ""
+    for stream, text in ((sys.stdout, ""), (sys.stderr, last_line)):
         try:
-            stream.write(last)
+            stream.write(text)
             stream.flush()
         except OSError:  # its reader has gone
             status = status or 1

@@ -5,24 +5,24 @@ import ctypes
 import gc
 from collections.abc import Iterator
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of <malloc.h>."""
+_M_TRIM_THRESHOLD = -1  # of <malloc.h>
+_M_MMAP_THRESHOLD = -3  # of <malloc.h>
 _LARGE_BLOCK = 1 << 20
-"""Bytes."""
+"""Bytes from which a block of memory is large."""
 FULL_COLLECTIONS_EVERY = 100
 """Collections of the middle generation for one full collection; Python's own value is 10."""
 
 
 @contextlib.contextmanager
 def rare_full_collections() -> Iterator[None]:
-    """A block in which full collections are rare, and skip what was there before it.
+    """A block in which full collections are rare, and skip objects that are older than the block.
 
-    One over some 100,000 objects, those of thousands of requests, stops the event loop for 0.1 s and more. Young
-    garbage is collected as often as ever; cycles that outlive it are freed ten times as late.
+    A full collection over the objects of thousands of requests, some 100,000, stops the event loop for 0.1 s and
+    more. Young garbage is collected as often as ever; cycles that outlive it are freed ten times as late.
     """
     thresholds = gc.get_threshold()
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # collections skip frozen objects
     gc.set_threshold(*thresholds[:2], FULL_COLLECTIONS_EVERY)
     try:
         yield

@@ -34,7 +34,7 @@ def log_level() -> int:
 def log_to_stderr(*others: str) -> None:
     """Log to stderr for as long as this child process runs.
 
-    others: loggers of other packages that have handlers of their own, which get this format.
+    others: loggers of other packages whose handlers get this format, too.
     """
     root = logging.getLogger()
     if not root.handlers:
@@ -46,7 +46,10 @@ def log_to_stderr(*others: str) -> None:
 
 
 class _Stream(logging.StreamHandler[TextIO]):
-    """A record that a full disk does not take is lost: 30 lines on each would hide what ends the run."""
+    """A handler that loses a record which a full disk does not take.
+
+    `logging` would print 30 lines about each lost record, which would hide why the run ends.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -68,8 +71,10 @@ def log_to_terminal() -> Iterator[None]:
     """
     handler = _Stream(sys.stderr)
     handler.addFilter(lambda record: not record.exc_info)
-    level = log_level()
-    with _handler(handler, level if LEVEL_VARIABLE in os.environ else logging.WARNING):
+    level = logging.WARNING
+    if LEVEL_VARIABLE in os.environ:
+        level = log_level()
+    with _handler(handler, level):
         yield
 
 
@@ -90,14 +95,18 @@ def _handler(handler: logging.Handler, level: int) -> Iterator[None]:
 
 def printable(text: str) -> str:
     """`text` with control characters escaped (`\\x1b`), so that it cannot send commands to a terminal."""
-    return "".join(c if c in "\n\t" or not unicodedata.category(c).startswith("C") else ascii(c)[1:-1] for c in text)
+    # Unicode's categories of control, format, surrogate, private and unassigned characters begin with C.
+    controls = {c for c in text if unicodedata.category(c).startswith("C")} - {"\n", "\t"}
+    return text.translate({ord(c): ascii(c)[1:-1] for c in controls})
 
 
 def listed(names: Iterable[str], most: int = 20) -> str:
     """The first names, each once, and how many more there are."""
     names = list(dict.fromkeys(names))
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    text = ", ".join(names[:most])
+    if len(names) <= most:
+        return text
+    return f"{text} and {len(names) - most} more"
 
 
 def size(count: float) -> str:
@@ -109,8 +118,10 @@ def size(count: float) -> str:
 
 
 class _Formatter(logging.Formatter):
-    """Completions and the output of verifiers are written by the policy: every line after a record's first is
-    indented, so that none looks like a record of its own."""
+    """A formatter that indents every line of a record but the first.
+
+    Completions and the output of verifiers are written by the policy, and no line of them may look like a record.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record)).replace("\n", "\n    ")

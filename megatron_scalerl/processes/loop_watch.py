@@ -1,12 +1,12 @@
 """Ends this process when its event loop stands still: `watched_loop`, and the program that watches it.
 
-A loop that waits for a file system that hangs, for a lock or for a C function answers no signal. So a process of its
-own gets a byte from the loop every second, through a pipe, which no file system holds up. After HUNG_S without one it
-has the stacks of all threads written to stderr and sends SIGKILL: to `train --supervise` that is a failure, after
-which it starts the run again.
+A loop that waits for a file system that hangs, for a lock or for a C function answers no signal. So another process,
+the watcher, gets a byte from the loop every second, through a pipe, which no file system holds up. After HUNG_S
+without a byte the watcher has the stacks of all threads written to stderr, and sends SIGKILL. `train --supervise`
+takes this for a failure, and starts the run again.
 
-Time in which the watched process is stopped (SIGSTOP, `scontrol suspend`) does not count, nor does time in which the
-watching one does not run, since it counts its own waits of a second.
+Time in which the watched process is stopped (SIGSTOP, `scontrol suspend`) does not count. Time in which the watcher
+does not run does not count either, since the watcher counts its waits of a second.
 """
 
 import asyncio
@@ -44,7 +44,8 @@ class LoopLag:
 
     def take(self) -> float:
         """The longest delay since the last call (s)."""
-        longest, self._longest = self._longest, 0.0
+        longest = self._longest
+        self._longest = 0.0
         return longest
 
     async def beat(self, pipe: int) -> None:
@@ -57,7 +58,9 @@ class LoopLag:
             except BlockingIOError:  # its reader is stopped
                 pass
             except BrokenPipeError:
-                logger.warning("the process that watches the event loop has ended: nothing ends a loop that hangs")
+                logger.warning(
+                    "the process that watches the event loop has ended; a loop that hangs will not be ended"
+                )
                 return
             await asyncio.sleep(_BEAT_S)
             self._longest = max(self._longest, clock() - begin - _BEAT_S)
@@ -70,7 +73,7 @@ async def watched_loop() -> AsyncIterator[LoopLag]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     words = [sys.executable, "-m", __name__, str(reader), str(HUNG_S)]
-    # a session of its own: what a terminal sends to the run does not stop it
+    # In another session: the signals that a terminal sends to the run do not stop the watcher.
     with subprocess.Popen(tied_command(words), pass_fds=[reader], start_new_session=True) as watcher:
         os.close(reader)
         lag = LoopLag()
@@ -92,10 +95,12 @@ def main() -> None:
         if select.select([pipe], [], [], _BEAT_S)[0]:
             silent = 0
             os.read(pipe, select.PIPE_BUF)
-        elif b") T " not in Path(f"/proc/{watched}/stat").read_bytes():  # stopped; where a tracer holds it, " t "
+        # State T: the process is stopped. Under a tracer the state is t, and counts.
+        elif b") T " not in Path(f"/proc/{watched}/stat").read_bytes():
             silent += 1
     line = f"megatron-scalerl: the event loop stood still for {limit} s: its process is killed; its stacks:\n"
-    threading.Thread(target=os.write, args=(2, line.encode()), daemon=True).start()  # it may wait for ever
+    # In a thread, because a write to stderr may wait for ever.
+    threading.Thread(target=os.write, args=(2, line.encode()), daemon=True).start()
     time.sleep(_BEAT_S)
     os.kill(watched, STACKS_SIGNAL)
     time.sleep(_STACKS_S)

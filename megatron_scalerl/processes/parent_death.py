@@ -26,6 +26,7 @@ def die_with_parent(parent_pid: int) -> None:
     """
     if sys.platform != "linux":
         return
+    # Python has no function for prctl.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         code = ctypes.get_errno()

@@ -15,7 +15,7 @@ def write_secret(path: Path, secret: str) -> None:
     """Write the secret to `path`, mode 0600, in a folder that is made, or set, to mode 0700. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
-    path.unlink(missing_ok=True)  # of an earlier start; its mode or owner may be another one
+    path.unlink(missing_ok=True)  # an earlier start's file may have another mode or owner
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.write(handle, secret.encode())
@@ -28,16 +28,17 @@ def read_secret(path: Path) -> str:
     """The secret. Raises ValueError for a file that another user owns or can read, OSError if there is none."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        found = os.fstat(handle)
-        mode = stat.S_IMODE(found.st_mode)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+        # Of the open file: its name may belong to another file by now.
+        status = os.fstat(handle)
+        mode = stat.S_IMODE(status.st_mode)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
             raise ValueError(
-                f"{path}: expected a file of user {os.geteuid()} with mode 0600, found one of user {found.st_uid} "
-                f"with mode {mode:04o}"
+                f"{path} belongs to user {status.st_uid} and has mode {mode:04o}; "
+                f"it has to be a file of user {os.geteuid()} with mode 0600"
             )
         secret = os.read(handle, _LONGEST).decode()
     finally:
         os.close(handle)
     if not secret:
-        raise ValueError(f"{path}: expected the secret of a run, found an empty file")
+        raise ValueError(f"{path} is empty; it has to hold the secret of a run")
     return secret

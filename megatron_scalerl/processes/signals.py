@@ -1,13 +1,19 @@
-"""Signals that end a run gracefully: its coroutine is cancelled, so that every context manager exits.
+"""Signals that end a run gracefully: the run's coroutine is cancelled, so that every context manager exits.
 
-SIGINT and SIGTERM cancel it at once, SIGUSR1 once its state is saved (`SaveAndExit`).
+Life of a signal, in `run_until_signal`:
 
-`Takeover` tells of a later attempt of the run's job, which began while this one still lives: on a node that Slurm has
-lost.
+    first       SIGINT and SIGTERM cancel the coroutine at once, SIGUSR1 once its state is saved (`SaveAndExit`)
+    later       each later signal kills all child processes, so that the cleanup waits for none of them
+    after       a signal after the cleanup is ignored for EXIT_S, in which Python ends with the first signal's code;
+                then it ends the process with this code at once, while Python waits for its threads (`_Late`)
 
-`held_uncharged` says since when a Slurm job holds its devices without a charge in the ledger. The job's script sets a
-variable to its start, and `train --supervise` to the end of the program that it starts
-again, if that one has charged anything. It is in seconds of /proc/uptime, which no change of the time of day moves.
+`Takeover` detects a later attempt of the run's job, which began while this attempt still lives, on a node that Slurm
+has lost.
+
+`held_uncharged` is the time for which a Slurm job has held its devices without a charge in the ledger. The variable
+HELD_SINCE has the begin of this time in seconds of /proc/uptime, which no change of the time of day moves. The job's
+script sets it to the job's start. When `train --supervise` starts a program again, it sets the variable to the end of
+the program before, if that program has charged anything.
 """
 
 import asyncio
@@ -34,6 +40,10 @@ IN_USE_CODE = 76
 """Exit code where another controller has the run's folder: the same command may succeed later."""
 HOSTS_LEFT_CODE = 77
 """Exit code where Slurm has taken hosts of the trainer out of the job: the run can go on in another allocation."""
+ATTEMPT_FILE = Path("slurm", "attempt")
+"""File in RUN/ to which the job script writes JOB.RESTART when an attempt begins."""
+HELD_SINCE = "MSRL_HELD_SINCE"
+"""Variable with the time from which a job holds its devices uncharged (seconds of /proc/uptime)."""
 
 
 class Stopped(Exception):
@@ -41,23 +51,26 @@ class Stopped(Exception):
 
     def __init__(self, number: int, also: BaseException | None = None):
         name = signal.Signals(number).name
-        detail = "" if also is None else f" ({type(also).__name__} while stopping: {also})"
+        detail = "" if also is None else f" (while stopping, {type(also).__name__}: {also})"
         super().__init__(f"stopped by {name}; the same command resumes from the last checkpoint{detail}")
         self.exit_code = exit_code_of(number)
 
 
 class SaveAndExit:
-    """What SAVE_SIGNAL asks of a run. Create it anywhere; use it on one event loop.
+    """The request of SAVE_SIGNAL to save the run's state and to exit. Create it anywhere; use it on one event loop.
 
     While no `run` is in progress there is nothing to save, and the run is cancelled at once.
     """
 
     def __init__(self) -> None:
-        self._requested, self._idle = asyncio.Event(), asyncio.Event()
+        self._requested = asyncio.Event()
+        self._idle = asyncio.Event()
+        """Set while no block of `uninterrupted` is in progress."""
         self._idle.set()
         self._depth = 0
-        """Blocks of `uninterrupted` in progress, nested ones included."""
+        """Blocks of `uninterrupted` in progress, nested blocks included."""
         self._deferred = False
+        """Whether `run` is in progress, and cancels the run after the save."""
         self.cancel: Callable[[], object] = lambda: None
         """Cancels the whole run; set by `run_until_signal`."""
 
@@ -78,7 +91,7 @@ class SaveAndExit:
     async def uninterrupted(self) -> AsyncIterator[None]:
         """A block of the work of `run` that is finished before a request interrupts it; blocks may be nested.
 
-        After a request none is entered any more: the caller waits until it is cancelled.
+        After a request no further block is entered: the caller waits until it is cancelled.
         """
         if self.requested and not self._depth:
             await asyncio.Future()
@@ -97,33 +110,37 @@ class SaveAndExit:
         A request cancels `work` outside of every block of `uninterrupted`, awaits `save`, and cancels the run.
         """
         self._deferred = True
-        task, asked = asyncio.ensure_future(work), asyncio.create_task(self._requested.wait())
+        task = asyncio.ensure_future(work)
+        request = asyncio.create_task(self._requested.wait())
         try:
-            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, request}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 await self._idle.wait()
                 task.cancel()
                 await asyncio.wait({task})
-                if task.cancelled():
+                if task.cancelled():  # otherwise it has ended by itself, and has saved or failed
                     await save()
             return task.result()
         finally:
             self._deferred = False
             if self.requested:
                 self.cancel()
-            await cancelled(task, asked)
+            await cancelled(task, request)
 
 
 def exit_code_of(number: int) -> int:
     """Exit code of a run that this signal ended."""
-    return SAVED_CODE if number == SAVE_SIGNAL else 128 + number
+    if number == SAVE_SIGNAL:
+        return SAVED_CODE
+    return 128 + number
 
 
 class _Late:
-    """The handler of signals that come after the cleanup. Python's own end may wait for a thread, for ever."""
+    """The handler of signals after the cleanup, in which the end of Python may wait for a thread for ever."""
 
     def __init__(self, code: int):
-        self._code, self._end = code, time.monotonic() + EXIT_S
+        self._code = code
+        self._end = time.monotonic() + EXIT_S
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if time.monotonic() > self._end:
@@ -144,22 +161,24 @@ def _ignore_to_the_end() -> None:
 def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | None = None) -> T:
     """Run `coroutine` on a new event loop and return its result; call it in the main thread.
 
-    The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once it has returned. Each later signal
-    kills all child processes, so that the coroutine's cleanup, which still runs, waits for none of them. One that
-    comes after the cleanup is ignored, for EXIT_S: the process exits with the code of the first; after that time it
-    does so at once, while Python waits for its threads. saving: gets the requests of SAVE_SIGNAL, which without it
-    keeps its action.
+    The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once it has returned. The module describes
+    later signals. saving: gets the requests of SAVE_SIGNAL; without it, SAVE_SIGNAL keeps its action.
     """
     received: list[int] = []
-    numbers = [*SIGNALS, *([SAVE_SIGNAL] if saving is not None else [])]
+    numbers = list(SIGNALS)
+    if saving is not None:
+        numbers.append(SAVE_SIGNAL)
 
     def stopped_by() -> int | None:
         if received:
             return received[0]
-        return SAVE_SIGNAL if saving is not None and saving.requested else None
+        if saving is not None and saving.requested:
+            return SAVE_SIGNAL
+        return None
 
     async def guarded() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
         assert task is not None
 
         def on_signal(number: int) -> None:
@@ -180,6 +199,7 @@ def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | No
         try:
             return await coroutine
         finally:
+            # asyncio restores the default action, which would end the process, before another one can be set.
             signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
             for number in numbers:
                 loop.remove_signal_handler(number)
@@ -190,6 +210,7 @@ def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | No
     try:
         return asyncio.run(guarded())
     except asyncio.CancelledError:
+        # Without a signal, somebody else has cancelled the coroutine.
         if (number := stopped_by()) is None:
             raise
         raise Stopped(number) from None
@@ -199,30 +220,23 @@ def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | No
         raise Stopped(received[0], error) from error
 
 
-ATTEMPT_FILE = Path("slurm", "attempt")
-"""In RUN/. The job script writes JOB.RESTART to it when an attempt begins."""
-
-
 class Takeover:
-    """Whether an attempt began after this object was made. Without Slurm none does."""
+    """Detects an attempt that began after this object was made. Without Slurm there is none."""
 
     def __init__(self, run_dir: str | Path):
         self._file = Path(run_dir) / ATTEMPT_FILE
-        self._own = self._read()
+        self._attempt = self._read()
 
     @property
     def happened(self) -> bool:
         """True once the file names another attempt; False while it cannot be read."""
-        return (now := self._read()) is not None and now != self._own
+        return self._read() not in (None, self._attempt)
 
     def _read(self) -> str | None:
         try:
             return self._file.read_text(encoding="utf8").strip() or None
         except (OSError, UnicodeDecodeError):
             return None
-
-
-HELD_SINCE = "MSRL_HELD_SINCE"
 
 
 def held_uncharged() -> float:
@@ -235,12 +249,13 @@ def held_uncharged() -> float:
 
 
 def held_from_now() -> dict[str, str]:
-    """The variable for a program that is started after another one of this job has charged; none outside of a job."""
+    """The variable for a program that starts after another one of this job has charged; empty outside of a job."""
     if HELD_SINCE not in os.environ:
         return {}
     return {HELD_SINCE: f"{_uptime():.2f}"}
 
 
 def _uptime() -> float:
-    """Read where the job's script reads it: a container may have a /proc/uptime of its own, and no clock like it."""
+    """Seconds since the host has started."""
+    # The job's script reads the same file. In a container it may differ from every clock of the host.
     return float(Path("/proc/uptime").read_text("ascii").split()[0])

@@ -21,19 +21,19 @@ REQUEST, READ, REPLY, LAST_REPLY = range(4)
 
 @record
 class Answer:
-    """What a worker answers to a request."""
+    """A worker's answer to a request."""
 
     head: object
-    """Becomes JSON."""
+    """Is sent as JSON."""
     body: bytes = b""
     last: bool = False
-    """The worker ends with this answer, and another one takes its place."""
+    """Whether the worker ends with this answer, and another worker takes its place."""
 
 
 def serve(load: Callable[[bytes], Callable[[bytes, bytes], Answer] | str]) -> None:
     """Answer requests until the pool closes the socket or an answer is the last.
 
-    load: makes, of the setup, the function that answers (head, body). A text: why there is none, in one line.
+    load: makes the function that answers (head, body) from the setup, or returns one line that says why it cannot.
     """
     with _connection() as connection:
         number, setup, _ = _receive(connection)
@@ -41,22 +41,23 @@ def serve(load: Callable[[bytes], Callable[[bytes, bytes], Answer] | str]) -> No
         if isinstance(answer, str):
             _send(connection, number, Answer(head=answer, last=True))
             return
-        given = Answer(head="")
-        _send(connection, number, given)
-        while not given.last:
+        reply = Answer(head="")
+        _send(connection, number, reply)
+        while not reply.last:
             number, head, body = _receive(connection)
-            given = answer(head, body)
-            _send(connection, number, given)
+            reply = answer(head, body)
+            _send(connection, number, reply)
 
 
 @contextmanager
 def _connection() -> Iterator[socket.socket]:
-    """The socket. The end of this process closes it, so that it has an exit code when the pool notices."""
+    """The socket to the pool."""
     connection = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
     connection.set_inheritable(False)
     try:
         yield connection
     finally:
+        # Only the end of this process closes the socket: the process then has an exit code when the pool notices.
         connection.detach()
 
 
@@ -64,13 +65,16 @@ def _receive(connection: socket.socket) -> tuple[int, bytes, bytes]:
     """(number, head, body) of the next request, after the pool was told that it is read."""
     number, _, *sizes = FRAME.unpack(_read(connection, FRAME.size))
     head, body = (_read(connection, size) for size in sizes)
+    # Before the work begins: a death from here on counts against the request.
     connection.sendall(FRAME.pack(number, READ, 0, 0))
     return number, head, body
 
 
 def _send(connection: socket.socket, number: int, answer: Answer) -> None:
     head = msgspec.json.encode(answer.head)
-    kind = LAST_REPLY if answer.last else REPLY
+    kind = REPLY
+    if answer.last:
+        kind = LAST_REPLY
     connection.sendall(FRAME.pack(number, kind, len(head), len(answer.body)) + head)
     connection.sendall(answer.body)
 
@@ -78,7 +82,8 @@ def _send(connection: socket.socket, number: int, answer: Answer) -> None:
 def _read(connection: socket.socket, size: int) -> bytes:
     """The next `size` bytes. Ends this process if the pool has closed the socket."""
     buffer = bytearray(size)
-    view, done = memoryview(buffer), 0
+    view = memoryview(buffer)
+    done = 0
     while done < size:
         received = connection.recv_into(view[done:])
         if not received:

@@ -2,23 +2,31 @@
 
     ask() --> queue --> one task per worker --socket--> process
 
-Protocol: a worker inherits one end of a socket pair, whose number is in MSRL_WORKER_FD. All that passes are frames
+Life of a worker:
+
+    start      in a process group that ends with this process; its first request is the setup, and it replies "" or
+               why it cannot be used
+    work       one request at a time: it says that it has read the request, then it sends the reply
+    end        after a `LAST_REPLY`; a worker that exits, exceeds the time limit or sends anything else is killed with
+               its children
+    replace    START_TRIES tries with pauses are a round; after a failed round the worker's request is lost, and the
+               worker takes no other request and goes on trying
+
+Life of a request: it waits in the queue, is read by a worker, and gets the worker's reply. If the worker dies, the
+request is repeated by up to MAX_LOSSES workers in all; workers that died before they had read it are counted
+separately (MAX_EARLY_LOSSES). The request of a cancelled caller is not begun; if a worker has begun it, it runs to
+its end.
+
+End of the pool: after START_ROUNDS failed rounds for every worker, with no worker alive, `ask` raises RuntimeError.
+
+Protocol: a worker inherits one end of a socket pair, whose number is in MSRL_WORKER_FD. Both sides send frames
 (`worker.FRAME`): number of the request, kind, two sizes; then a head, which is JSON in replies, and a body of bytes.
-The first request is the setup; the reply is "", or why the worker cannot be used. The worker says by an empty frame
-that it has read a request, then sends the reply. After a `LAST_REPLY`, or when the socket is closed, it ends.
+A worker ends when the socket is closed.
 
-Life of a worker: it is started in a process group that ends with this process. It works on one request at a time. One
-that exits, exceeds the time limit or sends anything else is killed with its children. Then it is replaced, and the
-request is repeated, up to MAX_LOSSES workers; those that ended before they had read it are counted apart.
+The callers of `ask` fill the queue, and bound it by the requests that they wait for; the workers' tasks empty it.
 
-Where no replacement starts in START_TRIES tries, the current request is lost. The worker takes no others and goes on
-trying; after START_ROUNDS such rounds for every worker, with none alive, the pool ends: `ask` raises RuntimeError.
-
-The queue holds what the callers of `ask` wait for: they bound it. The request of a cancelled caller is not begun; one
-that a worker has begun runs to its end.
-
-Not concurrent.futures: where its process is killed while it writes a result, the thread that reads results waits
-forever, and with it the exit of the caller.
+This is not concurrent.futures: if a process of that is killed while it writes a result, the thread that reads results
+waits forever, and with it the exit of the caller.
 """
 
 from __future__ import annotations
@@ -45,46 +53,47 @@ from megatron_scalerl.processes.worker import FRAME, LAST_REPLY, READ, REPLY, RE
 from megatron_scalerl.record import record
 
 logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Head = TypeVar("Head")
-
 MAX_LOSSES = 2
 """Workers that may end with one request."""
 MAX_EARLY_LOSSES = 3
 """Workers that may end before they have read one request."""
 START_TRIES = 4
+"""Tries of a round to replace a process."""
 START_PAUSE_S = 0.5
-"""A round of START_TRIES to replace a process, with pauses that double."""
+"""Pause after the first try of a round, which doubles after each further try (seconds)."""
 ROUND_PAUSE_S = 20.0
-"""Pause between two rounds."""
+"""Pause between two rounds (seconds)."""
 START_ROUNDS = 3
 """Failed rounds per worker, with none alive, after which the pool ends: about a minute."""
 END_TIMEOUT_S = 10.0
 """Seconds for a killed process to exit; after that it is left behind."""
 MAX_REPLY = 2**32
-"""Bytes of a reply."""
+"""Most bytes of a reply; a frame that announces more is taken for damage."""
 
 
 class WorkerDied(Exception):
-    """A worker ended with a request. The message is what was found in place of a reply."""
+    """A worker ended with a request. The message is a noun phrase for what came in place of a reply."""
 
     def __init__(
-        self, found: str, *, read: bool = False, late: bool = False, code: int | None = None, busy: float = 0.0
+        self, cause: str, *, read: bool = False, late: bool = False, code: int | None = None, busy: float = 0.0
     ):
-        super().__init__(found)
+        super().__init__(cause)
         self.busy = busy
-        """Share of the time that it had for the request in which it used a processor; of one that was late."""
+        """Share of the time limit in which a late worker used a processor."""
         self.read = read
-        """It had read the request."""
+        """Whether the worker had read the request."""
         self.late = late
-        """It exceeded the time limit."""
+        """Whether the worker exceeded the time limit."""
         self.code = code
-        """Its exit code, negative for a signal; None: it did not end by itself."""
+        """The worker's exit code, negative for a signal; None if it did not end by itself."""
 
 
 @record
 class Program:
-    """What every worker of a pool runs."""
+    """The program that every worker of a pool runs."""
 
     name: str
     """Workers are called NAME-N."""
@@ -95,23 +104,26 @@ class Program:
     environment: Mapping[str, str]
     """The complete environment, but for the socket's number."""
     subject: str
-    """What an error at the start is about."""
+    """Begin of the message of an error at the start, such as a recipe's key."""
     timeout_s: float
-    """Time limit of a request."""
+    """Time limit of a request (seconds)."""
     start_timeout_s: float
+    """Time limit of the start with the setup (seconds)."""
     logs: Path | None = None
     """Folder for the logs, NAME-N.log. None: output goes to the stderr of this process."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Request(Generic[Head]):
-    """One outstanding request; its caller awaits `reply`."""
+    """An outstanding request, whose caller awaits `reply`."""
 
     head: bytes
     body: bytes
     reply: asyncio.Future[tuple[Head, bytes]]
     losses: int = 0
+    """Workers that ended after they had read it."""
     early_losses: int = 0
+    """Workers that ended before they had read it."""
 
     def fail(self, problem: Exception) -> None:
         """Raise `problem` for the caller, unless it was cancelled or has its reply."""
@@ -131,7 +143,7 @@ class WorkerPool(Generic[Head]):
         counters: Counter[str],
         settles: Callable[[WorkerDied], bool],
     ):
-        """reply_type: of the heads of replies. settles: whether a death ends its request, without a repeat."""
+        """reply_type: type of the replies' heads. settles: whether a death ends its request without a repeat."""
         self._program = program
         self._output = _Output()
         self._workers = [_Worker(f"{program.name}-{n}", program, self._output) for n in range(count)]
@@ -141,18 +153,21 @@ class WorkerPool(Generic[Head]):
         self._queue: asyncio.Queue[_Request[Head]] = asyncio.Queue()
         self._outstanding: set[_Request[Head]] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        self._failed_rounds = self._failed_tries = 0  # since a process was last started
+        self._failed_rounds = 0
+        self._failed_tries = 0
+        """Rounds and tries since a process was last started."""
         self._end: Exception | None = RuntimeError(f"the {program.name} pool was not started")
+        """Why `ask` cannot be answered, None while the pool works."""
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers that run."""
-        return [pid for worker in self._workers if (pid := worker.pid) is not None]
+        return [worker.pid for worker in self._workers if worker.pid is not None]
 
     async def start(self) -> None:
-        """Start all processes; none is left after an error.
+        """Start all processes; after an error no process is left.
 
-        Raises ValueError if the program refuses its setup, ProcessDied if it does not answer to it, OSError.
+        Raises ValueError if the program refuses its setup, ProcessDied if it does not answer the setup, OSError.
         """
         assert not self._tasks, "started twice"
         if self._program.logs is None:
@@ -170,7 +185,7 @@ class WorkerPool(Generic[Head]):
             task.add_done_callback(self._on_task_end)
 
     async def close(self) -> None:
-        """Kill all processes and fail what is outstanding; may be called twice."""
+        """Kill all processes and fail all outstanding requests; may be called twice."""
         self.end(RuntimeError(f"the {self._program.name} pool is closed"))
         await cancelled(*self._tasks)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
@@ -185,8 +200,8 @@ class WorkerPool(Generic[Head]):
     async def ask(self, head: bytes, body: bytes = b"") -> tuple[Head, bytes]:
         """(head, body) of the reply to a request.
 
-        Raises WorkerDied, the last death if there were several, with `read` false if none had begun, and the reason
-        of the end if the pool has ended.
+        Raises WorkerDied of the last worker that died with the request, with `read` false if no worker had read it.
+        Raises the reason of the end if the pool has ended.
         """
         if self._end is not None:
             raise self._end
@@ -197,7 +212,8 @@ class WorkerPool(Generic[Head]):
             return await request.reply
         finally:
             self._outstanding.discard(request)
-            request.body = b""  # that of a cancelled caller is in the queue until its turn
+            # The request of a cancelled caller stays in the queue until its turn; its body may be large.
+            request.body = b""
 
     async def _work(self, worker: _Worker) -> None:
         while True:
@@ -211,21 +227,23 @@ class WorkerPool(Generic[Head]):
                     request.fail(WorkerDied(f"no {self._program.name} process that starts"))
 
     async def _try(self, worker: _Worker, request: _Request[Head]) -> None:
-        """Resolve the request by its reply or by too many deaths; or leave it as it is, to be repeated."""
+        """Resolve the request by a reply or after too many deaths; else leave it to be repeated."""
         try:
             reply = await worker.ask(request.head, request.body, self._program.timeout_s, self._decode)
         except WorkerDied as death:
-            request.losses += death.read
-            request.early_losses += not death.read
-            many = request.losses >= MAX_LOSSES or request.early_losses >= MAX_EARLY_LOSSES
-            if self._settles(death) or many:
+            if death.read:
+                request.losses += 1
+            else:
+                request.early_losses += 1
+            too_many = request.losses >= MAX_LOSSES or request.early_losses >= MAX_EARLY_LOSSES
+            if self._settles(death) or too_many:
                 request.fail(death)
         else:
             if not request.reply.done():
                 request.reply.set_result(reply)
 
     async def _replace(self, worker: _Worker) -> bool:
-        """One round of tries to restart a worker; False if all failed.
+        """Try to start a worker again, one round; False if all tries failed.
 
         Raises RuntimeError after too many failed rounds with no worker of the pool alive.
         """
@@ -235,46 +253,57 @@ class WorkerPool(Generic[Head]):
                 await asyncio.sleep(START_PAUSE_S * 2 ** (attempt - 1))
             try:
                 await worker.start()
-            except (ValueError, OSError, ProcessDied) as error:  # transient: the program has started before
+            except (ValueError, OSError, ProcessDied) as error:
+                # The program has started before, so that a refused setup is as transient as a lack of memory.
                 problem = error
                 self._failed_tries += 1
                 continue
             self._counters["restarts"] += 1
-            self._failed_rounds = self._failed_tries = 0
+            self._failed_rounds = 0
+            self._failed_tries = 0
             return True
-        logger.warning("%s could not be replaced, retrying: %s", worker.name, problem)
+        logger.warning("%s could not be replaced and is tried again: %s", worker.name, problem)
         if not any(other.alive for other in self._workers):
             self._failed_rounds += 1
         if self._failed_rounds >= START_ROUNDS * len(self._workers):
-            expected = f"expected a {self._program.name} process to start again"
-            raise RuntimeError(f"{expected}, found {self._failed_tries} tries in a row failing, last: {problem}")
+            raise RuntimeError(
+                f"no {self._program.name} process starts again: {self._failed_tries} tries in a row failed, "
+                f"the last with: {problem}"
+            )
         return False
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (problem := task.exception()) is not None:
+        if task.cancelled():
+            return
+        problem = task.exception()
+        if problem is not None:
             assert isinstance(problem, Exception)
             self.end(problem)
 
 
 class _Worker:
-    """One process and the socket to it; `start` takes the place of one that has ended."""
+    """A worker's process and the socket to it; `start` replaces a process that has ended."""
 
     def __init__(self, name: str, program: Program, output: _Output):
         self.name = name
         self._program = program
         self._output = output
-        self._log = Path(os.devnull) if program.logs is None else program.logs / f"{name}.log"
+        self._log = Path(os.devnull)
+        if program.logs is not None:
+            self._log = program.logs / f"{name}.log"
         self._child: ChildProcess | None = None
         self._socket: socket.socket | None = None
         self._number = 0
-        """Of the last request."""
+        """Number of the last request."""
         self._read = False
-        """The worker has read it."""
+        """Whether the worker has read the last request."""
 
     @property
     def pid(self) -> int | None:
-        """Process id, None if it does not run."""
-        return self._child.pid if self._child is not None else None
+        """Process id, None if there is no process."""
+        if self._child is None:
+            return None
+        return self._child.pid
 
     @property
     def alive(self) -> bool:
@@ -282,7 +311,7 @@ class _Worker:
         return self._child is not None and self._child.running
 
     async def start(self) -> None:
-        """Start the process and wait until it is ready; once more if a signal ends it meanwhile.
+        """Start the process and wait until it is ready; if a signal ends it meanwhile, start it once more.
 
         Raises as `WorkerPool.start`.
         """
@@ -294,38 +323,47 @@ class _Worker:
                     raise
                 refusal = await self._start()
         except WorkerDied as death:
-            expected = f"expected its process to be ready within {self._program.start_timeout_s:g} s"
             end = "" if self._program.logs is None else log_end(self._log)
-            raise ProcessDied(f"{self._program.subject}: {expected}, found {death}{end}") from None
+            raise ProcessDied(
+                f"{self._program.subject}: its process was not ready within {self._program.start_timeout_s:g} s "
+                f"({death}){end}"
+            ) from None
         if refusal:
             raise ValueError(refusal)
 
     async def _start(self) -> str:
-        """Start the process; the reply to its setup."""
+        """Start the process; its reply to the setup."""
         await self.kill()
-        self._socket, theirs = socket.socketpair()
+        self._socket, worker_socket = socket.socketpair()
         self._socket.setblocking(False)
-        with theirs:
-            argv, passed = [sys.executable, "-m", self._program.module], theirs.fileno()
-            environment = {**self._program.environment, SOCKET_VARIABLE: str(passed)}
+        # Once this process has closed its copy, the end of the worker closes the socket.
+        with worker_socket:
+            descriptor = worker_socket.fileno()
             self._child = await ChildProcess.start(
-                self.name, argv, environment, self._log, pass_fds=(passed,), output=self._output.writer
+                self.name,
+                [sys.executable, "-m", self._program.module],
+                {**self._program.environment, SOCKET_VARIABLE: str(descriptor)},
+                self._log,
+                pass_fds=(descriptor,),
+                output=self._output.writer,
             )
         decode = msgspec.json.Decoder(str).decode
-        return (await self.ask(self._program.setup, b"", self._program.start_timeout_s, decode))[0]
+        reply, _ = await self.ask(self._program.setup, b"", self._program.start_timeout_s, decode)
+        return reply
 
     async def ask(self, head: bytes, body: bytes, timeout_s: float, decode: Callable[[bytes], T]) -> tuple[T, bytes]:
         """(decoded head, body) of the reply. Raises WorkerDied; then, and after a last reply, the process is dead.
 
-        Cancelled, it is of no use any more: kill it.
+        After a cancellation the socket has part of a frame, and the worker has to be killed.
         """
-        self._number, self._read = self._number + 1, False
+        self._number += 1
+        self._read = False
         begin = time.monotonic()
         used_before = self._processor_s()
         try:
             async with time_limit(timeout_s):
-                last, reply, data = await self._exchange(head, body)
-            found = decode(reply)
+                last, reply_head, reply_body = await self._exchange(head, body)
+            decoded = decode(reply_head)
         except TimeoutError:
             busy = (self._processor_s() - used_before) / (time.monotonic() - begin)
             await self.kill()
@@ -339,25 +377,29 @@ class _Worker:
             raise WorkerDied("bytes in its socket that are no reply", read=self._read) from None
         if last:
             await self.kill()
-        return found, data
+        return decoded, reply_body
 
     def _processor_s(self) -> float:
-        """Processor time (s) of the process and of those below it so far."""
+        """Processor time of the process and of its descendants so far (seconds)."""
         ticks = 0
         waiting = [str(self.pid)]
         while waiting:
             folder = Path(f"/proc/{waiting.pop()}")
-            with contextlib.suppress(OSError):  # it has ended
-                ticks += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:15]))
-                waiting += [pid for task in folder.glob("task/*/children") for pid in task.read_text().split()]
+            with contextlib.suppress(OSError):  # the process has ended
+                # After the name, which may contain spaces: utime, stime, and both of the children that have ended.
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                ticks += sum(map(int, fields[11:15]))
+                for children in folder.glob("task/*/children"):
+                    waiting += children.read_text().split()
         return ticks / os.sysconf("SC_CLK_TCK")
 
     async def kill(self) -> int | None:
-        """End the process and all its children at once; its exit code, None if there is none. May be called twice."""
+        """End the process and all its children at once; its exit code, None without one. May be called twice."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is None:
             return None
         child.kill()
@@ -368,7 +410,7 @@ class _Worker:
             return None
 
     async def _exchange(self, head: bytes, body: bytes) -> tuple[bool, bytes, bytes]:
-        """(whether it is the last, head, body) of the reply to a request."""
+        """(whether the reply is the last, head, body) of the reply to a request."""
         assert self._socket is not None, "started"
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._socket, FRAME.pack(self._number, REQUEST, len(head), len(body)) + head)
@@ -379,7 +421,7 @@ class _Worker:
         return kind == LAST_REPLY, head, body
 
     async def _receive(self, *kinds: int) -> tuple[int, bytes, bytes]:
-        """(kind, head, body) of the next frame. Raises OSError, EOFError; ValueError if it is none of these kinds."""
+        """(kind, head, body) of the next frame. Raises OSError, EOFError; ValueError for a frame of another kind."""
         number, kind, *sizes = FRAME.unpack(await self._bytes(FRAME.size))
         if number != self._number or kind not in kinds or sum(sizes) > MAX_REPLY:
             raise ValueError
@@ -389,7 +431,8 @@ class _Worker:
     async def _bytes(self, size: int) -> bytes:
         assert self._socket is not None, "started"
         buffer = bytearray(size)
-        view, done = memoryview(buffer), 0
+        view = memoryview(buffer)
+        done = 0
         while done < size:
             received = await asyncio.get_running_loop().sock_recv_into(self._socket, view[done:])
             if not received:
@@ -401,21 +444,23 @@ class _Worker:
 def _ended(code: int | None) -> str:
     if code is None:
         return "a closed socket"
-    return f"its exit with code {code}" + (f" ({signal.strsignal(-code)})" if code < 0 else "")
+    if code < 0:
+        return f"its exit with code {code} ({signal.strsignal(-code)})"
+    return f"its exit with code {code}"
 
 
 class _Output:
     """A pipe from the workers of a pool to the stderr of this process.
 
-    They do not inherit stderr itself, because a worker's limit on file sizes would apply to a log file too. It is no
-    pipe of asyncio's subprocess, which waits for children that a worker left and that hold its other end.
+    Workers do not inherit stderr itself, because a worker's limit on file sizes would apply to a log file too. A pipe
+    of asyncio's subprocess would wait for the worker's children that are left, because they hold its other end.
     """
 
     writer: int | None = None
-    """Descriptor that workers write to; None if it is not open."""
+    """Descriptor that workers write to, None if the pipe is not open."""
 
     def open(self) -> None:
-        """Forward from now on what is written."""
+        """Open the pipe, and forward from now on what workers write."""
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
         asyncio.get_running_loop().add_reader(self._reader, self._forward)
@@ -431,7 +476,7 @@ class _Output:
         os.close(self._reader)
 
     def _forward(self) -> None:
-        """Forward what is in the pipe, which holds no more at once."""
+        """Forward the contents of the pipe, which holds at most 64 KiB."""
         with contextlib.suppress(BlockingIOError):
-            part = os.read(self._reader, 1 << 16)
-            sys.stderr.write(printable(part.decode(errors="replace")))
+            output = os.read(self._reader, 1 << 16)
+            sys.stderr.write(printable(output.decode(errors="replace")))

@@ -1,15 +1,19 @@
-"""The elements of a tensor that changed: found, coded in three bytes each, and read again. Lossless.
+"""The elements of tensors that changed: found, coded in three bytes each, and decoded again, without loss.
 
-Positions are coded as gaps: one byte for the number of unchanged elements before each, with 255 for 255 more of them.
-Values are the new bits, NaN payloads and signed zeros included. At a density of 1 % gaps take 1.08 bytes for an
-element, in bf16 with its bits 3.1.
+Life of a change:
 
-    optimizer's step    Found of each shard that it writes (`weights.written`), or of a comparison with a copy
-    sender              Found of the rectangles of a bucket -> encode -> one frame
-    receiver            frame, whose digest was checked -> decode -> Changes, written by `weights.live_changes`
+    find        the optimizer's step compares bits and makes a `Found` of each shard that it writes
+                (`weights.written`); without such a record the sender compares each slot with a copy
+    encode      the sender codes the `Found`s of all slots of a bucket as one frame
+    decode      the receiver checks the frame's digest and makes `Changes` of each slot
+    write       `weights.live_changes` writes the `Changes` into live parameters
 
-All pieces of a bucket are coded, read and written together: on a GPU the operations, and the waits of its host, then
-do not grow with the number of tensors.
+Positions are coded as gaps. A gap is one byte, the number of unchanged elements before a changed one; 255 stands for
+255 more of them. Values are the new bits, NaN payloads and signed zeros included. At a density of 1 % a gap takes
+1.08 bytes for an element, and gap and bits take 3.1 bytes in bf16.
+
+All slots of a bucket are coded, decoded and written in the same operations. The number of a GPU's operations, and of
+its host's waits, then does not grow with the number of tensors.
 """
 
 from collections.abc import Sequence
@@ -22,31 +26,33 @@ from megatron_scalerl.record import record
 from megatron_scalerl.weights.plan import Ranges
 
 MOST_CHANGED = 8
-"""Where more than one in this many elements changed, all are sent: then coding and writing one by one cost more."""
+"""Where more than one in this many elements changed, all are sent: coding and writing single elements costs more."""
 SMALL = 1 << 14
-"""Pieces of up to this many elements are coded at any density: a norm must not make its whole bucket be sent."""
+"""Slots of up to this many elements are coded at any density: a norm must not make its whole bucket be sent."""
 _LONG = 255
+"""Byte of a gap that the next byte continues."""
 _BITS = {2: torch.int16, 4: torch.int32}
+"""Bytes of an element -> the integer type of its bits."""
 
 
 @record
 class Found:
-    """Elements whose bits differ, in order."""
+    """Elements whose bits differ, in rising order of position."""
 
     positions: Tensor
     """[n] int64"""
     bits: Tensor
-    """[n] int16 or int32, the new ones."""
+    """[n] int16 or int32, the new bits."""
 
 
 @record
 class Changes:
-    """Changed elements of a rectangle of a tensor, as they arrive."""
+    """Changed elements of a rectangle of a tensor, as a receiver decodes them."""
 
     tensor: int
-    """Its number in the plan."""
+    """Number of the tensor in the plan."""
     ranges: Ranges
-    """The rectangle, of the whole tensor."""
+    """The rectangle, in the whole tensor's indices."""
     positions: Tensor
     """[n] int64, rising, in the rectangle's elements in row-major order."""
     values: Tensor
@@ -59,57 +65,58 @@ def bits_of(values: Tensor) -> Tensor:
 
 
 def most_coded(elements: int) -> int:
-    """Where more of a piece's elements changed, all are sent."""
+    """The largest number of changes that is coded, for a slot of this many elements; more are sent whole."""
     return max(elements // MOST_CHANGED, min(elements, SMALL))
 
 
-def find(held: Tensor, values: Tensor) -> Found:
-    """What changed. held: [n] contiguous bits (`bits_of`), overwritten by the new ones. values: of any shape with n
-    elements."""
-    new = bits_of(values.detach().reshape(-1))
-    positions = (held != new).nonzero().flatten()
-    bits = new[positions]
-    held[positions] = bits
+def find(old_bits: Tensor, values: Tensor) -> Found:
+    """The elements that changed.
+
+    old_bits: [n] contiguous (`bits_of`), overwritten by the new bits. values: n elements of any shape.
+    """
+    new_bits = bits_of(values.detach().reshape(-1))
+    positions = (old_bits != new_bits).nonzero().flatten()
+    bits = new_bits[positions]
+    old_bits[positions] = bits
     return Found(positions=positions, bits=bits)
 
 
-def encode(found: Sequence[tuple[int, Found]]) -> Tensor:
-    """[bytes] uint8, a multiple of 8: the changes of several pieces, each with its number; none of them empty.
+def encode(slots: Sequence[tuple[int, Found]]) -> Tensor:
+    """[bytes] uint8, a multiple of 8: the changes of several slots, each with its number; no slot is empty.
 
-    int64 [1]           number of pieces
-    int64 [pieces, 3]   number, changed elements, bytes of gaps; wide types first
-    uint8 [...]         gaps of all pieces, padded to 8 bytes
-    bits [...]          new bits of all pieces, padded to 8 bytes
+    int64 [1]           number of slots
+    int64 [slots, 3]    number, changed elements, bytes of gaps; wide types first
+    uint8 [...]         gaps of all slots, padded to 8 bytes
+    bits [...]          new bits of all slots, padded to 8 bytes
     """
-    found = sorted(found, key=lambda one: -one[1].bits.element_size())
-    gaps, gap_bytes = _gaps([piece.positions for _, piece in found])
-    head = [len(found)]
-    for (number, piece), size in zip(found, gap_bytes):
-        head += [number, len(piece.positions), size]
-    bits = torch.cat([piece.bits.view(torch.uint8) for _, piece in found])
+    # A view of a plane in its type starts at a multiple of the element's size, so wide types come first.
+    ordered = sorted(slots, key=lambda slot: -slot[1].bits.element_size())
+    gaps, gap_bytes = _gaps([changes.positions for _, changes in ordered])
+    head = [len(ordered)]
+    for (number, changes), size in zip(ordered, gap_bytes):
+        head += [number, len(changes.positions), size]
+    bits = torch.cat([changes.bits.view(torch.uint8) for _, changes in ordered])
     return torch.cat([_host(head, gaps.device).view(torch.uint8), _padded(gaps), _padded(bits)])
 
 
-def decode(frame: Tensor, pieces: Sequence[tuple[int, Ranges, torch.dtype]]) -> list[Changes]:
-    """Inverse of `encode`. pieces: (tensor, rectangle, type) by number."""
+def decode(frame: Tensor, slots: Sequence[tuple[int, Ranges, torch.dtype]]) -> list[Changes]:
+    """Inverse of `encode`. slots: (tensor, rectangle, type) by number."""
     count = int(frame[:8].view(torch.int64))
     start = 8 + 24 * count
-    rows = frame[8:start].view(torch.int64).view(count, 3).tolist()
-    counts = [changed for _, changed, _ in rows]
-    gap_bytes = [size for *_, size in rows]
+    numbers, counts, gap_bytes = frame[8:start].view(torch.int64).view(count, 3).t().tolist()
     positions = _positions(frame[start : start + sum(gap_bytes)], gap_bytes, counts)
     start += -(-sum(gap_bytes) // 8) * 8
-    sizes = [changed * pieces[number][2].itemsize for number, changed, _ in rows]
+    sizes = [changed * slots[number][2].itemsize for number, changed in zip(numbers, counts)]
     planes = frame[start : start + sum(sizes)].split(sizes)
     changes = []
-    for (number, *_), at, plane in zip(rows, positions, planes):
-        tensor, ranges, dtype = pieces[number]
-        changes.append(Changes(tensor=tensor, ranges=ranges, positions=at, values=plane.view(dtype)))
+    for number, slot_positions, plane in zip(numbers, positions, planes):
+        tensor, ranges, dtype = slots[number]
+        changes.append(Changes(tensor=tensor, ranges=ranges, positions=slot_positions, values=plane.view(dtype)))
     return changes
 
 
 def counted(counts: Sequence[int], device: torch.device) -> Tensor:
-    """[sum of counts] the number of the piece that each element is of."""
+    """[sum of counts] the number of the slot that each element belongs to."""
     return torch.repeat_interleave(_host(counts, device), output_size=sum(counts))
 
 
@@ -122,24 +129,26 @@ def _padded(plane: Tensor) -> Tensor:
 
 
 def _gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """([...] uint8 of each piece's rising positions, one piece after the other; bytes of each)."""
-    every = torch.cat(list(positions))
+    """([...] uint8 of each slot's rising positions, one slot after the other; bytes of each slot)."""
+    joined = torch.cat(list(positions))
     ends = list(accumulate(map(len, positions)))
-    before = torch.diff(every, prepend=every.new_full((1,), -1)) - 1
-    starts = _host([0, *ends[:-1]], every.device)
-    before[starts] = every[starts]
-    longs = before.div(_LONG, rounding_mode="floor")
-    last = torch.cumsum(longs + 1, 0)
-    sizes = last[_host(ends, every.device) - 1].tolist()
-    gaps = torch.full((sizes[-1],), _LONG, dtype=torch.uint8, device=every.device)
-    gaps[last - 1] = (before - longs * _LONG).to(torch.uint8)
-    return gaps, [end - start for start, end in zip([0, *sizes], sizes)]
+    unchanged = torch.diff(joined, prepend=joined.new_full((1,), -1)) - 1
+    # The first gap of a slot counts from the slot's begin, not from the last position of the slot before.
+    starts = _host([0, *ends[:-1]], joined.device)
+    unchanged[starts] = joined[starts]
+    longs = unchanged.div(_LONG, rounding_mode="floor")
+    last_bytes = torch.cumsum(longs + 1, 0)
+    gap_ends = last_bytes[_host(ends, joined.device) - 1].tolist()
+    gaps = torch.full((gap_ends[-1],), _LONG, dtype=torch.uint8, device=joined.device)
+    gaps[last_bytes - 1] = (unchanged - longs * _LONG).to(torch.uint8)
+    return gaps, [end - start for start, end in zip([0, *gap_ends], gap_ends)]
 
 
 def _positions(gaps: Tensor, gap_bytes: Sequence[int], counts: Sequence[int]) -> Sequence[Tensor]:
-    """[pieces][changed] int64, inverse of `_gaps`."""
-    last = gaps != _LONG
-    running = torch.cumsum(gaps.to(torch.int64) + last, 0)
+    """[slots][changed] int64, inverse of `_gaps`."""
+    is_last = gaps != _LONG
+    # The running sum counts all slots; what it was at a slot's begin is subtracted from the slot's positions.
+    running = torch.cumsum(gaps.to(torch.int64) + is_last, 0)
     ends = _host(list(accumulate(gap_bytes)), gaps.device)
     before = torch.cat([ends.new_zeros(1), running[ends[:-1] - 1]])
-    return (running[last] - 1 - before[counted(counts, gaps.device)]).split(list(counts))
+    return (running[is_last] - 1 - before[counted(counts, gaps.device)]).split(list(counts))

@@ -1,19 +1,20 @@
-"""A 64-bit digest of bytes, equal on all devices and fast on each.
+"""64-bit digests of bytes and of tensors' values, equal on all devices and fast on each.
 
-A bucket is read as 64-bit words w_i; its digest is the sum of k_i * w_i modulo 2^64, with k_i odd and made from
-i by a mixing function. Odd factors are invertible, so a change of one word is always detected; several changes,
-such as swapped pieces, cancel with a probability of about 2^-63. It detects faults, not an adversary.
+`digest` is of bytes, such as a bucket. They are read as 64-bit words w_i; the digest is the sum of k_i * w_i modulo
+2^64, with k_i odd and made from i by a mixing function. Odd factors are invertible, so a change of one word is always
+detected. Several changes, such as swapped words, cancel with a probability of about 2^-63.
 
-A 64-bit digest of the values of tensors, whatever the layout that they are held in.
-
-The digest of a set of elements is the sum modulo 2^64 of
+`value_digest` is of values, whatever the layout in which a process holds them. The digest of a set of elements is the
+sum modulo 2^64 of
 
     f_n * w_0(i_0) * w_1(i_1) * ... * bits
 
-over its elements: n is the tensor's number, (i_0, i_1, ...) the element's index in the whole tensor, `bits` its bits
+over the elements: n is the tensor's number, (i_0, i_1, ...) the element's index in the whole tensor, `bits` its bits
 as an unsigned integer, and all factors are odd and made by a mixing function. Hence the digests of disjoint parts
-add up to that of the whole, in any layout: sharded, fused, transposed. A change of one element is always detected;
-several, such as swapped parts, cancel with a probability of about 2^-63. It detects faults, not an adversary.
+add up to the digest of the whole tensor, in any layout: sharded, fused, transposed. A change of one element is always
+detected; several changes cancel with a probability of about 2^-63.
+
+Both detect faults, not an adversary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,12 +23,16 @@ from functools import cache
 import numpy as np
 import torch
 
+Along = range | torch.Tensor
+"""The whole tensor's index at each position of a dimension: a range of step 1, or [n] int64 in any order."""
 _CHUNK_WORDS = 1 << 20
 _MASK = (1 << 64) - 1
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the integer type of its bits."""
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
-    """Well-mixed uint64 of uint64 (Steele, Lea and Flood 2014)."""
+    """Mix the bits of uint64 numbers (Steele, Lea and Flood 2014)."""
     with np.errstate(over="ignore"):
         x = x + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -50,12 +55,14 @@ def _factors(device: torch.device) -> torch.Tensor:
 def digest(data: torch.Tensor) -> int:
     """64-bit digest of a contiguous uint8 tensor whose length is a multiple of 8."""
     assert data.dtype == torch.uint8 and data.numel() % 8 == 0, "whole 64-bit words"
-    words, factors = data.view(torch.int64), _factors(data.device)
+    words = data.view(torch.int64)
+    factors = _factors(data.device)
     starts = np.arange(0, words.numel(), _CHUNK_WORDS)
-    of_chunks = splitmix64(np.arange(len(starts), dtype=np.uint64)) | np.uint64(1)
+    chunk_factors = splitmix64(np.arange(len(starts), dtype=np.uint64)) | np.uint64(1)
     whole, rest = divmod(words.numel(), _CHUNK_WORDS)
-    found = weighted_sum(words, starts[:whole], of_chunks[:whole], factors)
-    return found + weighted_sum(words, starts[whole:], of_chunks[whole:], factors[:rest]) & _MASK
+    whole_chunks = weighted_sum(words, starts[:whole], chunk_factors[:whole], factors)
+    last_chunk = weighted_sum(words, starts[whole:], chunk_factors[whole:], factors[:rest])
+    return (whole_chunks + last_chunk) & _MASK
 
 
 def weighted_sum(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
@@ -63,7 +70,9 @@ def weighted_sum(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner
 
     bits: [n] integers, as unsigned numbers. starts: [r] int64. rows: [r] uint64. inner: [j] int64, on their device.
     """
-    return (_on_cpu if bits.device.type == "cpu" else _on_device)(bits, starts, rows, inner)
+    if bits.device.type == "cpu":
+        return _on_cpu(bits, starts, rows, inner)
+    return _on_device(bits, starts, rows, inner)
 
 
 def _on_cpu(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
@@ -74,13 +83,14 @@ def _on_cpu(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: tor
 def _on_device(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
     from megatron_scalerl.weights import sum_kernel  # imports Triton
 
-    first, of_rows = (torch.from_numpy(each.view(np.int64)).to(bits.device) for each in (starts, rows))
-    return sum_kernel.weighted_sum(bits, first, of_rows, inner)
+    device_starts = torch.from_numpy(starts).to(bits.device)
+    device_rows = torch.from_numpy(rows.view(np.int64)).to(bits.device)
+    return sum_kernel.weighted_sum(bits, device_starts, device_rows, inner)
 
 
 @cache
 def sums():  # type: ignore[no-untyped-def]
-    """sum_r rows[r] * sum_j inner[j] * bits[starts[r] + j], compiled; by numpy where numba is missing."""
+    """The function of `weighted_sum` on a CPU, compiled by numba; numpy's where numba is missing."""
     try:
         import numba
     except ImportError:
@@ -91,18 +101,18 @@ def sums():  # type: ignore[no-untyped-def]
         total = numba.uint64(0)
         for r in range(len(starts)):
             row = bits[starts[r] : starts[r] + len(inner)]
-            found = numba.uint64(0)
+            row_sum = numba.uint64(0)
             for j in range(len(inner)):
-                found += inner[j] * numba.uint64(row[j])
-            total += found * rows[r]
+                row_sum += inner[j] * numba.uint64(row[j])
+            total += row_sum * rows[r]
         return total
 
     return kernel
 
 
 def _with_numpy(bits: np.ndarray, starts: np.ndarray, rows: np.ndarray, inner: np.ndarray) -> int:
-    found = [np.dot(bits[start : start + len(inner)].astype(np.uint64), inner) for start in starts]
-    return int(np.dot(np.array(found, np.uint64), rows))
+    row_sums = [np.dot(bits[start : start + len(inner)].astype(np.uint64), inner) for start in starts]
+    return int(np.dot(np.array(row_sums, np.uint64), rows))
 
 
 def combine(digests: Iterable[int]) -> str:
@@ -113,14 +123,11 @@ def combine(digests: Iterable[int]) -> str:
     return f"{total:016x}"
 
 
-Along = range | torch.Tensor
-"""The whole tensor's index at each place of a dimension: a range of step 1, or [n] int64 in any order."""
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def value_digest(values: torch.Tensor, tensor: int, axes: Sequence[int], along: Sequence[Along]) -> int:
-    """Digest of a part of a tensor. values: of any strides; dimension d has the indices `along[d]` of the whole
-    tensor's dimension `axes[d]`. Other dimensions count as index 0: see `at`.
+    """Digest of a part of a tensor.
+
+    values: of any strides; dimension d has the indices `along[d]` of the whole tensor's dimension `axes[d]`. The
+    tensor's other dimensions count as index 0 (`at` has the factor of another index).
     """
     factors = [_of_indices(axis, index) for axis, index in zip(axes, along)]
     return _weighted(values, factors) * (mixed(tensor) | 1) & _MASK
@@ -132,11 +139,12 @@ def at(axis: int, index: int) -> int:
 
 
 def total(digests: Sequence[int]) -> int:
-    """Digest of parts from the digests of each."""
+    """Digest of disjoint parts together, from their digests."""
     return sum(digests) & _MASK
 
 
 def _of_indices(axis: int, along: Along) -> np.ndarray:
+    # A range is a slice of the table, which is not copied.
     if isinstance(along, range):
         return factors_of(axis, along.stop)[along.start : along.stop]
     index = along.cpu().numpy()
@@ -156,13 +164,17 @@ def _table(axis: int, bits: int) -> np.ndarray:
 
 def _weighted(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:
     strides = values.stride()
-    inner = next((d for d, stride in enumerate(strides) if stride == 1 and values.shape[d] > 1), None)
+    contiguous = (d for d, stride in enumerate(strides) if stride == 1 and values.shape[d] > 1)
+    inner = next(contiguous, None)
+    if values.dim() == 0:
+        return _weighted(values.view(1), [np.ones(1, np.uint64)])
+    # The innermost dimension in memory is summed in a row; all others are rows, with a factor for each.
     if inner is None:
-        values, inner = values.contiguous(), values.dim() - 1
+        values = values.contiguous()
         strides = values.stride()
-    if inner < 0:  # a scalar
-        values, factors, strides, inner = values.view(1), [np.ones(1, np.uint64)], (1,), 0
-    starts, rows = np.zeros(1, np.int64), np.ones(1, np.uint64)
+        inner = values.dim() - 1
+    starts = np.zeros(1, np.int64)
+    rows = np.ones(1, np.uint64)
     for d, (size, stride) in enumerate(zip(values.shape, strides)):
         if d != inner:
             starts = (starts[:, None] + np.arange(size) * stride).ravel()
@@ -170,5 +182,6 @@ def _weighted(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:
     if values.numel() == 0:
         return 0
     flat = values.detach().as_strided((int(starts.max()) + values.shape[inner],), (1,))
-    along = torch.from_numpy(np.ascontiguousarray(factors[inner]).view(np.int64)).to(values.device)
-    return weighted_sum(flat.view(_SIGNED[values.element_size()]), starts, rows, along)
+    inner_factors = np.ascontiguousarray(factors[inner]).view(np.int64)
+    on_device = torch.from_numpy(inner_factors).to(values.device)
+    return weighted_sum(flat.view(_SIGNED[values.element_size()]), starts, rows, on_device)

@@ -1,17 +1,20 @@
 """Where the elements of Hugging Face tensors lie in an engine's live parameters, as the model's own loader puts them.
 
-The loader is called once with recording tensors, which have names, shapes and types and no values. What it does to
-one of them (cut, chunk, transpose, permute) is followed until it copies it into a parameter: that copy is recorded as
-a `Scatter`, and nothing is copied. Afterwards weights are written without the loader, and what an engine needs of
-each tensor is known exactly, whatever its parallel layout.
+The loader is called once with recording tensors, which have names, shapes and types and no values. Every function
+that cuts, chunks, transposes or permutes a recording tensor is followed. The copy into a parameter at the end is
+recorded as a `Scatter`, and nothing is copied. Afterwards weights are written without the loader, and the rectangles
+of each tensor that an engine needs are known, whatever its parallel layout.
 
-    record      once per model (`record_copies`): load_weights with _Recording tensors -> Scatters, one for each copy
-    needs       the rectangles that the scatters read, which the engine names when it connects
-    LivePart    made of a scatter by `weights.live_weights`: a view of the parameter, and the tensor's indices in it
-    write       in each update: what an arriving rectangle has for the part, in place
-    digest      after each update: of what the parameter holds
+Life of the map, once per model and then in each update:
 
-A _Recording is a view of a meta tensor as long as its storage tells where its elements lie; a function that has to
+    record      `record_copies` calls load_weights with _Recording tensors and makes a `Scatter` of each copy
+    needs       the engine names the rectangles that the scatters read when it connects
+    align       `weights.live_weights` makes a `LiveView` of a scatter: a view of the parameter, and the tensor's
+                indices in it
+    write       an arriving rectangle of a tensor is written into the tensor's views
+    digest      the views are read, and their digest is compared with the sender's
+
+A _Recording is a view of a meta tensor as long as its storage tells where its elements lie. A function that has to
 copy (a reshape after a transposition, cat) makes it an index of all elements, which takes memory for them.
 """
 
@@ -46,7 +49,7 @@ _FOLLOWED = {
 
 @record
 class Scatter:
-    """One copy of the loader: a part of a tensor, and where it goes.
+    """A copy that the loader makes: elements of a tensor, and their destination.
 
     Element (i, j, ...) of the copy is element `source_offset` + steps[0][i] + steps[1][j] + ... of the flat tensor.
     """
@@ -57,31 +60,30 @@ class Scatter:
     """Name in the engine's model."""
     shape: tuple[int, ...]
     offset: int
-    """Of the destination in the parameter's storage, in elements."""
+    """First element of the destination in the parameter's storage."""
     stride: tuple[int, ...]
-    """Of the destination."""
+    """Strides of the destination, in elements."""
     source_offset: int
     steps: tuple[torch.Tensor, ...] = field(repr=False)
     """[shape[d]] int64 of each dimension."""
 
     def destination(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Its view of the parameter's storage."""
+        """The destination, a view of the parameter's storage."""
         return parameter.data.as_strided(self.shape, self.stride, self.offset)
 
     def needed(self, shape: tuple[int, ...]) -> Ranges:
-        """The smallest rectangle of the tensor, which has `shape`, that holds all of its elements."""
+        """The smallest rectangle with all elements that the copy reads. shape: of the tensor."""
         low = high = _coordinates(self.source_offset, shape)
         for steps in self.steps:
-            ends = [_coordinates(int(end), shape) for end in (steps.min(), steps.max())]
-            low = [a + b for a, b in zip(low, ends[0])]
-            high = [a + b for a, b in zip(high, ends[1])]
+            low = [a + b for a, b in zip(low, _coordinates(int(steps.min()), shape))]
+            high = [a + b for a, b in zip(high, _coordinates(int(steps.max()), shape))]
         assert all(b < n for b, n in zip(high, shape)), f"{self.tensor}: steps beyond {shape}"
         return tuple((a, b + 1) for a, b in zip(low, high))
 
 
 @record
-class LivePart:
-    """A part of a tensor, as a view of a live parameter holds it."""
+class LiveView:
+    """Elements of a tensor, as a view of a live parameter holds them."""
 
     tensor: str
     """Name in the Hugging Face checkpoint."""
@@ -91,74 +93,78 @@ class LivePart:
     """The view; its dimension d runs along dimension `axes[d]` of the tensor."""
     axes: tuple[int, ...]
     indices: tuple[Along, ...]
-    """[live.shape[d]] the tensor's index at each place of dimension d."""
+    """[live.shape[d]] the tensor's index at each position of dimension d."""
     fixed: Mapping[int, int]
     """The tensor's other dimensions -> their index."""
 
     def write(self, ranges: Ranges, values: torch.Tensor) -> None:
-        """Write what a rectangle of the tensor has for this part. values: of the rectangle's shape."""
+        """Write the elements of a rectangle that this view has. values: of the rectangle's shape."""
         if any(not ranges[axis][0] <= index < ranges[axis][1] for axis, index in self.fixed.items()):
             return
-        target, source = self.live, values
+        target = self.live
+        source = values
+        # From the last axis on, so that the numbers of the axes before stay the same.
         for axis in sorted(self.fixed, reverse=True):
             source = source.select(axis, self.fixed[axis] - ranges[axis][0])
         kept = sorted(self.axes)
         source = source.permute([kept.index(axis) for axis in self.axes])
         scattered = {}
-        for place, (axis, along) in enumerate(zip(self.axes, self.indices)):
+        for dim, (axis, along) in enumerate(zip(self.axes, self.indices)):
             first, end = ranges[axis]
             if isinstance(along, range):
-                a, b = max(along.start, first), min(along.stop, end)
-                if a >= b:
+                low = max(along.start, first)
+                size = min(along.stop, end) - low
+                if size <= 0:
                     return
-                target = target.narrow(place, a - along.start, b - a)
-                source = source.narrow(place, a - first, b - a)
+                target = target.narrow(dim, low - along.start, size)
+                source = source.narrow(dim, low - first, size)
             else:
-                scattered[place] = ((along >= first) & (along < end)).nonzero().flatten()
-                there = along[scattered[place]] - first
-                source = source.index_select(place, there.to(source.device))
+                scattered[dim] = ((along >= first) & (along < end)).nonzero().flatten()
+                rows = along[scattered[dim]] - first
+                source = source.index_select(dim, rows.to(source.device))
         if not scattered:
             target.copy_(source)
         elif len(scattered) == 1:
-            [(place, here)] = scattered.items()
-            target.index_copy_(place, here.to(target.device), source.to(target))
+            [(dim, positions)] = scattered.items()
+            target.index_copy_(dim, positions.to(target.device), source.to(target))
         else:
-            places = [scattered.get(place, torch.arange(size)) for place, size in enumerate(target.shape)]
-            mesh = torch.meshgrid(*places, indexing="ij")
-            target[tuple(each.to(target.device) for each in mesh)] = source.to(target)
+            by_dim = [scattered.get(dim, torch.arange(size)) for dim, size in enumerate(target.shape)]
+            mesh = torch.meshgrid(*by_dim, indexing="ij")
+            target[tuple(grid.to(target.device) for grid in mesh)] = source.to(target)
 
     def digest(self, number: int, dtype: torch.dtype) -> int:
-        """Digest of its values as they are now, as `dtype`, the tensor's; number: of the tensor.
+        """Digest of the values that the parameter has now. number, dtype: of the tensor.
 
-        For a parameter that the model holds in a wider type, with values that are not of the tensor's type: a number
-        that is the digest of nothing likely.
+        The model may hold the parameter in a wider type. Values that are not of the tensor's type then have the
+        digest of nothing likely.
         """
         values = self.live.to(dtype)
         if values is not self.live and not torch.equal(values.to(self.live.dtype), self.live):
             return mixed(number) | 1
-        found = value_digest(values, number, self.axes, self.indices)
+        view_digest = value_digest(values, number, self.axes, self.indices)
         for axis, index in self.fixed.items():
-            found *= at(axis, index)
-        return found
+            view_digest *= at(axis, index)
+        return view_digest
 
 
 def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> list[Scatter]:
-    """The copies that `load` makes of the manifest's tensors into `parameters`, none of which is made.
+    """The copies that `load` would make of the manifest's tensors into `parameters`; nothing is copied.
 
-    Raises NotImplementedError, naming tensor and function, for what cannot be followed, ValueError for a tensor that
-    `load` refuses.
+    Raises NotImplementedError, naming tensor and function, for a function that cannot be followed, ValueError for a
+    tensor that `load` refuses.
     """
-    found = []
+    scatters = []
+    # A loader copies into views of parameters, which share their storage.
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items() if tensor.numel()}
 
     def copied(source: "_Recording", destination: torch.Tensor) -> None:
         parameter = names.get(destination.untyped_storage().data_ptr())
         if parameter is None:
             raise NotImplementedError(
-                f"weights: {source.hf_name}: expected a copy into a parameter, found one elsewhere"
+                f"weights: {source.hf_name}: the loader copies it into memory that is no parameter's"
             )
         offset, steps = source.steps_in(tuple(destination.shape))
-        found.append(
+        scatters.append(
             Scatter(
                 tensor=source.hf_name,
                 parameter=parameter,
@@ -170,10 +176,10 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
             )
         )
 
-    name = "nothing"
+    name = "the manifest's first tensor"
 
     def recordings() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal name
+        nonlocal name  # the tensor that the loader is at, for errors
         for meta in manifest:
             name = meta.name
             yield name, _recording(meta, copied)
@@ -182,17 +188,20 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
         load(recordings())
     except (KeyError, ValueError) as error:
         line = f"{type(error).__name__}: {error}"
-        raise ValueError(f"weights: expected tensors of the engine's model, found {name}: {line}") from error
-    except NotImplementedError:
+        raise ValueError(f"weights: the engine's model does not take {name}: {line}") from error
+    except NotImplementedError:  # a RuntimeError, too, which is caught below
         raise
     except (RuntimeError, AttributeError, IndexError, TypeError, AssertionError) as error:
         line = f"{type(error).__name__}: {error}"
-        raise NotImplementedError(f"weights: {name}: expected a loader that can be recorded, found {line}") from error
-    return found
+        raise NotImplementedError(f"weights: {name}: the loader cannot be recorded: {line}") from error
+    return scatters
 
 
 def missing(scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Parameter -> elements that no scatter writes, or, negative, that some write twice; none that are whole."""
+    """Parameter -> number of elements that no scatter writes; negative for elements that are written twice.
+
+    Parameters that are written once as a whole are left out.
+    """
     written = dict.fromkeys(parameters, 0)
     for scatter in scatters:
         written[scatter.parameter] += prod(scatter.shape)
@@ -202,51 +211,54 @@ def missing(scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor])
 def unwritten(
     scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor], model: torch.nn.Module
 ) -> dict[str, str]:
-    """Parameter -> what is wrong, for those that are not written once, padding aside."""
-    found = {}
+    """Parameter -> what is wrong with it, for parameters that are not written once, except for their padding."""
+    problems = {}
     for name, count in missing(scatters, parameters).items():
         prefix, _, key = name.rpartition(".")
         padding = _padding(model.get_submodule(prefix), key, parameters[name])
-        if count != padding:
-            found[name] = f"{count - padding} missing" if count > padding else f"{padding - count} written twice"
-    return found
+        if count > padding:
+            problems[name] = f"{count - padding} values are missing"
+        elif count < padding:
+            problems[name] = f"{padding - count} values are written twice"
+    return problems
 
 
 def _padding(layer: Any, key: str, parameter: torch.Tensor) -> int:
-    """Values of a layer's parameter that vLLM pads it with and no checkpoint has."""
+    """Number of values with which vLLM pads a layer's parameter, and which no checkpoint has."""
     indices = getattr(layer, "shard_indices", None)  # of a vocabulary
     if indices is not None:
         rows = indices.num_elements_padded - indices.num_org_elements - indices.num_added_elements
         return rows * (parameter.numel() // indices.num_elements_padded)
     experts = getattr(getattr(layer, "quant_method", None), "moe", None)
     if experts is not None and key in ("w13_weight", "w2_weight"):
-        matrices = 2 if key == "w13_weight" and experts.is_act_and_mul else 1
-        each = experts.hidden_dim_unpadded * experts.intermediate_size_per_partition_unpadded
-        return parameter.numel() - parameter.shape[0] * matrices * each
+        matrix = experts.hidden_dim_unpadded * experts.intermediate_size_per_partition_unpadded
+        if key == "w13_weight" and experts.is_act_and_mul:
+            matrix *= 2  # gate and up projection
+        return parameter.numel() - parameter.shape[0] * matrix
     return 0
 
 
 def needs(scatters: Iterable[Scatter], manifest: Manifest) -> dict[str, tuple[Ranges, ...]]:
-    """Tensor -> the rectangles of it that the scatters read, none overlapping another; () if they read nothing."""
+    """Tensor -> the disjoint rectangles of it that the scatters read; () if they read nothing."""
     shapes = {meta.name: meta.shape for meta in manifest}
-    found: dict[str, set[Ranges]] = {meta.name: set() for meta in manifest}
+    read: dict[str, set[Ranges]] = {meta.name: set() for meta in manifest}
     for scatter in scatters:
-        found[scatter.tensor].add(scatter.needed(shapes[scatter.tensor]))
-    return {name: merged(rectangles) for name, rectangles in found.items()}
+        read[scatter.tensor].add(scatter.needed(shapes[scatter.tensor]))
+    return {name: merged(rectangles) for name, rectangles in read.items()}
 
 
 def _coordinates(flat: int, shape: tuple[int, ...]) -> list[int]:
-    found = []
+    coordinates = []
     for size in reversed(shape):
-        flat, last = divmod(flat, size)
-        found.append(last)
-    return found[::-1]
+        flat, index = divmod(flat, size)
+        coordinates.append(index)
+    return coordinates[::-1]
 
 
 class _Recording(torch.Tensor):
-    """A tensor without values that knows which elements of a named one it holds.
+    """A tensor without values that knows which elements of a checkpoint's tensor it stands for.
 
-    It is a view of a meta tensor, whose offset and strides tell; after a function that cannot be a view,
+    It is a view of a meta tensor, whose offset and strides name the elements. After a function that cannot be a view,
     `flat_index` has the flat index of every element.
     """
 
@@ -255,28 +267,30 @@ class _Recording(torch.Tensor):
     flat_index: torch.Tensor | None
 
     def steps_in(self, shape: tuple[int, ...]) -> tuple[int, tuple[torch.Tensor, ...]]:
-        """(offset, steps of each dimension) of its elements, read in `shape`. Raises NotImplementedError."""
+        """(offset, steps of each dimension) of the elements, read in `shape`. Raises NotImplementedError."""
         with torch._C.DisableTorchFunctionSubclass():
             if tuple(self.shape) != shape:
                 raise NotImplementedError(
-                    f"weights: {self.hf_name}: expected a copy of shape {tuple(self.shape)}, found {shape}"
+                    f"weights: {self.hf_name}: a source of shape {tuple(self.shape)} is copied into shape {shape}"
                 )
             if self.flat_index is None:
-                strides = self.stride()
-                steps = tuple(torch.arange(n) * s for n, s in zip(shape, strides))
-                return int(self.storage_offset()), steps
+                return int(self.storage_offset()), tuple(torch.arange(n) * s for n, s in zip(shape, self.stride()))
             if not shape:
                 return int(self.flat_index), ()
+            # A scatter has one list of steps for each dimension: their sums must be all indices.
             offset = int(self.flat_index.flatten()[0])
             first: list[Any] = [0] * len(shape)
-            found, total = [], torch.full((), offset, dtype=torch.int64)
+            steps = []
+            sums = torch.full((), offset, dtype=torch.int64)
             for axis in range(len(shape)):
                 along = self.flat_index[(*first[:axis], slice(None), *first[axis + 1 :])] - offset
-                found.append(along)
-                total = total + along.view([-1 if d == axis else 1 for d in range(len(shape))])
-            if not torch.equal(total, self.flat_index):
-                raise NotImplementedError(f"weights: {self.hf_name}: expected independent orders of its dimensions")
-            return offset, tuple(found)
+                steps.append(along)
+                sums = sums.unsqueeze(-1) + along
+            if not torch.equal(sums, self.flat_index):
+                raise NotImplementedError(
+                    f"weights: {self.hf_name}: the orders of its dimensions depend on each other"
+                )
+            return offset, tuple(steps)
 
     def flat_indices(self) -> torch.Tensor:
         """Flat index of every element."""
@@ -292,15 +306,18 @@ class _Recording(torch.Tensor):
         if func is torch.Tensor.copy_:
             destination, source = args[:2]
             if not isinstance(source, cls) or isinstance(destination, cls):
-                raise NotImplementedError("weights: expected copies of recorded tensors into parameters alone")
+                raise NotImplementedError(
+                    "weights: the loader copies something else than a recorded tensor into a parameter"
+                )
             source.on_copy(source, destination)
             return destination
-        source = next(each for each in _flat((args, kwargs.values())) if isinstance(each, cls))
+        source = next(value for value in _flat((args, kwargs.values())) if isinstance(value, cls))
         name = func.__name__
         if name not in _FOLLOWED or "out" in kwargs:
-            raise NotImplementedError(f"weights: {source.hf_name}: expected a view of it, found {name}")
+            raise NotImplementedError(f"weights: {source.hf_name}: the loader calls {name}, which is not followed")
         if name in _SAME:
             return source
+        # Without it, functions of a _Recording would come back to this method.
         with torch._C.DisableTorchFunctionSubclass():
             if name in ("is_floating_point", "element_size", "__get__"):  # of the tensor, not of its indices
                 answer = func(*args, **kwargs)
@@ -315,9 +332,11 @@ class _Recording(torch.Tensor):
 
 def _recording(meta: ParamMeta, copied: Copied) -> _Recording:
     empty = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
-    made: _Recording = empty.as_subclass(_Recording)
-    made.hf_name, made.on_copy, made.flat_index = meta.name, copied, None
-    return made
+    recording: _Recording = empty.as_subclass(_Recording)
+    recording.hf_name = meta.name
+    recording.on_copy = copied
+    recording.flat_index = None
+    return recording
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -329,23 +348,24 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
-    return [out] if isinstance(out, torch.Tensor) else [each for each in out if isinstance(each, torch.Tensor)]
+    return [value for value in _flat([out]) if isinstance(value, torch.Tensor)]
 
 
 def _shares(source: torch.Tensor, out: Any) -> bool:
     """Whether all tensors in `out` are views of the source, or there are none."""
-    own = source.untyped_storage()._cdata
-    return all(each.untyped_storage()._cdata == own for each in _tensors(out))
+    storage = source.untyped_storage()._cdata
+    return all(tensor.untyped_storage()._cdata == storage for tensor in _tensors(out))
 
 
 def _wrapped(source: _Recording, out: Any, index: Any = None) -> Any:
     if isinstance(out, torch.Tensor):
-        made: _Recording = out.as_subclass(_Recording)
-        made.hf_name, made.on_copy, made.flat_index = source.hf_name, source.on_copy, index
-        return made
+        recording: _Recording = out.as_subclass(_Recording)
+        recording.hf_name = source.hf_name
+        recording.on_copy = source.on_copy
+        recording.flat_index = index
+        return recording
     if isinstance(out, tuple | list) and _tensors(out):
-        parts = [None] * len(out) if index is None else index
-        return type(out)(_wrapped(source, each, part) for each, part in zip(out, parts))
+        return type(out)(_wrapped(source, tensor, part) for tensor, part in zip(out, index or [None] * len(out)))
     return out
 
 
@@ -355,17 +375,17 @@ def _moved(source: _Recording, func: Any, args: Any, kwargs: Any) -> Any:
     def indices(value: Any) -> Any:
         if isinstance(value, _Recording):
             if value.hf_name != source.hf_name:
-                raise NotImplementedError(
-                    f"weights: {source.hf_name}: expected one tensor, found {value.hf_name} beside it"
-                )
+                raise NotImplementedError(f"weights: {source.hf_name}: the loader combines it with {value.hf_name}")
             return value.flat_indices()
         if isinstance(value, list | tuple):
-            return type(value)(indices(each) for each in value)
+            return type(value)(map(indices, value))
         return value
 
     out = func(*indices(args), **kwargs)
     if not isinstance(out, torch.Tensor | tuple | list) or not _tensors(out):
         return out
     with torch._C.DisableTorchFunctionSubclass():
-        empty = [torch.empty(each.shape, dtype=source.dtype, device="meta") for each in _tensors(out)]
-    return _wrapped(source, empty[0] if isinstance(out, torch.Tensor) else type(out)(empty), out)
+        empty = [torch.empty(tensor.shape, dtype=source.dtype, device="meta") for tensor in _tensors(out)]
+    if isinstance(out, torch.Tensor):
+        return _wrapped(source, empty[0], out)
+    return _wrapped(source, type(out)(empty), out)

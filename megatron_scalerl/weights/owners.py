@@ -1,12 +1,16 @@
-"""Which trainer rank sends which part of the weights: from the family's weight map and where every rank stands.
+"""Which trainer rank sends which part of the weights, from the family's weight map and every rank's place.
 
-Every rank makes the same plan from the same table of places. A part is held by one tensor-parallel rank of one
-pipeline stage, an expert's by one expert-parallel rank, and by all data-parallel copies of it. Senders are one rank
-for each of these, and copies of them as far as `most_senders` allows; what a shard needs of a part is sent by the
-rank that holds it and has the least to send.
+Every rank makes the same plan from the same table of places:
+
+    _candidates   the rectangles of the weight map, each with the ranks that hold it: one tensor-parallel rank of one
+                  pipeline stage, or one expert-parallel rank, and all data-parallel copies of this rank
+    senders       the first copy of each rectangle's ranks, and further copies while `most_senders` allows
+    parts         each rectangle is cut by the needs of every shard; the largest part first, a part is sent by the
+                  rank that holds it and has the least to send
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from megatron_scalerl.models.family import Family, Index, Piece, Rule
@@ -15,7 +19,7 @@ from megatron_scalerl.weights.plan import Manifest, Needs, ParamMeta, Part, Rang
 
 
 class Place(NamedTuple):
-    """Where one rank stands in the trainer's layout; the order of the fields is that of `weights.source`'s table."""
+    """Coordinates of a rank in the trainer's layout, in the order of the columns of `weights.source`'s table."""
 
     tp: int
     pp: int
@@ -28,33 +32,35 @@ class Place(NamedTuple):
 
 
 @record
-class Held:
-    """A rectangle of a tensor as ranks of the trainer hold it; parts are cut from it."""
+class Holding:
+    """A rectangle of a tensor that ranks of the trainer hold in one parameter; parts are cut from it."""
 
     megatron: str
     """Name of the Megatron parameter."""
     piece: Piece
-    """The rectangle of the rank's shard of it."""
+    """The rectangle's elements in the rank's shard of the parameter."""
     ranges: Ranges
-    """The rectangle of the tensor."""
+    """The rectangle, in the Hugging Face tensor's indices."""
 
 
 @record
 class SendPlan:
-    """The plan, and what only the trainer knows of it."""
+    """The plan of an update with the trainer's side of it: ranks and holdings."""
 
     plan: WeightPlan
     ranks: tuple[int, ...]
-    """[senders] global rank of each."""
-    held: tuple[Held, ...]
-    """[parts] what each is cut from."""
+    """[senders] global rank of each sender."""
+    holdings: tuple[Holding, ...]
+    """[parts] the rectangle that each part is cut from."""
 
 
 class _Candidates(NamedTuple):
+    """A holding of a tensor, and the ranks that could send it."""
+
     tensor: int
-    held: Held
+    holding: Holding
     ranks: tuple[int, ...]
-    """Global ranks that hold it, the first copy first."""
+    """Global ranks that have the holding, the first copy first."""
 
 
 def send_plan(
@@ -73,27 +79,29 @@ def send_plan(
     """
     parameters = manifest(family, dtype)
     candidates = list(_candidates(family, parameters, places, stage_of_layer))
-    needed = {each.ranks[0] for each in candidates}
-    sent = dict.fromkeys(needed | _copies(candidates, needed, most_senders), 0)
-    cut = [
-        (each, Part(each.tensor, -1, shard, ranges))
-        for each in candidates
-        for shard, of_shard in enumerate(needs)
-        for ranges in filter(None, (overlap(each.held.ranges, need) for need in of_shard[each.tensor]))
-    ]
-    chosen = [-1] * len(cut)
-    # the largest first: the small ones even out what each has to send
-    for index in sorted(range(len(cut)), key=lambda index: -volume(cut[index][1].ranges)):
-        candidate, part = cut[index]
+    first_copies = {candidate.ranks[0] for candidate in candidates}
+    sent = dict.fromkeys(first_copies | _further_copies(candidates, first_copies, most_senders), 0)
+    # The sender is still open: -1 stands for it.
+    cuts: list[tuple[_Candidates, Part]] = []
+    for candidate in candidates:
+        for shard, shard_needs in enumerate(needs):
+            common = (overlap(candidate.holding.ranges, needed) for needed in shard_needs[candidate.tensor])
+            cuts += [
+                (candidate, Part(candidate.tensor, -1, shard, ranges)) for ranges in common if ranges is not None
+            ]
+    rank_of_cut = [-1] * len(cuts)
+    # The largest part first: small parts even out what each rank has to send.
+    for index in sorted(range(len(cuts)), key=lambda index: -volume(cuts[index][1].ranges)):
+        candidate, part = cuts[index]
         rank = min((rank for rank in candidate.ranks if rank in sent), key=lambda rank: (sent[rank], rank))
         sent[rank] += volume(part.ranges)
-        chosen[index] = rank
-    senders = tuple(sorted(set(chosen)))
-    number = {rank: n for n, rank in enumerate(senders)}
-    parts = tuple(Part(p.tensor, number[rank], p.shard, p.ranges) for rank, (_, p) in zip(chosen, cut))
-    plan = WeightPlan(parameters=parameters, senders=len(senders), needs=tuple(needs), parts=parts)
+        rank_of_cut[index] = rank
+    ranks = tuple(sorted(set(rank_of_cut)))
+    number = {rank: n for n, rank in enumerate(ranks)}
+    parts = tuple(Part(p.tensor, number[rank], p.shard, p.ranges) for rank, (_, p) in zip(rank_of_cut, cuts))
+    plan = WeightPlan(parameters=parameters, senders=len(ranks), needs=tuple(needs), parts=parts)
     check(plan)
-    return SendPlan(plan=plan, ranks=senders, held=tuple(each.held for each, _ in cut))
+    return SendPlan(plan=plan, ranks=ranks, holdings=tuple(candidate.holding for candidate, _ in cuts))
 
 
 def manifest(family: Family, dtype: str) -> Manifest:
@@ -105,51 +113,52 @@ def manifest(family: Family, dtype: str) -> Manifest:
 def _candidates(
     family: Family, parameters: Manifest, places: Sequence[Place], stage_of_layer: Mapping[int, int]
 ) -> Iterator[_Candidates]:
-    """Every rectangle that is held as one, in the order of the weight map, with the ranks that hold it."""
+    """Every holding, in the order of the weight map, with the ranks that have it."""
     number = {meta.name: n for n, meta in enumerate(parameters)}
-    stages = 1 + max(place.pp for place in places)
-    experts_each = (family.transformer.get("num_moe_experts") or 0) // (1 + max(place.ep for place in places))
+    sizes = Place(*(1 + max(ranks) for ranks in zip(*places)))
+    experts_per_rank = (family.transformer.get("num_moe_experts") or 0) // sizes.ep
+    # Dense parameters are keyed by two coordinates, experts by three. The first copies come first in each list.
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, place in sorted(enumerate(places), key=lambda item: (item[1].copy, item[0])):
         holders.setdefault((place.pp, place.tp), []).append(rank)
     for rank, place in sorted(enumerate(places), key=lambda item: (item[1].expert_copy, item[0])):
         holders.setdefault((place.pp, place.ep, place.etp), []).append(rank)
-    tp, etp = 1 + max(place.tp for place in places), 1 + max(place.etp for place in places)
     for rule in family.rules:
         if not rule.exported:
             continue
-        stage = {"first": 0, "last": stages - 1}.get(rule.place, stage_of_layer.get(rule.layer, -1))
-        for shard, ranks in _shards(rule, stage, holders, tp=tp, etp=etp, experts_each=experts_each):
-            for piece in rule.pieces(*shard):
-                held = Held(megatron=rule.megatron, piece=piece, ranges=_ranges(piece.hf_index))
-                yield _Candidates(tensor=number[piece.hf_name], held=held, ranks=tuple(ranks))
+        stage = {"first": 0, "last": sizes.pp - 1}.get(rule.place, stage_of_layer.get(rule.layer, -1))
+        for tp_shard, ranks in _holders_of(rule, stage, holders, sizes, experts_per_rank):
+            for piece in rule.pieces(*tp_shard):
+                holding = Holding(megatron=rule.megatron, piece=piece, ranges=_ranges(piece.hf_index))
+                yield _Candidates(tensor=number[piece.hf_name], holding=holding, ranks=tuple(ranks))
 
 
-def _shards(
-    rule: Rule, stage: int, holders: Mapping[tuple[int, ...], list[int]], *, tp: int, etp: int, experts_each: int
+def _holders_of(
+    rule: Rule, stage: int, holders: Mapping[tuple[int, ...], list[int]], sizes: Place, experts_per_rank: int
 ) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    """((shard, number of shards) of a parameter, the ranks that hold it)."""
+    """((tensor-parallel shard, number of shards) of a parameter, the ranks that hold this shard)."""
     if rule.expert is not None:
-        for shard in range(etp):
-            yield (shard, etp), holders[(stage, rule.expert // experts_each, shard)]
+        for shard in range(sizes.etp):
+            yield (shard, sizes.etp), holders[(stage, rule.expert // experts_per_rank, shard)]
     elif rule.sharded:
-        for shard in range(tp):
-            yield (shard, tp), holders[(stage, shard)]
-    else:  # every tensor-parallel rank has the whole: the first copies of all of them first
-        by_copy = zip(*(holders[(stage, shard)] for shard in range(tp)))
-        yield (0, tp), [rank for ranks in by_copy for rank in ranks]
+        for shard in range(sizes.tp):
+            yield (shard, sizes.tp), holders[(stage, shard)]
+    else:  # every tensor-parallel rank has the whole parameter; the first copies of all these ranks come first
+        by_copy = zip(*(holders[(stage, shard)] for shard in range(sizes.tp)))
+        yield (0, sizes.tp), list(chain.from_iterable(by_copy))
 
 
-def _copies(candidates: Sequence[_Candidates], needed: set[int], most: int) -> set[int]:
-    """Data-parallel copies that send as well: whole sets of them, the nearest first, while `most` is not exceeded."""
-    found: set[int] = set()
-    for copy in range(1, max(len(each.ranks) for each in candidates)):
-        more = found | {each.ranks[copy] for each in candidates if copy < len(each.ranks)} - needed
-        if len(needed | more) > most:
+def _further_copies(candidates: Sequence[_Candidates], first_copies: set[int], most: int) -> set[int]:
+    """Data-parallel copies that send as well: all second copies, all third copies, and so on, up to `most` ranks."""
+    copies: set[int] = set()
+    for copy in range(1, max(len(candidate.ranks) for candidate in candidates)):
+        more = copies | {candidate.ranks[copy] for candidate in candidates if copy < len(candidate.ranks)}
+        if len(first_copies | more) > most:
             break
-        found = more
-    return found
+        copies = more
+    return copies
 
 
 def _ranges(index: tuple[Index, ...]) -> Ranges:
-    return tuple((i, i + 1) if isinstance(i, int) else (i.start, i.stop) for i in index)
+    slices = (slice(i, i + 1) if isinstance(i, int) else i for i in index)
+    return tuple((along.start, along.stop) for along in slices)

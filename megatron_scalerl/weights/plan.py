@@ -1,17 +1,24 @@
-"""The plan of a weight update: which rank sends which part of which tensor to whom, and in which buckets.
+"""The plan of a weight update: which rank sends which rectangle of which tensor to whom, and in which buckets.
 
-    manifest_of      names, types and shapes of the Hugging Face checkpoint's tensors, layer by layer, by the trainer
-    Needs            what a worker of an engine needs of each tensor, a set of rectangles; all workers with the same
-                     needs are one shard, as the workers of one tensor-parallel rank in all engines
-    WeightPlan       made on every trainer rank by `weights.owners`, when engines connect: each rectangle is sent by
-                     the one rank that holds it, so nothing is gathered, and no worker gets what it does not need
-    of_shard         what concerns one shard, as JSON to its workers; `digests` stand in the header of every update
-    buckets          in every update, on both sides: a sender's rectangles for a shard, packed in the plan's order;
-                     buckets of all senders take turns
-    SendReport       what the senders say of an update, for the controller to compare
+Life of a plan, while engines connect:
 
-Trainer and engines agree on one plan when they connect; an update then sends bytes only. Free of torch, for the
-controller.
+    Manifest         the trainer lists names, types and shapes of the Hugging Face tensors, layer by layer
+    Needs            each worker of an engine names the rectangles of each tensor that it needs; all workers with the
+                     same needs are one shard, as the workers of one tensor-parallel rank in all engines
+    WeightPlan       every trainer rank makes the same plan (`weights.owners`): the rank that holds a rectangle sends
+                     it, so nothing is gathered, and no worker receives more than it needs
+    of_shard         the workers of a shard get their part of the plan as JSON
+
+and in every update:
+
+    digests          the header has the digest of the shard's part of the plan, which both sides compare
+    buckets          both sides pack a sender's rectangles for a shard in the plan's order; senders take turns
+    SendReport       the senders report the update, and the controller compares it with the workers' reports
+
+Words: a rectangle is a range of indices along each dimension. A `Part` is a rectangle that one sender sends to one
+shard. A `Slot` is a rectangle in a bucket: a part, or a slice of a part that is larger than a bucket.
+
+An update sends bytes only. This module does not import torch, so that the controller can import it.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain, zip_longest
 from math import prod
 from typing import Any, Literal
 
@@ -29,41 +37,46 @@ from megatron_scalerl.distributed.rendezvous import Rendezvous
 from megatron_scalerl.record import record
 
 MOST_CHANNELS = 8
-"""Of a broadcast group over NCCL: each has buffers on every member's device. An estimate; NCCL's own choice goes up
-to 32."""
-
+"""Channels of a broadcast group over NCCL; each has buffers on every member's device. An estimate: NCCL takes up to
+32."""
 ALIGNMENT = 16
 """Every rectangle starts at a multiple of this many bytes in its bucket, so that it can be viewed in its type."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1}
 VLLM_BACKEND = "msrl"
-"""Our name among vLLM's weight-transfer backends."""
+"""Name of this package among vLLM's weight-transfer backends."""
 Ranges = tuple[tuple[int, int], ...]
-"""A rectangle: (first, end) along each dimension of a tensor; () of a scalar."""
+"""A rectangle: (first, end) along each dimension of a tensor; () for a scalar."""
 Needs = tuple[tuple[Ranges, ...], ...]
-"""[tensors] the rectangles of each that a worker needs, none overlapping another."""
+"""[tensors] the disjoint rectangles of each tensor that a worker needs."""
 
 
 def overlap(one: Ranges, other: Ranges) -> Ranges | None:
-    """The rectangle that two have in common, None if there is none."""
+    """The rectangle that two rectangles have in common, None if they are disjoint."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
-    return common if all(a < b for a, b in common) else None
+    if any(a >= b for a, b in common):
+        return None
+    return common
 
 
 def volume(ranges: Ranges) -> int:
-    """Elements of a rectangle."""
+    """Number of elements of a rectangle."""
     return prod(b - a for a, b in ranges)
 
 
 def within(outer: Ranges, inner: Ranges) -> tuple[slice, ...]:
-    """Where a rectangle lies in a larger one's own coordinates."""
+    """The slices of the outer rectangle's elements that make up the inner one."""
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer))
 
 
 def split(ranges: Ranges, most: int) -> Iterable[Ranges]:
-    """Pieces of at most `most` elements: cut along the first dimension, and where one index is too many, the next."""
+    """The rectangle in slices of at most `most` elements.
+
+    Slices are cut along the first dimension; where one index of it has too many elements, along the next one too.
+    """
     if volume(ranges) <= most:
         return [ranges]
-    (first, end), rest = ranges[0], ranges[1:]
+    first, end = ranges[0]
+    rest = ranges[1:]
     rows = most // volume(rest)
     if rows == 0:
         return [((row, row + 1), *tail) for row in range(first, end) for tail in split(rest, most)]
@@ -71,34 +84,36 @@ def split(ranges: Ranges, most: int) -> Iterable[Ranges]:
 
 
 def merged(rectangles: Iterable[Ranges]) -> tuple[Ranges, ...]:
-    """Disjoint rectangles with the same elements: neighbors along one dimension become one."""
+    """Disjoint rectangles with the same elements, in which neighbors along a dimension have become one rectangle."""
     current = sorted(disjoint(rectangles))
-    for axis in reversed(range(len(current[0]) if current else 0)):
+    dimensions = max(map(len, current), default=0)
+    for axis in reversed(range(dimensions)):
         by_rest: dict[Ranges, list[tuple[int, int]]] = {}
         for ranges in current:
             by_rest.setdefault(ranges[:axis] + ranges[axis + 1 :], []).append(ranges[axis])
-        current = [
-            (*rest[:axis], along, *rest[axis:]) for rest, parts in by_rest.items() for along in _joined(sorted(parts))
-        ]
+        current = []
+        for rest, intervals in by_rest.items():
+            current += [(*rest[:axis], along, *rest[axis:]) for along in _joined(sorted(intervals))]
     return tuple(sorted(current))
 
 
 def disjoint(rectangles: Iterable[Ranges]) -> list[Ranges]:
-    """The same elements without repetition: what overlaps is cut at the boundaries of the other rectangle."""
+    """Disjoint rectangles with the same elements; a rectangle is cut at the boundaries of those that it overlaps."""
     done: list[Ranges] = []
     for ranges in sorted(rectangles):
         rest = [ranges]
         for other in done:
-            rest = [piece for part in rest for piece in _without(part, other)]
+            rest = list(chain.from_iterable(_without(part, other) for part in rest))
         done += rest
     return done
 
 
 def _without(ranges: Ranges, other: Ranges) -> Iterator[Ranges]:
-    """`ranges` less `other`, as rectangles."""
+    """The elements of `ranges` that `other` does not have, as rectangles."""
     if any(b <= c or d <= a for (a, b), (c, d) in zip(ranges, other)):
         yield ranges
         return
+    # Along each axis, what is below and above the other rectangle is left; the middle is cut along the next axes.
     head: Ranges = ()
     for axis, ((a, b), (c, d)) in enumerate(zip(ranges, other)):
         tail = ranges[axis + 1 :]
@@ -109,9 +124,10 @@ def _without(ranges: Ranges, other: Ranges) -> Iterator[Ranges]:
         head = (*head, (max(a, c), min(b, d)))
 
 
-def _joined(parts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    first, end = parts[0]
-    for a, b in parts[1:]:
+def _joined(intervals: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Disjoint intervals in rising order, with neighbors joined."""
+    first, end = intervals[0]
+    for a, b in intervals[1:]:
         if a > end:
             yield first, end
             first = a
@@ -121,7 +137,7 @@ def _joined(parts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 @record
 class ParamMeta:
-    """One tensor as engines get it."""
+    """Name, type and shape of a tensor that engines receive."""
 
     name: str
     """Name in the Hugging Face checkpoint."""
@@ -131,7 +147,7 @@ class ParamMeta:
 
     @property
     def item_bytes(self) -> int:
-        """Size of one element."""
+        """Bytes of one element."""
         return _ITEM_BYTES[self.dtype]
 
 
@@ -145,28 +161,28 @@ def manifest_of(items: Iterable[tuple[str, str, Iterable[int]]]) -> Manifest:
     """
     manifest = tuple(ParamMeta(name=n, dtype=d, shape=tuple(s)) for n, d, s in items)
     if not manifest:
-        raise ValueError("weights: expected at least one tensor, found none")
-    seen = set()
+        raise ValueError("weights: the manifest names no tensor")
+    names = set()
     for meta in manifest:
-        if meta.name in seen:
-            raise ValueError(f"weights: expected every name once, found {meta.name} twice")
+        if meta.name in names:
+            raise ValueError(f"weights: {meta.name} is in the manifest twice")
         if meta.dtype not in _ITEM_BYTES:
             raise ValueError(f"weights: {meta.name}: expected one of {sorted(_ITEM_BYTES)}, found {meta.dtype}")
         if any(size < 0 for size in meta.shape):
-            raise ValueError(f"weights: {meta.name}: expected sizes >= 0, found {meta.shape}")
-        seen.add(meta.name)
+            raise ValueError(f"weights: {meta.name} has a negative size in its shape {meta.shape}")
+        names.add(meta.name)
     return manifest
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A rectangle of one tensor, and who sends it to whom."""
+    """A rectangle of a tensor that one sender sends to the workers of one shard."""
 
     tensor: int
     """Index into the plan's parameters."""
     sender: int
-    """Index from 0 of the sending rank."""
+    """Index of the sending rank among the senders."""
     shard: int
-    """Index from 0 of the workers that get it."""
+    """Index of the shard whose workers receive it."""
     ranges: Ranges
 
 
@@ -183,43 +199,44 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def pairs(self) -> dict[tuple[int, int], list[int]]:
-        """(sender, shard) -> numbers of the parts that one sends the other; a group is formed for each."""
-        found: dict[tuple[int, int], list[int]] = {}
+        """(sender, shard) -> numbers of the parts that this sender sends to this shard, over one group."""
+        pairs: dict[tuple[int, int], list[int]] = {}
         for number, part in enumerate(self.parts):
-            found.setdefault((part.sender, part.shard), []).append(number)
-        return found
+            pairs.setdefault((part.sender, part.shard), []).append(number)
+        return pairs
 
     def of_shard(self, shard: int) -> WeightPlan:
-        """What concerns one shard, which is number 0 of the plan returned; its buckets are those of this plan."""
-        own = tuple(self._by_shard[shard])
-        return WeightPlan(parameters=self.parameters, senders=self.senders, needs=(self.needs[shard],), parts=own)
+        """The plan for one shard alone, which is its shard 0; its buckets are those of this plan."""
+        parts = tuple(self._by_shard[shard])
+        return WeightPlan(parameters=self.parameters, senders=self.senders, needs=(self.needs[shard],), parts=parts)
 
     @cached_property
     def _by_shard(self) -> list[list[Part]]:
-        found: list[list[Part]] = [[] for _ in self.needs]
+        by_shard: list[list[Part]] = [[] for _ in self.needs]
         for part in self.parts:
-            found[part.shard].append(Part(part.tensor, part.sender, 0, part.ranges))
-        return found
+            by_shard[part.shard].append(Part(part.tensor, part.sender, 0, part.ranges))
+        return by_shard
 
     @cached_property
     def digests(self) -> tuple[int, ...]:
-        """[shards] 63 bits of a fingerprint of all that concerns a shard: equal on its senders and workers."""
+        """[shards] 63 bits of a digest of the shard's plan, equal on its senders and workers."""
+        # 63 bits, because headers are signed int64
         texts = (to_json(self.of_shard(shard)) for shard in range(len(self.needs)))
         return tuple(int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) >> 1 for text in texts)
 
 
 @record
 class Slot:
-    """The place of a rectangle in its bucket."""
+    """A rectangle and its bytes in a bucket."""
 
     part: int
     """Index into the plan's parts."""
     ranges: Ranges
-    """The rectangle, of the whole tensor: all of the part's, or a piece of it if that is larger than a bucket."""
+    """The rectangle, in the whole tensor's indices: the part's, or a slice of a part that is larger than a bucket."""
     offset: int
-    """First byte."""
+    """First byte in the bucket."""
     nbytes: int
-    """Without padding."""
+    """Bytes without padding."""
 
 
 @record
@@ -239,7 +256,7 @@ def all_of(manifest: Manifest) -> Needs:
 
 
 def whole(manifest: Manifest) -> WeightPlan:
-    """The plan of one sender that has all tensors as a whole, and of workers that need them so."""
+    """The plan of one sender that has all tensors as a whole, and of workers that need them as a whole."""
     needs = all_of(manifest)
     parts = (Part(number, 0, 0, ranges) for number, [ranges] in enumerate(needs))
     return WeightPlan(parameters=manifest, senders=1, needs=(needs,), parts=tuple(parts))
@@ -263,7 +280,7 @@ def needs_to_json(needs: Needs) -> str:
 def needs_from_json(text: str, manifest: Manifest) -> Needs:
     """Inverse of `needs_to_json`. Raises ValueError for all but disjoint rectangles of the manifest's tensors."""
     needs: Needs = _decoded(text, Needs, "rectangles of every tensor")
-    parts = tuple(Part(number, 0, 0, ranges) for number, of in enumerate(needs) for ranges in of)
+    parts = tuple(Part(number, 0, 0, ranges) for number, needed in enumerate(needs) for ranges in needed)
     check(WeightPlan(parameters=manifest, senders=1, needs=(needs,), parts=parts))
     return needs
 
@@ -274,33 +291,38 @@ def to_json(plan: WeightPlan) -> str:
 
 
 def from_json(text: str) -> WeightPlan:
-    """Inverse of `to_json`. Raises ValueError for anything but a plan that sends what is needed exactly once."""
+    """Inverse of `to_json`. Raises ValueError unless the plan sends every needed element exactly once."""
     plan: WeightPlan = _decoded(text, WeightPlan, "a plan")
     manifest_of((meta.name, meta.dtype, meta.shape) for meta in plan.parameters)
     check(plan)
     return plan
 
 
-def _decoded(text: str, kind: Any, expected: str) -> Any:
+def _decoded(text: str, kind: Any, name: str) -> Any:
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"weights: expected {expected}, found {error}") from None
+        raise ValueError(f"weights: the JSON is not {name}: {error}") from None
 
 
 def check(plan: WeightPlan) -> None:
-    """Raise ValueError unless what every shard needs is sent exactly once, each part by a sender of the plan."""
-    count = (len(plan.parameters), plan.senders, len(plan.needs))
+    """Raise ValueError unless every element that a shard needs is sent to the shard exactly once."""
+    # A plan may come from another process: its numbers are checked before they are used as indices.
+    tensors = len(plan.parameters)
+    shards = len(plan.needs)
     sent: list[list[list[Ranges]]] = [[[] for _ in plan.parameters] for _ in plan.needs]
     for part in plan.parts:
-        if not all(0 <= n < most for n, most in zip((part.tensor, part.sender, part.shard), count)):
+        inside = 0 <= part.tensor < tensors and 0 <= part.sender < plan.senders and 0 <= part.shard < shards
+        if not inside:
             raise ValueError(
-                f"weights: expected one of {count[0]} tensors, {count[1]} senders and {count[2]} shards, found {part}"
+                f"weights: the plan has {tensors} tensors, {plan.senders} senders and {shards} shards, and no {part}"
             )
         sent[part.shard][part.tensor].append(part.ranges)
     for shard, needs in enumerate(plan.needs):
-        if len(needs) != len(plan.parameters):
-            raise ValueError(f"weights: expected the needs of {len(plan.parameters)} tensors, found {len(needs)}")
+        if len(needs) != tensors:
+            raise ValueError(
+                f"weights: shard {shard} has needs for {len(needs)} tensors, the plan has {tensors} tensors"
+            )
         for meta, rectangles, needed in zip(plan.parameters, sent[shard], needs):
             _check_cover(meta, rectangles, needed)
 
@@ -309,54 +331,63 @@ def _check_cover(meta: ParamMeta, rectangles: Sequence[Ranges], needed: Sequence
     for ranges in (*rectangles, *needed):
         inside = len(ranges) == len(meta.shape) and all(0 <= a < b <= n for (a, b), n in zip(ranges, meta.shape))
         if not inside:
-            raise ValueError(f"weights: {meta.name}: expected rectangles inside {meta.shape}, found {ranges}")
+            raise ValueError(f"weights: {meta.name}: the rectangle {ranges} is not inside the shape {meta.shape}")
+    # The common case: one rectangle that is sent as it is needed.
     if len(needed) <= 1 and list(rectangles) == list(needed):
         return
     sent, wanted = _counted(meta, rectangles, needed)
     if np.any(wanted > 1):
-        raise ValueError(f"weights: {meta.name}: expected every element to be needed once, found some twice")
+        raise ValueError(f"weights: {meta.name}: some elements are needed twice")
     if not np.array_equal(sent, wanted):
-        found = "missing" if np.any(sent < wanted) else "sent twice" if np.any(sent > 1) else "sent for nothing"
-        raise ValueError(f"weights: {meta.name}: expected every needed element once, found some {found}")
+        problem = "sent and not needed"
+        if np.any(sent < wanted):
+            problem = "needed and not sent"
+        elif np.any(sent > 1):
+            problem = "sent twice"
+        raise ValueError(f"weights: {meta.name}: some elements are {problem}")
 
 
 def _counted(meta: ParamMeta, *groups: Sequence[Ranges]) -> list[np.ndarray]:
-    """How often each group of rectangles has each cell: the boundaries of all cut the tensor into cells."""
-    edges = [
-        sorted({0, n, *(end for parts in groups for ranges in parts for end in ranges[axis])})
-        for axis, n in enumerate(meta.shape)
-    ]
-    cells = [len(along) - 1 for along in edges]
-    places = [{edge: place for place, edge in enumerate(along)} for along in edges]
-    found = [np.zeros(cells, dtype=np.int64) for _ in groups]
-    for counted, parts in zip(found, groups):
-        for ranges in parts:
-            counted[tuple(slice(of[a], of[b]) for (a, b), of in zip(ranges, places))] += 1
-    return found
+    """[groups] how often a group's rectangles have each cell of the tensor.
+
+    The boundaries of all rectangles cut the tensor into cells. Counting them takes less time than counting elements,
+    of which a tensor has a billion, or than comparing pairs of rectangles.
+    """
+    rectangles = list(chain.from_iterable(groups))
+    cell_of_edge = []
+    for axis, size in enumerate(meta.shape):
+        edges = {0, size, *chain.from_iterable(ranges[axis] for ranges in rectangles)}
+        cell_of_edge.append({edge: cell for cell, edge in enumerate(sorted(edges))})
+    counts = [np.zeros([len(cells) - 1 for cells in cell_of_edge], dtype=np.int64) for _ in groups]
+    for count, group in zip(counts, groups):
+        for ranges in group:
+            count[tuple(slice(cells[a], cells[b]) for (a, b), cells in zip(ranges, cell_of_edge))] += 1
+    return counts
 
 
 def not_covered(manifest: Manifest, needs: Iterable[Needs]) -> str:
-    """Which tensor no worker of an engine takes as a whole, empty if all are taken; needs: of its workers."""
+    """Why an engine does not take all of a tensor, empty if it takes all of every tensor. needs: of its workers."""
     for number, meta in enumerate(manifest):
-        rectangles = {ranges for of in needs for ranges in of[number]}
+        rectangles = set(chain.from_iterable(worker_needs[number] for worker_needs in needs))
         whole_tensor = tuple((0, size) for size in meta.shape)
         if rectangles != {whole_tensor} and not np.all(_counted(meta, tuple(rectangles))[0]):
-            found = f"{len(rectangles)} parts that leave out some"
-            return f"weights: {meta.name}: expected all of {meta.shape} to be the engine's, found {found}"
+            parts = f"the {len(rectangles)} rectangles that the engine's workers need"
+            return f"weights: {meta.name}: {parts} are not all of the shape {meta.shape}"
     return ""
 
 
 def buckets(plan: WeightPlan, bucket_mib: int) -> tuple[Bucket, ...]:
-    """All buckets in an order that all follow: the first of each sender for each shard, the second of each, ..."""
-    own = [
-        list(_of_pair(plan, sender, shard, numbers, bucket_mib << 20))
+    """All buckets in the order that both sides follow: the first bucket of each pair, the second of each pair, ..."""
+    pairs = [
+        list(_pair_buckets(plan, sender, shard, numbers, bucket_mib << 20))
         for (sender, shard), numbers in sorted(plan.pairs.items())
     ]
-    turns = max(map(len, own), default=0)
-    return tuple(of[turn] for turn in range(turns) for of in own if turn < len(of))
+    # In turn, so that all senders are busy at the same time.
+    turns = zip_longest(*pairs)
+    return tuple(bucket for turn in turns for bucket in turn if bucket is not None)
 
 
-def _of_pair(plan: WeightPlan, sender: int, shard: int, numbers: Iterable[int], limit: int) -> Iterator[Bucket]:
+def _pair_buckets(plan: WeightPlan, sender: int, shard: int, numbers: Iterable[int], limit: int) -> Iterator[Bucket]:
     slots: list[Slot] = []
     offset = 0
     for number in numbers:
@@ -367,7 +398,8 @@ def _of_pair(plan: WeightPlan, sender: int, shard: int, numbers: Iterable[int], 
             size = -(-nbytes // ALIGNMENT) * ALIGNMENT
             if slots and offset + size > limit:
                 yield Bucket(sender=sender, shard=shard, slots=tuple(slots), nbytes=offset)
-                slots, offset = [], 0
+                slots = []
+                offset = 0
             slots.append(Slot(part=number, ranges=ranges, offset=offset, nbytes=nbytes))
             offset += size
     if slots:
@@ -383,35 +415,35 @@ class Connection:
     rendezvous: Rendezvous
     """Where the members find the group's store."""
     group: str
-    """The store of sender n and shard s is GROUP-n-s there; unique per connection, not a secret."""
+    """Name of the connection, unique and not a secret; the store of sender n and shard s is GROUP-n-s."""
     world_sizes: tuple[int, ...]
-    """[shards] of their groups: 1 + the workers of all engines that need the shard."""
+    """[shards] members of a shard's group: 1 + the workers of all engines that need the shard."""
     bucket_mib: int
     """Size of the buckets in which parameters are sent (MiB)."""
     timeout_s: float
-    """For every single broadcast (seconds)."""
+    """Time limit of every single broadcast (seconds)."""
     connect_timeout_s: float
-    """Until all members of a group have come (seconds)."""
+    """Time limit until all members of a group have joined (seconds)."""
     deltas: Literal["off", "absolute"] = "off"
-    """absolute: the new values of changed elements (`weights.changes`); off: all updates are whole."""
+    """absolute: updates send the new values of changed elements (`weights.changes`); off: updates send all values."""
 
 
 @record
 class SendReport:
-    """One finished broadcast of all weights, as the sending ranks measured it."""
+    """A finished weight update, as the sending ranks measured it."""
 
     seconds: float = 0.0
     bytes: int = 0
     """Bytes sent by all ranks, padding included."""
     whole_bytes: int = 0
-    """What they would have sent without deltas."""
+    """Bytes that all ranks would have sent without deltas."""
     most_sent: int = 0
     """Bytes of the rank that sent most."""
     most_received: int = 0
-    """Bytes of the worker that got most."""
+    """Bytes of the worker that received most."""
     digests: tuple[str, ...] = ()
-    """[shards] digest of the buckets that were sent to each (hex)."""
+    """[shards] digest of the buckets that were sent to the shard (hex)."""
     values: tuple[str, ...] = ()
-    """[shards] digest of the values that each got (hex), whatever buckets they were sent in."""
+    """[shards] digest of the values that the shard received (hex), whatever buckets they were sent in."""
     failure: str = ""
-    """Why the group failed, as when an engine ends during the broadcast; then nothing above counts."""
+    """Why a group failed, as when an engine ends during the broadcast; then the other fields do not count."""

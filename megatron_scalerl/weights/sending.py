@@ -1,13 +1,19 @@
 """The trainer's side of a weight update: every sending rank sends its own parts to all engines.
 
-Called on every rank at once. An engine that is gone does not end the trainer: the ranks tell each other whether their
-groups failed, and all of them return it.
+Life of the sending side, on every rank at once:
+
+    connect    the groups of the last connection are left, and each sending rank forms groups with its shards' workers
+    send       each sending rank sends its buckets; then all ranks sum a table of digests and bytes
+    close      the groups are left
+
+An engine that is gone does not end the trainer. The ranks tell each other whether their groups failed, and all of
+them return the failure.
 """
 
 import logging
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -26,17 +32,21 @@ class WeightSending:
     """This rank's part in the weight updates of a run."""
 
     def __init__(self, source: MegatronWeightSource, *, bucket_mib: int, written: Written | None = None):
-        """written: by the optimizer of the source's parameters; without it they are compared with copies."""
-        self._source, self._parallel, self._bucket_mib = source, source.parallel, bucket_mib
-        self._written = Written() if written is None else written
+        """written: the optimizer's record of changes; without it, parameters are compared with copies."""
+        self._source = source
+        self._parallel = source.parallel
+        self._bucket_mib = bucket_mib
+        self._written = written or Written()
         self._sender: Sender | None = None
 
     def connect(self, connection: Connection) -> str:
         """Why a group could not be formed, empty if all were. Collective."""
-        failure, number = "", self._source.sender
+        failure = ""
+        number = self._source.sender
         self.close()
-        asked = number is not None or bool(self._written.gathers)  # by engines, or by other ranks
-        self._written.want(connection.deltas != "off" and asked, self._source.own())
+        # A rank that does not send records changes for the ranks that do.
+        has_readers = number is not None or bool(self._written.gathers)
+        self._written.want(connection.deltas != "off" and has_readers, self._source.parts())
         if number is not None:
             shards = [shard for sender, shard in self._source.plan.pairs if sender == number]
             try:
@@ -54,28 +64,33 @@ class WeightSending:
     def send(self, version: int) -> SendReport:
         """Send all parts; the report is the same on all ranks but for the seconds. Collective."""
         begin = time.perf_counter()
-        failure, plan = "", self._source.plan
+        failure = ""
+        plan = self._source.plan
         order = buckets(plan, self._bucket_mib)
         self._source.begin()
         self._written.gather()
-        of_buckets = torch.zeros((2, len(order)), dtype=torch.int64)  # digest and bytes of each
-        of_shards = torch.zeros(len(plan.needs), dtype=torch.int64)
+        # Each rank fills in its own buckets, and the rest stays 0: the sum over ranks is the whole table.
+        bucket_digests = torch.zeros(len(order), dtype=torch.int64)
+        bucket_bytes = torch.zeros_like(bucket_digests)
+        shard_digests = torch.zeros(len(plan.needs), dtype=torch.int64)
         if self._source.sender is not None:
             assert self._sender is not None, "connect first"
-            own = [number for number, bucket in enumerate(order) if bucket.sender == self._source.sender]
+            numbers = [number for number, bucket in enumerate(order) if bucket.sender == self._source.sender]
             try:
-                sent = self._sender.send(plan, self._source.read, version, self._written)
-                of_buckets[:, own] = _signed([sent, self._sender.sizes])
-                of_shards[list(self._sender.values)] = _signed(list(self._sender.values.values()))
+                bucket_digests[numbers] = _signed(self._sender.send(plan, self._source.read, version, self._written))
+                bucket_bytes[numbers] = _signed(self._sender.sizes)
+                shard_digests[list(self._sender.values)] = _signed(self._sender.values.values())
             except RuntimeError as error:
                 failure = _logged(f"weights of version {version} were not sent", error)
+        # All ranks come here, also where a group has failed: the others wait for this rank's part of the table.
         self._written.forget()
-        failure, shared = self._shared(failure, torch.cat((of_buckets.flatten(), of_shards)))
+        failure, table = self._shared(failure, torch.cat((bucket_digests, bucket_bytes, shard_digests)))
         if failure:
             return SendReport(failure=failure)
-        numbers = shared.view(torch.uint64).tolist()
-        sizes = numbers[len(order) : 2 * len(order)]
-        by_sender, by_shard = Counter[int](), Counter[int]()
+        sums = table.view(torch.uint64).tolist()
+        sizes = sums[len(order) : 2 * len(order)]
+        by_sender = Counter[int]()
+        by_shard = Counter[int]()
         for size, bucket in zip(sizes, order):
             by_sender[bucket.sender] += size
             by_shard[bucket.shard] += size
@@ -86,14 +101,14 @@ class WeightSending:
             most_sent=max(by_sender.values()),
             most_received=max(by_shard.values()),
             digests=tuple(
-                combine(value for value, bucket in zip(numbers, order) if bucket.shard == shard)
+                combine(value for value, bucket in zip(sums, order) if bucket.shard == shard)
                 for shard in range(len(plan.needs))
             ),
-            values=tuple(f"{value:016x}" for value in numbers[2 * len(order) :]),
+            values=tuple(f"{value:016x}" for value in sums[2 * len(order) :]),
         )
 
     def _shared(self, failure: str, numbers: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """(this rank's failure, else which rank failed, else "", the sum of all ranks' `numbers`)."""
+        """(failure of this rank or name of the rank that failed, "" if none did; sum of all ranks' `numbers`)."""
         failed = torch.zeros(self._parallel.world_size, dtype=torch.int64)
         failed[self._parallel.rank] = bool(failure)
         table = torch.cat((failed, numbers)).to(self._parallel.device)
@@ -104,8 +119,9 @@ class WeightSending:
         return failure, table[len(failed) :].cpu()
 
 
-def _signed(numbers: list[Any]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.uint64).view(torch.int64)
+def _signed(numbers: Iterable[int]) -> torch.Tensor:
+    """[n] int64 with the bits of unsigned numbers, because collectives do not take uint64."""
+    return torch.tensor(list(numbers), dtype=torch.uint64).view(torch.int64)
 
 
 def _logged(what: str, error: RuntimeError) -> str:

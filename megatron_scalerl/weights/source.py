@@ -1,5 +1,12 @@
 """The trainer's weights as parts of Hugging Face tensors, read from this rank's shards.
 
+Life of a source:
+
+    create      all ranks share their places in the layout; the first plan is for workers that need everything
+    plan_for    when engines connect, all ranks plan updates for the shards' needs, and compare the plans' digests
+    begin       before each update, all ranks wait for parameters that Megatron still gathers
+    read        a sender reads each of its parts, a view of a parameter
+
 The family's weight map (models/family.py) is used in one direction to load a checkpoint and in the other to send
 the weights; there is no second table.
 """
@@ -19,7 +26,7 @@ from megatron_scalerl.weights.plan import Needs, WeightPlan, all_of, within
 
 
 def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel: Parallel) -> None:
-    """Fills this rank's shards from a Hugging Face folder, reading only the slices that it needs.
+    """Fill this rank's shards from a Hugging Face folder, reading only the slices that the rank needs.
 
     Parameters are converted to the model's dtype; padded rows of the vocabulary become 0. Raises ValueError for a
     missing file or tensor and for a shape that differs from the map.
@@ -49,20 +56,20 @@ def check_held(chunks: Sequence[Any], family: Family, parallel: Parallel) -> Non
         names |= kept - {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if lost := sorted(names - rules):
         raise ValueError(
-            f"megatron.model: the policy has {lost[0]}, for which the Hugging Face format of {family.name} has no "
-            "place: an export would lose it"
+            f"megatron.model: the Hugging Face format of {family.name} has no place for {lost[0]}; an export would "
+            "lose it"
         )
 
 
 class MegatronWeightSource:
-    """The trained policy's weights in parts of Hugging Face tensors, each read where it is held: nothing is gathered.
+    """The trained policy's weights in parts of Hugging Face tensors; each rank reads its own shards.
 
-    Every rank creates one; the constructor is collective. Until `plan_for`, the plan is that of workers that need
+    Every rank creates a source; the constructor is collective. Until `plan_for`, the plan is for workers that need
     everything.
     """
 
     def __init__(self, chunks: Sequence[Any], parallel: Parallel, *, most_senders: int = 1):
-        """most_senders: ranks that send, where that is more than one copy of the model needs."""
+        """most_senders: limit of the ranks that send; one copy of the model sends in any case."""
         self.parallel = parallel
         self.family: Family = unwrap(chunks[0]).family
         self._chunks = chunks
@@ -71,43 +78,46 @@ class MegatronWeightSource:
         self._dtype = str(config.params_dtype).removeprefix("torch.")
         self.manifest = manifest(self.family, self._dtype)
         self._stages = _stage_of_layer(config.num_layers, self._parameters, parallel)
-        self._places, self._most_senders = _places(parallel), max(most_senders, 1)
+        self._places = _places(parallel)
+        self._most_senders = max(most_senders, 1)
         self._sends = self._planned([all_of(self.manifest)])
 
     def plan_for(self, needs: Sequence[Needs]) -> WeightPlan:
         """Plan updates for workers with these needs, [shards]; the plan is equal on all ranks. Collective.
 
-        Raises ValueError for needs that are not parts of the tensors, RuntimeError if the ranks' plans differ.
+        Raises ValueError for needs that are outside of the tensors, RuntimeError if the ranks' plans differ.
         """
         self._sends = self._planned(needs)
         _check_same(self.plan.digests, self.parallel)
         return self.plan
 
     def _planned(self, needs: Sequence[Needs]) -> SendPlan:
-        dtype, most = self._dtype, self._most_senders
-        return send_plan(self.family, self._places, self._stages, needs, dtype=dtype, most_senders=most)
+        return send_plan(
+            self.family, self._places, self._stages, needs, dtype=self._dtype, most_senders=self._most_senders
+        )
 
     @property
     def plan(self) -> WeightPlan:
-        """What every update sends."""
+        """The plan of every update."""
         return self._sends.plan
 
     @property
     def sender(self) -> int | None:
         """This rank's number among the senders; None if it sends nothing."""
-        ranks = self._sends.ranks
-        return ranks.index(self.parallel.rank) if self.parallel.rank in ranks else None
+        if self.parallel.rank not in self._sends.ranks:
+            return None
+        return self._sends.ranks.index(self.parallel.rank)
 
     def read(self, part: int) -> torch.Tensor:
         """The values of one of this rank's parts, of the shape of its rectangle: a view of the parameter."""
-        held, ranges = self._sends.held[part], self.plan.parts[part].ranges
-        values = held.piece.of_shard(self._parameters[held.megatron].data)
-        for axis, index in enumerate(held.piece.hf_index):
+        holding = self._sends.holdings[part]
+        values = holding.piece.of_shard(self._parameters[holding.megatron].data)
+        for axis, index in enumerate(holding.piece.hf_index):
             if isinstance(index, int):  # one expert of a fused tensor
                 values = values.unsqueeze(axis)
-        return values[within(held.ranges, ranges)]
+        return values[within(holding.ranges, self.plan.parts[part].ranges)]
 
-    def own(self) -> list[torch.Tensor]:
+    def parts(self) -> list[torch.Tensor]:
         """The values of all of this rank's parts, views of the parameters."""
         return [self.read(number) for number, part in enumerate(self.plan.parts) if part.sender == self.sender]
 
@@ -123,39 +133,40 @@ class MegatronWeightSource:
 
 
 def _places(parallel: Parallel) -> list[Place]:
-    """[world] where each rank stands; collective."""
-    groups, me = parallel.groups, parallel
-    mine = Place(
-        tp=me.tp_rank,
-        pp=me.pp_rank,
-        ep=me.ep_rank,
-        etp=me.etp_rank,
-        copy=groups.dp_cp.rank(),
-        expert_copy=groups.expt_dp.rank(),
+    """[world] the place of each rank; collective."""
+    place = Place(
+        tp=parallel.tp_rank,
+        pp=parallel.pp_rank,
+        ep=parallel.ep_rank,
+        etp=parallel.etp_rank,
+        copy=parallel.groups.dp_cp.rank(),
+        expert_copy=parallel.groups.expt_dp.rank(),
     )
-    # tensors, not objects, which torch would unpickle
-    table = torch.zeros((me.world_size, len(mine)), dtype=torch.int64, device=me.device)
-    table[me.rank] = torch.tensor(mine, dtype=torch.int64)
+    # Tensors, because torch would unpickle objects of other ranks.
+    table = torch.zeros((parallel.world_size, len(place)), dtype=torch.int64, device=parallel.device)
+    table[parallel.rank] = torch.tensor(place, dtype=torch.int64)
     dist.all_reduce(table)
     return [Place(*row) for row in table.tolist()]
 
 
 def _check_same(digests: Sequence[int], parallel: Parallel) -> None:
-    found = torch.tensor([digests, [-each for each in digests]], dtype=torch.int64, device=parallel.device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    if not torch.equal(found[0], -found[1]):
-        raise RuntimeError("weights: expected the same plan on all ranks of the trainer, found different ones")
+    # The maximum of a number equals minus the maximum of its negative only if all ranks have the same number.
+    extremes = torch.tensor(digests, dtype=torch.int64, device=parallel.device)
+    extremes = torch.stack([extremes, -extremes])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    if not torch.equal(extremes[0], -extremes[1]):
+        raise RuntimeError("weights: the ranks of the trainer have made different plans")
 
 
 def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters by the weight map's names: global layer and expert numbers, names of plain layers."""
-    found = {}
+    parameters = {}
     for chunk in chunks:
         model = unwrap(chunk)
         experts = (model.config.num_moe_experts or 0) // parallel.ep_size
         for name, parameter in model.named_parameters():
-            found[_canonical(name, model, first_expert=parallel.ep_rank * experts)] = parameter
-    return found
+            parameters[_canonical(name, model, first_expert=parallel.ep_rank * experts)] = parameter
+    return parameters
 
 
 def _canonical(name: str, model: Any, *, first_expert: int) -> str:
@@ -168,15 +179,15 @@ def _canonical(name: str, model: Any, *, first_expert: int) -> str:
         if name.endswith(fused):
             return name.removesuffix(fused) + plain
     name = GROUPED_EXPERT.sub(r".experts.local_experts.\2.linear_fc\1.weight", name)
-    return EXPERT.sub(lambda found: f".experts.local_experts.{int(found[1]) + first_expert}.", name)
+    return EXPERT.sub(lambda match: f".experts.local_experts.{int(match[1]) + first_expert}.", name)
 
 
 def _stage_of_layer(layers: int, parameters: Mapping[str, Any], parallel: Parallel) -> dict[int, int]:
     """Pipeline stage of each of the policy's `layers`, from the parameters of every stage."""
-    mine = sorted({int(found[1]) for name in parameters if (found := LAYER.match(name))})
+    matches = filter(None, map(LAYER.match, parameters))
     stages = torch.full((layers,), -1, dtype=torch.int64, device=parallel.device)
-    stages[mine] = parallel.pp_rank
-    # a tensor, not objects, which torch would unpickle
+    stages[sorted({int(match[1]) for match in matches})] = parallel.pp_rank
+    # A tensor, because torch would unpickle objects of other ranks.
     dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=parallel.groups.pp)
     assert -1 not in stages, f"layers that no pipeline stage holds: {stages.tolist()}"
     return dict(enumerate(stages.tolist()))

@@ -1,4 +1,12 @@
-"""Receives a weight update into host memory in a thread, while the model goes on with the weights that it has."""
+"""Receives a weight update into host memory in a thread, while the model goes on with the weights that it has.
+
+Life of a staged update:
+
+    create     a thread begins to receive; every bucket is checked as it arrives
+    state      the engine asks whether all payloads have arrived
+    take       once they have, the paused engine takes each payload and frees it
+    discard    instead of `take`: the thread ends by itself, and its groups are closed after it
+"""
 
 import contextlib
 import threading
@@ -7,51 +15,55 @@ from dataclasses import replace
 
 import torch
 
-from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.plan import WeightPlan
-from megatron_scalerl.weights.transport.frames import Values, receive
+from megatron_scalerl.weights.transport.frames import Payload, receive
 from megatron_scalerl.weights.transport.gloo import Group
 
 
 class StagedUpdate:
-    """One worker's parts of an update, as they arrive; every bucket is checked before `take` gives them out."""
+    """The payloads of one worker's update, each kept from its arrival until `take` yields it."""
 
     def __init__(self, groups: Mapping[int, Group], plan: WeightPlan, version: int, *, holds: int | None):
         """Begin to receive. The arguments are those of `frames.receive`."""
         self.version = version
         self.digests: list[int] = []
-        """Of the buckets; complete once `take` gives the first part out."""
-        self._parts: list[Values | list[Changes]] = []
-        self._error = "a bug ended its thread, see the engine's log"  # until it has all
+        """Digests of the buckets; complete once `take` yields the first payload."""
+        self._payloads: list[Payload] = []
+        # Stands until the thread has set another error, or none: only a bug ends it without either.
+        self._error = "a bug ended the receiving thread, see the engine's log"
         self._discarded = False
-        self._groups, self._plan, self._holds = dict(groups), plan, holds
+        self._groups = dict(groups)
+        self._plan = plan
+        self._holds = holds
         self._thread = threading.Thread(target=self._receive, name="staged weights", daemon=True)
         self._thread.start()
 
     def state(self) -> str | None:
-        """None while parts are arriving, "" once all have, else why they will not."""
-        return None if self._thread.is_alive() else self._error
+        """None while payloads are arriving, "" once all have arrived, else why they will not arrive."""
+        if self._thread.is_alive():
+            return None
+        return self._error
 
-    def take(self) -> Iterator[Values | list[Changes]]:
-        """The parts, each of them once; waits until all have arrived. Raises RuntimeError if they will not.
+    def take(self) -> Iterator[Payload]:
+        """Each payload once; waits until all have arrived. Raises RuntimeError if they will not arrive.
 
-        The memory of a part is free after the next one was asked for.
+        The memory of a payload is free once the next payload is asked for.
         """
         self._thread.join()
         if self._error:
             raise RuntimeError(self._error)
-        self._parts.reverse()
-        while self._parts:
-            yield self._parts.pop()
+        self._payloads.reverse()
+        while self._payloads:
+            yield self._payloads.pop()
 
     def discard(self) -> None:
-        """Forget what has arrived, and close the groups once nothing is pending in them; does not wait for it.
+        """Forget the payloads, and close the groups once no broadcast is pending in them; does not wait.
 
-        A broadcast that is pending in another thread is not ended by closing its group (torch 2.13, gloo): it ends
-        with its sender's group, or at its time limit.
+        A broadcast that is pending in another thread does not end when its group is closed here (torch 2.13, gloo).
+        It ends with its sender's group, or at its time limit.
         """
         self._discarded = True
-        self._parts = []
+        self._payloads = []
         threading.Thread(target=self._close, name="discarded weights", daemon=True).start()
 
     def _close(self) -> None:
@@ -62,31 +74,32 @@ class StagedUpdate:
     def _receive(self) -> None:
         device = next(iter(self._groups.values())).device
         try:
-            with _apart(device):
-                for part in receive(self._groups, self._plan, self.version, self.digests, holds=self._holds):
+            with _side_stream(device):
+                for payload in receive(self._groups, self._plan, self.version, self.digests, holds=self._holds):
                     if self._discarded:
-                        raise RuntimeError("discarded")
-                    self._parts.append(_on_host(part))
+                        raise RuntimeError("the staged update was discarded")
+                    self._payloads.append(_on_host(payload))
             self._error = ""
         except RuntimeError as error:
             self._error = str(error) or type(error).__name__
         finally:
             if self._error:  # the senders must not wait for this worker
-                self._parts = []
+                self._payloads = []
                 for group in self._groups.values():
                     group.close()
 
 
-def _apart(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """On a GPU: its device, which is a setting of the thread, and a stream beside the model's."""
+def _side_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """On a GPU, a stream that does not wait for the model's."""
     if device.type == "cpu":
         return contextlib.nullcontext()
+    # The current device is a setting of each thread.
     torch.accelerator.set_device_index(device.index)
     return torch.Stream(device=device)
 
 
-def _on_host(part: Values | list[Changes]) -> Values | list[Changes]:
-    """Values move to host memory; changes, which are small, stay where they are."""
-    if isinstance(part, list) or part.values.device.type == "cpu":
-        return part
-    return replace(part, values=part.values.to("cpu"))
+def _on_host(payload: Payload) -> Payload:
+    """The payload with its values in host memory; changes, which are small, stay on their device."""
+    if isinstance(payload, list) or payload.values.device.type == "cpu":
+        return payload
+    return replace(payload, values=payload.values.to("cpu"))

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-"""Values that a program holds at a time."""
+"""Values that a program of the kernel reads at a time."""
 SPAN = 16 * BLOCK
-"""Values of one program."""
+"""Values that a program of the kernel sums."""
 
 
 def weighted_sum(bits: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, inner: torch.Tensor) -> int:
@@ -22,23 +22,27 @@ def weighted_sum(bits: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, i
 
     bits: [n] of any integer type, as unsigned numbers. starts, rows: [r] int64. inner: [j] int64. All on one device.
     """
-    count, width = len(starts), len(inner)
-    if not count or not width:
+    width = len(inner)
+    if not len(starts) or not width:
         return 0
-    parts = torch.empty(count, triton.cdiv(width, SPAN), dtype=torch.int64, device=bits.device)
-    mask = (1 << (8 * bits.element_size())) - 1 if bits.element_size() < 8 else -1
-    _weighted_sum_kernel[parts.shape](bits, starts, rows, inner, parts, width, mask, SPAN=SPAN, BLOCK=BLOCK)
-    return int(parts.sum()) & ((1 << 64) - 1)
+    sums = torch.empty(len(starts), triton.cdiv(width, SPAN), dtype=torch.int64, device=bits.device)
+    # Loads widen signed integers with their sign; the mask makes them unsigned. -1 keeps all 64 bits.
+    mask = -1
+    if bits.element_size() < 8:
+        mask = (1 << (8 * bits.element_size())) - 1
+    _weighted_sum_kernel[sums.shape](bits, starts, rows, inner, sums, width, mask, SPAN=SPAN, BLOCK=BLOCK)
+    return int(sums.sum()) & ((1 << 64) - 1)
 
 
 @triton.jit
-def _weighted_sum_kernel(bits, starts, rows, inner, parts, width, mask, SPAN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row, span = tl.program_id(0), tl.program_id(1)
+def _weighted_sum_kernel(bits, starts, rows, inner, sums, width, mask, SPAN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    span = tl.program_id(1)
     start = bits + tl.load(starts + row)
     total = tl.zeros((BLOCK,), tl.int64)
     for offset in range(0, SPAN, BLOCK):
-        place = span * SPAN + offset + tl.arange(0, BLOCK)
-        inside = place < width
-        value = tl.load(start + place, mask=inside, other=0).to(tl.int64) & mask
-        total += value * tl.load(inner + place, mask=inside, other=0)
-    tl.store(parts + row * tl.num_programs(1) + span, tl.sum(total) * tl.load(rows + row))
+        index = span * SPAN + offset + tl.arange(0, BLOCK)
+        inside = index < width
+        value = tl.load(start + index, mask=inside, other=0).to(tl.int64) & mask
+        total += value * tl.load(inner + index, mask=inside, other=0)
+    tl.store(sums + row * tl.num_programs(1) + span, tl.sum(total) * tl.load(rows + row))

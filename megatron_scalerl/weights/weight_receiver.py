@@ -1,12 +1,14 @@
 """Receives weight updates in vLLM's workers: vLLM's weight-transfer protocol over our broadcast groups.
 
-    init_weight_transfer_engine   join the groups, get the plan
-    update_weights                receive, check every bucket, write what it has into the live parameters
+Life of a receiver; the names are those of the engine's HTTP paths:
+
+    init_weight_transfer_engine   join the groups of the senders, get the shard's plan
+    update_weights                receive, check every bucket, write its payloads into the live parameters
 
 With weights.transaction staged the buckets have arrived before, while the model went on generating:
 
-    msrl_stage_weights            receive in a thread (`weights.staging`); msrl_staged_weights says how far it is
-    update_weights                write what has arrived
+    msrl_stage_weights            receive in a thread (`weights.staging`); msrl_staged_weights tells its state
+    update_weights                write the payloads that have arrived
 
 A model whose parameters only its own loader can fill (`live_weights`) goes through vLLM's layerwise reload instead:
 `start_weight_update` moves the parameters to the meta device, `finish_weight_update` copies the new ones to their old
@@ -31,7 +33,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from megatron_scalerl.models.llama4 import VISION
-from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.live_weights import LiveWeights
 from megatron_scalerl.weights.plan import (
@@ -45,7 +46,7 @@ from megatron_scalerl.weights.plan import (
 )
 from megatron_scalerl.weights.staging import StagedUpdate
 from megatron_scalerl.weights.transport import join_sender
-from megatron_scalerl.weights.transport.frames import Values, assembled, receive
+from megatron_scalerl.weights.transport.frames import Payload, assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,9 @@ class ConnectInfo(WeightTransferInitInfo):
     connection: dict[str, Any]
     """A `Connection` as JSON data."""
     places: list[tuple[int, int]]
-    """[shard, rank in the groups of it] of each of this engine's workers."""
+    """[workers of this engine] (shard, rank in the shard's groups)"""
     plans: list[str]
-    """[shards] what will be sent to each (`plan.to_json` of `WeightPlan.of_shard`)."""
+    """[shards] plan of the shard (`plan.to_json` of `WeightPlan.of_shard`)."""
 
 
 @dataclass
@@ -70,11 +71,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
     version: int
     """Policy version of the weights."""
     staged: bool = False
-    """They were staged."""
+    """Whether the update was staged."""
 
 
 class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
-    """One worker's receiver."""
+    """The receiver of one worker: its groups, its shard's plan, and the version that it holds."""
 
     init_info_cls = ConnectInfo
     update_info_cls = UpdateInfo
@@ -82,10 +83,15 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.digest = ""
+        """Digest of the last update's buckets (hex), empty while none is complete."""
         self._groups: dict[int, Group] = {}
-        self._plan: WeightPlan | None = None  # of this worker's shard
-        self._holds: int | None = None  # the version, if the live parameters have it from these groups
+        """Sender -> group."""
+        self._plan: WeightPlan | None = None
+        """The plan of this worker's shard."""
+        self._holds: int | None = None
+        """The version of the live parameters, None unless all of it came over these groups."""
         self._copies: dict[str, list[str]] = {}
+        """Parameter -> its other names, for vLLM's loader (`_tied`)."""
         self._staged: StagedUpdate | None = None
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
@@ -103,7 +109,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Prepare the model for new parameters; discards the state of a failed update first."""
         self._discard_failed_update()
-        if self._written() is not None:
+        if self._live_weights() is not None:
             return
         self._copies = self._tied()
         if self.device.type == "cpu":
@@ -120,121 +126,132 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def stage(self, version: int) -> None:
-        """Begin to receive an update while the model goes on. Raises RuntimeError for one beside another."""
+        """Begin to receive an update while the model goes on. Raises RuntimeError if another update is staged."""
         plan = self._connected()
         if self._staged is not None:
-            raise RuntimeError(f"weight update: version {version} beside {self._staged.version}, which is staged")
-        holds = self._holds if self._written() else None
-        self._staged = StagedUpdate(self._groups, plan, version, holds=holds)
+            raise RuntimeError(
+                f"weight update: version {version} cannot be staged while version {self._staged.version} is"
+            )
+        self._staged = StagedUpdate(self._groups, plan, version, holds=self._holds)
 
     def staged(self) -> str | None:
-        """None while a staged update is arriving, "" once all of it has, else why it will not."""
-        return "no weight update is staged" if self._staged is None else self._staged.state()
+        """None while a staged update is arriving, "" once all of it has arrived, else why it will not arrive."""
+        if self._staged is None:
+            return "no weight update is staged"
+        return self._staged.state()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the plan's tensors. Raises RuntimeError unless each is loaded once and every parameter is set."""
-        plan, version = self._connected(), update_info.version
+        plan = self._connected()
+        version = update_info.version
         self.digest = ""
-        live = self._written()
+        live = self._live_weights()
         if update_info.staged:
             staged, self._staged = self._staged, None
             if staged is None or staged.version != version:
-                found = "none" if staged is None else f"version {staged.version}"
-                raise RuntimeError(f"weight update: expected version {version} to be staged, found {found}")
-            digests, parts = staged.digests, staged.take()
+                other = "no version" if staged is None else f"version {staged.version}"
+                raise RuntimeError(f"weight update: version {version} is not staged, {other} is")
+            digests = staged.digests
+            payloads = staged.take()
         else:
             digests = []
-            written = live is not None  # at once, so that two buckets of memory are enough
-            holds = self._holds if written else None
-            parts = receive(self._groups, plan, version, digests, holds=holds, reuse=written)
+            # Live weights take each payload at once, so that two buckets of memory are enough.
+            reuse = live is not None
+            payloads = receive(self._groups, plan, version, digests, holds=self._holds, reuse=reuse)
+        # Until the update is complete, the parameters are of no version.
         self._holds = None
         try:
             if live is None:
-                self._load(plan, parts)
+                self._load(plan, payloads)
             else:
-                for part in parts:
-                    live.write(part)
+                for payload in payloads:
+                    live.write(payload)
                 live.finish()
         except BaseException:
             self.shutdown()
             raise
-        self._holds = version
+        # vLLM's loader takes whole tensors alone, and no changes.
+        self._holds = None if live is None else version
         self.digest = combine(digests)
 
     def _connected(self) -> WeightPlan:
-        """The plan. Raises RuntimeError without a connection."""
+        """The shard's plan. Raises RuntimeError without a connection."""
         if not self._groups or self._plan is None:
-            raise RuntimeError("weight update: expected a connection to the trainer, found none")
+            raise RuntimeError("weight update: the worker has no connection to the trainer")
         return self._plan
 
-    def _written(self) -> LiveWeights | None:
-        """The live parameters, if updates are written into them; None if vLLM's loader takes them."""
-        return None if self._plan is None else _live(self.model, self._plan.parameters)
+    def _live_weights(self) -> LiveWeights | None:
+        """The live parameters that updates are written into, None if updates go through vLLM's loader."""
+        if self._plan is None:
+            return None
+        return _live(self.model, self._plan.parameters)
 
-    def _load(self, plan: WeightPlan, parts: Iterator[Values | list[Changes]]) -> None:
+    def _load(self, plan: WeightPlan, payloads: Iterator[Payload]) -> None:
         """Give whole tensors to vLLM's loader."""
         model = cast(Any, self.model)
         expected = {name for name, _ in self.model.named_parameters() if not name.startswith(VISION)}
-        taken = []
+        arrived = []
 
-        def counted() -> Any:
-            for name, tensor in assembled(parts, plan):
-                taken.append(name)
+        def tensors() -> Any:
+            for name, tensor in assembled(payloads, plan):
+                arrived.append(name)
                 yield name, tensor
                 for copy in self._copies.get(name, ()):
                     yield copy, tensor
 
-        loaded = model.load_weights(counted())
-        wanted = [meta.name for meta, needs in zip(plan.parameters, plan.needs[0]) if needs]
-        if sorted(taken) != sorted(wanted):
-            raise RuntimeError(f"weight update: expected {len(wanted)} parameters, took {len(taken)}")
+        loaded = model.load_weights(tensors())
+        needed = [meta.name for meta, rectangles in zip(plan.parameters, plan.needs[0]) if rectangles]
+        if sorted(arrived) != sorted(needed):
+            raise RuntimeError(
+                f"weight update: {len(arrived)} tensors arrived for the {len(needed)} that the worker needs"
+            )
         if loaded is not None and (missing := sorted(expected - loaded)):
-            raise RuntimeError(f"weight update: expected every parameter of the model, missing {missing[:3]}")
+            raise RuntimeError(f"weight update: the model's loader did not set {missing[:3]}")
         self._refuse_partial_layers()
 
     def finish_weight_update(self) -> None:
         """Copy the new parameters to their final addresses."""
-        if self._written() is None:
+        if self._live_weights() is None:
             finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Leave the groups; a staged update is lost."""
-        staged, self._staged = self._staged, None
-        groups, self._groups = self._groups, {}
-        if staged is not None:
-            staged.discard()
-            return
-        for group in groups.values():
-            group.close()
+        if self._staged is None:
+            for group in self._groups.values():
+                group.close()
+        else:  # it closes the groups itself
+            self._staged.discard()
+        self._staged = None
+        self._groups = {}
 
     def _tied(self) -> dict[str, list[str]]:
         """Parameter -> its other names, as of a head that is tied to the embedding.
 
-        A layerwise reload separates them, and on CPUs each packs weights of its own: both are loaded, and then
-        copied to the address that they share.
+        A layerwise reload makes two parameters of it, and on CPUs each layer packs its weights. So both are loaded,
+        and then copied to the address that they share.
         """
-        first: dict[int, str] = {}
-        found: dict[str, list[str]] = {}
+        first_names: dict[int, str] = {}
+        copies: dict[str, list[str]] = {}
         for prefix, layer in self.model.named_modules():  # each layer once, under its first name
             for key, parameter in layer.named_parameters(recurse=False):
                 name = f"{prefix}.{key}"
-                original = first.setdefault(id(parameter), name)
-                if original != name:
-                    found.setdefault(original, []).append(name)
-        return found
+                first_name = first_names.setdefault(id(parameter), name)
+                if first_name != name:
+                    copies.setdefault(first_name, []).append(name)
+        return copies
 
     def _refuse_partial_layers(self) -> None:
-        """A fused layer that was received in part would silently keep its old values elsewhere."""
+        """Raise RuntimeError for a layer that was loaded in part, whose other values would silently stay old."""
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             if info.can_load() and 0 < info.load_numel < self._loadable(layer, info.load_numel_total or 0):
                 raise RuntimeError(
-                    f"weight update: {name}: expected {info.load_numel_total} values, found {info.load_numel}"
+                    f"weight update: {name}: only {info.load_numel} of {info.load_numel_total} values have arrived"
                 )
 
     @staticmethod
     def _loadable(layer: torch.nn.Module, total: int) -> int:
-        """Values that a checkpoint has for a layer: without the padding of vocabularies."""
+        """Number of values that a checkpoint has for a layer, which is without the padding of vocabularies."""
         indices = getattr(layer, "shard_indices", None)
         if indices is None:
             return total
@@ -254,6 +271,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
                 method.moe_kernel = None
 
     def _discard_failed_update(self) -> None:
+        # vLLM keeps the old parameters of a layer until all of it is loaded, and would go on with the failed reload.
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -263,19 +281,25 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
 
 def needs_of(model: Any, manifest: str) -> str:
-    """What a worker's model needs of a manifest's tensors, as JSON: what its loader reads, or everything.
+    """The rectangles of a manifest's tensors that a worker's model needs, as JSON.
+
+    Where updates go through vLLM's loader, these are all tensors as a whole.
 
     Raises ValueError for tensors that are not the model's, by name.
     """
     tensors = manifest_from_json(manifest)
     live = _live(model, tensors)
-    return needs_to_json(all_of(tensors) if live is None else live.needs)
+    if live is None:
+        return needs_to_json(all_of(tensors))
+    return needs_to_json(live.needs)
 
 
 def live_digest(model: Any) -> str:
-    """Digest of what the model's parameters hold now (hex), empty if they are not known one by one."""
+    """Digest of the values of the model's parameters now (hex), empty if updates go through vLLM's loader."""
     _, live = getattr(model, "_msrl_live", ((), None))
-    return "" if live is None else f"{live.digest():016x}"
+    if live is None:
+        return ""
+    return f"{live.digest():016x}"
 
 
 def _live(model: Any, manifest: Manifest) -> LiveWeights | None:
@@ -283,12 +307,12 @@ def _live(model: Any, manifest: Manifest) -> LiveWeights | None:
 
     Raises ValueError for tensors that are not the model's, by name.
     """
-    known = getattr(model, "_msrl_live", None)
-    if known is None or known[0] != manifest:
+    recorded_manifest, live = getattr(model, "_msrl_live", ((), None))
+    if recorded_manifest != manifest:
         try:
             live = LiveWeights(model, manifest)
         except NotImplementedError as error:
-            logger.warning("updates go through vLLM's own loader: %s", error)
+            logger.warning("updates go through vLLM's loader: %s", error)
             live = None
-        known = model._msrl_live = (manifest, live)
-    return known[1]
+        model._msrl_live = (manifest, live)
+    return cast(LiveWeights | None, live)

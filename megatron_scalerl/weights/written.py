@@ -1,13 +1,24 @@
-"""What optimizer steps wrote into the weights: the changed elements of each shard, by their place in memory.
+"""The record of the elements that optimizer steps changed, by their position in the parameters' memory.
 
-`trainer.weight_changes` finds them where Megatron rounds fp32 main weights into the policy's parameters. A weight
-update asks for those of a part, which is a view of a parameter: nothing is compared again, and no copy of what the
-engines have is kept.
+Life of the record, from one update to the next:
+
+    watch     once: the regions of memory that this rank's optimizer writes, and those that other ranks write
+    want      when engines connect: whether updates are of changes, and which views this rank's updates will read
+    add       in every step, `trainer.weight_changes` finds the changes where Megatron rounds fp32 main weights into
+              the policy's parameters, and adds them to their region
+    gather    before an update, each rank adds the changes that other ranks made in its regions
+    of        the update asks for the changes in a view of a parameter: the changes of the regions that make up its
+              memory, cut at its bounds, at positions in the view
+    forget    the update has sent the changes
+
+Nothing is compared again, and no copy of the engines' values is kept. A region is contiguous memory that one
+optimizer writes: a parameter, or this rank's shard of it. A view is a part of a parameter, of any strides.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -16,30 +27,32 @@ from megatron_scalerl.weights.changes import SMALL, Found, bits_of, most_coded
 
 
 @dataclass(slots=True)
-class _Shard:
-    """Contiguous memory that an optimizer writes."""
+class _Region:
+    """The changes in a region of memory that an optimizer writes."""
 
     elements: int
     dtype: torch.dtype
     device: torch.device
     of_another: bool
-    """Another rank writes it, and tells what it changed; kept only where this rank's updates ask for it."""
+    """Another rank writes the region and shares its changes, which are kept where this rank's updates need them."""
     changed: int = 0
-    found: list[tuple[int, Found]] = field(default_factory=list)
-    """(step, changes), in order; empty where more than one in MOST_CHANGED changed."""
+    """Number of changes in all steps."""
+    by_step: list[tuple[int, Found]] = field(default_factory=list)
+    """(step, changes), in order; empty where more than one element in MOST_CHANGED changed."""
 
     def joined(self) -> Found | None:
-        """The changes of all steps, None where more than one in MOST_CHANGED changed."""
+        """The changes of all steps, None where more than one element in MOST_CHANGED changed."""
         if self.changed > most_coded(self.elements):
             return None
-        if not self.found:
-            none = torch.empty(0, dtype=torch.int64, device=self.device)
-            return Found(positions=none, bits=bits_of(none.to(self.dtype)))
-        last, _ = self.found[-1]
-        changes = joined([found for _, found in self.found])
-        if any(step != last for step, _ in self.found):
+        if not self.by_step:
+            empty = torch.empty(0, dtype=torch.int64, device=self.device)
+            return Found(positions=empty, bits=bits_of(empty.to(self.dtype)))
+        last, _ = self.by_step[-1]
+        changes = joined([step_changes for _, step_changes in self.by_step])
+        # Only chunks of the same step are in rising order, and change no element twice.
+        if any(step != last for step, _ in self.by_step):
             changes = _newest(changes)
-        self.found = [(last, changes)]
+        self.by_step = [(last, changes)]
         return changes
 
 
@@ -49,36 +62,43 @@ class Written:
     def __init__(self) -> None:
         self.wanted = False
         """Whether changes are recorded, because an update will ask for them; see `want`."""
-        self._addresses: list[int] = []  # of shards, rising
-        self._shards: list[_Shard] = []
-        self._needed: set[int] = set()  # numbers of shards that this rank's updates read
+        self._addresses: list[int] = []
+        """[regions] address of the first element, rising."""
+        self._regions: list[_Region] = []
+        self._needed: set[int] = set()
+        """Numbers of the regions that this rank's updates read."""
         self._step = 0
         self._lost = False
         self.gathers: list[Callable[[], None]] = []
-        """What all ranks call at once before an update: each adds what others wrote into parameters of this one."""
+        """Functions that all ranks call at once before an update: each adds the changes that other ranks made."""
 
     def want(self, wanted: bool, views: Iterable[Tensor] = ()) -> None:
-        """Begin to record, or end it. views: what this rank's updates will ask for; what other ranks change
-        elsewhere is not kept."""
+        """Begin to record, or end it. views: the views that this rank's updates will read.
+
+        Changes that other ranks make outside of the views are not kept.
+        """
         if wanted and not self.wanted:
             self.lose()  # steps were made without a record
         self.wanted = wanted
-        self._needed = {number for view in views for number in self._shards_of(view)}
+        self._needed = set(chain.from_iterable(self._regions_of(view) for view in views))
 
-    def needs(self, shard: Tensor) -> bool:
-        """Whether an update of this rank will ask for elements of this shard."""
-        return self._number_of(shard) in self._needed
+    def needs(self, region: Tensor) -> bool:
+        """Whether an update of this rank will read elements of this region."""
+        return self._number_of(region) in self._needed
 
-    def watch(self, shard: Tensor, *, of_another: bool = False) -> None:
-        """Every later change of this shard will be added. shard: contiguous. of_another: by `gather`."""
-        if not shard.numel():
+    def watch(self, region: Tensor, *, of_another: bool = False) -> None:
+        """Promise that every later change of this region will be added.
+
+        region: contiguous. of_another: another rank writes the region, and `gather` adds its changes.
+        """
+        if not region.numel():
             return
-        at = bisect_right(self._addresses, shard.data_ptr())
-        self._addresses.insert(at, shard.data_ptr())
-        self._shards.insert(at, _Shard(shard.numel(), shard.dtype, shard.device, of_another))
+        number = bisect_right(self._addresses, region.data_ptr())
+        self._addresses.insert(number, region.data_ptr())
+        self._regions.insert(number, _Region(region.numel(), region.dtype, region.device, of_another))
 
     def gather(self) -> None:
-        """Add what other ranks wrote; before an update. Collective."""
+        """Add the changes that other ranks made; before an update. Collective."""
         if self.wanted and self._step and not self._lost:
             for gather in self.gathers:
                 gather()
@@ -87,118 +107,134 @@ class Written:
         """An optimizer is about to write."""
         self._step += 1
 
-    def add(self, shard: Tensor, first: int, found: Found | None) -> None:
-        """What changed in a piece of a shard that begins at element `first`; pieces come in order.
+    def add(self, memory: Tensor, first: int, changes: Found | None) -> None:
+        """Add the changes in a chunk of a region that begins at element `first`; chunks come in order.
 
-        None: more than one in MOST_CHANGED of the shard.
+        changes: None where more than one element in MOST_CHANGED of the region changed.
         """
-        held = self._shards[self._number_of(shard)]
-        held.changed += held.elements + SMALL if found is None else found.positions.numel()
-        if found is None or held.changed > most_coded(held.elements):
-            held.found = []
-        elif found.positions.numel():
-            positions = found.positions + first if first else found.positions
-            held.found.append((self._step, Found(positions=positions, bits=found.bits)))
+        region = self._regions[self._number_of(memory)]
+        if changes is None:
+            region.changed += region.elements + SMALL
+        else:
+            region.changed += changes.positions.numel()
+        if changes is None or region.changed > most_coded(region.elements):
+            region.by_step = []
+        elif changes.positions.numel():
+            positions = changes.positions
+            if first:
+                positions = positions + first
+            region.by_step.append((self._step, Found(positions=positions, bits=changes.bits)))
 
     def lose(self) -> None:
-        """Something else wrote the weights, such as a checkpoint: nothing is known until `forget`."""
+        """Something else than an optimizer wrote the weights, as when a checkpoint is loaded.
+
+        No changes are known until `forget`.
+        """
         self._lost = True
         self._drop()
 
     def forget(self) -> None:
-        """An update has sent all that there is."""
-        self._step, self._lost = 0, False
+        """An update has sent the changes: the record begins again."""
+        self._step = 0
+        self._lost = False
         self._drop()
 
     def _drop(self) -> None:
-        for shard in self._shards:
-            shard.changed, shard.found = 0, []
+        for region in self._regions:
+            region.changed = 0
+            region.by_step = []
 
     def covers(self, view: Tensor) -> bool:
         """Whether changes of all elements of a view are recorded."""
-        return bool(self._shards_of(view)) and _nested(view)
+        return bool(self._regions_of(view)) and _nested(view)
 
     def of(self, views: Sequence[Tensor]) -> list[Found | None]:
-        """The changes of views that are covered, by position in row-major order of each, since the last update.
+        """[views] the changes since the last update, by position in the view's row-major order. views: `covers` them.
 
-        None where more than one in MOST_CHANGED of a shard changed, in all steps together, after `lose`, and where
-        changes are not wanted, or not those of another rank's shard.
+        None for a view of a region in which more than one element in MOST_CHANGED changed, in all steps together.
+        None for all views after `lose`, and while changes are not wanted. None for a region of another rank whose
+        changes were not kept.
         """
-        shards = [self._found_in(view) for view in views]
-        each = [(view, *one) for view, of_view in zip(views, shards) if of_view for one in of_view]
+        by_view = [self._changes_in(view) for view in views]
+        pairs = [(view, *pair) for view, changes in zip(views, by_view) for pair in changes or ()]
         bounds: Iterator[list[int]] = iter(())
-        if each:  # all in one read of a device
-            ends = torch.tensor([[offset, offset + _extent(view)] for view, _, offset in each], dtype=torch.int64)
-            places = ends.to(each[0][1].positions.device)
-            at = [torch.searchsorted(found.positions, place) for (_, found, _), place in zip(each, places)]
-            bounds = iter(torch.stack(at).tolist())
-        parts: list[Found | None] = []
-        for view, of_view in zip(views, shards):
-            if of_view is None:
-                parts.append(None)
+        if pairs:
+            # The bounds of all views are searched on the device and read at once: the host waits once.
+            ends = torch.tensor([[offset, offset + _extent(view)] for view, _, offset in pairs], dtype=torch.int64)
+            ends = ends.to(pairs[0][1].positions.device)
+            searched = [torch.searchsorted(changes.positions, end) for (_, changes, _), end in zip(pairs, ends)]
+            bounds = iter(torch.stack(searched).tolist())
+        view_changes: list[Found | None] = []
+        for view, by_region in zip(views, by_view):
+            if by_region is None:
+                view_changes.append(None)
                 continue
-            part = joined([_cut(found, next(bounds), offset) for found, offset in of_view])
-            parts.append(part if view.is_contiguous() else _in_view(part, view))
-        return parts
+            changes = joined([_cut(changes, next(bounds), offset) for changes, offset in by_region])
+            if not view.is_contiguous():
+                changes = _in_view(changes, view)
+            view_changes.append(changes)
+        return view_changes
 
-    def _found_in(self, view: Tensor) -> list[tuple[Found, int]] | None:
-        """(changes of a shard, where the view begins in it) of the shards that make up a view."""
-        numbers = self._shards_of(view)
+    def _changes_in(self, view: Tensor) -> list[tuple[Found, int]] | None:
+        """(changes of a region, the region's element with which the view begins) of the regions of a view."""
+        numbers = self._regions_of(view)
         if not numbers or self._lost or not self.wanted:
             return None
-        pieces = []
+        by_region = []
         for number in numbers:
-            shard = self._shards[number]
-            found = shard.joined()
-            if found is None or (shard.of_another and number not in self._needed):
+            region = self._regions[number]
+            changes = region.joined()
+            if changes is None or (region.of_another and number not in self._needed):
                 return None
-            pieces.append((found, (view.data_ptr() - self._addresses[number]) // view.element_size()))
-        return pieces
+            by_region.append((changes, (view.data_ptr() - self._addresses[number]) // view.element_size()))
+        return by_region
 
-    def _number_of(self, shard: Tensor) -> int:
-        return bisect_right(self._addresses, shard.data_ptr()) - 1
+    def _number_of(self, memory: Tensor) -> int:
+        return bisect_right(self._addresses, memory.data_ptr()) - 1
 
-    def _shards_of(self, view: Tensor) -> range:
-        """Numbers of the shards that make up a view's memory, empty where others do, too."""
+    def _regions_of(self, view: Tensor) -> range:
+        """Numbers of the regions that make up a view's memory, empty where some of it is in no region."""
         first = number = self._number_of(view)
         if number < 0 or not view.numel():
             return range(0)
         end = view.data_ptr() + _extent(view) * view.element_size()
         reached = self._addresses[first]
-        while number < len(self._shards) and self._addresses[number] == reached:
-            shard = self._shards[number]
-            if shard.dtype != view.dtype:
+        # A distributed optimizer's shards of one parameter follow each other in memory without a gap.
+        while number < len(self._regions) and self._addresses[number] == reached:
+            region = self._regions[number]
+            if region.dtype != view.dtype:
                 break
-            reached += shard.elements * view.element_size()
+            reached += region.elements * view.element_size()
             number += 1
             if end <= reached:
                 return range(first, number)
         return range(0)
 
 
-def joined(pieces: Sequence[Found]) -> Found:
-    """One after the other; at least one."""
-    if len(pieces) == 1:
-        return pieces[0]
-    positions = torch.cat([piece.positions for piece in pieces])
-    return Found(positions=positions, bits=torch.cat([piece.bits for piece in pieces]))
+def joined(chunks: Sequence[Found]) -> Found:
+    """The changes of several chunks, one after the other; there is at least one chunk."""
+    if len(chunks) == 1:
+        return chunks[0]
+    positions = torch.cat([changes.positions for changes in chunks])
+    return Found(positions=positions, bits=torch.cat([changes.bits for changes in chunks]))
 
 
-def _cut(found: Found, bounds: Sequence[int], offset: int) -> Found:
+def _cut(changes: Found, bounds: Sequence[int], offset: int) -> Found:
     first, end = bounds
-    return Found(positions=found.positions[first:end] - offset, bits=found.bits[first:end])
+    return Found(positions=changes.positions[first:end] - offset, bits=changes.bits[first:end])
 
 
-def _newest(found: Found) -> Found:
-    """The changes of several steps, one after the other, in order: the last bits of each element."""
-    positions, order = found.positions.sort(stable=True)
+def _newest(changes: Found) -> Found:
+    """The last bits of each element in the changes of several steps, one step after the other."""
+    positions, order = changes.positions.sort(stable=True)
     last = torch.cat((positions[1:] != positions[:-1], order.new_ones(1, dtype=torch.bool)))
-    return Found(positions=positions[last], bits=found.bits[order][last])
+    return Found(positions=positions[last], bits=changes.bits[order][last])
 
 
 def _axes(view: Tensor) -> list[tuple[int, int, int]]:
     """(stride in memory, size, stride in row-major order) of the axes with several elements, the widest first."""
-    axes, inner = [], 1
+    axes = []
+    inner = 1
     for size, stride in zip(reversed(view.shape), reversed(view.stride())):
         if size > 1:
             axes.append((stride, size, inner))
@@ -207,12 +243,12 @@ def _axes(view: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _extent(view: Tensor) -> int:
-    """Elements of memory from the first of a view to its last."""
+    """Number of elements of memory from the first element of a view to its last."""
     return 1 + sum((size - 1) * stride for stride, size, _ in _axes(view))
 
 
 def _nested(view: Tensor) -> bool:
-    """Whether each axis steps over all of those within it, so that a place in memory has one index."""
+    """Whether each axis steps over all axes within it, so that an element of memory has one index in the view."""
     reach = 1
     for stride, size, _ in reversed(_axes(view)):
         if stride < reach:
@@ -221,19 +257,23 @@ def _nested(view: Tensor) -> bool:
     return True
 
 
-def _in_view(found: Found, view: Tensor) -> Found:
-    """Those of a range of memory that are in a view, by position in it."""
-    rest, inside = found.positions, torch.ones_like(found.positions, dtype=torch.bool)
-    places, rising, before = torch.zeros_like(rest), True, 1 << 62
-    for stride, size, inner in _axes(view):
+def _in_view(changes: Found, view: Tensor) -> Found:
+    """The changes of a range of memory that are in a view, by position in the view."""
+    rest = changes.positions
+    inside = torch.ones_like(rest, dtype=torch.bool)
+    positions = torch.zeros_like(rest)
+    axes = _axes(view)
+    for stride, size, inner in axes:
         index = rest.div(stride, rounding_mode="floor")
         inside &= index < size
         rest = rest - index * stride
-        places += index * inner
-        rising, before = rising and inner < before, inner
+        positions += index * inner
     inside &= rest == 0
-    places, bits = places[inside], found.bits[inside]
-    if not rising:  # transposed
-        places, order = places.sort()
+    positions = positions[inside]
+    bits = changes.bits[inside]
+    # In a transposed view the positions of rising addresses do not rise.
+    inner_strides = [inner for _, _, inner in axes]
+    if inner_strides != sorted(inner_strides, reverse=True):
+        positions, order = positions.sort()
         bits = bits[order]
-    return Found(positions=places, bits=bits)
+    return Found(positions=positions, bits=bits)

@@ -54,7 +54,7 @@ def test_a_run_needs_its_checkpoints_and_one_more(tmp_path):
         wanted = load_recipe(recipe, [f"policy.dtype={dtype}", f"checkpoint.keep={keep}"])
         assert node._checkpoint_bytes(wanted, recipe) == (keep + 1) * parameters * size
     unknown = load_recipe(recipe, [f"policy.path={tmp_path}"])
-    assert "expected config.json in" in node._checkpoint_bytes(unknown, recipe)
+    assert "no config.json in" in node._checkpoint_bytes(unknown, recipe)
 
 
 def test_space_that_is_missing_fails_and_what_the_run_holds_counts(tmp_path):

@@ -11,7 +11,7 @@ from megatron_scalerl.distributed import cpu_compat
 
 def test_a_visible_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="expected no visible GPU, found one"):
+    with pytest.raises(ValueError, match="cpu_compat: a GPU is visible"):
         cpu_compat.install()
 
 

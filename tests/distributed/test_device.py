@@ -55,7 +55,7 @@ def test_transformer_engine_can_be_left_out(tmp_path):
 def test_unavailable_layers_are_refused_in_one_line(asked, monkeypatch):
     monkeypatch.setattr(device, "LAYERS", asked)
     monkeypatch.setattr(device, "_CAN_TE", False)
-    with pytest.raises(ValueError, match=f"^MSRL_LAYERS: expected plain, or te where .* found '{asked}'$"):
+    with pytest.raises(ValueError, match=f"^MSRL_LAYERS: '{asked}' .* plain"):
         device.prepare(threads=1, deterministic=False)
 
 
@@ -123,7 +123,7 @@ def test_megatron_refuses_what_the_environment_avoids(monkeypatch):
 def test_an_environment_that_breaks_determinism_is_refused(name, monkeypatch):
     for key, value in (DETERMINISTIC | {name: "1"}).items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(ValueError, match=rf"environment: {name}: expected .* with trainer.deterministic, found 1"):
+    with pytest.raises(ValueError, match=rf"environment: {name} is 1; trainer.deterministic"):
         device._set_deterministic()
     assert not torch.are_deterministic_algorithms_enabled()
 

@@ -25,10 +25,10 @@ def test_the_installed_versions_are_pinned(caplog):
         (
             "megatron-core",
             "0.20.0",
-            "megatron-core 0.20.0 is installed, and untested: setup.cfg pins ==0.16.1 and ==0.19.2",
+            "megatron-core 0.20.0 is installed and has not been tested: setup.cfg pins ==0.16.1 and ==0.19.2",
         ),
-        ("torch", "2.14.0", "torch 2.14.0 is installed, and untested: setup.cfg pins ==2.13.0"),
-        ("vllm", "0.31.0", "vllm 0.31.0 is installed, and untested: setup.cfg pins ==0.32.0"),
+        ("torch", "2.14.0", "torch 2.14.0 is installed and has not been tested: setup.cfg pins ==2.13.0"),
+        ("vllm", "0.31.0", "vllm 0.31.0 is installed and has not been tested: setup.cfg pins ==0.32.0"),
     ],
 )
 def test_an_unknown_version_is_one_warning(package, version, expected, caplog):
@@ -44,7 +44,7 @@ def test_an_unknown_version_is_one_warning(package, version, expected, caplog):
         ({"vllm": "0.33.0"}, "vllm: 0.33.0 does not work: it has moved modules"),
         (
             {"megatron-core": "0.16.1", "transformer-engine": "2.20.2"},
-            "transformer-engine: 2.20.2 beside megatron-core 0.16.1 does not work",
+            "transformer-engine: 2.20.2 with megatron-core 0.16.1 does not work",
         ),
     ],
 )

@@ -166,7 +166,7 @@ def test_a_staged_update_that_fails_leaves_an_engine_that_generates_with_the_wei
             await sync.publish(0)
             sender.folder, sender.fault = policies["dense_b"], "flip"
             long = await long_completion(engine.client)
-            with pytest.raises(RuntimeError, match=r"engine-0: stage: .*expected digest"):
+            with pytest.raises(RuntimeError, match=r"engine-0: stage: .*has digest"):
                 await sync.publish(1)
             paused, info = await engine.client.get("/is_paused"), await engine.client.info()
             rollout = await long
@@ -186,7 +186,7 @@ def test_a_staged_update_that_fails_leaves_an_engine_that_generates_with_the_wei
     assert error <= 1e-4 and agreed == 1.0
 
 
-FAULTS = [("flip", "engine-0: update: .*expected digest"), ("die", "the sending process ended")]
+FAULTS = [("flip", "engine-0: update: .*has digest"), ("die", "the sending process ended")]
 
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)
@@ -230,15 +230,16 @@ def test_a_manifest_without_every_parameter_is_refused(engine, policies, run, tm
             recipe = recipe_for(policies["dense_a"])
             async with SenderProcess(folder) as sender:
                 sync = sync_of(sender, [engine.client], recipe)
-                with pytest.raises(WeightsRefused, match=r"^engine-0: needs: weights: expected every value") as e:
+                with pytest.raises(WeightsRefused, match=r"^engine-0: needs: weights: ") as e:
                     await sync.publish(1)
             found.append(str(e.value))
             async with SenderProcess(policies["dense_a"]) as sender:
                 await sync_of(sender, [engine.client], recipe).publish(0)
 
         run(scenario())
-    values = "engine-0: needs: weights: expected every value of model.{} once, found {} missing"
-    assert found == [values.format("layers.1.self_attn.qkv_proj.weight", 64 * 64), values.format("norm.weight", 64)]
+    qkv, norm = found
+    assert " model.layers.1.self_attn.qkv_proj.weight " in qkv and f" {64 * 64} values " in qkv
+    assert " model.norm.weight " in norm and " 64 values " in norm
 
 
 def test_a_tensor_that_the_engine_has_no_place_for_is_refused_by_name(engine, policies, run, tmp_path):

@@ -132,14 +132,14 @@ async def test_a_wrong_key_gets_no_answer(peer):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"run_id": "other"}, "run id: expected run, found other"),
-        ({"incarnation": "0.0"}, "incarnation: expected 1.0, found 0.0"),
+        ({"run_id": "other"}, "its run id is other, .* run$"),
+        ({"incarnation": "0.0"}, "its incarnation is 0.0, .* 1.0$"),
         ({"start": "earlier"}, r"engine-0: not expected \(any more\)"),
         ({"name": "engine-1"}, r"engine-1: not expected \(any more\)"),
         ({"name": "extra-7-0"}, "extra-7-0: expected no start of an engine that joins, found s"),
-        ({"name": "extra-7/../0"}, "expected a message, found .* that do not decode"),
-        ({"devices": 0}, "expected a message, found .* that do not decode"),
-        ({"host": "b\x1b[2J"}, "expected a message, found .* that do not decode"),
+        ({"name": "extra-7/../0"}, "the .* bytes that have arrived are no message"),
+        ({"devices": 0}, "the .* bytes that have arrived are no message"),
+        ({"host": "b\x1b[2J"}, "the .* bytes that have arrived are no message"),
     ],
 )
 async def test_a_foreign_agent_is_refused_with_a_reason(changes, reason):
@@ -304,7 +304,7 @@ async def test_an_agent_gets_its_engines_port_and_devices():
 
 
 async def test_an_address_of_another_host_is_refused():
-    with pytest.raises(ValueError, match=r"--address: expected an address of this host, found 198\.51\.100\.77"):
+    with pytest.raises(ValueError, match=r"--address: 198\.51\.100\.77 "):
         async with registry_of(address="198.51.100.77"):
             raise AssertionError
 

@@ -96,7 +96,7 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
         ("gpu: [", "line 1: not valid YAML"),
         (
             GOOD.replace(H100, "NVIDIA H100 PCIe"),
-            "gpu: expected one that the planner supports (gb200, h100-80g, h200)",
+            "gpu: the planner does not know 'NVIDIA H100 PCIe'; it knows gb200, h100-80g, h200",
         ),
         (
             GOOD.replace("packing", "paking"),
@@ -104,8 +104,8 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
         ),
         (f"gpu: {H100}\n", "missing required field `assumptions`"),
         (f"gpu: {H100}\nassumptions: {{}}\n", "length >= 1 - at `$.assumptions`"),
-        (GOOD.replace("0.8", ".nan"), f"assumptions.packing.value: expected {SHARE}, found nan"),
-        (GOOD.replace("0.8", "80"), f"assumptions.packing.value: expected {SHARE}, found 80"),
+        (GOOD.replace("0.8", ".nan"), f"assumptions.packing.value: nan is not {SHARE}"),
+        (GOOD.replace("0.8", "80"), f"assumptions.packing.value: 80 is not {SHARE}"),
     ],
 )
 def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
@@ -121,4 +121,4 @@ def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
 def test_a_flag_has_the_same_range(capsys):
     with pytest.raises(SystemExit) as end:
         main([*RECIPE, "--dense-utilization", "0"])
-    assert end.value.code == 2 and "expected a number above 0 and at most 1, found 0.0" in capsys.readouterr().err
+    assert end.value.code == 2 and "0.0 is not a number above 0 and at most 1" in capsys.readouterr().err

@@ -141,8 +141,8 @@ def test_clipping_may_be_the_peak_of_a_gpu_and_the_optimizer_is_not():
 @pytest.mark.parametrize(
     ("name", "overrides", "said"),
     [
-        ("scalerl_llama3_8b", ["policy.dtype=float32"], "policy.dtype: expected bfloat16 with plain layers"),
-        ("scalerl_llama3_8b_32k", [], "context_parallel_size: expected 1 with plain layers on a GPU .*, found 2"),
+        ("scalerl_llama3_8b", ["policy.dtype=float32"], "policy.dtype: .*float32 .*set bfloat16"),
+        ("scalerl_llama3_8b_32k", [], "context_parallel_size: .* 2 with plain layers on a GPU"),
     ],
 )
 def test_attention_that_saves_its_scores_is_rejected(name, overrides, said):
@@ -151,7 +151,7 @@ def test_attention_that_saves_its_scores_is_rejected(name, overrides, said):
 
 
 def test_transformer_engine_needs_a_gpu():
-    with pytest.raises(ValueError, match="layers: expected plain on a CPU"):
+    with pytest.raises(ValueError, match=r"layers: .* plain instead of te"):
         Kernels(layers="te", device="cpu")
 
 
@@ -183,7 +183,7 @@ def test_recompute_keeps_less():
     tokens, layers = 16_512, 32
     assert sizes[0] - sizes[1] == tokens * layers * 3 * 14_336 / 2 * 2  # the MLP's inside, TP 2, bf16
     assert sizes[2] == tokens * (layers * 2048 * 2 + 2 * 2048 * 2 + 4096 * 2 + 10 + 8)
-    with pytest.raises(ValueError, match=r"recompute_modules: expected some of core_attn.*, found 'mla_up_proj'"):
+    with pytest.raises(ValueError, match=r"recompute_modules: .*'mla_up_proj'.* core_attn"):
         recompute_of(
             load_recipe(
                 ROOT / "recipes/tiny_cpu.yaml",
@@ -218,7 +218,7 @@ def test_the_weight_groups_are_counted_on_both_sides():
 
 def test_engine_options_that_disagree():
     recipe, family, _, _ = plan_of("engine.vllm.tensor_parallel_size=2")
-    with pytest.raises(ValueError, match="multiply to devices_per_engine 1, found 2"):
+    with pytest.raises(ValueError, match=r"multiply to 2, and engine.devices_per_engine is 1"):
         engine_memory(recipe, family, count(family), H100, Assumptions())
 
 

@@ -62,14 +62,14 @@ def test_the_socket_of_several_hosts_may_have_an_address_of_ipv6():
         return await outcome(trainer, environment(trainer, MSRL_RUN_ID="other"), fails=False)
 
     code, last, _ = asyncio.run(scenario())
-    assert code == sockets.EXIT_REFUSED and "run id: expected run, found other" in last
+    assert code == sockets.EXIT_REFUSED and "run id is other" in last
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"run_id": "other"}, "run id: expected run, found other"),
-        ({"incarnation": "1.1"}, "incarnation: expected 1.0, found 1.1"),
+        ({"run_id": "other"}, "this controller's is run"),
+        ({"incarnation": "1.1"}, "this controller's is 1.0"),
         ({"world_size": 2}, "world size: expected 1, found 2"),
         ({"rank": 1}, "rank: expected 0 to 0, found 1"),
     ],
@@ -93,7 +93,7 @@ def test_a_wrong_secret_gets_no_answer():
 
     status, line, failure = asyncio.run(scenario())
     assert status == sockets.EXIT_REFUSED
-    assert "found none (it has exited, or MSRL_SECRET is another run's)" in line
+    assert "MSRL_SECRET is another run's" in line
     assert failure == ""
 
 
@@ -176,8 +176,8 @@ def test_what_a_stranger_says_does_not_end_the_controller(frames):
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        ([b"\xc1"], r"^trainer rank 1: expected a message, found 1 bytes that do not decode"),
-        ([b"a", b"b"], r"^trainer rank 1: expected a message in one frame, found 2"),
+        ([b"\xc1"], r"^trainer rank 1: the 1 bytes that have arrived are no message"),
+        ([b"a", b"b"], r"^trainer rank 1: a message has one frame, and 2"),
         ([messages.encode(ready(0))], r"^trainer rank 1: expected its own messages, found one of rank 0"),
         ([messages.encode(ready(1, dp_rank=2))], r"^trainer rank 1: expected a data-parallel rank under 2, found 2"),
     ],
@@ -336,5 +336,5 @@ def test_each_side_has_a_key_of_its_own_and_each_secret_its_own_pair():
     each = itertools.product(("a", "b"), sockets.Purpose, sockets.Side)
     keys = {sockets._keys(secret, purpose, side) for secret, purpose, side in each}
     assert len(keys) == 8 and len({public for public, _ in keys}) == 8
-    with pytest.raises(ValueError, match="secret: expected a non-empty text"):
+    with pytest.raises(ValueError, match=r"secret: .*empty"):
         sockets._keys("", sockets.Purpose.TRAINER, sockets.Side.PEER)

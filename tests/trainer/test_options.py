@@ -181,10 +181,10 @@ def test_a_world_that_cannot_be_cut_is_one_clear_line(monkeypatch):
     three = two.model_copy(update=dict(trainer=two.trainer.model_copy(update=dict(world_size=3))))
     with pytest.raises(ValueError, match=r"multiple of tensor x pipeline x context parallel size 2, found 3"):
         init_parallel(three)
-    with pytest.raises(ValueError, match=r"trainer\.world_size: expected 1 processes as in the recipe, found 3"):
+    with pytest.raises(ValueError, match=r"trainer\.world_size: .* 1 processes, and 3"):
         init_parallel(recipe())
     monkeypatch.delenv("MASTER_PORT")
-    with pytest.raises(ValueError, match=r"environment: expected RANK.*missing MASTER_PORT"):
+    with pytest.raises(ValueError, match=r"environment: MASTER_PORT is not set; .*RANK"):
         init_parallel(recipe(world_size=3))
 
 

@@ -1,5 +1,6 @@
 """Updates of changes over gloo: what receivers hold after each, what is sent whole, and what is refused."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -64,7 +65,8 @@ def test_changes_of_a_version_that_a_receiver_does_not_hold_are_refused(spec, ho
     before = {name: tensor.clone() for name, tensor in held.weights.items()}
     held.version = holds
     _, error = update(senders, receivers, [held], stepped(weights, 0), 3)
-    assert f"expected changes of version {holds} or all values, found those of 2" in str(error)
+    held_version = "no version" if holds is None else f"version {holds}"
+    assert re.match(f"weight update: .* version 2, .* {held_version}$", str(error))
     assert equal(held, before)
 
 
@@ -82,7 +84,7 @@ def test_a_flipped_bit_in_changes_is_noticed_before_one_is_written(spec):
 
     senders[0]._ship = faulty
     _, error = update(senders, receivers, [held], stepped(weights, 0), 2)
-    assert "bucket 0 of 3: expected digest" in str(error) and equal(held, weights)
+    assert "bucket 0 of 3 has digest" in str(error) and equal(held, weights)
 
 
 def test_a_new_connection_begins_with_all_values(spec):

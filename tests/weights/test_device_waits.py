@@ -13,7 +13,7 @@ from megatron_scalerl.weights import changes as coding
 from megatron_scalerl.weights.changes import bits_of, decode, encode
 from megatron_scalerl.weights.live_changes import write_changes
 from megatron_scalerl.weights.live_map import record_copies
-from megatron_scalerl.weights.live_weights import live_parts
+from megatron_scalerl.weights.live_weights import live_views
 from megatron_scalerl.weights.plan import manifest_of, whole
 from megatron_scalerl.weights.written import Written
 
@@ -58,7 +58,7 @@ def experts(count):
             _, expert, kind = name.split(".")
             parameters["w13"][int(expert)].narrow(0, ROWS * (kind == "up"), ROWS).copy_(values)
 
-    parts = live_parts(record_copies(load, plan.parameters, parameters), plan.parameters, parameters)
+    parts = live_views(record_copies(load, plan.parameters, parameters), plan.parameters, parameters)
     load(zip(names, tensors))
     return tensors, parameters, list(parts.values())
 

@@ -10,7 +10,7 @@ from sampling import sampled
 from megatron_scalerl.weights.changes import Changes, bits_of, decode, encode, find
 from megatron_scalerl.weights.live_changes import write_changes
 from megatron_scalerl.weights.live_map import needs, record_copies
-from megatron_scalerl.weights.live_weights import live_parts
+from megatron_scalerl.weights.live_weights import live_views
 from megatron_scalerl.weights.plan import manifest_of
 
 
@@ -50,7 +50,7 @@ def test_changes_are_what_the_loader_writes(rank, tp, seed):
     expected, parameters = live(tp), live(tp)
     loader(expected, rank, tp)(new.items())
     scatters = record_copies(loader(parameters, rank, tp), MANIFEST, parameters)
-    parts, needed = live_parts(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
+    parts, needed = live_views(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
     loader(parameters, rank, tp)(old.items())
     for number, name in enumerate(old):
         arrived = []
@@ -68,7 +68,7 @@ def test_changes_of_experts_in_blocks_of_rows(fused):
     rng, (manifest, load) = random.Random(0), experts(fused, "bfloat16")
     parameter, expected = torch.zeros(3, 80, 6).bfloat16(), torch.zeros(3, 80, 6).bfloat16()
     scatters = record_copies(lambda given: load(given, parameter), manifest, {"w13": parameter})
-    parts = live_parts(scatters, manifest, {"w13": parameter}, {"w13"})
+    parts = live_views(scatters, manifest, {"w13": parameter}, {"w13"})
     old = {meta.name: torch.randn(meta.shape).bfloat16() for meta in manifest}
     new = {name: some_changed(values, rng) for name, values in old.items()}
     for number, (name, value) in enumerate(old.items()):
@@ -83,7 +83,7 @@ def test_changes_of_experts_in_blocks_of_rows(fused):
 def test_a_wider_parameter_and_a_scalar():
     parameters = {"norm": torch.zeros(16)}
     manifest, old = manifest_of([("plain", "bfloat16", (16,))]), torch.randn(16).bfloat16()
-    parts = live_parts(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
+    parts = live_views(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
     parts[0].write(((0, 16),), old)
     new = old.clone()
     new[[3, 9]] += 1

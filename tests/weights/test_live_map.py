@@ -74,15 +74,15 @@ def test_needs_that_overlap_are_sent_once():
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        (lambda p, w: p["norm"].data.copy_(w * 2), "plain: expected a view of it, found mul"),
-        (lambda p, w: torch.empty(6).copy_(w), "plain: expected a copy into a parameter, found one elsewhere"),
-        (lambda p, w: p["scale"].data.copy_(w), r"plain: expected a copy of shape \(6,\), found \(1,\)"),
-        (lambda p, w: p["norm"].data.copy_(w.mul_(2)), "plain: expected a view of it, found mul_"),
-        (lambda p, w: p["norm"].data.copy_(w.__iadd__(1)), "plain: expected a view of it, found (__iadd__|add_)"),
-        (lambda p, w: torch.mul(w, 2, out=w), "plain: expected a view of it, found mul"),
-        (lambda p, w: p["norm"].data.__setitem__(slice(None), w), "plain: expected a view of it, found __setitem__"),
-        (lambda p, w: p["norm"].data.add_(w), "plain: expected a view of it, found add_"),
-        (lambda p, w: w.copy_(torch.ones(6)), "expected copies of recorded tensors into parameters alone"),
+        (lambda p, w: p["norm"].data.copy_(w * 2), "plain: .*mul"),
+        (lambda p, w: torch.empty(6).copy_(w), "plain: .*no parameter"),
+        (lambda p, w: p["scale"].data.copy_(w), r"plain: .*\(6,\) .*\(1,\)"),
+        (lambda p, w: p["norm"].data.copy_(w.mul_(2)), "plain: .*mul_"),
+        (lambda p, w: p["norm"].data.copy_(w.__iadd__(1)), "plain: .*(__iadd__|add_)"),
+        (lambda p, w: torch.mul(w, 2, out=w), "plain: .*mul"),
+        (lambda p, w: p["norm"].data.__setitem__(slice(None), w), "plain: .*__setitem__"),
+        (lambda p, w: p["norm"].data.add_(w), "plain: .*add_"),
+        (lambda p, w: w.copy_(torch.ones(6)), "weights: the loader copies"),
     ],
 )
 def test_what_cannot_be_followed_is_named(load, message):

@@ -9,7 +9,7 @@ from sampling import sampled
 
 from megatron_scalerl.weights.digest import total, value_digest
 from megatron_scalerl.weights.live_map import needs, record_copies
-from megatron_scalerl.weights.live_weights import LiveWeights, live_parts
+from megatron_scalerl.weights.live_weights import LiveWeights, live_views
 from megatron_scalerl.weights.plan import manifest_of
 
 
@@ -29,7 +29,7 @@ def test_pieces_in_any_order_are_what_the_loader_writes(rank, tp, seed):
     rng, values = random.Random(seed), weights(seed)
     expected, parameters = live(tp), live(tp)
     loader(expected, rank, tp)(values.items())
-    parts = live_parts(record_copies(loader(parameters, rank, tp), MANIFEST, parameters), MANIFEST, parameters)
+    parts = live_views(record_copies(loader(parameters, rank, tp), MANIFEST, parameters), MANIFEST, parameters)
     for name, shape in SHAPES.items():
         for ranges in pieces(shape, rng):
             for part in parts[name]:
@@ -42,7 +42,7 @@ def test_pieces_in_any_order_are_what_the_loader_writes(rank, tp, seed):
 def test_the_digest_of_what_is_held(rank, tp, seed):
     rng, values, parameters = random.Random(seed), weights(seed), live(tp)
     scatters = record_copies(loader(parameters, rank, tp), MANIFEST, parameters)
-    parts, needed = live_parts(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
+    parts, needed = live_views(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
     for number, (name, value) in enumerate(values.items()):
         for part in parts[name]:
             part.write(tuple((0, size) for size in value.shape), value)
@@ -61,7 +61,7 @@ def test_the_digest_of_what_is_held(rank, tp, seed):
 def test_a_wider_parameter_holds_values_of_the_tensors_type():
     parameters = {"norm": torch.zeros(6)}
     manifest, values = manifest_of([("plain", "bfloat16", (6,))]), torch.randn(6).bfloat16()
-    [part] = live_parts(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
+    [part] = live_views(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
     part.write(((0, 6),), values)
     sent = value_digest(values, 0, (0,), (range(6),))
     assert part.digest(0, torch.bfloat16) == sent
@@ -72,7 +72,7 @@ def test_a_wider_parameter_holds_values_of_the_tensors_type():
 def test_a_wider_parameter_with_other_values_is_not_taken_for_zeros():
     parameters = {"norm": torch.full((6,), 0.1)}
     manifest = manifest_of([("plain", "bfloat16", (6,))])
-    [part] = live_parts(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
+    [part] = live_views(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
     assert value_digest(torch.zeros(6).bfloat16(), 0, (0,), (range(6),)) == 0 != part.digest(0, torch.bfloat16)
 
 
@@ -101,9 +101,9 @@ class Quantized(torch.nn.Module):
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
-        ("method", "expected weights that are not quantized, found Int8Method"),
-        ("scale", "scale: expected plain floats, found torch.float8_e4m3fn"),
-        ("after", "norm: expected a loader that only copies, found it changed"),
+        ("method", "weights: .*Int8Method"),
+        ("scale", "weights: scale: .*torch.float8_e4m3fn"),
+        ("after", "weights: norm: .*more than copy"),
     ],
 )
 def test_models_whose_loader_changes_values_are_left_to_it(kind, line):
@@ -121,7 +121,7 @@ def test_experts_in_blocks_of_rows(fused, seed):
     values = {meta.name: torch.randn(meta.shape) for meta in manifest}
     load(values.items(), expected)
     scatters = record_copies(lambda given: load(given, parameter), manifest, {"w13": parameter})
-    parts = live_parts(scatters, manifest, {"w13": parameter}, {"w13"})
+    parts = live_views(scatters, manifest, {"w13": parameter}, {"w13"})
     for name, value in values.items():
         for ranges in pieces(value.shape, rng):
             for part in parts[name]:
@@ -135,7 +135,7 @@ def test_experts_in_blocks_of_rows(fused, seed):
 
 def test_a_piece_changes_nothing_else():
     parameters = live()
-    parts = live_parts(record_copies(loader(parameters, 0), MANIFEST, parameters), MANIFEST, parameters)
+    parts = live_views(record_copies(loader(parameters, 0), MANIFEST, parameters), MANIFEST, parameters)
     [part] = parts["gate"]
     part.write(((1, 3), (2, 4)), torch.full((2, 2), 7.0))
     changed = (parameters["gate_up"] != -1.0).nonzero().tolist()
@@ -147,7 +147,7 @@ def test_a_piece_changes_nothing_else():
 def test_bfloat16_from_the_wire_becomes_the_parameters_type():
     parameters = {"norm": torch.zeros(6)}
     manifest = manifest_of([("plain", "bfloat16", (6,))])
-    parts = live_parts(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)
+    parts = live_views(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)
     parts["plain"][0].write(((2, 5),), torch.tensor([1.0, 2.0, 3.0]).bfloat16())
     assert parameters["norm"].tolist() == [0, 0, 1, 2, 3, 0]
 
@@ -158,5 +158,5 @@ def test_a_copy_across_dimensions_is_refused():
     scatters = record_copies(
         lambda given: [parameters["flat"].data.copy_(w.flatten()) for _, w in given], manifest, parameters
     )
-    with pytest.raises(NotImplementedError, match="weights: q: expected dimension 0 of flat along one of its own"):
-        live_parts(scatters, manifest, parameters)
+    with pytest.raises(NotImplementedError, match="weights: q: dimension 0 of flat"):
+        live_views(scatters, manifest, parameters)

@@ -54,8 +54,8 @@ def check_sent(found, places, plan):
     rules = {rule.megatron: rule for rule in found.rules}
     tp, etp, ep = (1 + max(getattr(place, key) for place in places) for key in ("tp", "etp", "ep"))
     back = [{name: torch.full(shape, float("nan")) for name, shape in shapes.items()} for _ in plan.plan.needs]
-    for part, held in zip(plan.plan.parts, plan.held):
-        place, rule = places[plan.ranks[part.sender]], rules[held.megatron]
+    for part, holding in zip(plan.plan.parts, plan.holdings):
+        place, rule = places[plan.ranks[part.sender]], rules[holding.megatron]
         rank, size = (place.etp, etp) if rule.expert is not None else (place.tp, tp)
         if rule.expert is not None:
             experts = found.transformer["num_moe_experts"] // ep
@@ -68,8 +68,10 @@ def check_sent(found, places, plan):
         for piece in rule.pieces(rank, size):
             piece.of_shard(shard).copy_(source[piece.hf_name][piece.hf_index])
         name = plan.plan.parameters[part.tensor].name
-        values = held.piece.of_shard(shard).reshape([b - a for a, b in held.ranges])
-        back[part.shard][name][tuple(slice(a, b) for a, b in part.ranges)] = values[within(held.ranges, part.ranges)]
+        values = holding.piece.of_shard(shard).reshape([b - a for a, b in holding.ranges])
+        back[part.shard][name][tuple(slice(a, b) for a, b in part.ranges)] = values[
+            within(holding.ranges, part.ranges)
+        ]
     for of_shard, needs in zip(back, plan.plan.needs):
         for meta, rectangles in zip(plan.plan.parameters, needs):
             for ranges in rectangles:

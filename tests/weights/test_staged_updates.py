@@ -66,8 +66,8 @@ def test_a_flipped_bit_gives_no_part_out(spec):
     sender._ship = flipped
     with pytest.raises(RuntimeError):
         send([sender], weights)
-    assert "expected digest" in ended(update)
-    with pytest.raises(RuntimeError, match="expected digest"):
+    assert "has digest" in ended(update)
+    with pytest.raises(RuntimeError, match="has digest"):
         next(update.take())
 
 
@@ -76,7 +76,7 @@ def test_another_version_than_was_staged_is_refused(spec):
     senders, update = staged(spec(timeout_s=600), weights, version=7)
     with pytest.raises(RuntimeError):
         send(senders, weights, version=6)
-    assert "expected the header" in ended(update)
+    assert "the header is" in ended(update)
 
 
 def test_a_sender_that_leaves_ends_it(spec):
@@ -100,7 +100,7 @@ def test_what_arrives_for_a_discarded_one_is_dropped_and_its_sender_told(spec):
     update.discard()
     with pytest.raises(RuntimeError):
         send(senders, tensors())
-    assert ended(update) == "discarded"
+    assert "discarded" in ended(update)
     with pytest.raises(RuntimeError, match="discarded"):
         next(update.take())
 
@@ -122,6 +122,6 @@ def test_a_bug_in_the_thread_is_not_an_update(spec, monkeypatch):
     monkeypatch.setattr("megatron_scalerl.weights.staging.receive", broken)
     monkeypatch.setattr("threading.excepthook", lambda _: None)
     _, update = staged(spec(), tensors())
-    assert "a bug ended its thread" in ended(update)
+    assert "a bug ended the receiving thread" in ended(update)
     with pytest.raises(RuntimeError, match="a bug"):
         next(update.take())

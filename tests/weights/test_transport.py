@@ -134,7 +134,7 @@ def test_a_sender_that_leaves_ends_the_update_of_all(spec):
 def test_a_flipped_bit_is_noticed(spec, byte):
     senders, receivers = joined(spec())
     _, error = transfer(senders, receivers, tensors(), flip=byte)
-    assert isinstance(error, RuntimeError) and "bucket 0 of 3: expected digest" in str(error)
+    assert isinstance(error, RuntimeError) and "bucket 0 of 3 has digest" in str(error)
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_a_bucket_that_is_not_the_next_one_is_noticed_before_it_is_used(spec, fa
     with ThreadPoolExecutor(2) as pool:
         sending = pool.submit(sender.send, plan, reader(weights, plan), 2)
         receiving = pool.submit(or_leaves, groups, take)
-        assert "bucket 1 of 4: expected digest" in str(receiving.exception())
+        assert "bucket 1 of 4 has digest" in str(receiving.exception())
         sending.exception()  # of a group that the receiver has left, or none: it may have sent everything by then
     assert len(taken) == 1
 
@@ -181,7 +181,7 @@ def test_another_version_and_another_plan_are_noticed(spec):
     for changes in ({"version": 2}, {"expected": plan_of({"a": torch.zeros(3, 5)})}):
         senders, receivers = joined(spec())
         _, error = transfer(senders, receivers, tensors(), **changes)
-        assert isinstance(error, RuntimeError) and "expected the header" in str(error)
+        assert isinstance(error, RuntimeError) and "the header is" in str(error)
 
 
 @pytest.mark.parametrize("found", [torch.zeros(3, 4), torch.zeros(3, 5).bfloat16()])

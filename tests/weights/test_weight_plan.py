@@ -75,18 +75,18 @@ def test_json_round_trip_and_a_digest_that_changes_with_every_field():
 @pytest.mark.parametrize(
     ("parts", "line"),
     [
-        ([(0, 0, ((0, 2), (0, 3)))], "m: expected every needed element once, found some missing"),
+        ([(0, 0, ((0, 2), (0, 3)))], "m: .*not sent"),
         (
             [(0, 0, ((0, 4), (0, 3))), (0, 0, ((3, 4), (1, 2)))],
-            "m: expected every needed element once, found some sent twice",
+            "m: .*sent twice",
         ),
-        ([(0, 0, ((0, 4), (0, 4)))], r"m: expected rectangles inside \(4, 3\), found"),
-        ([(0, 0, ((-1, 4), (0, 3)))], r"m: expected rectangles inside \(4, 3\), found"),
-        ([(0, 0, ((2, 2), (0, 3)))], r"m: expected rectangles inside \(4, 3\), found"),
-        ([(0, 0, ((0, 4),))], r"m: expected rectangles inside \(4, 3\), found"),
-        ([(1, 0, ((0, 4), (0, 3)))], "expected one of 1 tensors, 1 senders and 1 shards, found"),
-        ([(0, 1, ((0, 4), (0, 3)))], "expected one of 1 tensors, 1 senders and 1 shards, found"),
-        ([], "m: expected every needed element once, found some missing"),
+        ([(0, 0, ((0, 4), (0, 4)))], r"m: the rectangle .*\(4, 3\)"),
+        ([(0, 0, ((-1, 4), (0, 3)))], r"m: the rectangle .*\(4, 3\)"),
+        ([(0, 0, ((2, 2), (0, 3)))], r"m: the rectangle .*\(4, 3\)"),
+        ([(0, 0, ((0, 4),))], r"m: the rectangle .*\(4, 3\)"),
+        ([(1, 0, ((0, 4), (0, 3)))], "1 tensors, 1 senders and 1 shards, and no Part"),
+        ([(0, 1, ((0, 4), (0, 3)))], "1 tensors, 1 senders and 1 shards, and no Part"),
+        ([], "m: .*not sent"),
         (
             [(0, 0, ((0, 2), (0, 2))), (0, 0, ((2, 4), (1, 3))), (0, 0, ((0, 2), (2, 3))), (0, 0, ((2, 4), (0, 1)))],
             "",
@@ -98,7 +98,7 @@ def test_a_plan_sends_every_element_once(parts, line):
     if not line:
         assert len(plans.from_json(text).parts) == 4
         return
-    with pytest.raises(ValueError, match="weights: " + line):
+    with pytest.raises(ValueError, match=f"weights: .*{line}"):
         plans.from_json(text)
 
 
@@ -106,7 +106,7 @@ def test_what_an_engine_takes_is_counted_and_not_compared_pair_by_pair():
     manifest = plans.manifest_of([("m", "float32", (4096, 2))])
     rows = tuple(((i, i + 1), (0, 2)) for i in range(4096))
     assert plans.not_covered(manifest, [(rows[::2],), (rows[1::2],)]) == ""
-    assert plans.not_covered(manifest, [(rows[::2],), (rows[1:-1:2],)]).startswith("weights: m: expected all of")
+    assert plans.not_covered(manifest, [(rows[::2],), (rows[1:-1:2],)]).startswith("weights: m: ")
     assert plans.not_covered(manifest, [(rows[:3000],), (rows[1000:],)]) == ""
 
 
@@ -126,10 +126,10 @@ def test_each_shard_has_a_plan_of_its_own_with_the_same_buckets_and_digest():
 @pytest.mark.parametrize(
     ("items", "line"),
     [
-        ([], "expected at least one tensor, found none"),
-        ([("a", "float32", (1,)), ("a", "float32", (1,))], "expected every name once, found a twice"),
+        ([], "weights: .*no tensor"),
+        ([("a", "float32", (1,)), ("a", "float32", (1,))], "weights: a .*twice"),
         ([("a", "float8", (1,))], r"weights: a: expected one of .*, found float8"),
-        ([("a", "float32", (-1,))], r"weights: a: expected sizes >= 0, found \(-1,\)"),
+        ([("a", "float32", (-1,))], r"weights: a .*\(-1,\)"),
     ],
 )
 def test_refused_manifests(items, line):
@@ -153,25 +153,25 @@ def test_a_shard_gets_what_it_needs_and_nothing_else():
     assert plans.from_json(plans.to_json(plan)) == plan and len(set(plan.digests)) == 3
     found = [(b.sender, b.shard, b.nbytes) for b in buckets(plan, 1)]
     assert found == [(0, 0, 16), (0, 1, 16), (1, 0, 16), (1, 1, 32)]
-    for extra, line in ((ROWS[3], "sent for nothing"), (ROWS[2], "sent twice")):
+    for extra, line in ((ROWS[3], "not needed"), (ROWS[2], "sent twice")):
         more = WeightPlan(parameters=matrix, senders=2, needs=needs, parts=(*parts, Part(0, 0, 0, extra)))
-        with pytest.raises(ValueError, match=f"m: expected every needed element once, found some {line}"):
+        with pytest.raises(ValueError, match=f"m: .*{line}"):
             plans.check(more)
 
 
 @pytest.mark.parametrize(
     ("needs", "line"),
     [
-        ([[ROWS[0], ((0, 2), (1, 2))]], "m: expected every element to be needed once, found some twice"),
-        ([[((0, 5), (0, 3))]], r"m: expected rectangles inside \(4, 3\)"),
-        ([], "expected the needs of 1 tensors, found 0"),
-        ([[ROWS[0]], []], "expected the needs of 1 tensors, found 2"),
-        ("all", "expected rectangles of every tensor, found"),
+        ([[ROWS[0], ((0, 2), (1, 2))]], "m: .*needed twice"),
+        ([[((0, 5), (0, 3))]], r"m: the rectangle .*\(4, 3\)"),
+        ([], "shard 0 .* 0 tensors, .* 1 tensors"),
+        ([[ROWS[0]], []], "shard 0 .* 2 tensors, .* 1 tensors"),
+        ("all", "rectangles of every tensor"),
     ],
 )
 def test_needs_of_a_worker_are_checked(needs, line):
     manifest = manifest_of([("m", "float32", (4, 3))])
-    with pytest.raises(ValueError, match="weights: " + line):
+    with pytest.raises(ValueError, match=f"weights: .*{line}"):
         plans.needs_from_json(msgspec.json.encode(needs).decode(), manifest)
 
 

@@ -119,7 +119,7 @@ def test_the_values_change_only_once_the_update_is_written(pair):
     while (state := of.receiver.staged()) is None:
         pass
     assert state == "" and torch.equal(of.model.norm, before)
-    with pytest.raises(RuntimeError, match="version 3 beside 2, which is staged"):
+    with pytest.raises(RuntimeError, match=r"version 3 .* version 2"):
         of.receiver.stage(3)
     of.receiver.receive_weights(UpdateInfo(version=2, staged=True))
     assert torch.equal(of.model.norm, of.values)
@@ -129,14 +129,14 @@ def test_an_update_that_was_not_staged_is_refused(pair):
     of = pair()
     assert of.receiver.staged() == "no weight update is staged"
     of.connect()
-    with pytest.raises(RuntimeError, match="expected version 1 to be staged, found none"):
+    with pytest.raises(RuntimeError, match=r"version 1 .* no version"):
         of.receiver.receive_weights(UpdateInfo(version=1, staged=True))
     of.receiver.stage(2)
     of.sender.send(PLAN, lambda _: of.values, 2)
-    with pytest.raises(RuntimeError, match="expected version 1 to be staged, found version 2"):
+    with pytest.raises(RuntimeError, match=r"version 1 .* version 2"):
         of.receiver.receive_weights(UpdateInfo(version=1, staged=True))
     of.receiver.shutdown()
-    with pytest.raises(RuntimeError, match="expected a connection to the trainer, found none"):
+    with pytest.raises(RuntimeError, match="no connection to the trainer"):
         of.receiver.stage(3)
 
 

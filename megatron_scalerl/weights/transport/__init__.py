@@ -1,8 +1,9 @@
 """Weight transfer from the trainer to the engines, the trainer's side: torch only, never vLLM.
 
-A sender is created once from a Connection and then sends every update. gloo serves CPUs, shared memory CPUs of one
-host, NCCL serves GPUs; with any of them, each sending rank of the trainer has a broadcast group for each shard of
-the weights as its rank 0, followed by the workers of all engines that need this shard.
+Life of a sender: `make_sender` creates it once from a Connection, `Sender.send` sends every update, `Sender.close`
+leaves the groups. gloo serves CPUs, shared memory serves CPUs of one host, NCCL serves GPUs. With any of them, each
+sending rank of the trainer has a broadcast group for each shard of the weights. The sender is the group's rank 0; the
+workers of all engines that need this shard follow.
 
 Who can join: the engines get the rendezvous over their HTTP interface, which requires the run's secret, and on one
 host only this user can enter the rendezvous folder (`rendezvous`). The members do not authenticate each other. A
@@ -68,5 +69,6 @@ def resolve_transport(name: str, rendezvous: Rendezvous | None = None, *, coloca
         return name
     from megatron_scalerl.distributed import device
 
-    found = "gloo" if colocated else device.backend()
-    return "shm" if found == "gloo" and isinstance(rendezvous, FolderRendezvous) else found
+    if not colocated and device.backend() == "nccl":
+        return "nccl"
+    return "shm" if isinstance(rendezvous, FolderRendezvous) else "gloo"

@@ -1,19 +1,20 @@
 """The framing of a weight update, which all backends share.
 
-A sending rank and the workers of one shard in all engines have a group of their own, with the sender as its rank 0.
-One update, each line one broadcast in one group, the buckets of all groups taking turns (`plan.buckets`):
+Each sending rank has one group for each shard: the sender is its rank 0, and the shard's workers in all engines are
+the others. Life of an update, each line one broadcast in one group; the buckets of all groups take turns
+(`plan.buckets`):
 
     header    int64 [5]: magic, version, number of the group's buckets, the plan's digest for the shard, the version
               that changes are from, or -1 for a whole update
-    size      int64 [1], not in a whole update: bytes of the bucket's changes; 0: none, not sent; -1: it is whole
+    size      int64 [1], only in an update of changes: bytes of the bucket's changes; 0: the bucket has none and is
+              not sent; -1: the bucket is whole
     bucket    uint8 [nbytes + 8]: the packed parameters, or their changes (`weights.changes`), and the digest of these
-              bytes, of the version and of the bucket's place in the group's sequence
+              bytes, of the version and of the bucket's number in the group's sequence
     ...
 
-A sender (`transport.sender`) packs a bucket, or codes its changes, while the one before is on the wire, and a
-receiver loads one while the next one arrives; over NCCL each broadcast ends before that (`NcclGroup.start`). Changes
-are those that the optimizer recorded (`weights.written`); where it records none, a sender keeps a bucket as the
-receivers have it and compares.
+A sender (`transport.sender`) packs a bucket, or codes its changes, while the bucket before is on the wire. A receiver
+loads a bucket while the next one arrives; over NCCL each broadcast ends before that (`NcclGroup.start`). Changes come
+from the optimizer's record (`weights.written`); without it, a sender keeps a copy of each bucket and compares.
 """
 
 from collections import Counter
@@ -28,30 +29,34 @@ from megatron_scalerl.weights.plan import Bucket, Ranges, Slot, WeightPlan, buck
 from megatron_scalerl.weights.transport.gloo import Finish, Group
 
 MAGIC = 0x4D53524C
-"""First word of every header: anything else means that the two sides are out of sync."""
+"""First word of every header; any other word means that the two sides are out of sync."""
 WHOLE = -1
-"""Instead of the version that changes are from, and of a bucket's size."""
+"""Stands for the version that changes are from, and for a bucket's size, where all values are sent."""
 
 
-def place_of(packed: torch.Tensor, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
-    """[n] the slot's memory in a bucket."""
+def slot_of(packed: torch.Tensor, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+    """[n] the slot's memory in a bucket, in the tensor's type."""
     return packed[slot.offset : slot.offset + slot.nbytes].view(dtype)
 
 
 def shape_of(ranges: Ranges) -> tuple[int, ...]:
-    """Of a rectangle."""
+    """The shape of a rectangle."""
     return tuple(b - a for a, b in ranges)
 
 
 @record
 class Values:
-    """A rectangle of a tensor, as it arrives."""
+    """The values of a rectangle of a tensor, as a receiver unpacks them."""
 
     tensor: int
-    """Its number in the plan."""
+    """Number of the tensor in the plan."""
     ranges: Ranges
     values: torch.Tensor
-    """Of the rectangle's shape."""
+    """The values, of the rectangle's shape."""
+
+
+Payload = Values | list[Changes]
+"""The values of a slot, or the changes of all slots of a bucket."""
 
 
 def receive(
@@ -62,102 +67,107 @@ def receive(
     *,
     holds: int | None = None,
     reuse: bool = False,
-) -> Iterator[Values | list[Changes]]:
-    """The parts of one update, each after its bucket was checked: rectangles, or all changes of a bucket.
+) -> Iterator[Payload]:
+    """The payloads of one update, each after its bucket was checked: the values of a slot, or a bucket's changes.
 
-    groups: sender -> group. plan: of the receiver's shard alone. digests: that of each bucket is appended, 0 for one
-    without changes. holds: the version that the receiver has, None if it takes whole updates only. The values stay
-    valid, as each bucket has memory of its own; with `reuse` only until the next part is asked for, and two buckets
-    are all the memory that is used. Raises RuntimeError if a sender is out of sync or the bytes are not those that it
-    packed.
+    groups: sender -> group. plan: of the receiver's shard alone. digests: each bucket's digest is appended, 0 for a
+    bucket without changes. holds: the version that the receiver has, None if it takes whole updates only. reuse: two
+    buckets take turns in the same memory, and a payload is valid until the next one is asked for; without it, each
+    bucket has its memory. Raises RuntimeError if a sender is out of sync, or if bytes have changed on the way.
     """
     any_group = next(iter(groups.values()))
     order = buckets(plan, any_group.bucket_mib)
     counts = Counter(bucket.sender for bucket in order)
     bases = {_base(groups[sender], header(plan, 0, version, counts[sender], WHOLE)) for sender in sorted(groups)}
     if len(bases) > 1 or not bases <= {WHOLE, holds}:
-        bases_found = ", ".join(map(str, sorted(bases)))
-        raise RuntimeError(
-            f"weight update: expected changes of version {holds} or all values, found those of {bases_found}"
-        )
+        sent = ", ".join(map(str, sorted(bases)))
+        version_held = "no version" if holds is None else f"version {holds}"
+        raise RuntimeError(f"weight update: the changes are from version {sent}, and the worker holds {version_held}")
     whole = WHOLE in bases
-    places = places_of(bucket.sender for bucket in order)
-    turns = any_group.turns(max(bucket.nbytes for bucket in order) + 8) if reuse else None
+    sequence = sequence_numbers(bucket.sender for bucket in order)
+    turns = None
+    if reuse:
+        turns = any_group.turns(max(bucket.nbytes for bucket in order) + 8)
 
     def arrive(number: int) -> Callable[[], torch.Tensor | None]:
-        bucket, into = order[number], None if turns is None else turns[number % 2]
-        return _arrive(groups[bucket.sender], bucket, whole, into)
+        bucket = order[number]
+        return _arrive(groups[bucket.sender], bucket, whole, None if turns is None else turns[number % 2])
 
     arriving = [arrive(0)]
     for number, bucket in enumerate(order):
-        after = range(number + 1, min(number + 2, len(order)))
+        following = range(number + 1, min(number + 2, len(order)))
+        # In a whole update, the next bucket arrives while this one is waited for. Otherwise the next broadcast is the
+        # next bucket's size, which the sender sends after the bytes of this one.
         if whole:
-            arriving += [arrive(each) for each in after]
+            arriving += map(arrive, following)
         packed = arriving.pop(0)()
-        if not whole:  # its size follows on the bytes of this one
-            arriving += [arrive(each) for each in after]
+        if not whole:
+            arriving += map(arrive, following)
         if packed is None:
             digests.append(0)
             continue
-        expected, found = read_digest(packed), bucket_digest(packed, version, places[number])
-        if expected != found:
+        sent_digest = read_digest(packed)
+        digests.append(bucket_digest(packed, version, sequence[number]))
+        if sent_digest != digests[-1]:
             raise RuntimeError(
-                f"weight update: bucket {number} of {len(order)}: expected digest {expected:016x}, found {found:016x}"
+                f"weight update: bucket {number} of {len(order)} has digest {digests[-1]:016x}, and the sender's "
+                f"digest is {sent_digest:016x}"
             )
-        digests.append(found)
-        yield from _parts_of(plan, bucket, packed[:-8])
+        yield from _payloads_of(plan, bucket, packed[:-8])
 
 
-def _parts_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iterator[Values | list[Changes]]:
-    """Changes always take fewer bytes than the bucket."""
-    tensors = [plan.parts[slot.part].tensor for slot in bucket.slots]
-    pieces = [
-        (tensor, slot.ranges, getattr(torch, plan.parameters[tensor].dtype))
-        for tensor, slot in zip(tensors, bucket.slots)
-    ]
+def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iterator[Payload]:
+    slots = []
+    for slot in bucket.slots:
+        tensor = plan.parts[slot.part].tensor
+        slots.append((tensor, slot.ranges, getattr(torch, plan.parameters[tensor].dtype)))
+    # Changes are sent only where they take fewer bytes than the bucket.
     if packed.numel() < bucket.nbytes:
-        yield decode(packed, pieces)
+        yield decode(packed, slots)
         return
-    for slot, (tensor, ranges, dtype) in zip(bucket.slots, pieces):
-        yield Values(tensor=tensor, ranges=ranges, values=place_of(packed, slot, dtype).view(shape_of(ranges)))
+    for slot, (tensor, ranges, dtype) in zip(bucket.slots, slots):
+        yield Values(tensor=tensor, ranges=ranges, values=slot_of(packed, slot, dtype).view(shape_of(ranges)))
 
 
-def assembled(parts: Iterable[Values | list[Changes]], plan: WeightPlan) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what `receive` yields, each with its last part. What the shard does not need is not set.
+def assembled(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of each tensor, once its last values have arrived.
 
-    Raises RuntimeError for changes.
+    Elements that the shard does not need are not set. Raises RuntimeError for changes.
     """
     unfinished: dict[int, tuple[torch.Tensor, int]] = {}
-    for part in parts:
-        if isinstance(part, list):
-            raise RuntimeError("weight update: expected values, found changes")
-        meta = plan.parameters[part.tensor]
-        if tuple(part.values.shape) == meta.shape:
-            yield meta.name, part.values
+    for payload in payloads:
+        if isinstance(payload, list):
+            raise RuntimeError("weight update: changes cannot be assembled to whole tensors")
+        meta = plan.parameters[payload.tensor]
+        if tuple(payload.values.shape) == meta.shape:
+            yield meta.name, payload.values
             continue
-        every = sum(map(volume, plan.needs[0][part.tensor]))
-        tensor, missing = unfinished.pop(part.tensor, (None, every))
+        needed = sum(map(volume, plan.needs[0][payload.tensor]))
+        tensor, missing = unfinished.pop(payload.tensor, (None, needed))
         if tensor is None:
-            tensor = torch.empty(meta.shape, dtype=part.values.dtype, device=part.values.device)
-        tensor[tuple(slice(a, b) for a, b in part.ranges)] = part.values
-        missing -= volume(part.ranges)
+            tensor = torch.empty(meta.shape, dtype=payload.values.dtype, device=payload.values.device)
+        tensor[tuple(slice(a, b) for a, b in payload.ranges)] = payload.values
+        missing -= volume(payload.ranges)
         if missing:
-            unfinished[part.tensor] = tensor, missing
+            unfinished[payload.tensor] = tensor, missing
         else:
             yield meta.name, tensor
 
 
 def _arrive(
-    group: Group, bucket: Bucket, whole: bool, into: torch.Tensor | None
+    group: Group, bucket: Bucket, whole: bool, memory: torch.Tensor | None
 ) -> Callable[[], torch.Tensor | None]:
-    """Begin to receive a bucket; what it returns waits for its bytes, None if nothing was sent.
+    """Begin to receive a bucket; the returned function waits for its bytes, and returns None if none are sent.
 
-    whole: the update is, and no size comes first. into: memory for it, None for its own.
+    whole: the update is whole, and no size comes first. memory: for the bucket, None for new memory.
     """
 
     def begin(nbytes: int) -> tuple[torch.Tensor, Finish]:
-        memory = torch.empty(nbytes + 8, dtype=torch.uint8, device=group.device) if into is None else into
-        return memory[: nbytes + 8], group.start(memory[: nbytes + 8])
+        if memory is None:
+            packed = torch.empty(nbytes + 8, dtype=torch.uint8, device=group.device)
+        else:
+            packed = memory[: nbytes + 8]
+        return packed, group.start(packed)
 
     if whole:
         packed, finish = begin(bucket.nbytes)
@@ -172,11 +182,16 @@ def _arrive(
         nbytes = int(size)
         if nbytes == 0:
             return None
-        if nbytes != WHOLE and not 0 < nbytes < bucket.nbytes:  # the one word that no digest covers
-            raise RuntimeError(f"weight update: {nbytes} bytes of changes in a bucket of {bucket.nbytes}")
-        changes, last = begin(bucket.nbytes if nbytes == WHOLE else nbytes)
-        last()
-        return changes
+        # No digest covers this word.
+        if nbytes != WHOLE and not 0 < nbytes < bucket.nbytes:
+            raise RuntimeError(
+                f"weight update: {nbytes} bytes of changes are announced for a bucket of {bucket.nbytes} bytes"
+            )
+        if nbytes == WHOLE:
+            nbytes = bucket.nbytes
+        packed_changes, finish_changes = begin(nbytes)
+        finish_changes()
+        return packed_changes
 
     return end
 
@@ -185,10 +200,10 @@ def _base(group: Group, expected: torch.Tensor) -> int:
     """The version that the group's changes are from, or WHOLE. Raises RuntimeError for another header."""
     head = torch.zeros(len(expected), dtype=torch.int64, device=group.device)
     group.broadcast(head)
-    *found, base = head.tolist()
+    *fields, base = head.tolist()
     *wanted, _ = expected.tolist()
-    if found != wanted:
-        raise RuntimeError(f"weight update: expected the header {wanted}, found {found}")
+    if fields != wanted:
+        raise RuntimeError(f"weight update: the header is {fields} instead of {wanted}")
     return base
 
 
@@ -198,19 +213,22 @@ def header(plan: WeightPlan, shard: int, version: int, count: int, base: int) ->
     return torch.tensor([MAGIC, version, count, plan.digests[shard], base], dtype=torch.int64)
 
 
-def places_of(groups: Iterable[int]) -> list[int]:
-    """How many of the same group come before each bucket."""
-    before = Counter[int]()
-    places = []
+def sequence_numbers(groups: Iterable[int]) -> list[int]:
+    """The number of each bucket among the buckets of its group. groups: the group of each bucket, in order."""
+    buckets_so_far = Counter[int]()
+    numbers = []
     for group in groups:
-        places.append(before[group])
-        before[group] += 1
-    return places
+        numbers.append(buckets_so_far[group])
+        buckets_so_far[group] += 1
+    return numbers
 
 
-def bucket_digest(packed: torch.Tensor, version: int, place: int) -> int:
-    """What the last 8 bytes of a bucket must be: one that is lost, repeated, late or of another update differs."""
-    return (digest(packed[:-8]) + mixed(mixed(version) ^ place)) % (1 << 64)
+def bucket_digest(packed: torch.Tensor, version: int, number: int) -> int:
+    """The last 8 bytes of a bucket; a bucket that is lost, repeated, late or of another update has another digest.
+
+    number: of the bucket in its group's sequence.
+    """
+    return (digest(packed[:-8]) + mixed(mixed(version) ^ number)) % (1 << 64)
 
 
 def read_digest(packed: torch.Tensor) -> int:

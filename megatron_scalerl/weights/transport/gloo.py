@@ -1,9 +1,14 @@
-"""The broadcast groups over gloo.
+"""The broadcast groups over gloo and NCCL; `transport.frames` describes what is sent.
 
-The groups are separate process groups on stores of their own; the default groups of trainer and engine are not
-involved. What is sent: `transport.frames`.
+Life of a group:
 
-The broadcast group over NCCL: the framing of `transport.frames` with buckets in device memory.
+    create      a member opens the group's store and waits until all members have joined
+    start       each member begins the next broadcast; rank 0 sends
+    finish      the function that `start` returned waits for the end of the broadcast
+    close       a member leaves; pending broadcasts of the others fail
+
+Each group is a process group with a store; the default groups of trainer and engine are not involved. Over gloo,
+buckets are in host memory, over NCCL in device memory.
 """
 
 import contextlib
@@ -21,6 +26,9 @@ from megatron_scalerl.weights.plan import MOST_CHANNELS, Connection
 Read = Callable[[int], torch.Tensor]
 """Number of a part -> its values, of the shape of its rectangle: a view of a parameter."""
 Finish = Callable[[], None]
+"""Waits for the end of a broadcast. Raises RuntimeError."""
+WITHOUT_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+"""Variable with which torch makes NCCL groups without a watchdog."""
 
 
 class Group:
@@ -37,7 +45,8 @@ class Group:
         self.timeout = timedelta(seconds=connection.timeout_s)
         self.bucket_mib = connection.bucket_mib
         joining = timedelta(seconds=connection.connect_timeout_s)
-        name, self._world_size = f"{connection.group}-{sender}-{shard}", connection.world_sizes[shard]
+        self._world_size = connection.world_sizes[shard]
+        name = f"{connection.group}-{sender}-{shard}"
         self._store: dist.Store | None = open_store(connection.rendezvous, name, timeout=joining)
         self._group: Any = self._make(connection, rank)
 
@@ -49,11 +58,13 @@ class Group:
         return gloo(self._store, rank, self._world_size, options)
 
     def start(self, tensor: torch.Tensor) -> Finish:
-        """Begin to broadcast rank 0's tensor; what it returns waits for the end. Both raise RuntimeError."""
+        """Begin to broadcast rank 0's tensor; the returned function waits for the end. Raises RuntimeError."""
         if self._group is None:
             raise RuntimeError("the group of the weight update is closed")
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, self.timeout
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = self.timeout
         work = self._group.broadcast([tensor], options)
         return lambda: work.wait(self.timeout)
 
@@ -62,18 +73,21 @@ class Group:
         self.start(tensor)()
 
     def turns(self, nbytes: int) -> torch.Tensor:
-        """[2, at least nbytes] uint8, memory of buckets in turn.
+        """[2, at least nbytes] uint8, memory for buckets in turn.
 
-        On CPUs it is kept for later updates, as fresh pages cost more than a copy into them; others need a GPU's.
+        Host memory is kept for later updates, because fresh pages cost more than a copy into them. Device memory is
+        not kept, because the model and the KV cache need it.
         """
         if self._turns is not None and self._turns.shape[1] >= nbytes:
             return self._turns
         turns = torch.empty(2, nbytes, dtype=torch.uint8, device=self.device)
-        self._turns = turns if turns.device.type == "cpu" else None
+        if turns.device.type == "cpu":
+            self._turns = turns
         return turns
 
     def close(self) -> None:
         """Leave the group; the other members' pending broadcasts fail at once."""
+        # Another thread may close the group at the same time, and only one may abort it.
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -97,13 +111,15 @@ class NcclGroup(Group):
         assert self._store is not None
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
-        options.config.max_ctas = MOST_CHANNELS
+        options.config.max_ctas = MOST_CHANNELS  # each channel takes memory that the KV cache could use
         with _without_watchdog():
             group: Any = dist.ProcessGroupNCCL(self._store, rank, self._world_size, options)
         try:
-            self._store.set(f"here-{rank}", "")  # NCCL itself waits without a limit for a member that never comes
-            everyone = [f"here-{member}" for member in range(self._world_size)]
-            self._store.wait(everyone, timedelta(seconds=connection.connect_timeout_s))
+            # NCCL itself waits without a limit for a member that never comes.
+            self._store.set(f"here-{rank}", "")
+            keys = [f"here-{member}" for member in range(self._world_size)]
+            self._store.wait(keys, timedelta(seconds=connection.connect_timeout_s))
+            # Otherwise the first broadcast would connect, and its time limit would have to be that of the start.
             group.eager_connect_single_device(self.device)
         except BaseException:
             group.abort()
@@ -113,8 +129,8 @@ class NcclGroup(Group):
     def start(self, tensor: torch.Tensor) -> Finish:
         """Broadcast rank 0's tensor and wait until it has arrived. Raises RuntimeError.
 
-        One at a time: with two communicators in progress on one device, two receivers may run them in different
-        orders, and wait for each other. The wait is for the broadcast, not for what the model has queued.
+        Only one broadcast is in progress: with two communicators in progress on one device, two receivers may run
+        them in different orders, and wait for each other. Kernels that the model has queued are not waited for.
         """
         super().start(tensor)()
         return lambda: None
@@ -122,18 +138,18 @@ class NcclGroup(Group):
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Groups made meanwhile have no watchdog, which ends its process a minute after a collective has failed.
+    """A block in which groups are made without a watchdog, which ends its process a minute after a collective failed.
 
-    To switch off its error handling alone (TORCH_NCCL_ASYNC_ERROR_HANDLING) is not enough: it also signals the
-    default group's monitor, which ends the process, too (torch's ProcessGroupNCCL.cpp, Watchdog::runLoop and
-    HeartbeatMonitor::runLoop). Without it `wait` finds failures and time-outs, and raises them.
-    The variable is the process's while the group is made: nothing else makes NCCL groups meanwhile.
+    To switch off the watchdog's error handling alone (TORCH_NCCL_ASYNC_ERROR_HANDLING) is not enough: the watchdog
+    also signals the default group's monitor, which ends the process, too (torch's ProcessGroupNCCL.cpp,
+    Watchdog::runLoop and HeartbeatMonitor::runLoop). Without a watchdog, `wait` raises failures and time-outs.
+    The whole process has the variable within the block, in which no other NCCL group is made.
     """
-    name, value = "TORCH_NCCL_BLOCKING_WAIT", os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
-    os.environ[name] = "1"
+    before = os.environ.get(WITHOUT_WATCHDOG)
+    os.environ[WITHOUT_WATCHDOG] = "1"
     try:
         yield
     finally:
-        del os.environ[name]
-        if value is not None:
-            os.environ[name] = value
+        del os.environ[WITHOUT_WATCHDOG]
+        if before is not None:
+            os.environ[WITHOUT_WATCHDOG] = before

@@ -1,4 +1,15 @@
-"""A sending rank's side of the framing in `transport.frames`."""
+"""A sending rank's side of the framing in `transport.frames`.
+
+Life of a bucket:
+
+    read     views of the parameters, one for each slot
+    code     changes since the last update, from the optimizer's record or by comparison with a copy; else the values
+             are packed as a whole
+    digest   of the bytes, and of the values, which does not depend on buckets
+    send     the bucket before has ended; this one is on the wire while the next is read and coded
+
+Without a record, the packed bucket is kept: the next update compares with it.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,74 +22,84 @@ from megatron_scalerl.weights.transport.frames import (
     WHOLE,
     bucket_digest,
     header,
-    place_of,
-    places_of,
+    sequence_numbers,
     shape_of,
+    slot_of,
 )
 from megatron_scalerl.weights.transport.gloo import Finish, Group, Read
 from megatron_scalerl.weights.written import Written
 
 
 class Sender:
-    """One sending rank's side. Created by `make_sender`."""
+    """The groups of one sending rank, and what its receivers hold. Created by `make_sender`."""
 
     def __init__(self, groups: Mapping[int, Group], number: int, connection: Connection):
         """groups: shard -> group."""
-        self.groups, self.number, self._connection = dict(groups), number, connection
+        self.groups = dict(groups)
+        self.number = number
+        self._connection = connection
         self.values: dict[int, int] = {}
-        """shard -> digest of the values that its workers have of this rank (`weights.digest.value_digest`)."""
+        """shard -> digest of the values that its workers have from this rank (`weights.digest.value_digest`)."""
         self.sizes: list[int] = []
-        """[own buckets] bytes of each as the last update sent it, padding included, without headers and digests."""
-        self._own: list[Bucket] = []
+        """[buckets] bytes of each bucket in the last update, padding included, without headers and digests."""
+        self._buckets: list[Bucket] = []
+        """This rank's buckets."""
         self._copies: dict[int, torch.Tensor] = {}
-        # own bucket -> it as all receivers have it, where changes may be sent and the optimizer records none
+        """Bucket -> the bytes that all receivers have, kept where changes are sent and the optimizer records none."""
         self._version = WHOLE
+        """The version that all receivers have, WHOLE before the first update."""
 
     def send(self, plan: WeightPlan, read: Read, version: int, written: Written | None = None) -> list[int]:
         """Send this rank's parts of one update; returns the digests of its buckets, in the order of `plan.buckets`.
 
-        written: what optimizer steps changed since the last update. Raises RuntimeError if a group fails; then all
-        groups are closed.
+        written: the optimizer's record of changes since the last update. Raises RuntimeError if a group fails; then
+        all groups are closed.
         """
-        every = buckets(plan, self._connection.bucket_mib)
-        self._own = [bucket for bucket in every if bucket.sender == self.number]
-        places = places_of(bucket.shard for bucket in self._own)
+        order = buckets(plan, self._connection.bucket_mib)
+        self._buckets = [bucket for bucket in order if bucket.sender == self.number]
+        sequence = sequence_numbers(bucket.shard for bucket in self._buckets)
         digests = []
         in_flight: list[Finish] = []
         self.sizes = []
         self.values = dict.fromkeys(self.groups, 0)
         try:
             base = self._begin(plan, version)
-            for number, bucket in enumerate(self._own):
+            for number, bucket in enumerate(self._buckets):
                 values = _values(plan, bucket, read)
-                frame = None if base == WHOLE else self._changes(number, values, written)
-                packed = self._packed(number, values, written) if frame is None else frame
-                digests.append(bucket_digest(packed, version, places[number]) if packed.numel() else 0)
+                packed = None
+                if base != WHOLE:
+                    packed = self._changes(number, values, written)
+                announced = WHOLE
+                if packed is None:
+                    packed = self._packed(number, values, written)
+                else:
+                    announced = max(packed.numel() - 8, 0)
                 self.sizes.append(max(packed.numel() - 8, 0))
-                for slot, part in zip(bucket.slots, values):
-                    along = [range(a, b) for a, b in slot.ranges]
-                    of_slot = value_digest(part, plan.parts[slot.part].tensor, range(len(along)), along)
-                    self.values[bucket.shard] = total((self.values[bucket.shard], of_slot))
+                digests.append(0)
+                if packed.numel():
+                    digests[-1] = bucket_digest(packed, version, sequence[number])
+                self._add_values(plan, bucket, values)
+                # This bucket was coded while the one before was on the wire.
                 for finish in in_flight:
                     finish()
                 in_flight = []
                 if base != WHOLE:
-                    size = torch.tensor([WHOLE if frame is None else self.sizes[-1]])
-                    in_flight.append(self.groups[bucket.shard].start(size.to(packed.device)))
+                    size = torch.tensor([announced], device=packed.device)
+                    in_flight.append(self.groups[bucket.shard].start(size))
                 if packed.numel():
                     packed[-8:] = torch.tensor([digests[-1]], dtype=torch.uint64).view(torch.uint8)
                     in_flight.append(self._ship(bucket.shard, packed))
             for finish in in_flight:
                 finish()
         except BaseException:
-            self.close()
+            self.close()  # receivers that wait for the rest fail at once
             raise
         self._version = version
         return digests
 
     @property
     def bytes(self) -> int:
-        """Of all buckets of the last update."""
+        """Bytes of all buckets of the last update."""
         return sum(self.sizes)
 
     def close(self) -> None:
@@ -88,50 +109,69 @@ class Sender:
 
     def _begin(self, plan: WeightPlan, version: int) -> int:
         """Send the headers; the version that the update's changes are from, or WHOLE."""
-        base = WHOLE if self._connection.deltas == "off" else self._version
+        base = self._version
+        if self._connection.deltas == "off":
+            base = WHOLE
         for shard, group in sorted(self.groups.items()):
-            count = sum(bucket.shard == shard for bucket in self._own)
+            count = sum(bucket.shard == shard for bucket in self._buckets)
             group.broadcast(header(plan, shard, version, count, base).to(group.device))
         return base
 
+    def _add_values(self, plan: WeightPlan, bucket: Bucket, values: Sequence[torch.Tensor]) -> None:
+        """Add the digests of a bucket's values to its shard's."""
+        for slot, slot_values in zip(bucket.slots, values):
+            along = [range(a, b) for a, b in slot.ranges]
+            slot_digest = value_digest(slot_values, plan.parts[slot.part].tensor, range(len(along)), along)
+            self.values[bucket.shard] = total((self.values[bucket.shard], slot_digest))
+
     def _changes(self, number: int, values: Sequence[torch.Tensor], written: Written | None) -> torch.Tensor | None:
-        """A bucket's changes with room for their digest, empty if there are none, None if it is to be sent whole."""
-        bucket = self._own[number]
+        """A bucket's changes with room for their digest, empty if there are none, None if it has to be sent whole."""
+        bucket = self._buckets[number]
         if number in self._copies:
-            found = _compared(self._copies[number], bucket, values)
+            by_slot = _compared(self._copies[number], bucket, values)
         else:
             assert written is not None, "no copy is kept where changes are recorded"
-            found = written.of(values)
-        if None in found:
-            return None
-        pieces = [(place, piece) for place, piece in enumerate(found) if piece is not None and len(piece.positions)]
-        if not pieces:
+            by_slot = written.of(values)
+        slots = []
+        for slot, changes in enumerate(by_slot):
+            if changes is None:
+                return None
+            if len(changes.positions):
+                slots.append((slot, changes))
+        if not slots:
             return torch.empty(0, dtype=torch.uint8, device=self.groups[bucket.shard].device)
-        frame = encode(pieces)
-        return torch.cat([frame, frame.new_zeros(8)]) if frame.numel() < bucket.nbytes else None
+        frame = encode(slots)
+        # The receiver tells changes from a whole bucket by their fewer bytes.
+        if frame.numel() >= bucket.nbytes:
+            return None
+        return torch.cat([frame, frame.new_zeros(8)])
 
     def _packed(self, number: int, values: Sequence[torch.Tensor], written: Written | None) -> torch.Tensor:
         """A whole bucket, with room for its digest."""
         packed = self._copies.get(number)
         if packed is None:
             recorded = written is not None and all(map(written.covers, values))
-            keeps = self._connection.deltas != "off" and not recorded
-            packed = self._memory(number, lasting=keeps)
-            if keeps:
+            is_copy = self._connection.deltas != "off" and not recorded
+            packed = self._memory(number, lasting=is_copy)
+            if is_copy:
                 self._copies[number] = packed
-        for slot, part in zip(self._own[number].slots, values):
-            place_of(packed, slot, part.dtype).view(part.shape).copy_(part)
+        for slot, slot_values in zip(self._buckets[number].slots, values):
+            slot_of(packed, slot, slot_values.dtype).view(slot_values.shape).copy_(slot_values)
         return packed
 
     def _memory(self, number: int, *, lasting: bool) -> torch.Tensor:
-        """[nbytes + 8] uint8, 0 between the slots. On CPUs, unless it is `lasting`, the bucket after the next has it,
-        too."""
-        bucket = self._own[number]
+        """[nbytes + 8] uint8, 0 between the slots.
+
+        On CPUs the bucket after the next gets the same memory, unless it is `lasting`.
+        """
+        bucket = self._buckets[number]
         device = self.groups[bucket.shard].device
         if lasting or device.type != "cpu":
             return torch.zeros(bucket.nbytes + 8, dtype=torch.uint8, device=device)
-        turns = self.groups[self._own[0].shard].turns(max(each.nbytes for each in self._own) + 8)
-        packed, end = turns[number % 2, : bucket.nbytes + 8], 0
+        turns = self.groups[self._buckets[0].shard].turns(max(bucket.nbytes for bucket in self._buckets) + 8)
+        packed = turns[number % 2, : bucket.nbytes + 8]
+        # The padding is in the digest, and this memory holds an earlier bucket's bytes.
+        end = 0
         for slot in bucket.slots:
             packed[end : slot.offset] = 0
             end = slot.offset + slot.nbytes
@@ -155,9 +195,10 @@ def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[torch.Tensor]:
 
 
 def _compared(copy: torch.Tensor, bucket: Bucket, values: Sequence[torch.Tensor]) -> list[Found | None]:
-    """[slots] what changed since a copy was made, which becomes equal to the values; None where much did."""
-    found = []
-    for slot, part in zip(bucket.slots, values):
-        piece = find(bits_of(place_of(copy, slot, part.dtype)), part)
-        found.append(piece if len(piece.positions) <= most_coded(part.numel()) else None)
-    return found
+    """[slots] the changes since a copy was made, None for more changes than are coded; the copy gets the values."""
+    by_slot: list[Found | None] = []
+    for slot, slot_values in zip(bucket.slots, values):
+        changes = find(bits_of(slot_of(copy, slot, slot_values.dtype)), slot_values)
+        coded = len(changes.positions) <= most_coded(slot_values.numel())
+        by_slot.append(changes if coded else None)
+    return by_slot

@@ -1,15 +1,16 @@
 """The broadcast group in shared memory, for processes of one host: the framing of `transport.frames`.
 
-Rank 0 makes SLOTS pieces of anonymous memory, and each member maps them: a tensor is copied in once and copied out by
-every receiver. Who may write, and who may read, goes over one Unix socket to each receiver:
+Rank 0 makes BUFFERS buffers of anonymous memory, and each member maps them. A tensor is cut into chunks of a buffer's
+size. Life of a chunk: rank 0 copies it into the next buffer, and every receiver copies it out. Whose turn it is goes
+over one Unix socket to each receiver:
 
     rank 0 ── the memory's file descriptor, once ──► receiver
-           ── number of the piece, bytes in it ────►
-           ◄─ one byte: it was copied out ──────────        (rank 0 is at most SLOTS pieces ahead of the slowest)
+           ── number of the chunk, its bytes ──────►
+           ◄─ one byte: it was copied out ──────────        (rank 0 is at most BUFFERS chunks ahead of the slowest)
 
 The socket is in the run's private folder, which no other user can enter, and both ends compare the other's user id
-with their own: unlike gloo's ports, another user of the host cannot take a member's place. A member that ends or
-closes is noticed by the others at once.
+with their own. Another user of the host can take a member's place in a group of gloo, and not here. A member that
+ends or closes is noticed by the others at once.
 """
 
 import contextlib
@@ -28,13 +29,18 @@ from megatron_scalerl.distributed.rendezvous import FolderRendezvous, check_priv
 from megatron_scalerl.weights.plan import Connection
 from megatron_scalerl.weights.transport.gloo import Finish, Group
 
-SLOTS = 2
-_PIECE = struct.Struct("<QQ")  # number, bytes
-_LAYOUT = struct.Struct("<QQ")  # slots, bytes of each
-_CREDENTIALS = struct.Struct("3i")  # pid, user, group
+BUFFERS = 2
+"""Buffers of shared memory: rank 0 fills one while receivers empty the other."""
+_CHUNK = struct.Struct("<QQ")
+"""Number and bytes of a chunk."""
+_LAYOUT = struct.Struct("<QQ")
+"""Number of buffers, bytes of each buffer."""
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of a socket's other end."""
 _RETRY_S = 0.01
+"""Pause before a receiver looks for the sender's socket again (seconds)."""
 _MARGIN = 4096
-"""Bytes of a slot beyond bucket_mib: a bucket's digest, and the rounding of its parts."""
+"""Bytes of a buffer beyond bucket_mib, for a bucket's digest and the padding of its slots."""
 
 
 class ShmGroup(Group):
@@ -46,14 +52,21 @@ class ShmGroup(Group):
         Raises RuntimeError after connect_timeout_s, and for processes on several hosts.
         """
         if not isinstance(connection.rendezvous, FolderRendezvous):
-            raise RuntimeError("weights.transport: shm: expected all processes on one host, found several hosts")
+            raise RuntimeError(
+                "weights.transport: shm needs all processes on one host, and the run has several; set it to auto"
+            )
         check_private(connection.rendezvous.folder)
-        self.bucket_mib, self._timeout = connection.bucket_mib, connection.timeout_s
+        self.bucket_mib = connection.bucket_mib
+        self._timeout = connection.timeout_s
         self._sockets: list[socket.socket] = []
-        self._slots: list[torch.Tensor] = []
-        self._leads, self._number = rank == 0, 0  # of the next piece
-        self._copied_out = [0] * (connection.world_sizes[shard] - 1)  # pieces, by each receiver
+        self._buffers: list[torch.Tensor] = []
+        self._leads = rank == 0
+        self._next = 0
+        """Number of the next chunk."""
+        self._copied_out = [0] * (connection.world_sizes[shard] - 1)
+        """[receivers] chunks that each has copied out."""
         self._receiving: deque[torch.Tensor] = deque()
+        """Tensors that this receiver still has to copy out, in the order of the broadcasts."""
         end = time.monotonic() + connection.connect_timeout_s
         name = hashlib.sha256(f"{connection.group}-{sender}-{shard}".encode()).hexdigest()[:16]
         try:
@@ -69,10 +82,11 @@ class ShmGroup(Group):
 
     def _lead(self, path: str, end: float) -> None:
         size = (self.bucket_mib << 20) + _MARGIN
+        # Memory without a name: it is freed with the last process that maps it, and nothing is left of a killed run.
         memory = os.memfd_create("msrl-weights", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(memory, SLOTS * size)
-            self._map(memory, SLOTS, size)
+            os.ftruncate(memory, BUFFERS * size)
+            self._map(memory, BUFFERS, size)
             with socket.socket(socket.AF_UNIX) as listening:
                 listening.bind(path)
                 try:
@@ -82,7 +96,7 @@ class ShmGroup(Group):
                         member, _ = listening.accept()
                         self._sockets.append(member)
                         self._check(member)
-                        socket.send_fds(member, [_LAYOUT.pack(SLOTS, size)], [memory])
+                        socket.send_fds(member, [_LAYOUT.pack(BUFFERS, size)], [memory])
                 finally:
                     os.unlink(path)
         finally:
@@ -94,7 +108,7 @@ class ShmGroup(Group):
             try:
                 member.connect(path)
                 break
-            except (FileNotFoundError, ConnectionRefusedError):
+            except (FileNotFoundError, ConnectionRefusedError):  # the sender does not listen yet
                 member.close()
                 if time.monotonic() > end:
                     raise
@@ -108,26 +122,26 @@ class ShmGroup(Group):
                 raise ConnectionError("the sender left")
             self._map(memory[0], *_LAYOUT.unpack(layout))
         finally:
-            for each in memory:
-                os.close(each)
+            for descriptor in memory:
+                os.close(descriptor)
         member.settimeout(self._timeout)
 
     def _check(self, member: socket.socket) -> None:
         """Raise OSError for a process of another user."""
         member.settimeout(self._timeout)
-        found = member.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(found)
+        credentials = member.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(credentials)
         if user != os.geteuid():
-            raise PermissionError(f"expected a process of user {os.geteuid()}, found one of user {user}")
+            raise PermissionError(f"the other process is user {user}'s, not user {os.geteuid()}'s")
 
-    def _map(self, memory: int, slots: int, size: int) -> None:
-        whole = torch.frombuffer(mmap.mmap(memory, slots * size), dtype=torch.uint8)
-        self._slots = list(whole.split(size))
+    def _map(self, memory: int, buffers: int, size: int) -> None:
+        whole = torch.frombuffer(mmap.mmap(memory, buffers * size), dtype=torch.uint8)
+        self._buffers = list(whole.split(size))
 
     def start(self, tensor: torch.Tensor) -> Finish:
-        """Broadcast rank 0's tensor, of any contiguous kind. Both raise RuntimeError.
+        """Broadcast rank 0's tensor, of any type, contiguous. Raises RuntimeError, as the returned function does.
 
-        Rank 0 has copied it when this returns; all receivers have it when what it returns has returned.
+        When this returns, rank 0 has copied the tensor; when the returned function returns, all receivers have it.
         """
         if not self._open:
             raise RuntimeError("the group of the weight update is closed")
@@ -135,7 +149,7 @@ class ShmGroup(Group):
         if self._leads:
             with _failing_as("a receiver of the weight group left or did not answer"):
                 self._send(data)
-            pieces = self._number
+            chunks = self._next
         else:
             self._receiving.append(data)
 
@@ -144,63 +158,69 @@ class ShmGroup(Group):
                 raise RuntimeError("the group of the weight update is closed")
             if self._leads:
                 with _failing_as("a receiver of the weight group left or did not answer"):
-                    self._wait_for(pieces)
+                    self._wait_for(chunks)
                 return
             with _failing_as("the sender of the weight group left or did not answer"):
+                # Chunks arrive in the order of the broadcasts: earlier tensors are copied out first.
                 while any(waiting is data for waiting in self._receiving):
                     self._receive(self._receiving[0])
                     self._receiving.popleft()
 
         return finish
 
-    def _wait_for(self, pieces: int) -> None:
-        """Wait until all receivers have copied out this many."""
+    def _wait_for(self, chunks: int) -> None:
+        """Wait until all receivers have copied out this many chunks."""
         for member, connection in enumerate(self._sockets):
-            while self._copied_out[member] < pieces:
+            while self._copied_out[member] < chunks:
                 self._copied_out[member] += len(_received(connection, 1))
 
     def _send(self, data: torch.Tensor) -> None:
-        for piece in data.split(len(self._slots[0])):
-            self._wait_for(self._number + 1 - SLOTS)
-            self._slots[self._number % SLOTS][: len(piece)].copy_(piece)
+        for chunk in data.split(len(self._buffers[0])):
+            # The buffer is free once all receivers have the chunk that was in it before.
+            self._wait_for(self._next + 1 - BUFFERS)
+            self._buffers[self._next % BUFFERS][: len(chunk)].copy_(chunk)
             for connection in self._sockets:
-                connection.sendall(_PIECE.pack(self._number, len(piece)))
-            self._number += 1
+                connection.sendall(_CHUNK.pack(self._next, len(chunk)))
+            self._next += 1
 
     def _receive(self, data: torch.Tensor) -> None:
         [connection] = self._sockets
-        for piece in data.split(len(self._slots[0])):
-            found = _PIECE.unpack(_received(connection, _PIECE.size))
-            if found != (self._number, len(piece)):
-                raise ConnectionError(f"expected piece {self._number} of {len(piece)} bytes, found {found}")
-            piece.copy_(self._slots[self._number % len(self._slots)][: len(piece)])
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a sender that has left needs none
+        for chunk in data.split(len(self._buffers[0])):
+            number, size = _CHUNK.unpack(_received(connection, _CHUNK.size))
+            if (number, size) != (self._next, len(chunk)):
+                raise ConnectionError(
+                    f"chunk {number} of {size} bytes arrived instead of chunk {self._next} of {len(chunk)} bytes"
+                )
+            chunk.copy_(self._buffers[number % len(self._buffers)][:size])
+            # A sender that has left does not need the answer.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.sendall(b"\0")
-            self._number += 1
+            self._next += 1
 
     def close(self) -> None:
         """Leave the group; the other members notice at once."""
         self._open = False
         for connection in self._sockets:
             connection.close()
-        self._sockets, self._slots = [], []
+        self._sockets = []
+        self._buffers = []
         self._receiving.clear()
 
 
 def _received(connection: socket.socket, count: int) -> bytes:
-    """Exactly `count` bytes. Raises OSError."""
-    found = b""
-    while len(found) < count:
-        more = connection.recv(count - len(found))
+    """The next `count` bytes. Raises OSError."""
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
         if not more:
             raise ConnectionError("the connection was closed")
-        found += more
-    return found
+        data += more
+    return data
 
 
 @contextlib.contextmanager
 def _short(folder: str) -> Iterator[str]:
-    """Another path of a folder: a socket's has at most 107 characters."""
+    """A short path of a folder, because a socket's path has at most 107 characters."""
     opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{opened}"
@@ -209,9 +229,9 @@ def _short(folder: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _failing_as(what: str) -> Iterator[None]:
-    """Turn an OSError into a RuntimeError with what failed."""
+def _failing_as(failure: str) -> Iterator[None]:
+    """A block whose OSError becomes a RuntimeError that begins with `failure`."""
     try:
         yield
     except OSError as error:
-        raise RuntimeError(f"{what}: {error or type(error).__name__}") from error
+        raise RuntimeError(f"{failure}: {error or type(error).__name__}") from error
