@@ -36,24 +36,33 @@ WRAPPERS = ("data", "metrics", "logs", "log", "values", "scalars")
 """Keys of objects that are no part of a metric's name: verl's file logger writes {"step": 1, "data": {...}}."""
 FEW_ROWS = 3
 """Rows, below which neither a run nor a column can be fitted."""
+TABLE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
+"""Files that are no console's output."""
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 _RAY = re.compile(r"\s*\([\w.:/ -]*\bpid=[^()]*\)\s?")
-_STEP_LINE = re.compile(r"\b[Ss]tep[: ]\s*(\d{1,15})\s+[-|]\s(.*?)(?=\b[Ss]tep[: ]\s*\d+\s+[-|]\s|$)")
-"""verl, SkyRL: `step:5 - critic/score/mean:0.1 - actor/lr:1e-06`; prime-rl: `Step 5 | Time: 9.1s | Reward: 0.1`."""
+_STEP_LINE = re.compile(
+    r"(?:\bEvaluated (\S+) \()?\b[Ss]tep[: ]\s*(\d{1,15})\)?\s+[-|]\s(.*?)(?=\b[Ss]tep[: ]\s*\d+\)?\s+[-|]\s|$)"
+)
+"""verl: `step:5 - critic/score/mean:0.1 - actor/lr:1e-06`; prime-rl: `Step 5 | 9.1s | Reward 0.1` of training,
+`Evaluated math (Step 5) | Reward 0.1` of a validation."""
 _CONTINUED = re.compile(r"\s*(?:- )?(?=.*(?:\S:[-.\dn]| - ))\S+(?: - \S+)*(?: -)?\s*")
 """A line that can be the rest of a step line which a terminal has wrapped."""
-_PAIR = re.compile(
-    r"\s*(\S.*?)\s*:\s*((?:[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)|None)%?)(?![\w.:/@,])"
-)
-"""A metric's name and its number; `9.1s` is none."""
+_NUMBER = r"((?:[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)|None)%?)"
+_PAIR = re.compile(rf"\s*(\S.*?)(?:\s*:\s*|\s+){_NUMBER}(?![\w.:/@,])")
+"""A metric's name and its number in a step line; `9.1s` is no number."""
 _TITLE = re.compile(r"\A[^,;\t\n]*\n(?=[^\n]*[A-Za-z])(?=[^\n]*[,;\t])")
 """A line without a mark between cells above a header that has them."""
 _NUMPY = re.compile(r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor|array)\d*\(([^(),\n]*)[^()\n]*\)")
-_LITERAL = re.compile(r"(?:\b(?:[Ss]tep|rollout|iteration|eval) (\d{1,15}): )?(\{['\"].*\})")
+_LITERAL = re.compile(
+    r"(?:(?:\b|_)(?:[Ss]tep|rollout|iteration|eval|passrate) (\d{1,15})(?:, eval_metrics)?: )?(\{['\"].*\})"
+)
 """transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`; slime: `rollout 5: {'rollout/raw_reward': 0.1}`."""
-_HEADING = re.compile(r"\b[Ss]tep (\d{1,15})(?:/\d+)?\W*$")
-_POINT = re.compile(r"\s*[•*]\s+(.*)")
-"""NeMo-RL: a heading `===== Step 5/100 =====`, below it points such as `• Avg Reward: 0.1`."""
+_HEADING = re.compile(r"\b[Ss]tep (\d{1,15})(?:/\d+)?(?: done\.)?\W*$")
+_POINT = re.compile(
+    rf"(?:[•*│{{,]\s*['\"]?|^\s*['\"])([^'\"│:•{{}},]*\w)['\"]?\s*[:│]\s*['\"]?{_NUMBER}['\"]?(?=\s*(?:[,}}│]|$))"
+)
+"""A name and a number below a heading. NeMo-RL: `• Avg Reward: 0.1` below `===== Step 5/100 =====`; SkyRL:
+`'reward/avg_raw_reward': '0.1',` below `Step 5:`; AReaL and tinker-cookbook: cells of a table."""
 STAGES = (
     r"val|valid|validation|eval|evaluation|test|dev|heldout|held out",
     r"",
@@ -78,7 +87,7 @@ _NO_SCORE = re.compile(
     r"|norm|clip|format|pars\w+|json|xml|tool|advantages?|best(?!@)|worst|truncat\w+|weight|index|size|penalty|zero"
     r"|threshold|target|id|gap|diff|delta|ratio|bonus|err|errors?|wer|cer|fail\w*|incorrect\w*|wrong\w*|lose|lost"
     r"|lengths|losses|hack\w*|hallucinat\w*|invalid|timeouts?|baseline|ppl|perplexity|mfu|timings?|perf|throughput"
-    r"|mem|memory|gb|mb|seqlen|latency|gradients?|ms)\b|\bs$"
+    r"|mem|memory|gb|mb|seqlen|latency|gradients?|ms|filtering|dropped|repetition|solved (?:all|none|some))\b|\bs$"
 )
 _FIRST = re.compile(r"\b(?:core|raw rewards?)\b")
 _WHOLE = {"all", "total", "overall", "average"}
@@ -300,20 +309,27 @@ def _from_console(path: Path, text: str) -> TableFile | None:
     log with step lines prints its configuration as a literal.
     """
     lined: list[tuple[int, Row]] = []
-    literal: list[tuple[int, Row]] = []
-    headed: list[tuple[int, Row]] = []
+    literals: list[tuple[int, Row]] = []
+    headed: list[tuple[int, Row]] = [(0, {})]
     for number, line in _console_lines(text):
-        for step, metrics in _STEP_LINE.findall(line):
-            pairs = (_PAIR.match(item) for item in re.split(r"\s[-|](?=\s|$)", metrics))
-            lined.append((number, {"step": int(step)} | {pair[1]: pair[2] for pair in pairs if pair}))
-        if found := _LITERAL.search(line):
-            row = ({"step": int(found[1])} if found[1] else {}) | _numbers_of(found[2])
-            literal += [(number, row)] if computes(list(row)) else []
-        elif heading := _HEADING.search(line):
+        for validation, step, metrics in _STEP_LINE.findall(line):
+            stem = f"eval/{validation}/" if validation else ""
+            pairs = filter(None, map(_PAIR.match, re.split(r"\s[-|](?=\s|$)", metrics)))
+            lined.append((number, {"step": int(step)} | {stem + pair[1]: pair[2] for pair in pairs}))
+        if literal := _LITERAL.search(line):
+            row = _numbers_of(literal[2])
+            if literal[1]:
+                row["step"] = int(literal[1])
+            if computes(list(row)):
+                literals.append((number, row))
+        if heading := _HEADING.search(line):
             headed.append((number, {"step": int(heading[1])}))
-        elif headed and (point := _POINT.match(line)) and (pair := _PAIR.match(point[1])):
-            headed[-1][1][pair[1]] = pair[2]
-    kinds = [[(n, row) for n, row in rows if len(row) > 1] for rows in (lined, literal, headed)]
+        # NeMo-RL prints a validation before its first heading; a configuration there has no bullets
+        if len(headed) > 1 or "•" in line:
+            headed[-1][1].update(_POINT.findall(line))
+    if len(headed) > 1:
+        headed[0][1]["step"] = max(0, headed[1][1]["step"] - 1)
+    kinds = [[(number, row) for number, row in rows if len(row) > 1] for rows in (lined, literals, headed)]
     rows = next((kind for kind in kinds if len(kind) >= FEW_ROWS), max(kinds, key=len))
     if not rows:
         return None
@@ -341,7 +357,7 @@ def _numbers_of(literal: str) -> Row:
     """The numbers of an object as Python or JSON prints it; none of what is no object."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes in its texts
-            value = ast.literal_eval(re.sub(r"\b(?:nan|NaN|inf|null)\b", "None", literal))
+            value = ast.literal_eval(re.sub(r"-?\b(?:nan|NaN|inf|null)\b", "None", literal))
         row = _flat(value)
     except (ValueError, SyntaxError, TypeError, AttributeError, MemoryError, RecursionError):
         return {}
