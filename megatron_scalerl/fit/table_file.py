@@ -21,7 +21,7 @@ import re
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import count
@@ -78,7 +78,7 @@ SCORES = (
     r"scores?",
     r"(?:pass|maj|best|cons)@\d+",
     r"rewards?|returns?",
-    r"value",
+    r"^value$",
 )
 """Words of a score, in order of preference within a stage."""
 _BEST_OF = re.compile(r"\b(?:best|maj|cons|pass)@(?!1\b)")
@@ -90,7 +90,7 @@ _NO_SCORE = re.compile(
     r"|mem|memory|gb|mb|seqlen|latency|gradients?|ms|filtering|dropped|repetition|solved (?:all|none|some))\b|\bs$"
 )
 _FIRST = re.compile(r"\b(?:core|raw rewards?)\b")
-_WHOLE = {"all", "total", "overall", "average"}
+_WHOLE = re.compile(r"\b(?:all|total|overall|average)\b")
 _AT = r"(?:(?:train|training|trainer|eval|val|progress)[/_])?"
 COMPUTES: tuple[tuple[str, str | None], ...] = (
     (r"(?:.*[^a-z])?gpu[-_ ]?(?:hours?|h)(?:[^a-z].*)?", "gpu_hours"),
@@ -134,47 +134,49 @@ class TableFile:
     """The column that the layout draws the others over."""
 
 
-def refused(path: Path, expected: str, found: object, *where: str) -> ValueError:
-    """The error of one line that names the file and the place in it."""
-    return ValueError(": ".join([str(path), *where, f"expected {expected}, found {found}"]))
+def refused(path: Path, problem: str, *where: str) -> ValueError:
+    """The error of one line that names the file, the place in it and the problem."""
+    return ValueError(": ".join([str(path), *where, problem]))
 
 
 def read_tables(path: Path) -> list[TableFile]:
     """The tables of a file or folder: one, or one of each run. Raises ValueError, one line, if there is none."""
     if not path.exists():
-        raise refused(path, "a run folder or a CSV, JSONL or JSON file", "nothing there")
-    for name in FOLDER if path.is_dir() else ():
-        if inside := sorted(path.glob(name), key=lambda p: [int(n) for n in re.findall(r"\d+", p.parent.name)]):
-            return [replace(table, run=path.resolve().name) for table in read_tables(inside[-1])]
+        raise refused(path, "does not exist; give a run folder or a CSV, JSONL or JSON file")
+    for pattern in FOLDER if path.is_dir() else ():
+        files = sorted(path.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", file.parent.name)])
+        if files:
+            return [replace(table, run=path.resolve().name) for table in read_tables(files[-1])]
     if path.is_dir() or "tfevents" in path.name:
         return _from_tensorboard(path)
     data = path.read_bytes()
     try:
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     except (OSError, EOFError, zlib.error) as error:
-        raise refused(path, "a gzip file", f"a damaged one ({error})") from None
+        raise refused(path, f"the gzip file is damaged: {error}") from None
     if data[:4] == b"PAR1":
         from pyarrow import BufferReader, parquet
 
         return [table_of(path, "Parquet", parquet.read_table(BufferReader(data)).to_pylist())]
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
-    by_line = suffix in (".jsonl", ".ndjson")
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    console = "" if suffix in (".json", ".csv", ".tsv") or by_line else data.decode(encoding, errors="replace")
-    if logged := _from_console(path, console):  # which may have a damaged character anywhere
-        return [logged]
+    if suffix not in TABLE_SUFFIXES:
+        # a console's output may have a damaged character anywhere
+        logged = _from_console(path, data.decode(encoding, errors="replace"))
+        if logged:
+            return [logged]
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
-        raise refused(path, "text in UTF-8", f"byte {error.object[error.start]:#04x}") from None
-    if not text.strip():
-        raise refused(path, "a header and rows", "an empty file")
-    start = text.lstrip()[0]
+        raise refused(path, f"byte {error.object[error.start]:#04x} is no text in UTF-8") from None
+    start = text.lstrip()[:1]
+    if not start:
+        raise refused(path, "the file is empty; it has to have a header and rows")
     if suffix in (".log", ".out", ".err"):
-        raise refused(path, "lines like step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}", "none")
-    if start == "[" or suffix == ".json" or (start == "{" and not by_line):
-        return [_from_json(path, text)]
-    return [_from_jsonl(path, text)] if by_line else _from_csv(path, text)
+        raise refused(path, "no line is like step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}")
+    if suffix in (".jsonl", ".ndjson"):
+        return [_from_jsonl(path, text)]
+    return [_from_json(path, text)] if start in "[{" or suffix == ".json" else _from_csv(path, text)
 
 
 def table_of(path: Path, layout: str, rows: Iterable[Row], numbers: Iterable[int] | None = None) -> TableFile:
@@ -190,22 +192,25 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
     delimiter = max(",\t; ", key=lambda mark: (mark != " " and mark in first, first.count(mark)))
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=delimiter == " ")
     try:
-        header = tuple(name.strip() for name in next(filter(any, lines), [""]))
+        header = [name.strip() for name in next(filter(any, lines), [""])]
         rows = [(lines.line_num, [cell.strip() for cell in cells]) for cells in lines if any(cells)]
     except csv.Error as error:
-        raise refused(path, "cells of a table", error, f"row {lines.line_num}") from None
+        raise refused(path, f"the row cannot be split into cells: {error}", f"row {lines.line_num}") from None
     twice = [name for name in header if name and header.count(name) > 1]
+    problem = ""
     if len(header) < 2:
-        raise refused(path, "at least two columns", f"one ({header[0][:80]!r})", "row 1")
-    if all(re.fullmatch(r"[-+.\d]+", name) for name in header):
-        raise refused(path, "names of columns", f"the numbers {', '.join(header)}", "row 1")
-    if twice:
-        raise refused(path, "each column once", f"{twice[0]!r} {len(twice)} times", "row 1")
+        problem = f"the header has the one column {header[0][:80]!r}; a table has at least two"
+    elif all(re.fullmatch(r"[-+.\d]+", name) for name in header):
+        problem = f"the header has the numbers {', '.join(header)}; write the names of the columns above them"
+    elif twice:
+        problem = f"column {twice[0]!r} is there {header.count(twice[0])} times"
+    elif not rows:
+        problem = "there are no rows below the header"
+    if problem:
+        raise refused(path, problem, "row 1")
     for number, cells in rows:
         if len(cells) != len(header):
-            raise refused(path, f"{len(header)} cells as in the header", len(cells), f"row {number}")
-    if not rows:
-        raise refused(path, "rows below the header", "none")
+            raise refused(path, f"{len(cells)} cells stand below a header of {len(header)}", f"row {number}")
     if delimiter != "," and not any(re.fullmatch(r"-?\d+\.\d+%?", cell) for _, cells in rows for cell in cells):
         rows = [(n, [re.sub(r"^(-?\d*),(\d+%?)$", r"\1.\2", cell) for cell in cells]) for n, cells in rows]
     table = table_of(path, "table", (dict(zip(header, cells)) for _, cells in rows), [number for number, _ in rows])
@@ -214,17 +219,18 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
 
 def _chart_runs(table: TableFile) -> list[TableFile]:
     """A table of each run of a W&B chart: x, then `RUN - METRIC` with its __MIN and __MAX; runs may contain " - "."""
-    x, runs = table.columns[0], dict[str, dict[str, str]]()
+    x = table.columns[0]
+    runs: dict[str, dict[str, str]] = {}
     for column in table.columns[1:]:
         run, _, metric = column.rpartition(" - ")
         if not metric.endswith(("__MIN", "__MAX")):
-            runs.setdefault(run, {})[metric] = column
+            runs.setdefault(run, {x: x})[column] = metric
     numbers = [number for number, _ in table.rows]
-    out = []
-    for run, named in runs.items():
-        rows = ({x: row[x], **{metric: row[column] for metric, column in named.items()}} for _, row in table.rows)
-        out.append(replace(table_of(table.path, "W&B chart", rows, numbers), run=run, x=x))
-    return out
+    tables = []
+    for run, metrics in runs.items():
+        rows = ({metric: row[column] for column, metric in metrics.items()} for _, row in table.rows)
+        tables.append(replace(table_of(table.path, "W&B chart", rows, numbers), run=run, x=x))
+    return tables
 
 
 def _problem(error: ValueError | RecursionError) -> str:
@@ -235,71 +241,82 @@ def _problem(error: ValueError | RecursionError) -> str:
 def _from_jsonl(path: Path, text: str) -> TableFile:
     rows: dict[int, Row] = {}
     for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line) if line.strip() else {}
+            rows[number] = json.loads(line)
         except (ValueError, RecursionError) as error:
             if rows and text.endswith(line):  # without its newline: being written, or truncated by a crash
                 break
-            raise refused(path, "one JSON object", _problem(error), f"row {number}") from None
-        if not isinstance(row, dict):
-            raise refused(path, "one JSON object", type(row).__name__, f"row {number}")
-        rows |= {number: row} if row else {}
+            raise refused(path, f"the line is no JSON object: {_problem(error)}", f"row {number}") from None
+    _check_objects(path, rows)
     return table_of(path, "JSON lines", rows.values(), rows)
+
+
+def _check_objects(path: Path, rows: Mapping[int, Any]) -> None:
+    for number, row in rows.items():
+        if not isinstance(row, dict):
+            raise refused(path, f"the row is of type {type(row).__name__}, not an object", f"row {number}")
 
 
 def _from_json(path: Path, text: str) -> TableFile:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data" and text.lstrip()[0] == "{":
-            return _from_jsonl(path, text)
-        row = (f"row {error.lineno}",) if isinstance(error, json.JSONDecodeError) else ()
-        raise refused(path, "JSON", _problem(error), *row) from None
+        row = ""
+        if isinstance(error, json.JSONDecodeError):
+            if error.msg == "Extra data" and text.lstrip()[0] == "{":
+                return _from_jsonl(path, text)
+            row = f" in row {error.lineno}"
+        raise refused(path, f"the file is no JSON: {_problem(error)}{row}") from None
     layout, rows = ("JSON", value) if isinstance(value, list) else _rows_of_object(value)
     if not rows:
         keys = f" with {', '.join(list(value)[:8])}" if isinstance(value, dict) and value else ""
-        raise refused(path, "a JSON list of rows", type(value).__name__ + keys)
+        raise refused(path, f"the JSON has no list of rows; it is of type {type(value).__name__}{keys}")
     if all(isinstance(row, list) and len(row) == 3 for row in rows):
         return table_of(path, "TensorBoard's JSON", (dict(zip(("Wall time", "Step", "Value"), row)) for row in rows))
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise refused(path, "an object", type(row).__name__, f"row {number}")
+    _check_objects(path, dict(enumerate(rows, start=1)))
     return table_of(path, layout, rows)
 
 
 def _rows_of_object(value: Any) -> tuple[str, list[Any]]:
     """(layout, rows) of a list of rows in an object (trainer_state.json: log_history), of several, or of columns."""
-    held = {k: v for k, v in value.items() if v and isinstance(v, list | dict)} if isinstance(value, dict) else {}
-    lists = {k: v for k, v in held.items() if isinstance(v, list) and all(isinstance(row, dict) for row in v)}
+    lists: dict[str, list[Row]] = {}
+    columns: dict[str, list[Any]] = {}
+    for key, cells in value.items() if isinstance(value, dict) else ():
+        if isinstance(cells, dict):
+            columns[key] = list(cells.values())
+        elif isinstance(cells, list):
+            of_objects = all(isinstance(row, dict) for row in cells)
+            (lists if of_objects else columns)[key] = cells
+    lists = {key: rows for key, rows in lists.items() if rows}
     if "log_history" in lists:
         return "trainer_state.json", lists["log_history"]
-    columns = {
-        k: [*cells.values()] if isinstance(cells, dict) else cells for k, cells in held.items() if k not in lists
-    }
-    lengths = Counter(map(len, columns.values()))
+    lengths = Counter(len(cells) for cells in columns.values() if cells)
     usual = max(lengths, key=lambda length: (lengths[length], length), default=0)
-    columns = {k: cells for k, cells in columns.items() if len(cells) == usual}
-    mixed = len(lengths) > 1 or bool(lists)
-    if len(columns) > mixed and (not lists or computes(list(columns))):
+    columns = {key: cells for key, cells in columns.items() if len(cells) == usual > 0}
+    fewest = 2 if lists or len(lengths) > 1 else 1
+    if len(columns) >= fewest and (not lists or computes(list(columns))):
         return "JSON columns", [dict(zip(columns, cells)) for cells in zip(*columns.values())]
+    if len(lists) == 1:
+        return f"JSON, {', '.join(lists)}", next(iter(lists.values()))
     if lists:
         column = "kind" if any(stage(key) != 1 for key in lists) else "run"
-        named = [({column: key} if len(lists) > 1 else {}) | row for key, rows in lists.items() for row in rows]
-        return f"JSON, {', '.join(lists)}", named
+        return f"JSON, {', '.join(lists)}", [{column: key} | row for key, rows in lists.items() for row in rows]
     return "JSON", []
 
 
 def _flat(row: Row) -> Row:
     """The row with the keys of its objects joined by "/"."""
-    if not any(isinstance(value, dict) for value in row.values()):
-        return row
-    out: Row = {}
+    flat: Row = {}
     for key, value in row.items():
-        inner = _flat(value) if isinstance(value, dict) else {"": value}
-        out |= {
-            "/".join(part for part in (key * (key not in WRAPPERS), name) if part): v for name, v in inner.items()
-        }
-    return out
+        if not isinstance(value, dict):
+            flat[key] = value
+        elif key in WRAPPERS:
+            flat |= _flat(value)
+        else:
+            flat |= {f"{key}/{name}": cell for name, cell in _flat(value).items()}
+    return flat
 
 
 def _from_console(path: Path, text: str) -> TableFile | None:
@@ -368,44 +385,47 @@ def _from_tensorboard(path: Path) -> list[TableFile]:
     """A table of each folder with event files."""
     files = sorted(path.rglob("*tfevents*")) if path.is_dir() else [path]
     if not files:
-        known = ", ".join((*FOLDER, "event files"))
-        raise refused(path, f"a run folder with validation.jsonl, or {known}", "none")
+        raise refused(path, f"the folder has neither validation.jsonl nor {', '.join(FOLDER)} nor event files")
     try:
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.util.tensor_util import make_ndarray
     except ModuleNotFoundError:
-        raise refused(path, "the package tensorboard for event files", "none: pip install tensorboard") from None
+        raise refused(path, "event files need the package tensorboard; pip install tensorboard") from None
     folders: dict[Path, list[Row]] = {}
     latest: dict[tuple[Path, int], Row] = {}
     for file in files:
         rows = folders.setdefault(file.parent, [])
         for event in map(Event.FromString, RawEventFileLoader(str(file)).Load()):
             for value in event.summary.value:
-                kind = value.WhichOneof("value")
-                number = value.simple_value if kind == "simple_value" else None
-                if kind == "tensor" and (array := make_ndarray(value.tensor)).size == 1 and array.dtype.kind in "fi":
-                    number = float(array.reshape(()))
+                number = value.simple_value if value.HasField("simple_value") else None
+                if value.HasField("tensor"):
+                    array = make_ndarray(value.tensor)
+                    if array.size == 1 and array.dtype.kind in "fi":
+                        number = float(array.reshape(()))
                 row = latest.get((file.parent, event.step), {value.tag: None})
                 if value.tag in row:  # a step logged again after a resume is a row of its own
                     row = latest[file.parent, event.step] = {"step": event.step}
                     rows.append(row)
                 row[value.tag] = number
-    named = {f: str(f.relative_to(path)) if path.is_dir() and f != path else f.resolve().name for f in folders}
-    return [replace(table_of(path, "event files", rows), run=named[folder]) for folder, rows in folders.items()]
+    tables = []
+    for folder, rows in folders.items():
+        run = str(folder.relative_to(path)) if path.is_dir() and folder != path else folder.resolve().name
+        tables.append(replace(table_of(path, "event files", rows), run=run))
+    return tables
 
 
 def words(name: str) -> str:
     """The words of a column's name in lower case, set apart by one space; pass_at_1 and pass1 are pass@1."""
     apart = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    said = re.sub(r"[^a-z0-9@]+", " ", apart.lower()).strip()
-    return re.sub(r"\b(?:(pass|avg|mean|maj|best|acc) at |(pass) ?)(\d+)\b", r"\1\2@\3", said)
+    text = re.sub(r"[^a-z0-9@]+", " ", apart.lower()).strip()
+    return re.sub(r"\b(?:(pass|avg|mean|maj|best|acc) at |(pass) ?)(\d+)\b", r"\1\2@\3", text)
 
 
 def stage(name: str) -> int:
-    """0 for a validation, 2 for training, 1 for what says neither."""
-    said = words(name)
-    return next((n for n in (0, 2) if re.search(rf"\b(?:{STAGES[n]})\b", said)), 1)
+    """0 for a validation, 2 for training, 1 for a name that says neither."""
+    text = words(name)
+    return next((n for n in (0, 2) if re.search(rf"\b(?:{STAGES[n]})\b", text)), 1)
 
 
 def may_be_score(name: str) -> bool:
@@ -419,27 +439,23 @@ def score_rank(name: str) -> tuple[int, ...] | None:
     (stage, 0 for verl's core metrics and for slime's raw reward, whose other one is normalized, measure, 0 for the
     whole of several parts, words of the name)
     """
-    said = words(name)
-    if not may_be_score(name):
+    text = words(name)
+    measures = [n for n, pattern in enumerate(SCORES) if re.search(rf"\b(?:{pattern})\b", text)]
+    if not measures or not may_be_score(name):
         return None
-    found = [n for n, pattern in enumerate(SCORES) if re.search(rf"\b(?:{pattern})\b", said)]
-    if not found or (found[0] == len(SCORES) - 1 and said != "value"):
-        return None
-    measure = 5 if _BEST_OF.search(said) else found[0]
-    parts = said.split()
-    return stage(name), int(not _FIRST.search(said)), measure, int(not _WHOLE & {*parts}), len(parts)
+    measure = 5 if _BEST_OF.search(text) else measures[0]
+    return stage(name), not _FIRST.search(text), measure, not _WHOLE.search(text), text.count(" ")
 
 
 def scores(names: Iterable[str]) -> list[str]:
     """The names that are scores, best first; among equals in the given order."""
-    ranked = [(rank, name) for name in names if (rank := score_rank(name)) is not None]
-    return [name for _, name in sorted(ranked, key=lambda each: each[0])]
+    ranks = {name: rank for name in names if (rank := score_rank(name))}
+    return sorted(ranks, key=lambda name: ranks[name])
 
 
 def unit_of(column: str) -> str:
     """Unit of a compute column: "steps", "seconds", "gpu_hours", "device_hours", else the column's own name."""
-    found = next((unit for pattern, unit in COMPUTES if re.fullmatch(pattern, column.lower())), None)
-    return found or column
+    return next((unit for pattern, unit in COMPUTES if re.fullmatch(pattern, column.lower())), None) or column
 
 
 def computes(names: Sequence[str]) -> list[str]:
@@ -449,10 +465,13 @@ def computes(names: Sequence[str]) -> list[str]:
 
 def number_in(cell: Any) -> float:
     """The number in a cell: 12, "0.3", "12%", "1,200", "checkpoint-100". Raises ValueError, TypeError for others."""
-    text = cell.strip().removesuffix("%") if isinstance(cell, str) else cell
-    if isinstance(text, str) and _THOUSANDS.fullmatch(text):
-        text = text.replace(",", "")
-    return float(named[1] if isinstance(text, str) and (named := _STEP_NAME.fullmatch(text)) else text)
+    if not isinstance(cell, str):
+        return float(cell)
+    text = cell.strip().removesuffix("%")
+    if _THOUSANDS.fullmatch(text):
+        return float(text.replace(",", ""))
+    step = _STEP_NAME.fullmatch(text)
+    return float(step[1] if step else text)
 
 
 def plain(cell: Any) -> Any:
@@ -477,19 +496,18 @@ def is_time_of_day(name: str, value: Any) -> bool:
 
 def is_reward(name: str) -> bool:
     """Whether nothing says that its values lie in [0, 1]: a reward may be any number."""
-    said = words(name).split()
-    return score_rank(name) is None or any(re.fullmatch("(?:score|reward|return|value)s?", word) for word in said)
+    return score_rank(name) is None or re.search(r"\b(?:score|reward|return|value)s?\b", words(name)) is not None
 
 
 def some_of(names: Sequence[str], wanted: Sequence[str]) -> str:
-    """All names if they are few, else their number and the three nearest to the wanted ones."""
+    """A clause with all names if they are few, else with their number and the three nearest to the wanted ones."""
     names = [name for name in names if name]
     if len(names) <= 6:
-        return ", ".join(names) or "none"
+        return f"the columns are {', '.join(names) or 'none'}"
 
     def nearness(name: str) -> float:
         parts = [words(name), *words(name).split()]
         return max(SequenceMatcher(None, part, words(want)).ratio() for part in parts for want in wanted)
 
     nearest = sorted(names, key=nearness, reverse=True)[:3]
-    return f"{len(names)} columns, the nearest: {', '.join(nearest)}"
+    return f"of {len(names)} columns the nearest: {', '.join(nearest)}"

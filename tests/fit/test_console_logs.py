@@ -108,9 +108,7 @@ def test_of_two_equal_validations_the_other_one_is_named(tmp_path):
     assert "points of val-core/aime25/acc/mean@32" in curve.read and f"(as good by its name: {CORE})" in curve.read
 
 
-@pytest.mark.parametrize(
-    ("again", "kept"), [((60, 70), 7), ((10, 20, 30), 3), ((60,), 10), ((60, 70, 80, 90, 100), 10)]
-)
+@pytest.mark.parametrize(("again", "kept"), [((60, 70), 7), ((10, 20), 2), ((60,), 10), ((60, 70, 80, 90, 100), 10)])
 def test_what_an_attempt_had_beyond_a_resume_is_left_out(tmp_path, again, kept):
     text = "\n".join(verl_lines(**{CORE: rate}) + verl_lines(again, **{CORE: lambda step: 0.777}))
     (curve,) = read_curves(write(tmp_path, "run.log", text))
@@ -139,7 +137,7 @@ def test_the_console_log_of_transformers_and_a_log_without_metrics(tmp_path):
     rows = ({"loss": 0.1, "grad_norm": math.nan, "reward": r, "epoch": s / 100} for s, r in zip(STEPS, RATES))
     path = write(tmp_path, "run.log", "".join(f"  3%|3 | 1/30\n{row}\n" for row in rows))
     assert read_curves(path)[0].pass_rate.tolist() == RATES and read_curves(path)[0].unit == "epoch"
-    with pytest.raises(ValueError, match=r"expected lines like step:5 - reward:0.1 or .*, found none"):
+    with pytest.raises(ValueError, match=r"other\.log: .* step:5 - reward:0.1 or "):
         read_curves(write(tmp_path, "other.log", "[06:01] done\n"))
 
 
@@ -147,3 +145,11 @@ def test_the_console_log_of_slime(tmp_path):
     said = "(RolloutManager pid=9) data.py:1 - rollout {}: {{'rollout/raw_reward': {}, 'rollout/lengths': 9.0}}\n"
     (curve,) = read_curves(write(tmp_path, "run.log", "".join(said.format(s, r) for s, r in zip(STEPS, RATES))))
     assert (curve.unit, curve.compute.tolist(), curve.pass_rate.tolist()) == ("steps", STEPS, RATES)
+
+
+def test_a_second_run_in_one_console_log(tmp_path):
+    text = "\n".join(verl_lines([0, *STEPS], **{CORE: rate}) + verl_lines(STEPS[:5], **{CORE: lambda step: 0.7}))
+    one, two = read_curves(write(tmp_path, "run.log", text))
+    assert (one.name, one.initial, one.compute.tolist()) == ("run#1", rate(0), STEPS)
+    assert (two.name, two.initial, two.compute.tolist()) == ("run#2", None, STEPS[:5])
+    assert two.pass_rate.tolist() == [0.7] * 5
