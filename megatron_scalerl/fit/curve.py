@@ -56,10 +56,12 @@ class Curve:
     @property
     def completions(self) -> Array | None:
         """[n] prompts x generations of each point; None if unknown."""
-        return None if self.prompts is None or self.generations is None else self.prompts * self.generations
+        if self.prompts is None or self.generations is None:
+            return None
+        return self.prompts * self.generations
 
     def part(self, kept: NDArray[Any]) -> Curve:
         """The run with the points `kept` alone: [n] of booleans, or indices."""
         names = ("compute", "pass_rate", "generations", "within_variance", "truncated_share")
-        parts = {n: column[kept] for n in names if (column := getattr(self, n)) is not None}
-        return replace(self, **parts)
+        columns = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: column[kept] for name, column in columns.items() if column is not None})

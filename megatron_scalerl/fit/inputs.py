@@ -129,48 +129,51 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
 
 
 def _curves_of(table: TableFile, options: ColumnOptions) -> list[Curve]:
-    chosen = [value for column, value in options.series if column == RUN_COLUMN not in table.columns]
-    if chosen:
-        options = replace(options, series=tuple(pair for pair in options.series if pair[0] != RUN_COLUMN))
-    curves = []
+    series = dict(options.series)
+    # a run that was logged after another one has no column; it is chosen by its name
+    chosen = "*" if RUN_COLUMN in table.columns else series.pop(RUN_COLUMN, "*")
+    options = replace(options, series=tuple(series.items()))
+    curves: dict[str, Curve] = {}
     for name, rows in _selections(table, options):
         part, kind = _one_kind(rows, options)
-        runs = _runs(part, options)
-        if len(runs) == 1:
-            curves.append(_selected_curve(part, kind, options, name))
-            continue
-        for n, run in enumerate(runs, start=1):
-            curve = _selected_curve(run, kind, options, f"{name}#{n}")
-            note = f"{table.path.name}: run {n} of {len(runs)}, logged one after another; --series run={name}#{n}"
-            curves.append(replace(curve, notes=(*curve.notes, note)))
-    named = [curve for curve in curves if not chosen or curve.name in chosen]
-    if not named:
-        raise refused(table.path, f"no run is called {chosen[0]!r}; the runs are {', '.join(c.name for c in curves)}")
-    return named
+        runs = _runs(part, options, name)
+        for run_name, run in runs.items():
+            curve = _selected_curve(run, kind, options, run_name)
+            if len(runs) > 1:
+                note = f"one of {len(runs)} runs that were logged one after another; --series run={run_name} takes it"
+                curve = replace(curve, notes=(*curve.notes, f"{table.path.name}: {note}"))
+            curves[run_name] = curve
+    if chosen == "*":
+        return list(curves.values())
+    if chosen not in curves:
+        raise refused(table.path, f"no run is called {chosen!r}; the runs are {', '.join(curves)}")
+    return [curves[chosen]]
 
 
-def _runs(table: TableFile, options: ColumnOptions) -> list[TableFile]:
-    """The runs that were logged one after another into one table.
+def _runs(table: TableFile, options: ColumnOptions, name: str) -> dict[str, TableFile]:
+    """Name -> rows of the runs that were logged one after another into one table.
 
     A run begins where the compute falls to the first one of the run before it, or below, and then passes that one.
     Both have a few rows. A resume falls as well, but not to the start; unsorted rows fall after every few rows.
     """
     score = _scores(table, options)[0]
     axis = _compute(table, options, score)[0]
-    rows = [(index, row) for index, (_, row) in enumerate(table.rows) if _has_number(row, score)]
-    indices = [index for index, row in rows if _numbers([(index, row)], axis)]
+    rows = [(number, row) for number, row in table.rows if _has_number(row, score) and _has_number(row, axis)]
     computes = _numbers(rows, axis)
-    falls = [n for n in range(1, len(computes)) if computes[n] < computes[n - 1]]
-    if FEW_ROWS * len(falls) >= len(computes) or set(_numbers(rows, score)) <= {0.0, 1.0}:
-        return [table]
+    falls = [int(n) + 1 for n in np.flatnonzero(np.diff(computes) < 0)]
+    # rows that fall so often are unsorted; rates of 0 and 1 are single answers, whose mean is fitted
+    if FEW_ROWS * len(falls) >= len(rows) or set(_numbers(rows, score)) <= {0.0, 1.0}:
+        return {name: table}
     starts = [0]
-    for begin, end in zip(falls, [*falls[1:], len(computes)]):
+    for begin, end in zip(falls, [*falls[1:], len(rows)]):
         first = min((x for x in computes[starts[-1] : begin] if x > 0), default=math.inf)
         enough = min(begin - starts[-1], end - begin) >= FEW_ROWS
         if enough and computes[begin] <= first <= computes[end - 1]:
             starts.append(begin)
-    edges = [0, *(indices[start] for start in starts[1:]), len(table.rows)]
-    return [replace(table, rows=table.rows[begin:end]) for begin, end in zip(edges, edges[1:])]
+    if len(starts) == 1:
+        return {name: table}
+    ends = zip(starts, [*starts[1:], len(rows)])
+    return {f"{name}#{n}": replace(table, rows=tuple(rows[a:b])) for n, (a, b) in enumerate(ends, start=1)}
 
 
 def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
@@ -182,12 +185,12 @@ def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
 def _selected_curve(table: TableFile, kind: str, options: ColumnOptions, name: str) -> Curve:
     """The run of these rows; one of several seeds of an arm where --series names the seed's column."""
     curve = _curve(table, options, name, kind)
-    named = [column for column, _ in options.series]
-    if SEED_COLUMN not in named or len(named) < 2:
+    columns = [column for column, _ in options.series]
+    if SEED_COLUMN not in columns or len(columns) < 2:
         return curve
     row = table.rows[0][1]
     seed = str(row.get(SEED_COLUMN))
-    arm = "/".join(str(row.get(column)) for column in named if column != SEED_COLUMN)
+    arm = "/".join(str(row.get(column)) for column in columns if column != SEED_COLUMN)
     return replace(curve, name=f"{arm} seed {seed}", arm=arm, seed=int(seed) if seed.isdigit() else None)
 
 
@@ -199,7 +202,7 @@ def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
     compute = options.compute or ("compute" if options.hours_per_step is None else "step")
     curve = _curve(table, replace(options, compute=compute), path.resolve().name)
     recipe = _recipe(path)
-    seed = None if recipe is None else recipe.get("seed")
+    seed = (recipe or {}).get("seed")
     return replace(curve, source=path, recipe=recipe, seed=seed if isinstance(seed, int) else None)
 
 
@@ -214,13 +217,12 @@ def _recipe(run_dir: Path) -> dict[str, Any] | None:
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Key path -> value of a nested mapping; an empty mapping is a value."""
-    out: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in data.items():
-        if isinstance(value, Mapping) and value:
-            out |= flattened(value, f"{prefix}{key}.")
-        else:
-            out[prefix + str(key)] = value
-    return out
+        flat |= (
+            flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+        )
+    return flat
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -248,7 +250,8 @@ def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
             raise refused(table.path, f"no column is a score (name it with --score); {listed}", "row 1")
     elif not options.score and stage(names[0]) != 0:
         bare = _validations_without_measure(table)
-        names = bare + names if len(bare) == 1 else names  # slime's eval/aime beside a training reward
+        if len(bare) == 1:
+            names = bare + names  # slime's eval/aime, which a reward of training accompanies
     measured = [name for name in names if any(_has_number(row, name) for _, row in table.rows)]
     if not measured:
         raise refused(table.path, f"no row has a number in {names[0]}")
@@ -257,7 +260,9 @@ def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
 
 def _axes(table: TableFile) -> list[str]:
     """Columns that the compute may be in, best first."""
-    return [table.x] if table.x else computes(table.columns)
+    if table.x:
+        return [table.x]
+    return computes(table.columns)
 
 
 def _is_short(table: TableFile, column: str) -> bool:
@@ -289,13 +294,11 @@ def _tells_rows_apart(table: TableFile, column: str) -> bool:
     axis = next(iter(_axes(table)), column)
     if column == axis or column.lower() in IDENTITY_COLUMNS:
         return False
-    cells = [(str(row.get(axis)), row.get(column)) for _, row in table.rows if _has_number(row, axis)]
-    if column != "k" and not all(isinstance(plain(value), str | bool) for _, value in cells):
+    rows = [(number, row) for number, row in table.rows if _has_number(row, axis)]
+    if column != "k" and not all(isinstance(plain(row.get(column)), str | bool) for _, row in rows):
         return False
-    pairs = {(x, str(value)) for x, value in cells}
-    kinds = {value for _, value in pairs}
-    each_once = len(pairs) == len(cells) > len({x for x, _ in pairs})
-    return each_once and 2 <= len(kinds) <= min(MANY_RUNS, len(cells) // 2)
+    each_once = len(_groups(rows, [axis, column])) == len(rows) > len(_groups(rows, [axis]))
+    return each_once and 2 <= len(_groups(rows, [column])) <= min(MANY_RUNS, len(rows) // 2)
 
 
 def _one_kind(table: TableFile, options: ColumnOptions) -> tuple[TableFile, str]:
@@ -384,32 +387,35 @@ class _Point(NamedTuple):
     row: Row
     number: int
 
-    @property
-    def at_start(self) -> bool:
-        """Whether it was measured before training."""
-        return self.compute == 0 or self.row.get("step") == 0
-
 
 def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") -> Curve:
     score, *others = _scores(table, options)
     compute, scale, unit = _compute(table, options, score)
     measured, texts = _points(table, options, (compute, scale), score, others)
-    starts = [point for point in measured if point.at_start]
-    points, notes = _ordered([point for point in measured if not point.at_start], compute)
+    starts = [point for point in measured if point.compute == 0 or point.row.get("step") == 0]
+    points, notes = _ordered([point for point in measured if point not in starts], compute)
     if not points:
         raise refused(table.path, f"no row has {compute} > 0")
     for column in _identity(table, 1):
         different = f"{len(_groups(table.rows, [column]))} different {column}"
         notes.append(f"rows of {different} were fitted as one run; choose with --series {column}=VALUE")
-    over = compute if options.hours_per_step is None else f"{compute} x {options.hours_per_step:g} h"
+    over = compute
+    if options.hours_per_step is not None:
+        over += f" x {options.hours_per_step:g} h"
     ends = f"{short_number(points[0].compute)} to {short_number(points[-1].compute)}"
     read = f"read {name}: {table.layout}, {len(points)} points of {score} over {over} ({ends} {unit_name(unit)})"
-    texts.insert(0, read + (", R_0" if starts else ""))
+    if starts:
+        read += ", R_0"
+    texts.insert(0, read)
     if options.score is None and options.compute is None and (table.x or len(table.columns) > 2):
-        reason = AXES[table.layout] if table.x else "its name ranks first"
+        reason = "its name ranks first"
+        if table.x:
+            reason = AXES[table.layout]
         alike = [column for column in others if (score_rank(column) or ())[:-1] == (score_rank(score) or (0,))[:-1]]
-        as_good = f" (as good by its name: {', '.join(alike[:3])})" if alike else ""
-        texts.append(f"why this score: {_why(score)}{as_good}; why this axis: {reason}")
+        why = _why(score)
+        if alike:
+            why += f" (as good by its name: {', '.join(alike[:3])})"
+        texts.append(f"why this score: {why}; why this axis: {reason}")
     short = [column for column in others if _is_short(table, column)]
     if short:
         texts.append(f"columns with fewer than {FEW_ROWS} rows: {', '.join(short[:3])}")
@@ -424,11 +430,13 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     axes = [column for column in computes(table.columns) if column != compute]
     if axes:
         texts.append(f"other axes: {', '.join(axes[:3])} (--compute)")
-    task = score.removeprefix("pass_rate") if score.startswith("pass_rate/") else ""
+    task = score.removeprefix("pass_rate")
+    if not task.startswith("/"):
+        task = ""
     size = _column_values(table, starts[:1], "generations", SIZE)
     within = f"within_variance{task}"
-    variance = _column_values(table, points, within, VARIANCE, missing=math.nan)
-    initial_variance = _column_values(table, starts[:1], within, VARIANCE, missing=math.nan)
+    variance = _column_values(table, points, within, VARIANCE)
+    initial_variance = _column_values(table, starts[:1], within, VARIANCE)
     return Curve(
         name=name,
         source=table.path,
@@ -436,11 +444,11 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
         pass_rate=np.array([point.pass_rate for point in points]),
         initial=float(np.mean([point.pass_rate for point in starts])) if starts else None,
         prompts=_prompts(table, points, f"prompts{task}"),
-        generations=_column_values(table, points, "generations", SIZE),
+        generations=_complete(_column_values(table, points, "generations", SIZE)),
         initial_generations=None if size is None else int(size[0]),
         within_variance=variance,
         initial_within_variance=None if initial_variance is None else float(initial_variance[0]),
-        truncated_share=_column_values(table, points, "truncated_share"),
+        truncated_share=_complete(_column_values(table, points, "truncated_share")),
         unit=unit,
         notes=tuple(f"{table.path.name}: {note}" for note in notes),
         read="; ".join(texts),
@@ -454,11 +462,13 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
         column = _axis(table, measured, steps=options.hours_per_step is not None)
     else:
         column = _named(table, options.compute, "--compute")
-    unit = "steps" if is_step_name(measured[0][1].get(column)) else unit_of(column)
-    units = [(n, str(row["unit"])) for n, row in table.rows if row.get("unit")] if column == "compute" else []
-    if units:
+    unit = unit_of(column)
+    units = [(number, str(row["unit"])) for number, row in table.rows if row.get("unit")]
+    if column == "compute" and units:
         _same(table, "unit", units)
         unit = units[0][1]
+    elif is_step_name(measured[0][1].get(column)):
+        unit = "steps"
     if options.hours_per_step is None:
         return column, 1.0, unit
     if unit != "steps":
@@ -499,14 +509,18 @@ def _points(
         if x is None or y is None:
             continue
         if x < 0 or is_time_of_day(compute, x):
-            raise refused(table.path, CLOCK if x > 0 else f"{x:g} is below 0", f"row {number}", compute)
+            problem = f"{x:g} is below 0"
+            if x > 0:
+                problem = CLOCK
+            raise refused(table.path, problem, f"row {number}", compute)
         points.append(_Point(x * scale, y, row, number))
     if not points:
         raise refused(table.path, f"no row has numbers in both {score} and {compute}")
     texts = []
     low, high = options.score_range or (0.0, 100.0 if _is_percent(score, points) else 1.0)
     if (low, high) != (0.0, 1.0):
-        texts.append(f"{low:g} to {high:g} mapped to 0 to 1" if options.score_range else "percent, divided by 100")
+        mapped = options.score_range and f"{low:g} to {high:g} mapped to 0 to 1"
+        texts.append(mapped or "percent, divided by 100")
     points = [point._replace(pass_rate=_rounded((point.pass_rate - low) / (high - low))) for point in points]
     wrong = next((point for point in points if not 0.0 <= point.pass_rate <= 1.0), None)
     if wrong is not None:
@@ -524,7 +538,9 @@ def _points(
 def _rounded(pass_rate: float) -> float:
     """0 or 1 for what exceeds them by no more than the rounding of a mean in single precision."""
     nearest = min(max(pass_rate, 0.0), 1.0)
-    return nearest if abs(pass_rate - nearest) < 1e-5 else pass_rate
+    if abs(pass_rate - nearest) < 1e-5:
+        return nearest
+    return pass_rate
 
 
 def _is_percent(score: str, points: Sequence[_Point]) -> bool:
@@ -615,14 +631,16 @@ def _number(table: TableFile, number: int, column: str, row: Row) -> float | Non
     try:
         parsed = number_in(value)
     except (TypeError, ValueError, OverflowError):
-        problem = CLOCK if is_time_of_day(column, value) else f"{value!r:.80} is no finite number"
+        problem = f"{value!r:.80} is no finite number"
+        if is_time_of_day(column, value):
+            problem = CLOCK
         raise refused(table.path, problem, f"row {number}", column) from None
     return parsed if math.isfinite(parsed) else None
 
 
 def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
     """The number of prompts: one number, as pass rates over different prompts are different curves."""
-    values = _column_values(table, points, key, SIZE)
+    values = _complete(_column_values(table, points, key, SIZE))
     if values is None:
         return None
     _same(table, key, [(point.number, f"{value:.0f}") for point, value in zip(points, values)])
@@ -637,14 +655,22 @@ def _same(table: TableFile, key: str, values: Sequence[tuple[int, str]]) -> None
             raise refused(table.path, f"{value} differs from {usual} in row {first}", f"row {number}", key)
 
 
-def _column_values(
-    table: TableFile, points: list[_Point], key: str, check: Check | None = None, *, missing: float | None = None
-) -> Array | None:
-    """[n] numbers of a column; None where none, or without `missing` one, is there. Raises ValueError for others."""
-    numbers = [_number(table, point.number, key, point.row) for point in points]
-    if all(value is None for value in numbers) or (missing is None and None in numbers):
-        return None
-    for point, value in zip(points, numbers):
-        if check and value is not None and not check[1](value):
+def _column_values(table: TableFile, points: list[_Point], key: str, check: Check | None = None) -> Array | None:
+    """[n] numbers of a column, NaN for an empty cell; None if all are empty. Raises ValueError for other values."""
+    values = []
+    for point in points:
+        value = _number(table, point.number, key, point.row)
+        if value is None:
+            value = math.nan
+        elif check and not check[1](value):
             raise refused(table.path, f"{value:g} is not {check[0]}", f"row {point.number}", key)
-    return np.array([missing if value is None else value for value in numbers], dtype=float)
+        values.append(value)
+    if np.isnan(values).all():
+        return None
+    return np.array(values)
+
+
+def _complete(values: Array | None) -> Array | None:
+    if values is None or np.isnan(values).any():
+        return None
+    return values

@@ -151,7 +151,8 @@ def read_tables(path: Path) -> list[TableFile]:
         return _from_tensorboard(path)
     data = path.read_bytes()
     try:
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
     except (OSError, EOFError, zlib.error) as error:
         raise refused(path, f"the gzip file is damaged: {error}") from None
     if data[:4] == b"PAR1":
@@ -161,7 +162,7 @@ def read_tables(path: Path) -> list[TableFile]:
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     if suffix not in TABLE_SUFFIXES:
-        # a console's output may have a damaged character anywhere
+        # a console's output may have a damaged character anywhere: a worker was killed while it wrote
         logged = _from_console(path, data.decode(encoding, errors="replace"))
         if logged:
             return [logged]
@@ -176,7 +177,9 @@ def read_tables(path: Path) -> list[TableFile]:
         raise refused(path, "no line is like step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}")
     if suffix in (".jsonl", ".ndjson"):
         return [_from_jsonl(path, text)]
-    return [_from_json(path, text)] if start in "[{" or suffix == ".json" else _from_csv(path, text)
+    if start in "[{" or suffix == ".json":
+        return [_from_json(path, text)]
+    return _from_csv(path, text)
 
 
 def table_of(path: Path, layout: str, rows: Iterable[Row], numbers: Iterable[int] | None = None) -> TableFile:
@@ -214,7 +217,9 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
     if delimiter != "," and not any(re.fullmatch(r"-?\d+\.\d+%?", cell) for _, cells in rows for cell in cells):
         rows = [(n, [re.sub(r"^(-?\d*),(\d+%?)$", r"\1.\2", cell) for cell in cells]) for n, cells in rows]
     table = table_of(path, "table", (dict(zip(header, cells)) for _, cells in rows), [number for number, _ in rows])
-    return _chart_runs(table) if all(" - " in name for name in header[1:]) else [table]
+    if all(" - " in name for name in header[1:]):
+        return _chart_runs(table)
+    return [table]
 
 
 def _chart_runs(table: TableFile) -> list[TableFile]:
@@ -235,7 +240,7 @@ def _chart_runs(table: TableFile) -> list[TableFile]:
 
 def _problem(error: ValueError | RecursionError) -> str:
     """What is wrong with JSON: of a number of thousands of digits without the advice to allow it."""
-    return error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(";")[0]
+    return getattr(error, "msg", str(error).partition(";")[0])
 
 
 def _from_jsonl(path: Path, text: str) -> TableFile:
@@ -269,41 +274,36 @@ def _from_json(path: Path, text: str) -> TableFile:
                 return _from_jsonl(path, text)
             row = f" in row {error.lineno}"
         raise refused(path, f"the file is no JSON: {_problem(error)}{row}") from None
-    layout, rows = ("JSON", value) if isinstance(value, list) else _rows_of_object(value)
+    layout, rows = _rows_of(value)
     if not rows:
-        keys = f" with {', '.join(list(value)[:8])}" if isinstance(value, dict) and value else ""
-        raise refused(path, f"the JSON has no list of rows; it is of type {type(value).__name__}{keys}")
+        problem = f"the JSON has no list of rows; it is of type {type(value).__name__}"
+        if value and isinstance(value, dict):
+            problem += f" with {', '.join(list(value)[:8])}"
+        raise refused(path, problem)
     if all(isinstance(row, list) and len(row) == 3 for row in rows):
         return table_of(path, "TensorBoard's JSON", (dict(zip(("Wall time", "Step", "Value"), row)) for row in rows))
     _check_objects(path, dict(enumerate(rows, start=1)))
     return table_of(path, layout, rows)
 
 
-def _rows_of_object(value: Any) -> tuple[str, list[Any]]:
-    """(layout, rows) of a list of rows in an object (trainer_state.json: log_history), of several, or of columns."""
-    lists: dict[str, list[Row]] = {}
-    columns: dict[str, list[Any]] = {}
-    for key, cells in value.items() if isinstance(value, dict) else ():
-        if isinstance(cells, dict):
-            columns[key] = list(cells.values())
-        elif isinstance(cells, list):
-            of_objects = all(isinstance(row, dict) for row in cells)
-            (lists if of_objects else columns)[key] = cells
-    lists = {key: rows for key, rows in lists.items() if rows}
-    if "log_history" in lists:
+def _rows_of(value: Any) -> tuple[str, list[Any]]:
+    """(layout, rows) of a list of rows, alone or in an object, of several lists, or of columns."""
+    if not isinstance(value, dict):
+        return "JSON", value if isinstance(value, list) else []
+    columns = {key: [*cells.values()] if isinstance(cells, dict) else cells for key, cells in value.items()}
+    columns = {key: cells for key, cells in columns.items() if isinstance(cells, list) and cells}
+    lists = {key: rows for key, rows in columns.items() if all(isinstance(row, dict) for row in rows)}
+    if "log_history" in lists:  # trainer_state.json has other lists, too
         return "trainer_state.json", lists["log_history"]
-    lengths = Counter(len(cells) for cells in columns.values() if cells)
+    lengths = Counter(len(cells) for key, cells in columns.items() if key not in lists)
     usual = max(lengths, key=lambda length: (lengths[length], length), default=0)
-    columns = {key: cells for key, cells in columns.items() if len(cells) == usual > 0}
+    columns = {key: cells for key, cells in columns.items() if key not in lists and len(cells) == usual}
     fewest = 2 if lists or len(lengths) > 1 else 1
     if len(columns) >= fewest and (not lists or computes(list(columns))):
         return "JSON columns", [dict(zip(columns, cells)) for cells in zip(*columns.values())]
-    if len(lists) == 1:
-        return f"JSON, {', '.join(lists)}", next(iter(lists.values()))
-    if lists:
-        column = "kind" if any(stage(key) != 1 for key in lists) else "run"
-        return f"JSON, {', '.join(lists)}", [{column: key} | row for key, rows in lists.items() for row in rows]
-    return "JSON", []
+    column = "kind" if any(stage(key) != 1 for key in lists) else "run"
+    names = {key: {column: key} if len(lists) > 1 else {} for key in lists}
+    return f"JSON, {', '.join(lists)}", [names[key] | row for key, rows in lists.items() for row in rows]
 
 
 def _flat(row: Row) -> Row:
@@ -330,7 +330,7 @@ def _from_console(path: Path, text: str) -> TableFile | None:
     headed: list[tuple[int, Row]] = [(0, {})]
     for number, line in _console_lines(text):
         for validation, step, metrics in _STEP_LINE.findall(line):
-            stem = f"eval/{validation}/" if validation else ""
+            stem = validation and f"eval/{validation}/"
             pairs = filter(None, map(_PAIR.match, re.split(r"\s[-|](?=\s|$)", metrics)))
             lined.append((number, {"step": int(step)} | {stem + pair[1]: pair[2] for pair in pairs}))
         if literal := _LITERAL.search(line):
@@ -351,7 +351,9 @@ def _from_console(path: Path, text: str) -> TableFile | None:
     if not rows:
         return None
     table = table_of(path, "console log", [row for _, row in rows], [number for number, _ in rows])
-    return replace(table, x="step" if all("step" in row for _, row in rows) else None)
+    if all("step" in row for _, row in rows):
+        table = replace(table, x="step")
+    return table
 
 
 def _console_lines(text: str) -> list[tuple[int, str]]:
@@ -398,8 +400,10 @@ def _from_tensorboard(path: Path) -> list[TableFile]:
         rows = folders.setdefault(file.parent, [])
         for event in map(Event.FromString, RawEventFileLoader(str(file)).Load()):
             for value in event.summary.value:
-                number = value.simple_value if value.HasField("simple_value") else None
-                if value.HasField("tensor"):
+                number = None
+                if value.HasField("simple_value"):
+                    number = value.simple_value
+                elif value.HasField("tensor"):
                     array = make_ndarray(value.tensor)
                     if array.size == 1 and array.dtype.kind in "fi":
                         number = float(array.reshape(()))
@@ -417,8 +421,8 @@ def _from_tensorboard(path: Path) -> list[TableFile]:
 
 def words(name: str) -> str:
     """The words of a column's name in lower case, set apart by one space; pass_at_1 and pass1 are pass@1."""
-    apart = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    text = re.sub(r"[^a-z0-9@]+", " ", apart.lower()).strip()
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    text = re.sub(r"[^a-z0-9@]+", " ", spaced.lower()).strip()
     return re.sub(r"\b(?:(pass|avg|mean|maj|best|acc) at |(pass) ?)(\d+)\b", r"\1\2@\3", text)
 
 
@@ -443,8 +447,9 @@ def score_rank(name: str) -> tuple[int, ...] | None:
     measures = [n for n, pattern in enumerate(SCORES) if re.search(rf"\b(?:{pattern})\b", text)]
     if not measures or not may_be_score(name):
         return None
-    measure = 5 if _BEST_OF.search(text) else measures[0]
-    return stage(name), not _FIRST.search(text), measure, not _WHOLE.search(text), text.count(" ")
+    if _BEST_OF.search(text):
+        measures = [5]
+    return stage(name), not _FIRST.search(text), measures[0], not _WHOLE.search(text), text.count(" ")
 
 
 def scores(names: Iterable[str]) -> list[str]:
@@ -471,13 +476,17 @@ def number_in(cell: Any) -> float:
     if _THOUSANDS.fullmatch(text):
         return float(text.replace(",", ""))
     step = _STEP_NAME.fullmatch(text)
-    return float(step[1] if step else text)
+    if step:
+        return float(step[1])
+    return float(text)
 
 
 def plain(cell: Any) -> Any:
     """The number of a cell of plain digits, else the cell."""
+    if isinstance(cell, bool):
+        return cell
     try:
-        return cell if isinstance(cell, bool) else number_in(cell)
+        return number_in(cell)
     except (TypeError, ValueError, OverflowError):
         return cell
 
