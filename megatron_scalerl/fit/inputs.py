@@ -44,16 +44,16 @@ from megatron_scalerl.fit.table_file import (
 )
 from megatron_scalerl.record import record
 
-IDENTITY_COLUMNS = (
-    *("run", "run_id", "run_name", "series", "name", "figure", "recipe", "experiment", "model", "seed", "group"),
-    *("arm", "method", "algorithm", "algo", "variant", "condition", "config", "exp", "exp_name", "experiment_name"),
+_IDENTITY = re.compile(
+    r"(?:run|experiment|exp)(?:_(?:id|name))?|series|name|figure|recipe|model|seed|group|arm|method|algo(?:rithm)?"
+    r"|variant|condition|config"
 )
-"""Columns that identify a run: a table is read as one run of each value, where each has a few rows."""
-RECORD_COLUMNS = (
-    *("type", "record_type", "kind", "event", "split", "phase", "stage", "mode", "subset", "metric", "tag", "key"),
-    *("dataset", "data_source", "benchmark", "env", "env_id", "task", "is_eval", "is_validation"),
+"""A column that identifies a run: a table is read as one run of each value, where each has a few rows."""
+_RECORD = re.compile(
+    r"(?:record_)?type|kind|event|split|phase|stage|mode|subset|metric|tag|key|dataset|data_source|benchmark"
+    r"|env(?:_id)?|task|is_(?:eval|validation)"
 )
-"""Columns that say what a row measures: rows of one value are read."""
+"""A column that says what a row measures: rows of one value are read."""
 SEED_COLUMN = "seed"
 """Name of the column with the seed of a run."""
 RUN_COLUMN = "run"
@@ -75,8 +75,8 @@ Check = tuple[str, Callable[[float], bool]]
 """(what a number has to be, whether it is)."""
 SIZE: Check = ("a whole number >= 1", lambda value: value >= 1 and value % 1 == 0)
 VARIANCE: Check = (f"a variance in [0, {HIGHEST_VARIANCE:g}]", lambda value: 0 <= value <= HIGHEST_VARIANCE)
-MISSING = frozenset(("", "-", "none", "null", "na", "n/a", "<na>", "nan", "inf", "infinity", "undefined"))
-"""Cells that are no number and no mistake, in lower case, without a sign."""
+_MISSING = re.compile(r"[-+]*(?:none|null|na|n/a|<na>|nan|inf|infinity|undefined)?", re.IGNORECASE)
+"""A cell that is no number and no mistake."""
 Rows = Sequence[tuple[int, Row]]
 """(number in the file, column -> value)."""
 
@@ -164,6 +164,7 @@ def _runs(table: TableFile, options: ColumnOptions, name: str) -> dict[str, Tabl
     # rows that fall so often are unsorted; rates of 0 and 1 are single answers, whose mean is fitted
     if FEW_ROWS * len(falls) >= len(rows) or set(_numbers(rows, score)) <= {0.0, 1.0}:
         return {name: table}
+    # every fall is a resume or the start of a run
     starts = [0]
     for begin, end in zip(falls, [*falls[1:], len(rows)]):
         first = min((x for x in computes[starts[-1] : begin] if x > 0), default=math.inf)
@@ -255,6 +256,7 @@ def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
     measured = [name for name in names if any(_has_number(row, name) for _, row in table.rows)]
     if not measured:
         raise refused(table.path, f"no row has a number in {names[0]}")
+    # a validation that has just begun gives way to a curve of training
     return sorted(measured, key=lambda name: _is_short(table, name))
 
 
@@ -292,7 +294,7 @@ def _tells_rows_apart(table: TableFile, column: str) -> bool:
     True for `domain` or `variable` in a table that repeats its steps for each of 2 to 24 values.
     """
     axis = next(iter(_axes(table)), column)
-    if column == axis or column.lower() in IDENTITY_COLUMNS:
+    if column == axis or _IDENTITY.fullmatch(column.lower()):
         return False
     rows = [(number, row) for number, row in table.rows if _has_number(row, axis)]
     if column != "k" and not all(isinstance(plain(row.get(column)), str | bool) for _, row in rows):
@@ -307,7 +309,8 @@ def _one_kind(table: TableFile, options: ColumnOptions) -> tuple[TableFile, str]
     Kinds that follow one another, such as the phases of a run, are one. Raises ValueError for several that are equal.
     """
     texts = []
-    columns = [c for c in table.columns if c.lower() in RECORD_COLUMNS or _tells_rows_apart(table, c)]
+    columns = [c for c in table.columns if _RECORD.fullmatch(c.lower()) or _tells_rows_apart(table, c)]
+    # W&B and MLflow write long tables: one row of each step and metric
     columns += [c for c in table.columns if _names_metrics(table, c)]
     for column in (c for c in columns if c not in dict(options.series)):
         names = _scores(table, options)
@@ -364,13 +367,14 @@ def _selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, Tab
     if len(groups) > MANY_RUNS and not options.series:
         how = f"choose with --series {columns[0]}=VALUE, or * for all"
         raise refused(table.path, f"{len(groups)} runs are more than {MANY_RUNS}; {how}")
+    # a value that was given is the same for all runs and does not name one
     starred = [n for n, want in enumerate(wanted) if want == "*"] or [len(wanted) - 1]
     return [("/".join(key[n] for n in starred), replace(table, rows=tuple(rows))) for key, rows in groups.items()]
 
 
 def _identity(table: TableFile, rows_each: int) -> list[str]:
     """The columns that tell runs apart, with at least `rows_each` rows of each value on average."""
-    names = [c for c in table.columns if c.lower() in IDENTITY_COLUMNS and not _names_metrics(table, c)]
+    names = [c for c in table.columns if _IDENTITY.fullmatch(c.lower()) and not _names_metrics(table, c)]
     return [c for c in names if 1 < len(_groups(table.rows, [c])) <= len(table.rows) / rows_each]
 
 
@@ -419,6 +423,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     short = [column for column in others if _is_short(table, column)]
     if short:
         texts.append(f"columns with fewer than {FEW_ROWS} rows: {', '.join(short[:3])}")
+    # the forecast is of training, though the file has a validation
     unread = _validations_without_measure(table)
     if unread and stage(score) != 0 and options.score is None:
         texts.append(f"validation columns without a measure: {', '.join(unread[:3])} (--score)")
@@ -479,9 +484,9 @@ def _compute(table: TableFile, options: ColumnOptions, score: str) -> tuple[str,
 def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
     """The compute column of the rows that have a score; steps: rather one of steps. Raises ValueError for none."""
     names = _axes(table)
-    names = [c for c in names if any(_has_number(row, c) for _, row in measured)] or names
     for is_axis in (is_step_name, lambda cell: is_time_of_day("", str(cell))):
         names = names or [c for c in table.columns if all(is_axis(row.get(c)) for _, row in measured)]
+    # --hours-per-step needs steps, even where a better axis is there
     names = (steps and [c for c in names if unit_of(c) == "steps"]) or names
     names = [c for c in names if _grows(_numbers(measured, c))] or names
     if not names:
@@ -493,8 +498,9 @@ def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
 
 
 def _grows(values: Sequence[float]) -> bool:
-    """Whether an axis falls between no more than a quarter of its rows, as one of hours per step does not."""
-    return 4 * sum(before > after for before, after in zip(values, values[1:])) <= len(values)
+    """Whether an axis has numbers and falls between no more than a quarter of its rows."""
+    # hours per step are no axis, though their name says hours
+    return 0 < len(values) >= 4 * sum(before > after for before, after in zip(values, values[1:]))
 
 
 def _points(
@@ -554,6 +560,7 @@ def _is_percent(score: str, points: Sequence[_Point]) -> bool:
         return max(values) > 1
     if all(value % 1 == 0 for value in values) and any(_TOTAL.search(words(key)) for key in points[0].row):
         return False  # counts beside their total
+    # sums of rewards of 1 to 25 are common, accuracies of at most 25 % seldom are called a reward
     any_range = is_reward(score) and (max(values) <= 25 or "reward" in score.lower())
     return sum(value > 1 for value in values) > len(values) / 2 and not any_range
 
@@ -567,6 +574,7 @@ def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str
     latest = {point.compute: point for point in points}
     repeated = {point.compute for point in points if latest[point.compute] is not point}
     went_back = any(before.compute > after.compute for before, after in zip(points, points[1:]))
+    # a resumed run goes back and logs a step again; a row for each prompt or answer repeats a step at once
     answers = len(points) > 2 * len(latest) and {point.pass_rate for point in points} <= {0.0, 1.0}
     if answers or (repeated and not went_back and 2 * len(repeated) >= len(latest)):
         rates: dict[float, list[float]] = {}
@@ -596,6 +604,7 @@ def _lineage(points: Sequence[_Point]) -> Sequence[_Point]:
         if kept and point.compute < kept[-1].compute:
             if point.compute not in {before.compute for before in kept}:
                 return points
+            # a resume that has not gone on may have validated its checkpoint again and nothing else
             if after and after.compute > point.compute:
                 kept = [before for before in kept if before.compute < point.compute]
         kept.append(point)
@@ -614,7 +623,7 @@ def _has_number(row: Row, column: str) -> bool:
 
 
 def _is_missing(value: Any) -> bool:
-    return str(value).strip().lstrip("+-").lower() in MISSING
+    return _MISSING.fullmatch(str(value).strip()) is not None
 
 
 def _numbers(rows: Rows, column: str) -> list[float]:

@@ -150,6 +150,7 @@ def read_tables(path: Path) -> list[TableFile]:
     if path.is_dir() or "tfevents" in path.name:
         return _from_tensorboard(path)
     data = path.read_bytes()
+    # suffixes matter little: pandas compresses a .csv, and tee writes a .txt
     try:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
@@ -192,6 +193,7 @@ def table_of(path: Path, layout: str, rows: Iterable[Row], numbers: Iterable[int
 def _from_csv(path: Path, text: str) -> list[TableFile]:
     text = _TITLE.sub("\n", re.sub(r"(?m)^#.*$", "", text))
     first = text.lstrip().partition("\n")[0]
+    # the header alone tells: cells may have commas for decimal points
     delimiter = max(",\t; ", key=lambda mark: (mark != " " and mark in first, first.count(mark)))
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=delimiter == " ")
     try:
@@ -296,6 +298,7 @@ def _rows_of(value: Any) -> tuple[str, list[Any]]:
     if "log_history" in lists:  # trainer_state.json has other lists, too
         return "trainer_state.json", lists["log_history"]
     lengths = Counter(len(cells) for key, cells in columns.items() if key not in lists)
+    # lists of other lengths are no columns: tags, samples
     usual = max(lengths, key=lambda length: (lengths[length], length), default=0)
     columns = {key: cells for key, cells in columns.items() if key not in lists and len(cells) == usual}
     fewest = 2 if lists or len(lengths) > 1 else 1
@@ -333,6 +336,7 @@ def _from_console(path: Path, text: str) -> TableFile | None:
             stem = validation and f"eval/{validation}/"
             pairs = filter(None, map(_PAIR.match, re.split(r"\s[-|](?=\s|$)", metrics)))
             lined.append((number, {"step": int(step)} | {stem + pair[1]: pair[2] for pair in pairs}))
+        # SkyRL, OpenRLHF and slime print evaluations as rows of their own
         if literal := _LITERAL.search(line):
             row = _numbers_of(literal[2])
             if literal[1]:
@@ -347,6 +351,7 @@ def _from_console(path: Path, text: str) -> TableFile | None:
     if len(headed) > 1:
         headed[0][1]["step"] = max(0, headed[1][1]["step"] - 1)
     kinds = [[(number, row) for number, row in rows if len(row) > 1] for rows in (lined, literals, headed)]
+    # a printed configuration may have one or two rows of a kind that comes first
     rows = next((kind for kind in kinds if len(kind) >= FEW_ROWS), max(kinds, key=len))
     if not rows:
         return None
@@ -361,6 +366,7 @@ def _console_lines(text: str) -> list[tuple[int, str]]:
     lines = [(0, "")]
     for number, line in enumerate(_NUMPY.sub(r"\1", _ANSI.sub("", text)).split("\n"), start=1):
         for part in line.rstrip("\r").split("\r"):
+            # Ray prefixes each line that a terminal has wrapped, so prefixes go before the parts are joined
             part = _RAY.sub("", part, count=1)
             start, before = lines[-1]
             wrapped = _STEP_LINE.search(before) and not _STEP_LINE.search(part)
@@ -447,6 +453,7 @@ def score_rank(name: str) -> tuple[int, ...] | None:
     measures = [n for n, pattern in enumerate(SCORES) if re.search(rf"\b(?:{pattern})\b", text)]
     if not measures or not may_be_score(name):
         return None
+    # the best of k answers is above the pass rate, whatever the measure is called
     if _BEST_OF.search(text):
         measures = [5]
     return stage(name), not _FIRST.search(text), measures[0], not _WHOLE.search(text), text.count(" ")
