@@ -30,7 +30,6 @@ from megatron_scalerl.fit.table_file import (
     is_step_name,
     is_time_of_day,
     may_be_score,
-    number_in,
     plain,
     read_tables,
     refused,
@@ -227,15 +226,20 @@ def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key path, value, value) where two recipes differ, by key. Of a section that one lacks, its keys differ."""
-    old, new = flattened(before), flattened(now)
-    pairs = ((key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()))
-    return [(key, a, b) for key, a, b in pairs if a != b and {} not in (a, b) and not _one_place(key, a, b)]
+    """(key path, value, value) where two recipes differ, by key. Of a section that one lacks, its keys differ.
 
-
-def _one_place(key: str, *values: object) -> bool:
-    """Whether both are paths to one file or folder, however written."""
-    return key.endswith("path") and None not in values and len({os.path.abspath(str(v)) for v in values}) == 1
+    Paths to one file or folder are equal, however written.
+    """
+    old = flattened(before)
+    new = flattened(now)
+    changed = []
+    for key in sorted(old.keys() | new.keys()):
+        values = (old.get(key), new.get(key))
+        is_path = key.endswith("path") and None not in values
+        one_place = is_path and len({os.path.abspath(str(value)) for value in values}) == 1
+        if values[0] != values[1] and {} not in values and not one_place:
+            changed.append((key, *values))
+    return changed
 
 
 def _scores(table: TableFile, options: ColumnOptions) -> list[str]:
@@ -273,12 +277,6 @@ def _is_short(table: TableFile, column: str) -> bool:
     return sum(_has_number(row, column) and plain(row.get(axis)) != 0 for _, row in table.rows) < FEW_ROWS
 
 
-def _why(score: str) -> str:
-    if score_rank(score) is None and stage(score) != 0:
-        return "the only column that can be a score"
-    return WHY[stage(score)]
-
-
 def _validations_without_measure(table: TableFile) -> list[str]:
     """Columns of a validation whose names say no measure, such as eval/aime, with all values in [0, 1]."""
     axes = computes(table.columns)
@@ -309,10 +307,10 @@ def _one_kind(table: TableFile, options: ColumnOptions) -> tuple[TableFile, str]
     Kinds that follow one another, such as the phases of a run, are one. Raises ValueError for several that are equal.
     """
     texts = []
-    columns = [c for c in table.columns if _RECORD.fullmatch(c.lower()) or _tells_rows_apart(table, c)]
-    # W&B and MLflow write long tables: one row of each step and metric
-    columns += [c for c in table.columns if _names_metrics(table, c)]
-    for column in (c for c in columns if c not in dict(options.series)):
+    for column in table.columns:
+        is_kind = _RECORD.fullmatch(column.lower()) or _names_metrics(table, column)
+        if column in dict(options.series) or not (is_kind or _tells_rows_apart(table, column)):
+            continue
         names = _scores(table, options)
         measured = [(number, row) for number, row in table.rows if any(_has_number(row, name) for name in names)]
         groups = {kind: rows for (kind,), rows in _groups(measured, [column]).items()}
@@ -416,7 +414,9 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
         if table.x:
             reason = AXES[table.layout]
         alike = [column for column in others if (score_rank(column) or ())[:-1] == (score_rank(score) or (0,))[:-1]]
-        why = _why(score)
+        why = WHY[stage(score)]
+        if score_rank(score) is None and stage(score) != 0:
+            why = "the only column that can be a score"
         if alike:
             why += f" (as good by its name: {', '.join(alike[:3])})"
         texts.append(f"why this score: {why}; why this axis: {reason}")
@@ -637,14 +637,13 @@ def _number(table: TableFile, number: int, column: str, row: Row) -> float | Non
     value = row.get(column)
     if _is_missing(value):
         return None
-    try:
-        parsed = number_in(value)
-    except (TypeError, ValueError, OverflowError):
-        problem = f"{value!r:.80} is no finite number"
-        if is_time_of_day(column, value):
-            problem = CLOCK
-        raise refused(table.path, problem, f"row {number}", column) from None
-    return parsed if math.isfinite(parsed) else None
+    parsed = plain(value)
+    if isinstance(parsed, float | bool) and math.isfinite(parsed):
+        return float(parsed)
+    problem = f"{value!r:.80} is no finite number"
+    if isinstance(value, str) and is_time_of_day(column, value):
+        problem = CLOCK
+    raise refused(table.path, problem, f"row {number}", column)
 
 
 def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
