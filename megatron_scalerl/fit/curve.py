@@ -32,11 +32,11 @@ class Curve:
     generations: Array | None = field(repr=False)
     """[n] generations per prompt; None if not recorded."""
     initial_generations: int | None = None
-    """Those of R_0; None if not recorded."""
+    """Generations per prompt of R_0; None if not recorded."""
     within_variance: Array | None = field(repr=False, default=None)
     """[n] mean over prompts of one completion's variance, NaN where it was not measured; None if it never was."""
     initial_within_variance: float | None = None
-    """That of R_0."""
+    """Mean variance of one completion of R_0."""
     truncated_share: Array | None = field(repr=False, default=None)
     """[n] share of truncated completions; None if not recorded."""
     unit: str = "gpu_hours"
@@ -44,13 +44,13 @@ class Curve:
     notes: tuple[str, ...] = ()
     """Corrections made while reading, one sentence each."""
     read: str = ""
-    """What was read, in one line; "" for points in memory."""
+    """Account of what was read, in one line; "" for points in memory."""
     recipe: Mapping[str, Any] | None = field(repr=False, default=None)
     """Key path -> value in the run folder's recipe.yaml; None without one."""
     seed: int | None = None
-    """Of the run: in its recipe, or in the column seed of a table."""
+    """Seed of the run, from its recipe or from the column seed of a table."""
     arm: str | None = None
-    """Name that runs with several seeds share: what a table's --series says apart from the seed, in a study the
+    """Name that runs with several seeds share: the values of --series other than the seed, in a study the
     recipe's name; None elsewhere."""
 
     @property

@@ -39,7 +39,7 @@ def unit_name(unit: str) -> str:
 
 
 def money(hours: float, cost: Mapping[str, Any] | None) -> str:
-    """What device-hours cost, to stand behind them; empty without a price. cost: that section of a recipe.
+    """The cost of device-hours, to follow their number; empty without a price. cost: that section of a recipe.
 
     >>> money(931, {"price_per_device_hour": 2.5, "currency": "USD"})
     ', 2,327.50 USD'

@@ -123,7 +123,7 @@ class TableFile:
     path: Path
     """The file."""
     layout: str
-    """What it is, in words."""
+    """Kind of file, in words."""
     columns: tuple[str, ...]
     """Names of the columns, in the file's order."""
     rows: tuple[tuple[int, Row], ...]
@@ -232,16 +232,15 @@ def _chart_runs(table: TableFile) -> list[TableFile]:
         run, _, metric = column.rpartition(" - ")
         if not metric.endswith(("__MIN", "__MAX")):
             runs.setdefault(run, {x: x})[column] = metric
-    numbers = [number for number, _ in table.rows]
     tables = []
     for run, metrics in runs.items():
-        rows = ({metric: row[column] for column, metric in metrics.items()} for _, row in table.rows)
-        tables.append(replace(table_of(table.path, "W&B chart", rows, numbers), run=run, x=x))
+        rows = tuple((n, {metric: row[column] for column, metric in metrics.items()}) for n, row in table.rows)
+        tables.append(replace(table, layout="W&B chart", columns=tuple(rows[0][1]), rows=rows, run=run, x=x))
     return tables
 
 
 def _problem(error: ValueError | RecursionError) -> str:
-    """What is wrong with JSON: of a number of thousands of digits without the advice to allow it."""
+    """The fault in JSON; of a number of thousands of digits without the advice to allow it."""
     return getattr(error, "msg", str(error).partition(";")[0])
 
 
@@ -444,7 +443,7 @@ def may_be_score(name: str) -> bool:
 
 
 def score_rank(name: str) -> tuple[int, ...] | None:
-    """The lower, the rather it is the score; None if it is none.
+    """Rank of a name among scores, the lowest first; None for a name of no score.
 
     (stage, 0 for verl's core metrics and for slime's raw reward, whose other one is normalized, measure, 0 for the
     whole of several parts, words of the name)
@@ -499,12 +498,12 @@ def plain(cell: Any) -> Any:
 
 
 def is_step_name(cell: Any) -> bool:
-    """Whether it names a checkpoint by its step."""
+    """Whether a cell names a checkpoint by its step."""
     return _STEP_NAME.fullmatch(str(cell).strip()) is not None
 
 
 def is_time_of_day(name: str, value: Any) -> bool:
-    """Whether it is a date, as text or in seconds, not the time since a run's start."""
+    """Whether a value is a date, as text or in seconds, not the time since a run's start."""
     if isinstance(value, str):
         return _DATE.fullmatch(value.strip()) is not None
     return value > 1e9 and _DAYTIME.fullmatch(name) is not None
