@@ -157,7 +157,7 @@ def _runs(table: TableFile, options: ColumnOptions, name: str) -> dict[str, Tabl
     """
     score = _scores(table, options)[0]
     axis = _compute(table, options, score)[0]
-    rows = [(number, row) for number, row in table.rows if _has_number(row, score) and _has_number(row, axis)]
+    rows = [row for row in table.rows if _has_number(row[1], score) and _numbers([row], axis)]
     computes = _numbers(rows, axis)
     falls = [int(n) + 1 for n in np.flatnonzero(np.diff(computes) < 0)]
     # rows that fall so often are unsorted; rates of 0 and 1 are single answers, whose mean is fitted
@@ -172,8 +172,9 @@ def _runs(table: TableFile, options: ColumnOptions, name: str) -> dict[str, Tabl
             starts.append(begin)
     if len(starts) == 1:
         return {name: table}
-    ends = zip(starts, [*starts[1:], len(rows)])
-    return {f"{name}#{n}": replace(table, rows=tuple(rows[a:b])) for n, (a, b) in enumerate(ends, start=1)}
+    edges = [0, *(rows[start][0] for start in starts[1:]), math.inf]
+    parts = [tuple((n, row) for n, row in table.rows if low <= n < high) for low, high in zip(edges, edges[1:])]
+    return {f"{name}#{n}": replace(table, rows=part) for n, part in enumerate(parts, start=1)}
 
 
 def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:

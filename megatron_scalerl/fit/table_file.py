@@ -385,7 +385,7 @@ def _numbers_of(literal: str) -> Row:
         row = _flat(value)
     except (ValueError, SyntaxError, TypeError, AttributeError, MemoryError, RecursionError):
         return {}
-    return {key: cell for key, cell in row.items() if isinstance(plain(cell), float)}
+    return {str(key): cell for key, cell in row.items() if isinstance(plain(cell), float)}
 
 
 def _from_tensorboard(path: Path) -> list[TableFile]:

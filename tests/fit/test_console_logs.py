@@ -13,6 +13,7 @@ CONFIG = """(main_task pid=1) {'custom_reward_function': {'name': 'compute_score
 (main_task pid=1)  'trainer': {'total_epochs': 15, 'logger': ['console']}}
 INFO This model supports multiple tasks: {'embed', 'generate'}. Defaulting to 'generate'.
 {'temperature': 1.0, 'epoch': None} {None: 1, 'epoch': 2} {'a': {1: 2}, 'epoch': 1}
+{'a': 1, b'b': 2, 3: 4}
 """
 
 

@@ -551,6 +551,12 @@ def test_a_second_run_begins_at_the_start_and_a_resume_does_not(tmp_path, steps,
     assert [curve.name for curve in curves] == (["a"] if len(runs) == 1 else [f"a#{n + 1}" for n in range(len(runs))])
 
 
+def test_text_on_the_axis_of_a_second_run_is_refused_with_its_row(tmp_path):
+    rows = [{"step": step, "loss": 0.1, "reward": 0.5} for step in (1, 2, 3, 4, "x", 1, 2, 3)]
+    with pytest.raises(ValueError, match=r"row 5: step: 'x'"):
+        read_curves(write(tmp_path, "a.jsonl", lines(rows)))
+
+
 def test_single_answers_and_kinds_of_rows_are_no_runs(tmp_path):
     answers = [{"step": 10 * n, "correct": i < n} for i in range(20) for n in range(1, 11)]
     (curve,) = read_curves(write(tmp_path, "answers.jsonl", lines(answers)))
