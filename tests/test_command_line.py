@@ -111,7 +111,7 @@ MISTAKES = {
         "optimzer is not a recipe key",
     ),
     "doctor file": ([*DOCTOR, "none.yaml"], "none.yaml: there is no such file"),
-    "fit": (["megatron_scalerl", "fit", "runs/none"], "runs/none: expected a run folder or"),
+    "fit": (["megatron_scalerl", "fit", "runs/none"], "runs/none: does not exist; give a run folder"),
     "show": (["megatron_scalerl", "show", "runs/none"], "runs/none: expected a run folder"),
     "convert": ([*CONVERT, "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),
     "convert back": ([*CONVERT, "to-hf", "none", "out"], "none: expected a folder with a checkpoint"),

@@ -32,11 +32,11 @@ class Curve:
     generations: Array | None = field(repr=False)
     """[n] generations per prompt; None if not recorded."""
     initial_generations: int | None = None
-    """Those of R_0; None if not recorded."""
+    """Generations per prompt of R_0; None if not recorded."""
     within_variance: Array | None = field(repr=False, default=None)
     """[n] mean over prompts of one completion's variance, NaN where it was not measured; None if it never was."""
     initial_within_variance: float | None = None
-    """That of R_0."""
+    """Mean variance of one completion of R_0."""
     truncated_share: Array | None = field(repr=False, default=None)
     """[n] share of truncated completions; None if not recorded."""
     unit: str = "gpu_hours"
@@ -44,22 +44,24 @@ class Curve:
     notes: tuple[str, ...] = ()
     """Corrections made while reading, one sentence each."""
     read: str = ""
-    """What was read, in one line; "" for points in memory."""
+    """Account of what was read, in one line; "" for points in memory."""
     recipe: Mapping[str, Any] | None = field(repr=False, default=None)
     """Key path -> value in the run folder's recipe.yaml; None without one."""
     seed: int | None = None
-    """Of the run: in its recipe, or in the column seed of a table."""
+    """Seed of the run, from its recipe or from the column seed of a table."""
     arm: str | None = None
-    """Name that runs with several seeds share: what a table's --series says apart from the seed, in a study the
+    """Name that runs with several seeds share: the values of --series other than the seed, in a study the
     recipe's name; None elsewhere."""
 
     @property
     def completions(self) -> Array | None:
         """[n] prompts x generations of each point; None if unknown."""
-        return None if self.prompts is None or self.generations is None else self.prompts * self.generations
+        if self.prompts is None or self.generations is None:
+            return None
+        return self.prompts * self.generations
 
     def part(self, kept: NDArray[Any]) -> Curve:
         """The run with the points `kept` alone: [n] of booleans, or indices."""
         names = ("compute", "pass_rate", "generations", "within_variance", "truncated_share")
-        parts = {n: column[kept] for n in names if (column := getattr(self, n)) is not None}
-        return replace(self, **parts)
+        columns = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: column[kept] for name, column in columns.items() if column is not None})

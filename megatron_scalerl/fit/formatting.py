@@ -16,13 +16,18 @@ def short_number(value: float) -> str:
 
 def shortened(name: str, most: int) -> str:
     """A name of at most `most` characters; a longer one without its middle, as both ends tell runs apart."""
-    return name if len(name) <= most else f"{name[: most // 2]}…{name[len(name) - (most - most // 2) + 1 :]}"
+    if len(name) <= most:
+        return name
+    return f"{name[: most // 2]}…{name[len(name) - (most - most // 2) + 1 :]}"
 
 
 def unit_label(unit: str) -> str:
     """Axis label of a compute unit, given as the ledger or a file's column names it."""
     whole = {"steps": "training steps", "seconds": "training time, seconds"}
-    return whole.get(unit) or ("training compute, " if unit in _NAMES else "training, ") + unit_name(unit)
+    kind = "training"
+    if unit in _NAMES:
+        kind = "training compute"
+    return whole.get(unit) or f"{kind}, {unit_name(unit)}"
 
 
 _NAMES = {"gpu_hours": "GPU-hours", "device_hours": "device-hours", "compute": "compute", "flops": "FLOPs"}
@@ -34,10 +39,11 @@ def unit_name(unit: str) -> str:
 
 
 def money(hours: float, cost: Mapping[str, Any] | None) -> str:
-    """What device-hours cost, to stand behind them; empty without a price. cost: that section of a recipe.
+    """The cost of device-hours, to follow their number; empty without a price. cost: that section of a recipe.
 
     >>> money(931, {"price_per_device_hour": 2.5, "currency": "USD"})
     ', 2,327.50 USD'
     """
-    price = (cost or {}).get("price_per_device_hour")
-    return f", {hours * price:,.2f} {(cost or {})['currency']}" if price else ""
+    if not cost or not cost.get("price_per_device_hour"):
+        return ""
+    return f", {hours * cost['price_per_device_hour']:,.2f} {cost['currency']}"

@@ -21,7 +21,7 @@ import re
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import count
@@ -36,24 +36,33 @@ WRAPPERS = ("data", "metrics", "logs", "log", "values", "scalars")
 """Keys of objects that are no part of a metric's name: verl's file logger writes {"step": 1, "data": {...}}."""
 FEW_ROWS = 3
 """Rows, below which neither a run nor a column can be fitted."""
+TABLE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
+"""Files that are no console's output."""
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 _RAY = re.compile(r"\s*\([\w.:/ -]*\bpid=[^()]*\)\s?")
-_STEP_LINE = re.compile(r"\b[Ss]tep[: ]\s*(\d{1,15})\s+[-|]\s(.*?)(?=\b[Ss]tep[: ]\s*\d+\s+[-|]\s|$)")
-"""verl, SkyRL: `step:5 - critic/score/mean:0.1 - actor/lr:1e-06`; prime-rl: `Step 5 | Time: 9.1s | Reward: 0.1`."""
+_STEP_LINE = re.compile(
+    r"(?:\bEvaluated (\S+) \()?\b[Ss]tep[: ]\s*(\d{1,15})\)?\s+[-|]\s(.*?)(?=\b[Ss]tep[: ]\s*\d+\)?\s+[-|]\s|$)"
+)
+"""verl: `step:5 - critic/score/mean:0.1 - actor/lr:1e-06`; prime-rl: `Step 5 | 9.1s | Reward 0.1` of training,
+`Evaluated math (Step 5) | Reward 0.1` of a validation."""
 _CONTINUED = re.compile(r"\s*(?:- )?(?=.*(?:\S:[-.\dn]| - ))\S+(?: - \S+)*(?: -)?\s*")
 """A line that can be the rest of a step line which a terminal has wrapped."""
-_PAIR = re.compile(
-    r"\s*(\S.*?)\s*:\s*((?:[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)|None)%?)(?![\w.:/@,])"
-)
-"""A metric's name and its number; `9.1s` is none."""
+_NUMBER = r"((?:[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)|None)%?)"
+_PAIR = re.compile(rf"\s*(\S.*?)(?:\s*:\s*|\s+){_NUMBER}(?![\w.:/@,])")
+"""A metric's name and its number in a step line; `9.1s` is no number."""
 _TITLE = re.compile(r"\A[^,;\t\n]*\n(?=[^\n]*[A-Za-z])(?=[^\n]*[,;\t])")
 """A line without a mark between cells above a header that has them."""
 _NUMPY = re.compile(r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor|array)\d*\(([^(),\n]*)[^()\n]*\)")
-_LITERAL = re.compile(r"(?:\b(?:[Ss]tep|rollout|iteration|eval) (\d{1,15}): )?(\{['\"].*\})")
+_LITERAL = re.compile(
+    r"(?:(?:\b|_)(?:[Ss]tep|rollout|iteration|eval|passrate) (\d{1,15})(?:, eval_metrics)?: )?(\{['\"].*\})"
+)
 """transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`; slime: `rollout 5: {'rollout/raw_reward': 0.1}`."""
-_HEADING = re.compile(r"\b[Ss]tep (\d{1,15})(?:/\d+)?\W*$")
-_POINT = re.compile(r"\s*[•*]\s+(.*)")
-"""NeMo-RL: a heading `===== Step 5/100 =====`, below it points such as `• Avg Reward: 0.1`."""
+_HEADING = re.compile(r"\b[Ss]tep (\d{1,15})(?:/\d+)?(?: done\.)?\W*$")
+_POINT = re.compile(
+    rf"(?:[•*│{{,]\s*['\"]?|^\s*['\"])([^'\"│:•{{}},]*\w)['\"]?\s*[:│]\s*['\"]?{_NUMBER}['\"]?(?=\s*(?:[,}}│]|$))"
+)
+"""A name and a number below a heading. NeMo-RL: `• Avg Reward: 0.1` below `===== Step 5/100 =====`; SkyRL:
+`'reward/avg_raw_reward': '0.1',` below `Step 5:`; AReaL and tinker-cookbook: cells of a table."""
 STAGES = (
     r"val|valid|validation|eval|evaluation|test|dev|heldout|held out",
     r"",
@@ -69,7 +78,7 @@ SCORES = (
     r"scores?",
     r"(?:pass|maj|best|cons)@\d+",
     r"rewards?|returns?",
-    r"value",
+    r"^value$",
 )
 """Words of a score, in order of preference within a stage."""
 _BEST_OF = re.compile(r"\b(?:best|maj|cons|pass)@(?!1\b)")
@@ -78,10 +87,10 @@ _NO_SCORE = re.compile(
     r"|norm|clip|format|pars\w+|json|xml|tool|advantages?|best(?!@)|worst|truncat\w+|weight|index|size|penalty|zero"
     r"|threshold|target|id|gap|diff|delta|ratio|bonus|err|errors?|wer|cer|fail\w*|incorrect\w*|wrong\w*|lose|lost"
     r"|lengths|losses|hack\w*|hallucinat\w*|invalid|timeouts?|baseline|ppl|perplexity|mfu|timings?|perf|throughput"
-    r"|mem|memory|gb|mb|seqlen|latency|gradients?|ms)\b|\bs$"
+    r"|mem|memory|gb|mb|seqlen|latency|gradients?|ms|filtering|dropped|repetition|solved (?:all|none|some))\b|\bs$"
 )
 _FIRST = re.compile(r"\b(?:core|raw rewards?)\b")
-_WHOLE = {"all", "total", "overall", "average"}
+_WHOLE = re.compile(r"\b(?:all|total|overall|average)\b")
 _AT = r"(?:(?:train|training|trainer|eval|val|progress)[/_])?"
 COMPUTES: tuple[tuple[str, str | None], ...] = (
     (r"(?:.*[^a-z])?gpu[-_ ]?(?:hours?|h)(?:[^a-z].*)?", "gpu_hours"),
@@ -114,7 +123,7 @@ class TableFile:
     path: Path
     """The file."""
     layout: str
-    """What it is, in words."""
+    """Kind of file, in words."""
     columns: tuple[str, ...]
     """Names of the columns, in the file's order."""
     rows: tuple[tuple[int, Row], ...]
@@ -125,47 +134,53 @@ class TableFile:
     """The column that the layout draws the others over."""
 
 
-def refused(path: Path, expected: str, found: object, *where: str) -> ValueError:
-    """The error of one line that names the file and the place in it."""
-    return ValueError(": ".join([str(path), *where, f"expected {expected}, found {found}"]))
+def refused(path: Path, problem: str, *where: str) -> ValueError:
+    """The error of one line that names the file, the place in it and the problem."""
+    return ValueError(": ".join([str(path), *where, problem]))
 
 
 def read_tables(path: Path) -> list[TableFile]:
     """The tables of a file or folder: one, or one of each run. Raises ValueError, one line, if there is none."""
     if not path.exists():
-        raise refused(path, "a run folder or a CSV, JSONL or JSON file", "nothing there")
-    for name in FOLDER if path.is_dir() else ():
-        if inside := sorted(path.glob(name), key=lambda p: [int(n) for n in re.findall(r"\d+", p.parent.name)]):
-            return [replace(table, run=path.resolve().name) for table in read_tables(inside[-1])]
+        raise refused(path, "does not exist; give a run folder or a CSV, JSONL or JSON file")
+    for pattern in FOLDER if path.is_dir() else ():
+        files = sorted(path.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", file.parent.name)])
+        if files:
+            return [replace(table, run=path.resolve().name) for table in read_tables(files[-1])]
     if path.is_dir() or "tfevents" in path.name:
         return _from_tensorboard(path)
     data = path.read_bytes()
+    # suffixes matter little: pandas compresses a .csv, and tee writes a .txt
     try:
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
     except (OSError, EOFError, zlib.error) as error:
-        raise refused(path, "a gzip file", f"a damaged one ({error})") from None
+        raise refused(path, f"the gzip file is damaged: {error}") from None
     if data[:4] == b"PAR1":
         from pyarrow import BufferReader, parquet
 
         return [table_of(path, "Parquet", parquet.read_table(BufferReader(data)).to_pylist())]
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
-    by_line = suffix in (".jsonl", ".ndjson")
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    console = "" if suffix in (".json", ".csv", ".tsv") or by_line else data.decode(encoding, errors="replace")
-    if logged := _from_console(path, console):  # which may have a damaged character anywhere
-        return [logged]
+    if suffix not in TABLE_SUFFIXES:
+        # a console's output may have a damaged character anywhere: a worker was killed while it wrote
+        logged = _from_console(path, data.decode(encoding, errors="replace"))
+        if logged:
+            return [logged]
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
-        raise refused(path, "text in UTF-8", f"byte {error.object[error.start]:#04x}") from None
-    if not text.strip():
-        raise refused(path, "a header and rows", "an empty file")
-    start = text.lstrip()[0]
+        raise refused(path, f"byte {error.object[error.start]:#04x} is no text in UTF-8") from None
+    start = text.lstrip()[:1]
+    if not start:
+        raise refused(path, "the file is empty; it has to have a header and rows")
     if suffix in (".log", ".out", ".err"):
-        raise refused(path, "lines like step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}", "none")
-    if start == "[" or suffix == ".json" or (start == "{" and not by_line):
+        raise refused(path, "no line is like step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}")
+    if suffix in (".jsonl", ".ndjson"):
+        return [_from_jsonl(path, text)]
+    if start in "[{" or suffix == ".json":
         return [_from_json(path, text)]
-    return [_from_jsonl(path, text)] if by_line else _from_csv(path, text)
+    return _from_csv(path, text)
 
 
 def table_of(path: Path, layout: str, rows: Iterable[Row], numbers: Iterable[int] | None = None) -> TableFile:
@@ -178,119 +193,132 @@ def table_of(path: Path, layout: str, rows: Iterable[Row], numbers: Iterable[int
 def _from_csv(path: Path, text: str) -> list[TableFile]:
     text = _TITLE.sub("\n", re.sub(r"(?m)^#.*$", "", text))
     first = text.lstrip().partition("\n")[0]
+    # the header alone tells: cells may have commas for decimal points
     delimiter = max(",\t; ", key=lambda mark: (mark != " " and mark in first, first.count(mark)))
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=delimiter == " ")
     try:
-        header = tuple(name.strip() for name in next(filter(any, lines), [""]))
+        header = [name.strip() for name in next(filter(any, lines), [""])]
         rows = [(lines.line_num, [cell.strip() for cell in cells]) for cells in lines if any(cells)]
     except csv.Error as error:
-        raise refused(path, "cells of a table", error, f"row {lines.line_num}") from None
+        raise refused(path, f"the row cannot be split into cells: {error}", f"row {lines.line_num}") from None
     twice = [name for name in header if name and header.count(name) > 1]
+    problem = ""
     if len(header) < 2:
-        raise refused(path, "at least two columns", f"one ({header[0][:80]!r})", "row 1")
-    if all(re.fullmatch(r"[-+.\d]+", name) for name in header):
-        raise refused(path, "names of columns", f"the numbers {', '.join(header)}", "row 1")
-    if twice:
-        raise refused(path, "each column once", f"{twice[0]!r} {len(twice)} times", "row 1")
+        problem = f"the header has the one column {header[0][:80]!r}; a table has at least two"
+    elif all(re.fullmatch(r"[-+.\d]+", name) for name in header):
+        problem = f"the header has the numbers {', '.join(header)}; write the names of the columns above them"
+    elif twice:
+        problem = f"column {twice[0]!r} is there {header.count(twice[0])} times"
+    elif not rows:
+        problem = "there are no rows below the header"
+    if problem:
+        raise refused(path, problem, "row 1")
     for number, cells in rows:
         if len(cells) != len(header):
-            raise refused(path, f"{len(header)} cells as in the header", len(cells), f"row {number}")
-    if not rows:
-        raise refused(path, "rows below the header", "none")
+            raise refused(path, f"{len(cells)} cells stand below a header of {len(header)}", f"row {number}")
     if delimiter != "," and not any(re.fullmatch(r"-?\d+\.\d+%?", cell) for _, cells in rows for cell in cells):
         rows = [(n, [re.sub(r"^(-?\d*),(\d+%?)$", r"\1.\2", cell) for cell in cells]) for n, cells in rows]
     table = table_of(path, "table", (dict(zip(header, cells)) for _, cells in rows), [number for number, _ in rows])
-    return _chart_runs(table) if all(" - " in name for name in header[1:]) else [table]
+    if all(" - " in name for name in header[1:]):
+        return _chart_runs(table)
+    return [table]
 
 
 def _chart_runs(table: TableFile) -> list[TableFile]:
     """A table of each run of a W&B chart: x, then `RUN - METRIC` with its __MIN and __MAX; runs may contain " - "."""
-    x, runs = table.columns[0], dict[str, dict[str, str]]()
+    x = table.columns[0]
+    runs: dict[str, dict[str, str]] = {}
     for column in table.columns[1:]:
         run, _, metric = column.rpartition(" - ")
         if not metric.endswith(("__MIN", "__MAX")):
-            runs.setdefault(run, {})[metric] = column
-    numbers = [number for number, _ in table.rows]
-    out = []
-    for run, named in runs.items():
-        rows = ({x: row[x], **{metric: row[column] for metric, column in named.items()}} for _, row in table.rows)
-        out.append(replace(table_of(table.path, "W&B chart", rows, numbers), run=run, x=x))
-    return out
+            runs.setdefault(run, {x: x})[column] = metric
+    tables = []
+    for run, metrics in runs.items():
+        rows = tuple((n, {metric: row[column] for column, metric in metrics.items()}) for n, row in table.rows)
+        tables.append(replace(table, layout="W&B chart", columns=tuple(rows[0][1]), rows=rows, run=run, x=x))
+    return tables
 
 
 def _problem(error: ValueError | RecursionError) -> str:
-    """What is wrong with JSON: of a number of thousands of digits without the advice to allow it."""
-    return error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(";")[0]
+    """The fault in JSON; of a number of thousands of digits without the advice to allow it."""
+    return getattr(error, "msg", str(error).partition(";")[0])
 
 
 def _from_jsonl(path: Path, text: str) -> TableFile:
     rows: dict[int, Row] = {}
     for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line) if line.strip() else {}
+            rows[number] = json.loads(line)
         except (ValueError, RecursionError) as error:
             if rows and text.endswith(line):  # without its newline: being written, or truncated by a crash
                 break
-            raise refused(path, "one JSON object", _problem(error), f"row {number}") from None
-        if not isinstance(row, dict):
-            raise refused(path, "one JSON object", type(row).__name__, f"row {number}")
-        rows |= {number: row} if row else {}
+            raise refused(path, f"the line is no JSON object: {_problem(error)}", f"row {number}") from None
+    _check_objects(path, rows)
     return table_of(path, "JSON lines", rows.values(), rows)
+
+
+def _check_objects(path: Path, rows: Mapping[int, Any]) -> None:
+    for number, row in rows.items():
+        if not isinstance(row, dict):
+            raise refused(path, f"the row is of type {type(row).__name__}, not an object", f"row {number}")
 
 
 def _from_json(path: Path, text: str) -> TableFile:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data" and text.lstrip()[0] == "{":
-            return _from_jsonl(path, text)
-        row = (f"row {error.lineno}",) if isinstance(error, json.JSONDecodeError) else ()
-        raise refused(path, "JSON", _problem(error), *row) from None
-    layout, rows = ("JSON", value) if isinstance(value, list) else _rows_of_object(value)
+        row = ""
+        if isinstance(error, json.JSONDecodeError):
+            if error.msg == "Extra data" and text.lstrip()[0] == "{":
+                return _from_jsonl(path, text)
+            row = f" in row {error.lineno}"
+        raise refused(path, f"the file is no JSON: {_problem(error)}{row}") from None
+    layout, rows = _rows_of(value)
     if not rows:
-        keys = f" with {', '.join(list(value)[:8])}" if isinstance(value, dict) and value else ""
-        raise refused(path, "a JSON list of rows", type(value).__name__ + keys)
+        problem = f"the JSON has no list of rows; it is of type {type(value).__name__}"
+        if value and isinstance(value, dict):
+            problem += f" with {', '.join(list(value)[:8])}"
+        raise refused(path, problem)
     if all(isinstance(row, list) and len(row) == 3 for row in rows):
         return table_of(path, "TensorBoard's JSON", (dict(zip(("Wall time", "Step", "Value"), row)) for row in rows))
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise refused(path, "an object", type(row).__name__, f"row {number}")
+    _check_objects(path, dict(enumerate(rows, start=1)))
     return table_of(path, layout, rows)
 
 
-def _rows_of_object(value: Any) -> tuple[str, list[Any]]:
-    """(layout, rows) of a list of rows in an object (trainer_state.json: log_history), of several, or of columns."""
-    held = {k: v for k, v in value.items() if v and isinstance(v, list | dict)} if isinstance(value, dict) else {}
-    lists = {k: v for k, v in held.items() if isinstance(v, list) and all(isinstance(row, dict) for row in v)}
-    if "log_history" in lists:
+def _rows_of(value: Any) -> tuple[str, list[Any]]:
+    """(layout, rows) of a list of rows, alone or in an object, of several lists, or of columns."""
+    if not isinstance(value, dict):
+        return "JSON", value if isinstance(value, list) else []
+    columns = {key: [*cells.values()] if isinstance(cells, dict) else cells for key, cells in value.items()}
+    columns = {key: cells for key, cells in columns.items() if isinstance(cells, list) and cells}
+    lists = {key: rows for key, rows in columns.items() if all(isinstance(row, dict) for row in rows)}
+    if "log_history" in lists:  # trainer_state.json has other lists, too
         return "trainer_state.json", lists["log_history"]
-    columns = {
-        k: [*cells.values()] if isinstance(cells, dict) else cells for k, cells in held.items() if k not in lists
-    }
-    lengths = Counter(map(len, columns.values()))
+    lengths = Counter(len(cells) for key, cells in columns.items() if key not in lists)
+    # lists of other lengths are no columns: tags, samples
     usual = max(lengths, key=lambda length: (lengths[length], length), default=0)
-    columns = {k: cells for k, cells in columns.items() if len(cells) == usual}
-    mixed = len(lengths) > 1 or bool(lists)
-    if len(columns) > mixed and (not lists or computes(list(columns))):
+    columns = {key: cells for key, cells in columns.items() if key not in lists and len(cells) == usual}
+    fewest = 2 if lists or len(lengths) > 1 else 1
+    if len(columns) >= fewest and (not lists or computes(list(columns))):
         return "JSON columns", [dict(zip(columns, cells)) for cells in zip(*columns.values())]
-    if lists:
-        column = "kind" if any(stage(key) != 1 for key in lists) else "run"
-        named = [({column: key} if len(lists) > 1 else {}) | row for key, rows in lists.items() for row in rows]
-        return f"JSON, {', '.join(lists)}", named
-    return "JSON", []
+    column = "kind" if any(stage(key) != 1 for key in lists) else "run"
+    names = {key: {column: key} if len(lists) > 1 else {} for key in lists}
+    return f"JSON, {', '.join(lists)}", [names[key] | row for key, rows in lists.items() for row in rows]
 
 
 def _flat(row: Row) -> Row:
     """The row with the keys of its objects joined by "/"."""
-    if not any(isinstance(value, dict) for value in row.values()):
-        return row
-    out: Row = {}
+    flat: Row = {}
     for key, value in row.items():
-        inner = _flat(value) if isinstance(value, dict) else {"": value}
-        out |= {
-            "/".join(part for part in (key * (key not in WRAPPERS), name) if part): v for name, v in inner.items()
-        }
-    return out
+        if not isinstance(value, dict):
+            flat[key] = value
+        elif key in WRAPPERS:
+            flat |= _flat(value)
+        else:
+            flat |= {f"{key}/{name}": cell for name, cell in _flat(value).items()}
+    return flat
 
 
 def _from_console(path: Path, text: str) -> TableFile | None:
@@ -300,25 +328,36 @@ def _from_console(path: Path, text: str) -> TableFile | None:
     log with step lines prints its configuration as a literal.
     """
     lined: list[tuple[int, Row]] = []
-    literal: list[tuple[int, Row]] = []
-    headed: list[tuple[int, Row]] = []
+    literals: list[tuple[int, Row]] = []
+    headed: list[tuple[int, Row]] = [(0, {})]
     for number, line in _console_lines(text):
-        for step, metrics in _STEP_LINE.findall(line):
-            pairs = (_PAIR.match(item) for item in re.split(r"\s[-|](?=\s|$)", metrics))
-            lined.append((number, {"step": int(step)} | {pair[1]: pair[2] for pair in pairs if pair}))
-        if found := _LITERAL.search(line):
-            row = ({"step": int(found[1])} if found[1] else {}) | _numbers_of(found[2])
-            literal += [(number, row)] if computes(list(row)) else []
-        elif heading := _HEADING.search(line):
+        for validation, step, metrics in _STEP_LINE.findall(line):
+            stem = validation and f"eval/{validation}/"
+            pairs = filter(None, map(_PAIR.match, re.split(r"\s[-|](?=\s|$)", metrics)))
+            lined.append((number, {"step": int(step)} | {stem + pair[1]: pair[2] for pair in pairs}))
+        # SkyRL, OpenRLHF and slime print evaluations as rows of their own
+        if literal := _LITERAL.search(line):
+            row = _numbers_of(literal[2])
+            if literal[1]:
+                row["step"] = int(literal[1])
+            if computes(list(row)):
+                literals.append((number, row))
+        if heading := _HEADING.search(line):
             headed.append((number, {"step": int(heading[1])}))
-        elif headed and (point := _POINT.match(line)) and (pair := _PAIR.match(point[1])):
-            headed[-1][1][pair[1]] = pair[2]
-    kinds = [[(n, row) for n, row in rows if len(row) > 1] for rows in (lined, literal, headed)]
+        # NeMo-RL prints a validation before its first heading; a configuration there has no bullets
+        if len(headed) > 1 or "•" in line:
+            headed[-1][1].update(_POINT.findall(line))
+    if len(headed) > 1:
+        headed[0][1]["step"] = max(0, headed[1][1]["step"] - 1)
+    kinds = [[(number, row) for number, row in rows if len(row) > 1] for rows in (lined, literals, headed)]
+    # a printed configuration may have one or two rows of a kind that comes first
     rows = next((kind for kind in kinds if len(kind) >= FEW_ROWS), max(kinds, key=len))
     if not rows:
         return None
     table = table_of(path, "console log", [row for _, row in rows], [number for number, _ in rows])
-    return replace(table, x="step" if all("step" in row for _, row in rows) else None)
+    if all("step" in row for _, row in rows):
+        table = replace(table, x="step")
+    return table
 
 
 def _console_lines(text: str) -> list[tuple[int, str]]:
@@ -326,6 +365,7 @@ def _console_lines(text: str) -> list[tuple[int, str]]:
     lines = [(0, "")]
     for number, line in enumerate(_NUMPY.sub(r"\1", _ANSI.sub("", text)).split("\n"), start=1):
         for part in line.rstrip("\r").split("\r"):
+            # Ray prefixes each line that a terminal has wrapped, so prefixes go before the parts are joined
             part = _RAY.sub("", part, count=1)
             start, before = lines[-1]
             wrapped = _STEP_LINE.search(before) and not _STEP_LINE.search(part)
@@ -341,55 +381,60 @@ def _numbers_of(literal: str) -> Row:
     """The numbers of an object as Python or JSON prints it; none of what is no object."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes in its texts
-            value = ast.literal_eval(re.sub(r"\b(?:nan|NaN|inf|null)\b", "None", literal))
+            value = ast.literal_eval(re.sub(r"-?\b(?:nan|NaN|inf|null)\b", "None", literal))
         row = _flat(value)
     except (ValueError, SyntaxError, TypeError, AttributeError, MemoryError, RecursionError):
         return {}
-    return {key: cell for key, cell in row.items() if isinstance(plain(cell), float)}
+    return {str(key): cell for key, cell in row.items() if isinstance(plain(cell), float)}
 
 
 def _from_tensorboard(path: Path) -> list[TableFile]:
     """A table of each folder with event files."""
     files = sorted(path.rglob("*tfevents*")) if path.is_dir() else [path]
     if not files:
-        known = ", ".join((*FOLDER, "event files"))
-        raise refused(path, f"a run folder with validation.jsonl, or {known}", "none")
+        raise refused(path, f"the folder has neither validation.jsonl nor {', '.join(FOLDER)} nor event files")
     try:
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.util.tensor_util import make_ndarray
     except ModuleNotFoundError:
-        raise refused(path, "the package tensorboard for event files", "none: pip install tensorboard") from None
+        raise refused(path, "event files need the package tensorboard; pip install tensorboard") from None
     folders: dict[Path, list[Row]] = {}
     latest: dict[tuple[Path, int], Row] = {}
     for file in files:
         rows = folders.setdefault(file.parent, [])
         for event in map(Event.FromString, RawEventFileLoader(str(file)).Load()):
             for value in event.summary.value:
-                kind = value.WhichOneof("value")
-                number = value.simple_value if kind == "simple_value" else None
-                if kind == "tensor" and (array := make_ndarray(value.tensor)).size == 1 and array.dtype.kind in "fi":
-                    number = float(array.reshape(()))
+                number = None
+                if value.HasField("simple_value"):
+                    number = value.simple_value
+                elif value.HasField("tensor"):
+                    array = make_ndarray(value.tensor)
+                    if array.size == 1 and array.dtype.kind in "fi":
+                        number = float(array.reshape(()))
                 row = latest.get((file.parent, event.step), {value.tag: None})
                 if value.tag in row:  # a step logged again after a resume is a row of its own
                     row = latest[file.parent, event.step] = {"step": event.step}
                     rows.append(row)
                 row[value.tag] = number
-    named = {f: str(f.relative_to(path)) if path.is_dir() and f != path else f.resolve().name for f in folders}
-    return [replace(table_of(path, "event files", rows), run=named[folder]) for folder, rows in folders.items()]
+    tables = []
+    for folder, rows in folders.items():
+        run = str(folder.relative_to(path)) if path.is_dir() and folder != path else folder.resolve().name
+        tables.append(replace(table_of(path, "event files", rows), run=run))
+    return tables
 
 
 def words(name: str) -> str:
     """The words of a column's name in lower case, set apart by one space; pass_at_1 and pass1 are pass@1."""
-    apart = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    said = re.sub(r"[^a-z0-9@]+", " ", apart.lower()).strip()
-    return re.sub(r"\b(?:(pass|avg|mean|maj|best|acc) at |(pass) ?)(\d+)\b", r"\1\2@\3", said)
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    text = re.sub(r"[^a-z0-9@]+", " ", spaced.lower()).strip()
+    return re.sub(r"\b(?:(pass|avg|mean|maj|best|acc) at |(pass) ?)(\d+)\b", r"\1\2@\3", text)
 
 
 def stage(name: str) -> int:
-    """0 for a validation, 2 for training, 1 for what says neither."""
-    said = words(name)
-    return next((n for n in (0, 2) if re.search(rf"\b(?:{STAGES[n]})\b", said)), 1)
+    """0 for a validation, 2 for training, 1 for a name that says neither."""
+    text = words(name)
+    return next((n for n in (0, 2) if re.search(rf"\b(?:{STAGES[n]})\b", text)), 1)
 
 
 def may_be_score(name: str) -> bool:
@@ -398,32 +443,30 @@ def may_be_score(name: str) -> bool:
 
 
 def score_rank(name: str) -> tuple[int, ...] | None:
-    """The lower, the rather it is the score; None if it is none.
+    """Rank of a name among scores, the lowest first; None for a name of no score.
 
     (stage, 0 for verl's core metrics and for slime's raw reward, whose other one is normalized, measure, 0 for the
     whole of several parts, words of the name)
     """
-    said = words(name)
-    if not may_be_score(name):
+    text = words(name)
+    measures = [n for n, pattern in enumerate(SCORES) if re.search(rf"\b(?:{pattern})\b", text)]
+    if not measures or not may_be_score(name):
         return None
-    found = [n for n, pattern in enumerate(SCORES) if re.search(rf"\b(?:{pattern})\b", said)]
-    if not found or (found[0] == len(SCORES) - 1 and said != "value"):
-        return None
-    measure = 5 if _BEST_OF.search(said) else found[0]
-    parts = said.split()
-    return stage(name), int(not _FIRST.search(said)), measure, int(not _WHOLE & {*parts}), len(parts)
+    # the best of k answers is above the pass rate, whatever the measure is called
+    if _BEST_OF.search(text):
+        measures = [5]
+    return stage(name), not _FIRST.search(text), measures[0], not _WHOLE.search(text), text.count(" ")
 
 
 def scores(names: Iterable[str]) -> list[str]:
     """The names that are scores, best first; among equals in the given order."""
-    ranked = [(rank, name) for name in names if (rank := score_rank(name)) is not None]
-    return [name for _, name in sorted(ranked, key=lambda each: each[0])]
+    ranks = {name: rank for name in names if (rank := score_rank(name))}
+    return sorted(ranks, key=lambda name: ranks[name])
 
 
 def unit_of(column: str) -> str:
     """Unit of a compute column: "steps", "seconds", "gpu_hours", "device_hours", else the column's own name."""
-    found = next((unit for pattern, unit in COMPUTES if re.fullmatch(pattern, column.lower())), None)
-    return found or column
+    return next((unit for pattern, unit in COMPUTES if re.fullmatch(pattern, column.lower())), None) or column
 
 
 def computes(names: Sequence[str]) -> list[str]:
@@ -433,27 +476,34 @@ def computes(names: Sequence[str]) -> list[str]:
 
 def number_in(cell: Any) -> float:
     """The number in a cell: 12, "0.3", "12%", "1,200", "checkpoint-100". Raises ValueError, TypeError for others."""
-    text = cell.strip().removesuffix("%") if isinstance(cell, str) else cell
-    if isinstance(text, str) and _THOUSANDS.fullmatch(text):
-        text = text.replace(",", "")
-    return float(named[1] if isinstance(text, str) and (named := _STEP_NAME.fullmatch(text)) else text)
+    if not isinstance(cell, str):
+        return float(cell)
+    text = cell.strip().removesuffix("%")
+    if _THOUSANDS.fullmatch(text):
+        return float(text.replace(",", ""))
+    step = _STEP_NAME.fullmatch(text)
+    if step:
+        return float(step[1])
+    return float(text)
 
 
 def plain(cell: Any) -> Any:
     """The number of a cell of plain digits, else the cell."""
+    if isinstance(cell, bool):
+        return cell
     try:
-        return cell if isinstance(cell, bool) else number_in(cell)
+        return number_in(cell)
     except (TypeError, ValueError, OverflowError):
         return cell
 
 
 def is_step_name(cell: Any) -> bool:
-    """Whether it names a checkpoint by its step."""
+    """Whether a cell names a checkpoint by its step."""
     return _STEP_NAME.fullmatch(str(cell).strip()) is not None
 
 
 def is_time_of_day(name: str, value: Any) -> bool:
-    """Whether it is a date, as text or in seconds, not the time since a run's start."""
+    """Whether a value is a date, as text or in seconds, not the time since a run's start."""
     if isinstance(value, str):
         return _DATE.fullmatch(value.strip()) is not None
     return value > 1e9 and _DAYTIME.fullmatch(name) is not None
@@ -461,19 +511,18 @@ def is_time_of_day(name: str, value: Any) -> bool:
 
 def is_reward(name: str) -> bool:
     """Whether nothing says that its values lie in [0, 1]: a reward may be any number."""
-    said = words(name).split()
-    return score_rank(name) is None or any(re.fullmatch("(?:score|reward|return|value)s?", word) for word in said)
+    return score_rank(name) is None or re.search(r"\b(?:score|reward|return|value)s?\b", words(name)) is not None
 
 
 def some_of(names: Sequence[str], wanted: Sequence[str]) -> str:
-    """All names if they are few, else their number and the three nearest to the wanted ones."""
+    """A clause with all names if they are few, else with their number and the three nearest to the wanted ones."""
     names = [name for name in names if name]
     if len(names) <= 6:
-        return ", ".join(names) or "none"
+        return f"the columns are {', '.join(names) or 'none'}"
 
     def nearness(name: str) -> float:
         parts = [words(name), *words(name).split()]
         return max(SequenceMatcher(None, part, words(want)).ratio() for part in parts for want in wanted)
 
     nearest = sorted(names, key=nearness, reverse=True)[:3]
-    return f"{len(names)} columns, the nearest: {', '.join(nearest)}"
+    return f"of {len(names)} columns the nearest: {', '.join(nearest)}"

@@ -88,8 +88,8 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
     table.write_text("gpu_hours,pass_rate\n1,0.4\n2,1.5\n")
     answer = tool(table, "--json", "-")
     assert answer.returncode == 2 and answer.stdout == ""
-    line = "row 3: pass_rate: expected a pass rate in [0, 1], found 1.5"
-    assert answer.stderr == f"megatron-scalerl: {table}: {line}\n"
+    assert answer.stderr.startswith(f"megatron-scalerl: {table}: row 3: pass_rate: 1.5 ")
+    assert answer.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,20 @@
-"""Console logs as other trainers print them: which lines are rows, which column is the score, and what is said."""
+"""Console logs as other trainers print them, and several runs in one log: which lines are rows, and what is said."""
 
 import gzip
+import json
 import math
 
 import pytest
 from other_tools import RATES, STEPS, write
 
-from megatron_scalerl.fit.inputs import read_curves
+from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 
 CORE = "val-core/math_dapo/acc/mean@32"
 CONFIG = """(main_task pid=1) {'custom_reward_function': {'name': 'compute_score', 'path': None},
 (main_task pid=1)  'trainer': {'total_epochs': 15, 'logger': ['console']}}
 INFO This model supports multiple tasks: {'embed', 'generate'}. Defaulting to 'generate'.
 {'temperature': 1.0, 'epoch': None} {None: 1, 'epoch': 2} {'a': {1: 2}, 'epoch': 1}
+{'a': 1, b'b': 2, 3: 4}
 """
 
 
@@ -108,9 +110,7 @@ def test_of_two_equal_validations_the_other_one_is_named(tmp_path):
     assert "points of val-core/aime25/acc/mean@32" in curve.read and f"(as good by its name: {CORE})" in curve.read
 
 
-@pytest.mark.parametrize(
-    ("again", "kept"), [((60, 70), 7), ((10, 20, 30), 3), ((60,), 10), ((60, 70, 80, 90, 100), 10)]
-)
+@pytest.mark.parametrize(("again", "kept"), [((60, 70), 7), ((10, 20), 2), ((60,), 10), ((60, 70, 80, 90, 100), 10)])
 def test_what_an_attempt_had_beyond_a_resume_is_left_out(tmp_path, again, kept):
     text = "\n".join(verl_lines(**{CORE: rate}) + verl_lines(again, **{CORE: lambda step: 0.777}))
     (curve,) = read_curves(write(tmp_path, "run.log", text))
@@ -139,7 +139,7 @@ def test_the_console_log_of_transformers_and_a_log_without_metrics(tmp_path):
     rows = ({"loss": 0.1, "grad_norm": math.nan, "reward": r, "epoch": s / 100} for s, r in zip(STEPS, RATES))
     path = write(tmp_path, "run.log", "".join(f"  3%|3 | 1/30\n{row}\n" for row in rows))
     assert read_curves(path)[0].pass_rate.tolist() == RATES and read_curves(path)[0].unit == "epoch"
-    with pytest.raises(ValueError, match=r"expected lines like step:5 - reward:0.1 or .*, found none"):
+    with pytest.raises(ValueError, match=r"other\.log: .* step:5 - reward:0.1 or "):
         read_curves(write(tmp_path, "other.log", "[06:01] done\n"))
 
 
@@ -147,3 +147,64 @@ def test_the_console_log_of_slime(tmp_path):
     said = "(RolloutManager pid=9) data.py:1 - rollout {}: {{'rollout/raw_reward': {}, 'rollout/lengths': 9.0}}\n"
     (curve,) = read_curves(write(tmp_path, "run.log", "".join(said.format(s, r) for s, r in zip(STEPS, RATES))))
     assert (curve.unit, curve.compute.tolist(), curve.pass_rate.tolist()) == ("steps", STEPS, RATES)
+
+
+def test_a_second_run_in_one_console_log(tmp_path):
+    text = "\n".join(verl_lines([0, *STEPS], **{CORE: rate}) + verl_lines(STEPS[:5], **{CORE: lambda step: 0.7}))
+    one, two = read_curves(write(tmp_path, "run.log", text))
+    assert (one.name, one.initial, one.compute.tolist()) == ("run#1", rate(0), STEPS)
+    assert (two.name, two.initial, two.compute.tolist()) == ("run#2", None, STEPS[:5])
+    assert two.pass_rate.tolist() == [0.7] * 5
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_runs_that_were_logged_one_after_another_are_several_runs(tmp_path):
+    rows = [{"step": 10 * n, "reward": at + n / 50} for at in (0.2, 0.5) for n in range(10)]
+    path = write(tmp_path, "a.jsonl", lines(rows))
+    one, two = read_curves(path)
+    assert (one.name, one.initial, two.name, two.initial) == ("a#1", 0.2, "a#2", 0.5)
+    assert one.compute.tolist() == two.compute.tolist() == list(range(10, 100, 10))
+    assert len(one.notes) == 1 and "--series run=a#1 " in one.notes[0]
+    (chosen,) = read_curves(path, ColumnOptions(series=(("run", "a#2"),)))
+    assert (chosen.name, chosen.initial) == ("a#2", 0.5)
+    with pytest.raises(ValueError, match=r"a.jsonl: .*'b'.* a#1, a#2"):
+        read_curves(path, ColumnOptions(series=(("run", "b"),)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "runs"),
+    [
+        ([*range(1, 10), *range(1, 20)], [9, 19]),
+        ([0, *range(10, 60, 10), *range(10, 90, 10)], [5, 8]),
+        ([*range(10, 60, 10), *range(5, 45, 5), *range(5, 25, 5)], [5, 8, 4]),
+        ([*range(1, 10), *range(6, 20)], [19]),
+        ([1, 2, *range(1, 20)], [19]),
+        ([*range(1, 10), 1, 2], [2]),
+        ([*range(100, 130, 10), *range(20, 100, 10)], [11]),
+        ([3, 1, 2, 0.5, 6, 5, 4], [7]),
+    ],
+    ids=["again", "no step 0 again", "three", "resumed", "began too short", "begun", "sorted as text", "unsorted"],
+)
+def test_a_second_run_begins_at_the_start_and_a_resume_does_not(tmp_path, steps, runs):
+    rows = [{"step": step, "loss": 0.1, "reward": 0.2 + n / 100} for n, step in enumerate(steps)]
+    curves = read_curves(write(tmp_path, "a.jsonl", lines(rows)))
+    assert [len(curve.compute) for curve in curves] == runs
+    assert [curve.name for curve in curves] == (["a"] if len(runs) == 1 else [f"a#{n + 1}" for n in range(len(runs))])
+
+
+def test_text_on_the_axis_of_a_second_run_is_refused_with_its_row(tmp_path):
+    rows = [{"step": step, "loss": 0.1, "reward": 0.5} for step in (1, 2, 3, 4, "x", 1, 2, 3)]
+    with pytest.raises(ValueError, match=r"row 5: step: 'x'"):
+        read_curves(write(tmp_path, "a.jsonl", lines(rows)))
+
+
+def test_single_answers_and_kinds_of_rows_are_no_runs(tmp_path):
+    answers = [{"step": 10 * n, "correct": i < n} for i in range(20) for n in range(1, 11)]
+    (curve,) = read_curves(write(tmp_path, "answers.jsonl", lines(answers)))
+    assert curve.pass_rate == pytest.approx([n / 20 for n in range(1, 11)])
+    rows = [{"step": s, "type": kind, "acc": r} for kind in ("train", "eval") for s, r in zip(STEPS, RATES)]
+    (curve,) = read_curves(write(tmp_path, "kinds.jsonl", lines(rows)))
+    assert curve.name == "kinds" and curve.notes == ()

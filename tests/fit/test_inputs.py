@@ -108,20 +108,14 @@ def test_duplicates_are_noted(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected a header and rows, found an empty file"),
-        ("gpu_hours,pass_rate\n1,0.4\n-2,0.5\n", "row 3: gpu_hours: expected compute >= 0, found -2"),
-        ("gpu_hours,pass_rate\n1,0.4\n2\n", "row 3: expected 2 cells as in the header, found 1"),
-        ("x,pass_rate\n1,0.4\n", "row 1: expected a compute column .*--compute.*, found x, pass_rate"),
-        (
-            "compute,pass_rate,unit\n1,0.4,tflops\n2,0.5,hours\n",
-            "row 3: unit: expected tflops as in row 2, found hours",
-        ),
-        ("compute,pass_rate,prompts\n1,0.4,200\n2,0.5,20\n", "row 3: prompts: expected 200 as in row 2, found 20"),
-        ("compute,pass_rate,generations\n1,0.4,1.5\n", "row 2: generations: expected a whole number >= 1, found 1.5"),
-        (
-            "compute,pass_rate,within_variance\n1,0.4,9\n",
-            r"within_variance: expected a variance in \[0, 0.5\], found 9",
-        ),
+        ("", "empty"),
+        ("gpu_hours,pass_rate\n1,0.4\n-2,0.5\n", "row 3: gpu_hours: -2"),
+        ("gpu_hours,pass_rate\n1,0.4\n2\n", "row 3: 1 cell"),
+        ("x,pass_rate\n1,0.4\n", "row 1: .*--compute.* x, pass_rate"),
+        ("compute,pass_rate,unit\n1,0.4,tflops\n2,0.5,hours\n", "row 3: unit: hours .* tflops in row 2"),
+        ("compute,pass_rate,prompts\n1,0.4,200\n2,0.5,20\n", "row 3: prompts: 20 .* 200 in row 2"),
+        ("compute,pass_rate,generations\n1,0.4,1.5\n", "row 2: generations: 1.5"),
+        ("compute,pass_rate,within_variance\n1,0.4,9\n", r"row 2: within_variance: 9 .*\[0, 0.5\]"),
     ],
 )
 def test_bad_tables_are_refused_in_one_line(tmp_path, text, message):
@@ -134,8 +128,8 @@ def test_bad_tables_are_refused_in_one_line(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"gpu_hours": 1\n', "row 1: expected one JSON object"),
-        ("a.jsonl", '{"gpu_hours": "x", "pass_rate": 0.4}\n', "row 1: gpu_hours: expected a finite number"),
+        ("a.jsonl", '{"gpu_hours": 1\n', "row 1: .*JSON object"),
+        ("a.jsonl", '{"gpu_hours": "x", "pass_rate": 0.4}\n', "row 1: gpu_hours: 'x'"),
     ],
 )
 def test_bad_json_is_refused_in_one_line(tmp_path, name, text, message):
@@ -150,14 +144,14 @@ def test_sizes_of_an_export_with_decimal_points(tmp_path):
 
 
 def test_missing_inputs(tmp_path):
-    with pytest.raises(ValueError, match="found nothing there"):
+    with pytest.raises(ValueError, match=r"none\.csv: "):
         read_curves(tmp_path / "none.csv")
-    with pytest.raises(ValueError, match=r"expected a run folder with validation\.jsonl"):
+    with pytest.raises(ValueError, match=r"validation\.jsonl"):
         read_curves(tmp_path)
     path = write(tmp_path, "who,gpu_hours,pass_rate\na,1,0.4\n")
-    with pytest.raises(ValueError, match="expected rows with who = b, found who in"):
+    with pytest.raises(ValueError, match=r"who = b.* a$"):
         read_curves(path, ColumnOptions(series=(("who", "b"),)))
-    with pytest.raises(ValueError, match=r"expected column 'cost' \(--compute\)"):
+    with pytest.raises(ValueError, match=r"'cost' \(--compute\)"):
         read_curves(path, ColumnOptions(compute="cost"))
 
 

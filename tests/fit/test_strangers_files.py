@@ -91,7 +91,7 @@ def test_a_chart_of_one_metric_of_any_name_is_taken_and_a_time_of_day_is_not(tmp
     path = write(tmp_path, "chart.csv", chart("Step", STEPS, ("run", "my/own_metric", RATES)))
     assert "my/own_metric" in read_curves(path)[0].read
     wall = chart("Wall Time", [1.77e9 + step for step in STEPS], ("run", "eval/accuracy", RATES))
-    with pytest.raises(ValueError, match="row 2: Wall Time: expected compute since the start, found a time of day"):
+    with pytest.raises(ValueError, match="row 2: Wall Time: a time of day"):
         read_curves(write(tmp_path, "chart.csv", wall))
 
 
@@ -165,9 +165,7 @@ def test_trainer_state_and_the_folder_of_its_checkpoints(tmp_path):
 
 def test_a_sum_of_rewards_is_refused_and_its_range_can_be_given(tmp_path):
     path = write(tmp_path, "r.jsonl", lines({"step": s, "reward": 4 * r} for s, r in zip(STEPS, RATES)))
-    with pytest.raises(
-        ValueError, match=r"row 2: reward: expected a pass rate in \[0, 1\], found .*--score-range=LO,HI"
-    ):
+    with pytest.raises(ValueError, match=r"row 2: reward: 1.0668 .*--score-range=LO,HI"):
         read_curves(path)
     (curve,) = read_curves(path, ColumnOptions(score_range=(0.0, 4.0)))
     np.testing.assert_allclose(curve.pass_rate, RATES)
@@ -178,9 +176,9 @@ def test_a_sum_of_rewards_is_refused_and_its_range_can_be_given(tmp_path):
 def test_gpu_hours_by_other_names_and_the_only_other_column(tmp_path, x):
     (curve,) = read_curves(write(tmp_path, "run.csv", table({x: STEPS, "GSM8K": RATES})))
     assert curve.unit == "gpu_hours" and "points of GSM8K over" in curve.read
-    with pytest.raises(ValueError, match="expected a score column"):
+    with pytest.raises(ValueError, match="--score"):
         read_curves(write(tmp_path, "run.csv", table({x: STEPS, "loss": RATES})))
-    with pytest.raises(ValueError, match="expected a score column"):
+    with pytest.raises(ValueError, match="--score"):
         read_curves(write(tmp_path, "chart.csv", chart(x, STEPS, ("run", "train/loss", RATES))))
 
 
@@ -297,9 +295,9 @@ def test_what_is_no_number_is_skipped_and_counted_and_text_is_not(tmp_path):
     (curve,) = read_curves(write(tmp_path, "run.csv", text))
     assert curve.pass_rate.tolist() == [0.5, 0.6, 0.7]
     assert "skipped rows: 8 without a number" in curve.read
-    with pytest.raises(ValueError, match="row 2: score: expected a finite number, found 'oops'"):
+    with pytest.raises(ValueError, match="row 2: score: 'oops'"):
         read_curves(write(tmp_path, "run.csv", "step,score\n1,oops\n2,0.5\n"))
-    with pytest.raises(ValueError, match="expected rows with score, found none with a number"):
+    with pytest.raises(ValueError, match=r"run.csv: .* score"):
         read_curves(write(tmp_path, "run.csv", "step,score\n1,nan\n2,\n"))
 
 
@@ -312,14 +310,14 @@ def test_the_rounding_of_single_precision_is_no_mistake(tmp_path):
 def test_percent_is_converted_and_said_but_a_single_wrong_value_is_not_percent(tmp_path):
     path = write(tmp_path, "run.csv", table({"step": STEPS, "accuracy": [100 * r for r in RATES]}))
     assert "percent, divided by 100" in read_curves(path)[0].read
-    with pytest.raises(ValueError, match=r"expected a pass rate in \[0, 1\], found 41"):
+    with pytest.raises(ValueError, match="row 11: accuracy: 41 "):
         read_curves(write(tmp_path, "run.csv", table({"step": STEPS, "accuracy": [*RATES[:-1], 41]})))
 
 
 @pytest.mark.parametrize(("name", "most"), [("reward", 80), ("score", 4), ("value", 9)])
 def test_a_reward_of_another_range_is_not_taken_for_percent(tmp_path, name, most):
     path = write(tmp_path, "run.csv", table({"step": STEPS, name: [most * r / max(RATES) for r in RATES]}))
-    with pytest.raises(ValueError, match=r"expected a pass rate in .*--score-range=LO,HI"):
+    with pytest.raises(ValueError, match=rf"row 2: {name}: .*--score-range=LO,HI"):
         read_curves(path)
 
 
@@ -330,9 +328,7 @@ def test_rows_of_one_kind_are_read_and_equal_kinds_are_refused(tmp_path):
     assert curve.pass_rate.tolist() == RATES and "rows with type = eval, not train" in curve.read
     rows = [{"dataset": d, "step": s, "accuracy": r} for d in ("aime", "math") for s, r in zip(STEPS, RATES)]
     path = write(tmp_path, "run.jsonl", lines(rows))
-    with pytest.raises(
-        ValueError, match=r"rows of one dataset, found aime, math; choose with --series dataset=VALUE"
-    ):
+    with pytest.raises(ValueError, match="dataset: aime, math; choose with --series dataset=VALUE"):
         read_curves(path)
     assert len(read_curves(path, ColumnOptions(series=(("dataset", "math"),)))[0].compute) == 10
     assert len(read_curves(path, ColumnOptions(series=(("dataset", "*"),)))) == 2
@@ -353,7 +349,7 @@ def test_a_long_table_and_a_table_of_runs(tmp_path):
     kinds = {"train": runs["lr 1"], "eval": runs["lr 2"][:5]}
     assert len(read_curves(write(tmp_path, "kinds.json", json.dumps(kinds)))[0].compute) == 5
     many = {"run": [n // 10 for n in range(300)], "step": STEPS * 30, "acc": RATES * 30}
-    with pytest.raises(ValueError, match=r"expected at most 24 runs, found 30; choose with --series run=VALUE"):
+    with pytest.raises(ValueError, match=r"30 runs .* 24; choose with --series run=VALUE"):
         read_curves(write(tmp_path, "runs.csv", table(many)))
 
 
@@ -371,10 +367,10 @@ def test_hours_per_step_is_applied_or_refused(tmp_path):
     assert (curve.unit, curve.compute.tolist()) == ("gpu_hours", [2.0 * step for step in STEPS])
     assert "training/global_step x 2 h (20 to 200 GPU-hours)" in curve.read
     for options in (ColumnOptions(hours_per_step=2.0, compute="gpu_hours"), ColumnOptions(hours_per_step=-1.0)):
-        with pytest.raises(ValueError, match="--hours-per-step: expected"):
+        with pytest.raises(ValueError, match="--hours-per-step "):
             read_curves(path, options)
     path = write(tmp_path, "run.csv", table({"tokens": STEPS, "score": RATES}))
-    with pytest.raises(ValueError, match="expected a column of steps to multiply, found tokens"):
+    with pytest.raises(ValueError, match=r"--hours-per-step .*tokens"):
         read_curves(path, ColumnOptions(hours_per_step=2.0))
 
 
@@ -385,28 +381,28 @@ def test_the_nearest_names_are_proposed_where_none_fits(tmp_path):
         read_curves(path)
     assert "name it with --score" in str(caught.value) and "the nearest: my_acurracy, " in str(caught.value)
     assert len(str(caught.value).partition("the nearest: ")[2].split(", ")) == 3
-    with pytest.raises(ValueError, match=r"expected column 'metric_1a' .*the nearest: metric_1"):
+    with pytest.raises(ValueError, match=r"'metric_1a' .*the nearest: metric_1"):
         read_curves(path, ColumnOptions(score="metric_1a"))
 
 
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.csv", "10,0.1\n20,0.2\n", "row 1: expected names of columns, found the numbers 10, 0.1"),
-        ("a.csv", ",,,\n,,\n", "expected at least two columns, found one"),
-        ("a.jsonl", '{"step": 1' + "0" * 400 + ', "acc": 0.5}\n', "expected a finite number, found 1000"),
-        ("a.json", '{"a": {"b": 1}}', "expected a score column .*, found a$"),
-        ("a.csv", "step,acc,acc\n1,0.1,0.2\n", "expected each column once, found 'acc' 2 times"),
+        ("a.csv", "10,0.1\n20,0.2\n", "row 1: .* 10, 0.1"),
+        ("a.csv", ",,,\n,,\n", "row 1: .*''"),
+        ("a.jsonl", '{"step": 1' + "0" * 400 + ', "acc": 0.5}\n', "row 1: step: 1000"),
+        ("a.json", '{"a": {"b": 1}}', "row 1: .*--score.* a$"),
+        ("a.csv", "step,acc,acc\n1,0.1,0.2\n", "row 1: .*'acc' .*2 times"),
         (
             "a.csv.gz",
             gzip.compress(b"step,acc\n1,0.1\n" * 99, mtime=0)[:-9],
-            "expected a gzip file, found a damaged one",
+            "gzip",
         ),
-        ("a.csv", b"step,acc\n1,0.1\xff\n", "expected text in UTF-8, found byte 0xff"),
+        ("a.csv", b"step,acc\n1,0.1\xff\n", "0xff"),
         (
             "a.json",
             '{"rows": 3, "x": [1, 2], "y": [1]}',
-            "expected a JSON list of rows, found dict with rows, x, y",
+            "dict with rows, x, y",
         ),
     ],
 )
@@ -487,7 +483,7 @@ def test_what_is_taken_and_what_is_left(tmp_path, columns, said):
 
 @pytest.mark.parametrize("name", ["error_rate", "eval/wer", "hallucination_rate", "lose_rate", "perplexity"])
 def test_a_measure_that_is_better_lower_is_no_pass_rate(tmp_path, name):
-    with pytest.raises(ValueError, match="expected a score column"):
+    with pytest.raises(ValueError, match="--score"):
         read_curves(write(tmp_path, "a.jsonl", lines(table_of_rows({name: falling}))))
 
 
@@ -496,13 +492,9 @@ def test_a_measure_that_is_better_lower_is_no_pass_rate(tmp_path, name):
     [
         ("variable", ("loss", "accuracy"), "rows with variable = accuracy, not loss"),
         ("name", ("train/loss", "eval/accuracy"), "rows with name = eval/accuracy, not train/loss"),
-        (
-            "domain",
-            ("algebra", "geometry"),
-            "expected rows of one domain, found algebra, geometry; choose with",
-        ),
-        ("k", (1, 4), "expected rows of one k, found 1, 4"),
-        ("is_eval", (False, True), "expected rows of one is_eval, found False, True"),
+        ("domain", ("algebra", "geometry"), "domain: algebra, geometry; choose with"),
+        ("k", (1, 4), "k: 1, 4; choose with"),
+        ("is_eval", (False, True), "is_eval: False, True; choose with"),
     ],
 )
 def test_rows_that_differ_in_one_column_are_not_mixed(tmp_path, column, kinds, outcome):
@@ -517,18 +509,12 @@ def test_rows_that_differ_in_one_column_are_not_mixed(tmp_path, column, kinds, o
 
 def test_counts_are_no_percent_and_single_answers_are_averaged(tmp_path):
     counts = table_of_rows({"correct": lambda n: n, "total": lambda n: 50})
-    with pytest.raises(ValueError, match=r"correct: expected a pass rate in \[0, 1\], found"):
+    with pytest.raises(ValueError, match="row 2: correct: 2 "):
         read_curves(write(tmp_path, "counts.jsonl", lines(counts)))
     answers = [{"step": 10 * n, "correct": i < n} for n in range(1, 11) for i in range(20)]
     (curve,) = read_curves(write(tmp_path, "answers.jsonl", lines(answers)))
     assert curve.pass_rate == pytest.approx([n / 20 for n in range(1, 11)])
     assert curve.notes == ("answers.jsonl: several rows of one step: their mean was fitted",)
-
-
-def test_a_file_that_begins_anew_has_the_start_of_its_last_run(tmp_path):
-    rows = [{"step": 10 * n, "reward": at + n / 50} for at in (0.2, 0.5) for n in range(10)]
-    (curve,) = read_curves(write(tmp_path, "a.jsonl", lines(rows)))
-    assert curve.initial == 0.5 and curve.pass_rate[0] == pytest.approx(0.52)
 
 
 @pytest.mark.parametrize("name", ["checkpoint-{}", "runs/a/global_step_{}", "step_{:06d}", "out/iter_{:07d}/"])
@@ -549,7 +535,7 @@ def test_commas_between_thousands(tmp_path):
 @pytest.mark.parametrize("column", ["timestamp", "when"])
 def test_dates_are_refused_as_an_axis_and_no_obstacle_beside_one(tmp_path, column):
     days = [f"2026-01-{step // 10:02d}T10:00:00Z" for step in STEPS]
-    with pytest.raises(ValueError, match=rf"row 2: {column}: expected compute since the start, found a time of day"):
+    with pytest.raises(ValueError, match=rf"row 2: {column}: a time of day"):
         read_curves(write(tmp_path, "t.csv", table({column: days, "accuracy": RATES})))
     [curve] = read_curves(write(tmp_path, "u.csv", table({column: days, "step": STEPS, "accuracy": RATES})))
     assert curve.compute.tolist() == STEPS

@@ -1,0 +1,312 @@
+"""The runs, the rows and the columns of a table that are read.
+
+A table goes through `selections` (the runs that a column tells apart), `one_kind` (a validation's rows) and
+`logged_runs` (runs that were logged one after another); then its columns are chosen.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_scalerl.fit.formatting import unit_name
+from megatron_scalerl.fit.table_file import (
+    FEW_ROWS,
+    SCORES,
+    Row,
+    TableFile,
+    computes,
+    is_step_name,
+    is_time_of_day,
+    may_be_score,
+    plain,
+    refused,
+    score_rank,
+    scores,
+    some_of,
+    stage,
+    unit_of,
+    words,
+)
+from megatron_scalerl.record import record
+
+_IDENTITY = re.compile(
+    r"(?:run|experiment|exp)(?:_(?:id|name))?|series|name|figure|recipe|model|seed|group|arm|method|algo(?:rithm)?"
+    r"|variant|condition|config"
+)
+"""A column that identifies a run: a table is read as one run of each value, where each has a few rows."""
+_RECORD = re.compile(
+    r"(?:record_)?type|kind|event|split|phase|stage|mode|subset|metric|tag|key|dataset|data_source|benchmark"
+    r"|env(?:_id)?|task|is_(?:eval|validation)"
+)
+"""A column that says what a row measures: rows of one value are read."""
+RUN_COLUMN = "run"
+"""Column of --series for runs that were logged one after another, in a table without that column."""
+MANY_RUNS = 24
+"""Most runs of one table that are fitted unasked."""
+_MISSING = re.compile(r"[-+]*(?:none|null|na|n/a|<na>|nan|inf|infinity|undefined)?", re.IGNORECASE)
+"""A cell that is no number and no mistake."""
+Rows = Sequence[tuple[int, Row]]
+"""(number in the file, column -> value)."""
+
+
+@record
+class ColumnOptions:
+    """The command line's options on columns and rows."""
+
+    compute: str | None = None
+    """Compute column; None: by its name."""
+    score: str | None = None
+    """Pass rate column; None: by its name."""
+    series: tuple[tuple[str, str], ...] = ()
+    """(column, value) pairs that a row must match; the value "*" makes one run of each value."""
+    score_range: tuple[float, float] | None = None
+    """(lowest, highest) value of the score, mapped to 0 and 1; None: (0, 1), or (0, 100) for percent."""
+    hours_per_step: float | None = None
+    """Hours per step: compute = steps x this constant, as in Khatri et al. (2025)."""
+
+
+def logged_runs(table: TableFile, options: ColumnOptions, name: str) -> dict[str, TableFile]:
+    """Name -> rows of the runs that were logged one after another into one table.
+
+    A run begins where the compute falls to the first one of the run before it, or below, and then passes that one.
+    Both have a few rows. A resume falls as well, but not to the start; unsorted rows fall after every few rows.
+    """
+    score = score_columns(table, options)[0]
+    axis = compute_column(table, options, score)[0]
+    rows = [row for row in table.rows if _has_number(row[1], score) and _numbers([row], axis)]
+    computes = _numbers(rows, axis)
+    falls = [int(n) + 1 for n in np.flatnonzero(np.diff(computes) < 0)]
+    # rows that fall so often are unsorted; rates of 0 and 1 are single answers, whose mean is fitted
+    if FEW_ROWS * len(falls) >= len(rows) or set(_numbers(rows, score)) <= {0.0, 1.0}:
+        return {name: table}
+    # every fall is a resume or the start of a run
+    starts = [0]
+    for begin, end in zip(falls, [*falls[1:], len(rows)]):
+        first = min((x for x in computes[starts[-1] : begin] if x > 0), default=math.inf)
+        enough = min(begin - starts[-1], end - begin) >= FEW_ROWS
+        if enough and computes[begin] <= first <= computes[end - 1]:
+            starts.append(begin)
+    if len(starts) == 1:
+        return {name: table}
+    edges = [0, *(rows[start][0] for start in starts[1:]), math.inf]
+    parts = [tuple((n, row) for n, row in table.rows if low <= n < high) for low, high in zip(edges, edges[1:])]
+    return {f"{name}#{n}": replace(table, rows=part) for n, part in enumerate(parts, start=1)}
+
+
+def score_columns(table: TableFile, options: ColumnOptions) -> list[str]:
+    """Columns that the pass rate may be in, best first; of those that have numbers."""
+    names = [_named(table, options.score, "--score")] if options.score else scores(table.columns)
+    if not names:
+        axes = _axes(table)
+        others = [column for column in table.columns if column and column not in axes]
+        if axes and len(others) == 1 and may_be_score(others[0]):
+            names = others  # gsm8k alone over step
+        else:
+            listed = some_of(others or table.columns, ("pass rate", "accuracy", "score", "reward", "success"))
+            raise refused(table.path, f"no column is a score (name it with --score); {listed}", "row 1")
+    elif not options.score and stage(names[0]) != 0:
+        bare = validations_without_measure(table)
+        if len(bare) == 1:
+            names = bare + names  # slime's eval/aime, which a reward of training accompanies
+    measured = [name for name in names if any(_has_number(row, name) for _, row in table.rows)]
+    if not measured:
+        raise refused(table.path, f"no row has a number in {names[0]}")
+    # a validation that has just begun gives way to a curve of training
+    return sorted(measured, key=lambda name: is_short(table, name))
+
+
+def _axes(table: TableFile) -> list[str]:
+    """Columns that the compute may be in, best first."""
+    if table.x:
+        return [table.x]
+    return computes(table.columns)
+
+
+def is_short(table: TableFile, column: str) -> bool:
+    """Whether too few rows after the start have a number in the column."""
+    axis = next(iter(_axes(table)), "")
+    return sum(_has_number(row, column) and plain(row.get(axis)) != 0 for _, row in table.rows) < FEW_ROWS
+
+
+def validations_without_measure(table: TableFile) -> list[str]:
+    """Columns of a validation whose names say no measure, such as eval/aime, with all values in [0, 1]."""
+    axes = computes(table.columns)
+    names = [name for name in table.columns if stage(name) == 0 and may_be_score(name) and name not in axes]
+    names = [name for name in names if score_rank(name) is None and "rate" not in words(name).split()]
+    values = {name: _numbers(table.rows, name) for name in names}
+    return [name for name in names if values[name] and 0 <= min(values[name]) <= max(values[name]) <= 1]
+
+
+def _tells_rows_apart(table: TableFile, column: str) -> bool:
+    """Whether a column of words says what a row measures: the rows of one compute differ in it, and in nothing else.
+
+    True for `domain` or `variable` in a table that repeats its steps for each of 2 to 24 values.
+    """
+    axis = next(iter(_axes(table)), column)
+    if column == axis or _IDENTITY.fullmatch(column.lower()):
+        return False
+    rows = [(number, row) for number, row in table.rows if _has_number(row, axis)]
+    if column != "k" and not all(isinstance(plain(row.get(column)), str | bool) for _, row in rows):
+        return False
+    each_once = len(groups_of(rows, [axis, column])) == len(rows) > len(groups_of(rows, [axis]))
+    return each_once and 2 <= len(groups_of(rows, [column])) <= min(MANY_RUNS, len(rows) // 2)
+
+
+def one_kind(table: TableFile, options: ColumnOptions) -> tuple[TableFile, str]:
+    """The rows of one kind of record, a validation's if there is one, and what they are in words.
+
+    Kinds that follow one another, such as the phases of a run, are one. Raises ValueError for several that are equal.
+    """
+    texts = []
+    for column in table.columns:
+        is_kind = _RECORD.fullmatch(column.lower()) or _names_metrics(table, column)
+        if column in dict(options.series) or not (is_kind or _tells_rows_apart(table, column)):
+            continue
+        names = score_columns(table, options)
+        measured = [(number, row) for number, row in table.rows if any(_has_number(row, name) for name in names)]
+        groups = {kind: rows for (kind,), rows in groups_of(measured, [column]).items()}
+        kinds = sorted(groups, key=_kind_rank)
+        is_metric = score_rank(kinds[0]) is not None
+        if len(kinds) < 2 or not (is_metric or _overlap(table, list(groups.values()))):
+            continue
+        equal = [kind for kind in kinds if _kind_rank(kind) == _kind_rank(kinds[0])]
+        if len(equal) > 1 and not is_metric:
+            choices = f"{', '.join(equal[:8])}; choose with --series {column}=VALUE"
+            raise refused(table.path, f"the rows are of several {column}: {choices}")
+        table = replace(table, rows=tuple(groups[kinds[0]]))
+        texts.append(f"rows with {column} = {kinds[0]}, not {', '.join(kinds[1:4])}")
+    return table, "; ".join(texts)
+
+
+def groups_of(rows: Rows, columns: Sequence[str]) -> dict[tuple[str, ...], list[tuple[int, Row]]]:
+    """The rows of each combination of values of these columns, in the order of the file."""
+    groups: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
+    for number, row in rows:
+        groups.setdefault(tuple(str(row.get(column)) for column in columns), []).append((number, row))
+    return groups
+
+
+def _overlap(table: TableFile, kinds: Sequence[Rows]) -> bool:
+    """Whether two kinds of rows lie in one range of compute."""
+    axis = next(iter(computes(table.columns)), "")
+    ranges = sorted((min(values), max(values)) for rows in kinds if (values := _numbers(rows, axis)))
+    return not ranges or any(before[1] > after[0] for before, after in zip(ranges, ranges[1:]))
+
+
+def _kind_rank(kind: str) -> tuple[int, ...]:
+    return score_rank(kind) or (stage(kind), len(SCORES))
+
+
+def selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, TableFile]]:
+    """(name, rows) of each run that --series chooses; without it of each run that the table tells apart."""
+    name = table.run or Path(table.path.name.removesuffix(".gz")).stem
+    series = options.series or tuple((column, "*") for column in identity_columns(table, FEW_ROWS))
+    if not series:
+        return [(name, table)]
+    columns = [_named(table, column, "--series") for column, _ in series]
+    wanted = [value for _, value in series]
+    groups = {
+        values: rows
+        for values, rows in groups_of(table.rows, columns).items()
+        if all(want in ("*", value) for want, value in zip(wanted, values))
+    }
+    if not groups:
+        values = sorted({str(row.get(columns[-1])) for _, row in table.rows})[:8]
+        raise refused(table.path, f"no row has {columns[-1]} = {wanted[-1]}; its values are {', '.join(values)}")
+    if len(groups) > MANY_RUNS and not options.series:
+        how = f"choose with --series {columns[0]}=VALUE, or * for all"
+        raise refused(table.path, f"{len(groups)} runs are more than {MANY_RUNS}; {how}")
+    # a value that was given is the same for all runs and does not name one
+    starred = [n for n, want in enumerate(wanted) if want == "*"] or [len(wanted) - 1]
+    return [("/".join(key[n] for n in starred), replace(table, rows=tuple(rows))) for key, rows in groups.items()]
+
+
+def identity_columns(table: TableFile, rows_each: int) -> list[str]:
+    """The columns that tell runs apart, with at least `rows_each` rows of each value on average."""
+    names = [c for c in table.columns if _IDENTITY.fullmatch(c.lower()) and not _names_metrics(table, c)]
+    return [c for c in names if 1 < len(groups_of(table.rows, [c])) <= len(table.rows) / rows_each]
+
+
+def _names_metrics(table: TableFile, column: str) -> bool:
+    """Whether `name` names metrics, whose values are in `value`, and no runs."""
+    if column.lower() != "name" or "value" not in table.columns:
+        return False
+    return bool(scores({str(row.get(column)) for _, row in table.rows}))
+
+
+def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tuple[str, float, str]:
+    """(column, factor, unit): a compute column with factor 1, a step column with the hours per step."""
+    measured = [(number, row) for number, row in table.rows if _has_number(row, score)]
+    if options.compute is None:
+        column = _axis(table, measured, steps=options.hours_per_step is not None)
+    else:
+        column = _named(table, options.compute, "--compute")
+    unit = unit_of(column)
+    units = [(number, str(row["unit"])) for number, row in table.rows if row.get("unit")]
+    if column == "compute" and units:
+        check_same(table, "unit", units)
+        unit = units[0][1]
+    elif is_step_name(measured[0][1].get(column)):
+        unit = "steps"
+    if options.hours_per_step is None:
+        return column, 1.0, unit
+    if unit != "steps":
+        raise ValueError(f"--hours-per-step multiplies steps; {column} is in {unit_name(unit)}")
+    return column, options.hours_per_step, "gpu_hours"
+
+
+def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
+    """The compute column of the rows that have a score; steps: rather one of steps. Raises ValueError for none."""
+    names = _axes(table)
+    for is_axis in (is_step_name, lambda cell: is_time_of_day("", str(cell))):
+        names = names or [c for c in table.columns if all(is_axis(row.get(c)) for _, row in measured)]
+    # --hours-per-step needs steps, even where a better axis is there
+    names = (steps and [c for c in names if unit_of(c) == "steps"]) or names
+    names = [c for c in names if _grows(_numbers(measured, c))] or names
+    if not names:
+        listed = some_of(table.columns, ("step", "epoch", "tokens", "hours"))
+        raise refused(table.path, f"no column is a compute (name it with --compute); {listed}", "row 1")
+    alike = [c for c in names if unit_of(c) == unit_of(names[0])]
+    # verl's step 0 lacks some of its counters
+    return max(alike, key=lambda c: sum(_has_number(row, c) for _, row in measured))
+
+
+def _grows(values: Sequence[float]) -> bool:
+    """Whether an axis has numbers and falls between no more than a quarter of its rows."""
+    # hours per step are no axis, though their name says hours
+    return 0 < len(values) >= 4 * sum(before > after for before, after in zip(values, values[1:]))
+
+
+def _named(table: TableFile, name: str, option: str) -> str:
+    if name in table.columns:
+        return name
+    raise refused(table.path, f"there is no column {name!r} ({option}); {some_of(table.columns, (name,))}", "row 1")
+
+
+def _has_number(row: Row, column: str) -> bool:
+    value = row.get(column)
+    return isinstance(value, int | float | str) and not is_missing(value)
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell is empty, NaN, None or infinite."""
+    return _MISSING.fullmatch(str(value).strip()) is not None
+
+
+def _numbers(rows: Rows, column: str) -> list[float]:
+    """The numbers of a column, without cells that have none."""
+    cells = (plain(row[column]) for _, row in rows if _has_number(row, column))
+    return [cell for cell in cells if isinstance(cell, float)]
+
+
+def check_same(table: TableFile, key: str, values: Sequence[tuple[int, str]]) -> None:
+    """Raise ValueError at the first of the (row, value) whose value is not that of the first one."""
+    first, usual = values[0]
+    for number, value in values:
+        if value != usual:
+            raise refused(table.path, f"{value} differs from {usual} in row {first}", f"row {number}", key)
