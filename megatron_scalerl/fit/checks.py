@@ -10,7 +10,7 @@ from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.record import record
 
 FEW_POINTS = 8
-"""Fitted points below which a forecast is not trusted."""
+"""Fitted points below which warnings and verdicts say how few there are."""
 STEEP = 6.0
 """B above which the curve is a step."""
 SMALL_DROP = 0.005

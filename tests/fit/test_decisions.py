@@ -35,8 +35,21 @@ def test_stop_where_it_is_flat():
     assert decision.gain.hi < 0.01
 
 
-def test_too_early_with_few_points():
-    assert decide(run(n=6)()).verdict == "too early to say"
+@pytest.mark.parametrize(
+    ("n", "shape", "verdict"),
+    [
+        (6, {"midpoint": 0.8, "asymptote": 0.8}, "go on"),
+        (6, {"midpoint": 0.05}, "stop"),
+        (3, {}, "too early to say"),
+        (8, {"midpoint": 0.05}, "stop"),
+    ],
+)
+def test_few_points_are_decided_by_the_probability_and_counted(n, shape, verdict):
+    decision = decide(run(n=n, **shape)())
+    assert decision.verdict == verdict
+    assert (f"only {n} points were measured" in decision.reason) == (n < 8)
+    assert verdict != "go on" or decision.probability >= 0.8
+    assert verdict != "stop" or decision.probability <= 0.2
 
 
 def test_a_falling_run_is_stopped():
@@ -59,7 +72,7 @@ def test_gain_and_target_against_the_true_curve():
 
 
 def test_the_budget_has_to_be_positive():
-    with pytest.raises(ValueError, match="budget: expected compute > 0"):
+    with pytest.raises(ValueError, match=r"^budget is 0.0;"):
         decide(run()(), budget=0.0)
 
 
