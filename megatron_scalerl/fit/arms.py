@@ -52,13 +52,20 @@ def arms_of(curves: Sequence[Curve]) -> list[Arm]:
     groups = _split(curves, _key)
     groups = [part for group in groups for part in (_split(group, _start) if _repeats(group) else [group])]
     groups = [part for group in groups for part in (_split(group, _stem) if _named_by_seed(group) else [group])]
-    names = [_name(group) for group in groups]
     arms = []
-    for number, (name, group) in enumerate(zip(names, groups)):
-        unique = name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})"
+    for name, group in zip(numbered([_name(group) for group in groups]), groups):
         by_seed = sorted(group, key=lambda curve: -1 if curve.seed is None else curve.seed)
-        arms.append(Arm(name=unique, curves=tuple(by_seed)))
+        arms.append(Arm(name=name, curves=tuple(by_seed)))
     return arms
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names, with their number behind those that occur several times.
+
+    >>> numbered(["a", "b", "a"])
+    ['a (1)', 'b', 'a (2)']
+    """
+    return [n if names.count(n) == 1 else f"{n} ({names[: i + 1].count(n)})" for i, n in enumerate(names)]
 
 
 def _split(group: Sequence[Curve], key: Callable[[Curve], str]) -> list[list[Curve]]:

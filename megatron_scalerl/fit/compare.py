@@ -1,7 +1,7 @@
 """Which recipe scales better: the ceiling first, then the efficiency (Khatri et al. 2025, A.5 and Fig. 4).
 
-The unit of a comparison is a recipe with its runs, an arm (`fit.arms`). One number per run, such as its A, is
-explained by its recipe plus its seed:
+The unit of a comparison is a recipe with its runs, an arm (`fit.arms`). Runs that fall are left out, since no sigmoid
+falls (`checks.falling_tail`). One number per run, such as its A, is explained by its recipe plus its seed:
 
     y = recipe + seed + e
 
@@ -18,6 +18,7 @@ says whether it is refitted.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from megatron_scalerl.fit.arms import Arm, arms_of, differences, shared_start
+from megatron_scalerl.fit.checks import falling_tail
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Estimate, estimate
 from megatron_scalerl.fit.result import TAIL, FitResult
@@ -41,6 +43,10 @@ ERROR = 0.05
 """Probability that any difference of one table is declared although there is none; recipes scatter alike."""
 UNEVEN_ERROR = 0.1
 """The same where recipes scatter by very different amounts; simulated (tests/fit/test_between_runs.py)."""
+UNKNOWN_VARIANCE = 1e6
+"""Variance of a number that some draws of the posterior never reach."""
+LARGEST_LOG = 700.0
+"""Largest logarithm whose exponential is finite."""
 Arms = Sequence[Sequence[FitResult]]
 """The fits of each arm; an empty one has no part in a quantity."""
 Seeds = Sequence[tuple[int | None, ...]]
@@ -52,9 +58,9 @@ class Runs:
     """One number per run of one recipe."""
 
     values: Array
-    """[runs]"""
+    """[runs]; empty where the recipe has no part in a table."""
     fit_variance: Array
-    """[runs] variance of each by its own fit."""
+    """[runs] variance of each value by its own fit."""
     seeds: tuple[int | None, ...]
     """[runs] None where unknown."""
 
@@ -64,14 +70,14 @@ class Difference:
     """A recipe minus its reference, with the variance between runs."""
 
     value: float
-    """The difference of the means, within seeds if paired; nan if either has no value."""
+    """Difference of the means, within seeds if paired."""
     lo: float
     """Lower end of the 90 % interval; nan where no recipe was run twice."""
     hi: float
-    """Upper end of it."""
+    """Upper end of the 90 % interval."""
     p: float
     """Probability of so large a difference, or a larger one, between two sets of runs of one recipe, adjusted for the
-    number of comparisons; 1 where it is not known or either was run once."""
+    number of comparisons; 1 where it is not known or either has one run."""
     paired: bool
     """Whether runs were compared within seeds."""
 
@@ -91,29 +97,32 @@ class Difference:
 
 
 class Table:
-    """The numbers of several recipes, fitted together."""
+    """The numbers of several recipes, fitted together by least squares."""
 
     def __init__(self, recipes: Sequence[Runs], *, paired: bool, references: Collection[int] = ()):
-        """recipes: with finite values, none empty. paired: whether equal seeds may be compared within the seed.
+        """recipes: with finite values. paired: whether equal seeds may be compared within the seed.
 
         references: recipes that others are compared with; their variance is in many differences.
         """
-        values = np.concatenate([r.values for r in recipes])
-        arm = np.repeat(np.arange(len(recipes)), [len(r.values) for r in recipes])
-        self._counts = np.bincount(arm)
-        self._arms = (arm[:, None] == np.arange(len(recipes))).astype(float)
-        self._parts = sharing_seeds([r.seeds for r in recipes]) if paired else list(range(len(recipes)))
-        columns = np.hstack([self._arms, *_seed_effects([r.seeds for r in recipes], self._parts)])
+        values = np.concatenate([recipe.values for recipe in recipes])
+        self._counts = [len(recipe.values) for recipe in recipes]
+        recipe_of_run = np.repeat(np.arange(len(recipes)), self._counts)
+        self._membership = (recipe_of_run[:, None] == np.arange(len(recipes))).astype(float)
+        """[runs, recipes] 1 where the run is of the recipe."""
+        seeds = [recipe.seeds for recipe in recipes]
+        self._groups = sharing_seeds(seeds) if paired else list(range(len(recipes)))
+        columns = np.hstack([self._membership, *_seed_effects(seeds, self._groups)])
         self.paired = columns.shape[1] > len(recipes)
-        self._apart = Table(recipes, paired=False, references=references) if self.paired else self
+        self._unpaired = Table(recipes, paired=False, references=references) if self.paired else self
         """For recipes that do not share seeds."""
         self._inverse = np.linalg.pinv(columns)
-        left = np.eye(len(values)) - columns @ self._inverse
+        residual_maker = np.eye(len(values)) - columns @ self._inverse
         self._effects = self._inverse @ values
-        self._total = max(float(np.trace(left)), 1e-9)
-        squares, freedom = self._arms.T @ (left @ values) ** 2, self._arms.T @ np.diag(left)
-        variance, self._freedom = _variances(squares, freedom, references)
-        self._variance = np.maximum(variance, [r.fit_variance.mean() for r in recipes])
+        self._total_freedom = max(float(np.trace(residual_maker)), 1e-9)
+        squares = self._membership.T @ (residual_maker @ values) ** 2
+        variance, self._freedom = _variances(squares, self._membership.T @ np.diag(residual_maker), references)
+        by_fits = [np.mean(recipe.fit_variance) if len(recipe.values) else 0.0 for recipe in recipes]
+        self._variance = np.maximum(variance, by_fits)
         """[recipes] of one run; nan where no recipe was run twice."""
 
     def mean(self, index: int) -> Estimate:
@@ -123,8 +132,8 @@ class Table:
 
     def difference(self, index: int, reference: int) -> Difference:
         """Recipe `index` minus `reference`, tested alone; within seeds if they share them."""
-        if self.paired and self._parts[index] != self._parts[reference]:
-            return self._apart.difference(index, reference)
+        if self.paired and self._groups[index] != self._groups[reference]:
+            return self._unpaired.difference(index, reference)
         value = float(self._effects[index] - self._effects[reference])
         error, freedom = self._error(self._inverse[index] - self._inverse[reference])
         p = 1.0
@@ -136,13 +145,14 @@ class Table:
 
     def _error(self, weights: Array) -> tuple[float, float]:
         """(standard error of weights . values, its degrees of freedom after Satterthwaite); nan if unknown."""
-        parts = (self._arms.T @ weights**2) * self._variance
-        used = parts > 0
-        if np.isnan(parts).any() or not used.any():
+        squared_weights = self._membership.T @ weights**2
+        used = squared_weights > 0
+        shares = squared_weights[used] * self._variance[used]
+        if np.isnan(shares).any() or not shares.any():
             return math.nan, math.nan
-        total = float(parts.sum())
-        freedom = total**2 / float((parts[used] ** 2 / self._freedom[used]).sum())
-        return math.sqrt(total), min(freedom, self._total)
+        total = float(shares.sum())
+        freedom = total**2 / float((shares**2 / self._freedom[used]).sum())
+        return math.sqrt(total), min(freedom, self._total_freedom)
 
 
 def _interval(value: float, error: float, freedom: float) -> dict[str, float]:
@@ -156,21 +166,24 @@ def _variances(squares: Array, freedom: Array, references: Collection[int]) -> t
     """(variance of one run, its degrees of freedom), both [recipes]; nan and 0 where nothing is known.
 
     squares: [recipes] sums of squared residuals. freedom: [recipes] their degrees of freedom; 0 for one run. Of two
-    recipes each has its own, of more all have one, but for a reference whose own is larger.
+    recipes each has its own variance, of more all have one, but for a reference whose own is larger.
     """
-    known = freedom > 1e-6
-    total = float(freedom[known].sum())
-    common = float(squares[known].sum()) / total if known.any() else math.nan
-    own = np.where(known, squares / np.where(known, freedom, 1.0), -math.inf)
-    is_reference = np.isin(np.arange(len(squares)), list(references))
-    apart = known if known.sum() < 3 else is_reference & (own > common)
-    return np.where(apart, own, common), np.where(apart, freedom, total)
+    repeated = freedom > 1e-6
+    total = float(freedom[repeated].sum())
+    if not total:
+        return np.full(len(squares), math.nan), np.zeros(len(squares))
+    common = float(squares[repeated].sum()) / total
+    by_recipe = squares / np.where(repeated, freedom, math.inf)
+    separate = repeated
+    if repeated.sum() >= 3:
+        separate = np.isin(np.arange(len(squares)), list(references)) & (by_recipe > common)
+    return np.where(separate, by_recipe, common), np.where(separate, freedom, total)
 
 
 def spread(recipes: Sequence[Runs]) -> float:
     """Standard deviation between runs of one recipe, common to all recipes; nan where none was run twice."""
-    freedom = sum(len(r.values) - 1 for r in recipes)
-    squares = sum(float(((r.values - r.values.mean()) ** 2).sum()) for r in recipes)
+    freedom = sum(len(recipe.values) - 1 for recipe in recipes)
+    squares = sum(len(recipe.values) * float(np.var(recipe.values)) for recipe in recipes)
     return math.sqrt(squares / freedom) if freedom else math.nan
 
 
@@ -179,29 +192,30 @@ def sharing_seeds(seeds: Seeds) -> list[int]:
 
     seeds: [recipes, runs]. A recipe with an unknown seed, or with one twice, shares none.
     """
-    known = [set() if None in runs or len(set(runs)) < len(runs) else set(runs) for runs in seeds]
-    parts = list(range(len(seeds)))
-    for n, one in enumerate(known):
+    distinct = [set(runs) if None not in runs and len(set(runs)) == len(runs) else set() for runs in seeds]
+    groups = list(range(len(seeds)))
+    for n, runs in enumerate(distinct):
         for m in range(n):
-            if len(one & known[m]) >= 2:
-                parts = [parts[m] if part == parts[n] else part for part in parts]
-    return parts
+            if len(runs & distinct[m]) >= 2:
+                groups = [groups[m] if group == groups[n] else group for group in groups]
+    return groups
 
 
-def _seed_effects(seeds: Seeds, parts: Sequence[int]) -> Iterator[Array]:
+def _seed_effects(seeds: Seeds, groups: Sequence[int]) -> Iterator[Array]:
     """[runs, 1] for each seed of the recipes that share seeds, its mean over their runs 0."""
-    part_of_run = np.repeat(parts, [len(runs) for runs in seeds])
+    group_of_run = np.repeat(groups, [len(runs) for runs in seeds])
     seed_of_run = np.array([-1 if seed is None else seed for runs in seeds for seed in runs])
-    for part in sorted({part for part in parts if list(parts).count(part) > 1}):
-        inside = (part_of_run == part).astype(float)
-        for seed in np.unique(seed_of_run[part_of_run == part]):
+    for group in sorted({group for group in groups if list(groups).count(group) > 1}):
+        inside = (group_of_run == group).astype(float)
+        for seed in np.unique(seed_of_run[group_of_run == group]):
             effect = inside * (seed_of_run == seed)
             yield (effect - inside * effect.sum() / inside.sum())[:, None]
 
 
 def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
-    """The same with p adjusted for their number (Holm 1979): `ERROR` bounds the error of all of them together."""
-    out, highest = {}, 0.0
+    """The differences with p adjusted for their number (Holm 1979): `ERROR` bounds the error of all together."""
+    out = {}
+    highest = 0.0
     for rank, (key, difference) in enumerate(sorted(differences.items(), key=lambda item: item[1].p)):
         highest = max(highest, min(1.0, (len(differences) - rank) * difference.p))
         out[key] = replace(difference, p=highest)
@@ -210,51 +224,51 @@ def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
 
 @record
 class Quantity:
-    """One number of a sigmoid. A number that is positive is compared by its logarithm."""
+    """One number of a sigmoid, as it is compared."""
 
     of: Callable[[Mapping[str, Any]], Any]
     """(parameters, or [draws] of each) -> the number, or [draws] of it."""
     positive: bool = True
-    """Whether it is compared by its logarithm."""
-
-    def value(self, fit: FitResult) -> float:
-        """The number of a run's fit."""
-        return float(self.of(fit.parameters))
-
-    def known(self, fits: Sequence[FitResult]) -> bool:
-        """Whether there are fits, and each has a finite value."""
-        values = [self.value(f) for f in fits]
-        return bool(values) and all(math.isfinite(v) and (v > 0 or not self.positive) for v in values)
+    """Whether the number is positive and compared by its logarithm."""
 
     def runs(self, fits: Sequence[FitResult], seeds: tuple[int | None, ...]) -> Runs:
-        """The number of each run, or its logarithm, with the variance of its fit."""
-        values = np.array([self.value(f) for f in fits])
-        if self.positive:
-            values = np.array([math.log(value) for value in values])
-        return Runs(values=values, fit_variance=np.array([self._variance(f) for f in fits]), seeds=seeds)
+        """The number of each run, or its logarithm; no runs where one of them has none, as it never gets there."""
+        values = self._scaled([self.of(fit.parameters) for fit in fits])
+        if not np.isfinite(values).all():
+            return self.runs((), ())
+        return Runs(values=values, fit_variance=np.array([self._variance(f) for f in fits]), seeds=seeds[: len(fits)])
 
-    def mean(self, arms: Arms, seeds: Seeds, index: int) -> Estimate:
-        """The mean over the runs of one arm with the 90 % interval of it, the geometric one of a positive number.
+    def means(self, arms: Arms, seeds: Seeds) -> dict[int, Estimate]:
+        """Index of an arm -> mean over its runs with the mean's 90 % interval; geometric for a positive number.
 
-        With one run it is the run's number with the interval of its fit; inf where a run never gets there.
+        The mean of one run is the run's number with the interval of its fit; inf where a run never gets there. An arm
+        without runs is left out.
         """
-        fits = arms[index]
-        values = [self.value(f) for f in fits]
-        if not self.known(fits):
-            return Estimate(value=max(values), lo=min(values), hi=max(values))
-        if len(fits) == 1:
-            return estimate(self.of(fits[0].posterior.parameters), value=values[0])
-        kept = [n for n, runs in enumerate(arms) if self.known(runs)]
-        mean = Table([self.runs(arms[n], seeds[n]) for n in kept], paired=False).mean(kept.index(index))
+        recipes = [self.runs(*arm) for arm in zip(arms, seeds)]
+        table = Table(recipes, paired=False)
         back = math.exp if self.positive else float
-        return Estimate(value=back(mean.value), lo=back(mean.lo), hi=back(min(mean.hi, 700.0)))
+        means = {}
+        for n, fits in enumerate(arms):
+            values = [float(self.of(fit.parameters)) for fit in fits]
+            if fits and not recipes[n].seeds:
+                means[n] = Estimate(value=max(values), lo=min(values), hi=max(values))
+            elif len(fits) == 1:
+                means[n] = estimate(self.of(fits[0].posterior.parameters), value=values[0])
+            elif fits:
+                mean = table.mean(n)
+                means[n] = Estimate(value=back(mean.value), lo=back(mean.lo), hi=back(min(mean.hi, LARGEST_LOG)))
+        return means
+
+    def _scaled(self, values: Any) -> Array:
+        with np.errstate(divide="ignore"):
+            return np.asarray(np.log(values) if self.positive else values, dtype=float)
 
     def _variance(self, fit: FitResult) -> float:
-        """By quantiles: draws of a compute to reach have a heavy tail."""
-        draws = self.of(fit.posterior.parameters)
-        with np.errstate(divide="ignore"):
-            low, high = np.quantile(np.log(draws) if self.positive else draws, [0.1587, 0.8413], method="nearest")
-        return ((float(high) - float(low)) / 2) ** 2 if math.isfinite(low) and math.isfinite(high) else 1e6
+        """Variance by quantiles, as draws of a compute to reach have a heavy tail."""
+        draws = self._scaled(self.of(fit.posterior.parameters))
+        low, high = np.quantile(draws, [0.1587, 0.8413], method="nearest").tolist()
+        variance = ((high - low) / 2) ** 2
+        return variance if math.isfinite(variance) else UNKNOWN_VARIANCE
 
 
 ASYMPTOTE = Quantity(of=lambda parameters: parameters["asymptote"], positive=False)
@@ -278,7 +292,7 @@ class ComparedArm:
     change: str
     """What the recipe sets that its reference sets otherwise; empty if unknown."""
     fits: tuple[FitResult, ...]
-    """Its runs, each fitted with A free."""
+    """Its runs that do not fall, each fitted with A free."""
     seeds: tuple[int | None, ...]
     """Their seeds; None where unknown."""
     refits: tuple[FitResult, ...]
@@ -302,7 +316,7 @@ class ComparedArm:
 
     @property
     def runs(self) -> int:
-        """Number of its runs."""
+        """Number of its runs that do not fall."""
         return len(self.fits)
 
 
@@ -311,7 +325,9 @@ class Comparison:
     """The table of the paper's Fig. 4 for any recipes."""
 
     arms: tuple[ComparedArm, ...]
-    """The reference first."""
+    """The reference first. An arm whose runs all fall is left out."""
+    falling: Mapping[str, tuple[str, ...]]
+    """Name of an arm -> its runs that fall, which are left out."""
     fixed_asymptote: float
     """Mean A of the arms that share their reference's ceiling."""
     pass_rate: float
@@ -328,57 +344,79 @@ class Comparison:
 
 def compare_runs(
     curves: Sequence[Curve],
-    fit_curve: Callable[[Curve, float | None], FitResult],
+    fit_run: Callable[[Curve, float | None], FitResult],
     *,
     references: Sequence[str] = (),
     pass_rate: float | None = None,
 ) -> Comparison:
     """Group runs by recipe and compare the recipes. Names of the runs are unique, their unit of compute is one.
 
-    fit_curve:  (run, A to hold or None) -> its fit.
+    fit_run:    (run, A to hold or None) -> its fit.
     references: the arm that the others are compared with (default: the first run's), and ARM=REFERENCE for others.
     pass_rate:  whose compute is compared; default: R_0 plus 80 % of the gain to the common A.
-    Raises ValueError for one run alone and for the name of no arm.
+    Raises ValueError for one run alone, and for a reference that is no arm.
     """
-    arms, to = _ordered(curves, references)
+    if len(curves) < 2:
+        raise ValueError(f"a comparison takes at least two runs; {len(curves)} was given")
+    free = {curve.name: fit_run(curve, None) for curve in curves}
+    groups = arms_of(curves)
+    falling = {}
+    steady = []
+    for group in groups:
+        falls = [falling_tail(free[curve.name].compute, free[curve.name].pass_rate) for curve in group.curves]
+        kept = tuple(curve for curve, fall in zip(group.curves, falls) if fall is None)
+        if kept:
+            steady.append(replace(group, curves=kept))
+        if len(kept) < len(falls):
+            falling[group.name] = tuple(curve.name for curve in group.curves if curve not in kept)
+    arms, to = _ordered(steady, groups, references)
+    if not arms:
+        unknown = {"fixed_asymptote": math.nan, "pass_rate": math.nan, "between_runs": math.nan}
+        return Comparison(arms=(), falling=falling, paired=False, **unknown)
     paired = shared_start(arms)
     seeds = [tuple(curve.seed for curve in arm.curves) for arm in arms]
-    fits = [tuple(fit_curve(curve, None) for curve in arm.curves) for arm in arms]
+    fits = [tuple(free[curve.name] for curve in arm.curves) for arm in arms]
+    asymptotes = ASYMPTOTE.means(fits, seeds)
     ceilings = _differences(ASYMPTOTE, fits, seeds, to, paired)
     shared = _share_the_ceiling(fits, ceilings, to)
-    mean = float(np.mean([ASYMPTOTE.mean(fits, seeds, n).value for n, alike in enumerate(shared) if alike]))
-    fixed = max(mean, max(f.initial for runs in fits for f in runs) + 1e-3)
-    refits = [
-        tuple(fit_curve(curve, fixed) for curve in arm.curves) if alike else () for arm, alike in zip(arms, shared)
-    ]
-    start = float(np.mean([f.initial for f in fits[0]]))
-    pass_rate = start + SHARE_OF_GAIN * (fixed - start) if pass_rate is None else pass_rate
+    common = float(np.mean([asymptotes[n].value for n, alike in enumerate(shared) if alike]))
+    fixed = max(common, max(fit.initial for runs in fits for fit in runs) + 1e-3)
+    refits = [tuple(fit_run(curve, fixed) for curve in arm.curves if alike) for arm, alike in zip(arms, shared)]
+    if pass_rate is None:
+        start = float(np.mean([fit.initial for fit in fits[0]]))
+        pass_rate = start + SHARE_OF_GAIN * (fixed - start)
     reach = compute_to(pass_rate)
     efficiency = _differences(reach, refits, seeds, to, paired)
+    exponents = EXPONENT.means(fits, seeds)
+    midpoints = MIDPOINT.means(fits, seeds)
+    fixed_exponents = EXPONENT.means(refits, seeds)
+    reached = reach.means(fits, seeds) | reach.means(refits, seeds)
     compared = []
     for n, arm in enumerate(arms):
-        last = [float(f.pass_rate[-1]) for f in fits[n]]
-        asymptote = ASYMPTOTE.mean(fits, seeds, n)
+        reference = arms[to[n]] if n else None
+        last = [float(fit.pass_rate[-1]) for fit in fits[n]]
+        asymptote = asymptotes[n]
         compared.append(
             ComparedArm(
                 name=arm.name,
-                reference=arms[to[n]].name if n else None,
-                change=differences(arm, arms[to[n]]) if n else "",
+                reference=reference and reference.name,
+                change=differences(arm, reference) if reference else "",
                 fits=fits[n],
                 seeds=seeds[n],
                 refits=refits[n],
                 measured=Estimate(value=float(np.mean(last)), lo=min(last), hi=max(last)),
                 asymptote=replace(asymptote, lo=max(asymptote.lo, 0.0), hi=min(asymptote.hi, 1.0)),
-                exponent=EXPONENT.mean(fits, seeds, n),
-                midpoint=MIDPOINT.mean(fits, seeds, n),
-                fixed_exponent=EXPONENT.mean(refits, seeds, n) if refits[n] else None,
-                to_reach=reach.mean(refits if refits[n] else fits, seeds, n),
+                exponent=exponents[n],
+                midpoint=midpoints[n],
+                fixed_exponent=fixed_exponents.get(n),
+                to_reach=reached[n],
                 ceiling=ceilings.get(n),
                 efficiency=efficiency.get(n),
             )
         )
     return Comparison(
         arms=tuple(compared),
+        falling=falling,
         fixed_asymptote=fixed,
         pass_rate=pass_rate,
         between_runs=spread([ASYMPTOTE.runs(*arm) for arm in zip(fits, seeds)]),
@@ -386,29 +424,28 @@ def compare_runs(
     )
 
 
-def _ordered(curves: Sequence[Curve], references: Sequence[str]) -> tuple[list[Arm], list[int]]:
-    """(the arms, the reference of all first; the index of each one's own reference)."""
-    if len(curves) < 2:
-        raise ValueError(f"expected at least two runs to compare, found {len(curves)}")
-    arms = {arm.name: arm for arm in arms_of(curves)}
-    references_of, first = dict[str, str](), next(iter(arms))
+def _ordered(arms: Sequence[Arm], named: Sequence[Arm], references: Sequence[str]) -> tuple[list[Arm], list[int]]:
+    """(the arms, the reference of all first; the index of each arm's reference).
+
+    named: all arms that `references` may name. In place of one whose runs all fall stands the reference of all.
+    """
+    wanted = {}
     for text in references:
-        name, equals, other = text.rpartition("=")
-        reference = _named(arms, other)
-        if equals:
-            references_of[_named(arms, name)] = reference
-        else:
-            first = reference
-    names = [first, *(name for name in arms if name != first)]
-    return [arms[name] for name in names], [names.index(references_of.get(name, first)) for name in names]
+        name, equals, reference = text.rpartition("=")
+        wanted[_name_of(named, name) if equals else ""] = _name_of(named, reference)
+    first = wanted.get("")
+    ordered = sorted(arms, key=lambda arm: arm.name != first)
+    names = [arm.name for arm in ordered]
+    chosen = [wanted.get(name) for name in names]
+    return ordered, [names.index(name) if name in names else 0 for name in chosen]
 
 
-def _named(arms: Mapping[str, Arm], name: str) -> str:
-    """The arm called `name`, or the one of the run called so."""
-    for arm in arms.values():
-        if name == arm.name or any(name == curve.name for curve in arm.curves):
+def _name_of(arms: Sequence[Arm], name: str) -> str:
+    """The name of the arm that is called so or has a run that is."""
+    for arm in arms:
+        if name in (arm.name, *(curve.name for curve in arm.curves)):
             return arm.name
-    raise ValueError(f"--reference: expected one of {', '.join(arms)}, found {name!r}")
+    raise ValueError(f"--reference: {name!r} is no recipe here; choose one of {', '.join(arm.name for arm in arms)}")
 
 
 def _differences(
@@ -418,26 +455,23 @@ def _differences(
 
     Left out are the first arm, an arm without fits or values, and one whose reference is.
     """
-    kept = [n for n, runs in enumerate(arms) if quantity.known(runs)]
-    if len(kept) < 2:
-        return {}
-    pairs = {n: (kept.index(n), kept.index(to[n])) for n in kept if n and to[n] in kept}
-    references = {reference for _, reference in pairs.values()}
-    table = Table([quantity.runs(arms[n], seeds[n]) for n in kept], paired=paired, references=references)
-    out = {n: table.difference(*pair) for n, pair in pairs.items()}
+    recipes = [quantity.runs(*arm) for arm in zip(arms, seeds)]
+    pairs = {n: to[n] for n in range(1, len(arms)) if recipes[n].seeds and recipes[to[n]].seeds}
+    table = Table(recipes, paired=paired, references=set(pairs.values()))
+    out = {n: table.difference(n, reference) for n, reference in pairs.items()}
     return out | adjusted({n: difference for n, difference in out.items() if difference.p < 1.0})
 
 
 def _share_the_ceiling(fits: Arms, ceilings: Mapping[int, Difference], to: Sequence[int]) -> list[bool]:
-    def alone(n: int) -> bool:
-        if n == 0:
-            return True
+    """[arms] whether no other ceiling than its reference's is found, for the arm and for its reference."""
+    alike = [True]
+    for n in range(1, len(fits)):
         if min(len(fits[n]), len(fits[to[n]])) < 2:
             # 1e-9: the grid of the paper's method puts differences of exactly 0.02 on either side of it
-            return abs(ceilings[n].value) <= SAME_ASYMPTOTE + 1e-9
-        return not ceilings[n].moves_the_ceiling
-
-    return [alone(n) and alone(to[n]) for n in range(len(fits))]
+            alike.append(abs(ceilings[n].value) <= SAME_ASYMPTOTE + 1e-9)
+        else:
+            alike.append(not ceilings[n].moves_the_ceiling)
+    return [alike[n] and alike[reference] for n, reference in enumerate(to)]
 
 
 def summary(comparison: Comparison, arm: ComparedArm) -> str:
@@ -447,9 +481,9 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
         return f"{arm.name} is the reference: A = {arm.asymptote.value:.3f}, B = {arm.exponent.value:.2f} ({runs})."
     ceiling, other = arm.ceiling, comparison.arm(arm.reference)
     if not _decides(comparison, arm):
-        once = "both were" if arm.runs == other.runs == 1 else f"{arm.name if arm.runs == 1 else other.name} was"
+        alone = "each" if arm.runs == other.runs else min(arm, other, key=lambda arm: arm.runs).name
         where = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
-        text = f"{arm.name} against {other.name}: {once} run once, which decides nothing. A {ceiling.value:+.3f},"
+        text = f"{arm.name} against {other.name}: one run of {alone} decides nothing. A {ceiling.value:+.3f},"
         margin = f"{where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe"
         return f"{text} {margin}{_exponents(arm, other, '; ')}."
     gap = f"A {ceiling.value:+.3f} [{ceiling.lo:+.3f}, {ceiling.hi:+.3f}]"
@@ -463,30 +497,55 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
     return f"{first}. {_efficiency(arm, other, f'{comparison.pass_rate:.3f}')}"
 
 
+def left_out(comparison: Comparison) -> list[str]:
+    """Which runs fall, and what becomes of their recipe; one sentence a recipe."""
+    kept = {arm.name: arm.runs for arm in comparison.arms}
+    lines = []
+    for name, runs in comparison.falling.items():
+        listed = ", ".join(runs)
+        if name in kept:
+            lines.append(f"{name}: {len(runs)} of {len(runs) + kept[name]} runs fall and are left out: {listed}.")
+        else:
+            lines.append(f"{name} is not compared, as every run of it falls: {listed}.")
+    return lines
+
+
 def conclusions(comparison: Comparison) -> list[str]:
     """What the whole comparison says, in a few sentences."""
-    others = [arm for arm in comparison.arms if arm.ceiling is not None]
-    decided = [arm for arm in others if _decides(comparison, arm)]
+    if not comparison.arms:
+        return []
+    arms = defaultdict[str, list[str]](list)
+    for arm in comparison.arms[1:]:
+        finding, text = _finding(comparison, arm)
+        arms[finding].append(text)
+    listed = {finding: ", ".join(texts) for finding, texts in arms.items()}
     lines = [_variance(comparison)]
-    once = [arm.name for arm in others if arm not in decided]
-    if once:
-        lines.append(f"Run once, so not decided: {', '.join(once)}. At least two seeds, better 3, are needed.")
-    if not decided:
+    if "once" in listed:
+        lines.append(f"One run alone, so not decided: {listed['once']}. At least two seeds, better 3, are needed.")
+    if not listed.keys() - {"once"}:
         return lines
-    moved = {
-        arm.name: f"A {arm.ceiling.value:+.3f}" for arm in decided if arm.ceiling and arm.ceiling.moves_the_ceiling
-    }
-    efficiency = {arm.name: arm.efficiency for arm in decided if arm.name not in moved and arm.efficiency}
-    faster = {name: _ratio(difference) for name, difference in efficiency.items() if difference.declared}
-    kept = [arm.name for arm in decided if arm.ceiling and arm.ceiling.within(SAME_ASYMPTOTE)]
-    equal = [n for n in kept if n in efficiency and n not in faster and efficiency[n].within(SAME_COMPUTE)]
-    unclear = [arm.name for arm in decided if arm.name not in (*moved, *faster, *equal)]
-    lines += [f"Moves the ceiling: {_listed(moved)}.", f"Changes the efficiency: {_listed(faster)}."]
-    if equal:
-        lines.append(f"Neither, within the margins: {', '.join(equal)}.")
-    if unclear:
-        lines.append(f"Cannot be told apart from the reference with these seeds: {', '.join(unclear)}.")
+    lines.append(f"Moves the ceiling: {listed.get('ceiling', 'none is found to')}.")
+    lines.append(f"Changes the efficiency: {listed.get('efficiency', 'none is found to')}.")
+    if "equal" in listed:
+        lines.append(f"Neither, within the margins: {listed['equal']}.")
+    if "unclear" in listed:
+        lines.append(f"Cannot be told apart from the reference with these seeds: {listed['unclear']}.")
     return lines
+
+
+def _finding(comparison: Comparison, arm: ComparedArm) -> tuple[str, str]:
+    """("once", "ceiling", "efficiency", "equal" or "unclear"; the arm's name with the difference found)."""
+    ceiling = arm.ceiling
+    efficiency = arm.efficiency
+    if ceiling is None or not _decides(comparison, arm):
+        return "once", arm.name
+    if ceiling.moves_the_ceiling:
+        return "ceiling", f"{arm.name} (A {ceiling.value:+.3f})"
+    if efficiency and efficiency.declared:
+        return "efficiency", f"{arm.name} ({_ratio(efficiency)})"
+    if efficiency and ceiling.within(SAME_ASYMPTOTE) and efficiency.within(SAME_COMPUTE):
+        return "equal", arm.name
+    return "unclear", arm.name
 
 
 def _decides(comparison: Comparison, arm: ComparedArm) -> bool:
@@ -497,7 +556,7 @@ def _decides(comparison: Comparison, arm: ComparedArm) -> bool:
 def _variance(comparison: Comparison) -> str:
     if math.isnan(comparison.between_runs):
         return (
-            "Every recipe was run once, so that nothing is decided: how far runs of one recipe differ is unknown "
+            "Every recipe has one run, so that nothing is decided: how far runs of one recipe differ is unknown "
             f"(±{SAME_ASYMPTOTE:g} in A in the paper)."
         )
     pairing = "; recipes are compared within seeds" if comparison.paired else ""
@@ -533,10 +592,6 @@ def _exponents(arm: ComparedArm, other: ComparedArm, mark: str) -> str:
 def _ratio(difference: Difference) -> str:
     lo, hi = (math.exp(min(end, 700.0)) for end in (difference.lo, difference.hi))
     return f"{math.exp(difference.value):.2f} [{lo:.2f}, {hi:.2f}] times the compute"
-
-
-def _listed(arms: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} ({text})" for name, text in arms.items()) or "none is found to"
 
 
 def _p(difference: Difference) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from megatron_scalerl.fit.backtest import Backtest
-from megatron_scalerl.fit.compare import Comparison, conclusions, summary
+from megatron_scalerl.fit.compare import Comparison, conclusions, left_out, summary
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Decision, Estimate
 from megatron_scalerl.fit.formatting import short_number, unit_name
@@ -130,9 +130,12 @@ def _evaluation(evaluation: ForecastEvaluation) -> Section:
     return title, (table, evaluation.summary())
 
 
-def backtests(runs: Sequence[RunReport]) -> list[Section]:
-    """The forecast of the last point from every prefix, of the runs with a back-test."""
-    return [(f"Backtest: {run.fit.name}", _backtest(run.backtest)) for run in runs if run.backtest is not None]
+def further_sections(runs: Sequence[RunReport], comparison: Comparison | None) -> list[Section]:
+    """The runs' back-tests, and the comparison of their recipes."""
+    sections = [(f"Backtest: {run.fit.name}", _backtest(run.backtest)) for run in runs if run.backtest is not None]
+    if comparison is not None:
+        sections.append(("Comparison", _comparison(comparison)))
+    return sections
 
 
 def _backtest(test: Backtest) -> tuple[Table, str]:
@@ -150,10 +153,13 @@ def _backtest(test: Backtest) -> tuple[Table, str]:
     return Table(labeled=False, columns=columns, rows=rows), test.summary()
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """The leave-one-out table of Khatri et al. (2025), Fig. 4, for these recipes, with intervals of the mean."""
-    fixed, pass_rate = f"{comparison.fixed_asymptote:.3f}", f"{comparison.pass_rate:.3f}"
-    return Table(
+def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
+    """The runs that fall, then the leave-one-out table of Khatri et al. (2025), Fig. 4, and what it says."""
+    if not comparison.arms:
+        return tuple(left_out(comparison))
+    pass_rate = f"{comparison.pass_rate:.3f}"
+    fixed = f"{comparison.fixed_asymptote:.3f}"
+    table = Table(
         columns=("recipe", "runs", "measured", "A", "B", "C_mid", f"B at A = {fixed}", f"compute to {pass_rate}"),
         rows=tuple(
             (
@@ -169,6 +175,10 @@ def comparison_table(comparison: Comparison) -> Table:
             for arm in comparison.arms
         ),
     )
+    summaries = [
+        summary(comparison, arm) + (arm.change and f" Its recipe has {arm.change}.") for arm in comparison.arms
+    ]
+    return (*left_out(comparison), table, *conclusions(comparison), *summaries)
 
 
 def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
@@ -226,18 +236,19 @@ def run_json(run: RunReport) -> dict[str, Any]:
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """The comparison: its arms with intervals, their runs, and what it says in words."""
-    numbers = ("name", "reference", "measured", "asymptote", "exponent", "midpoint", "fixed_exponent", "to_reach")
+    keys = ("name", "reference", "measured", "asymptote", "exponent", "midpoint", "fixed_exponent", "to_reach")
     arms = []
     for arm in comparison.arms:
         runs = [
             {"name": fit.name, "seed": seed, **fit.parameters, "warnings": fit.warnings}
             for fit, seed in zip(arm.fits, arm.seeds)
         ]
-        known = {key: _finite(getattr(arm, key)) for key in (*numbers, "ceiling", "efficiency")}
-        arms.append(known | {"runs": runs, "summary": summary(comparison, arm)})
-    keys = ("fixed_asymptote", "pass_rate", "between_runs", "paired")
-    known = {key: _finite(getattr(comparison, key)) for key in keys}
-    return known | {"conclusions": conclusions(comparison), "arms": arms}
+        numbers = {key: _finite(getattr(arm, key)) for key in (*keys, "ceiling", "efficiency")}
+        arms.append(numbers | {"runs": runs, "summary": summary(comparison, arm)})
+    keys = ("fixed_asymptote", "pass_rate", "between_runs", "paired", "falling")
+    numbers = {key: _finite(getattr(comparison, key)) for key in keys}
+    sentences = [*left_out(comparison), *conclusions(comparison)]
+    return numbers | {"conclusions": sentences, "arms": arms}
 
 
 def _finite(value: Any) -> Any:
@@ -266,10 +277,8 @@ def html_page(runs: Sequence[RunReport], comparison: Comparison | None, *, figur
         runs=runs,
         figure=base64.b64encode(figure.read_bytes()).decode(),
         sections=sections(runs),
-        backtests=backtests(runs),
-        comparison_table=comparison and comparison_table(comparison),
-        conclusions=comparison and conclusions(comparison),
-        summaries=[(summary(comparison, arm), arm.change) for arm in comparison.arms] if comparison else (),
+        further_sections=further_sections(runs, comparison),
+        compared=comparison is not None,
     )
 
 
