@@ -35,13 +35,13 @@ from megatron_scalerl.fit.tables import (
 
 PIPE_WIDTH = 200
 """Columns of a table that is not printed to a terminal."""
-
-
-EPILOG = """example:
+COVERAGE = "measured: see docs/forecast_method.md"
+"""How often the intervals contain what comes, for `--help`."""
+EPILOG = f"""example:
   megatron-scalerl fit runs/my_run --fit-until 8000 --predict 16000,50000 --html report.html
 
-Every interval has a coverage of 90 %. docs/forecast.md says what to type for which file,
-docs/forecast_method.md how the forecast works."""
+Intervals are nominal 90 % intervals ({COVERAGE}). docs/forecast.md says what to type
+for which file, docs/forecast_method.md how the forecast works."""
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
