@@ -20,6 +20,7 @@ from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Decision, Estimate
 from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.outlook import Outlook
+from megatron_scalerl.fit.plot import title_of
 from megatron_scalerl.fit.result import FitResult, ForecastEvaluation, Prediction
 from megatron_scalerl.record import record
 
@@ -273,7 +274,7 @@ def html_page(runs: Sequence[RunReport], comparison: Comparison | None, *, figur
     )
     environment.filters.update(subscript=_subscript)
     return environment.get_template("report.html").render(
-        title=f"Forecast of {runs[0].fit.name if len(runs) == 1 else f'{len(runs)} runs'}",
+        title=f"Forecast of {title_of([run.fit for run in runs])}",
         runs=runs,
         figure=base64.b64encode(figure.read_bytes()).decode(),
         sections=sections(runs),
