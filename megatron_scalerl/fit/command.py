@@ -48,32 +48,33 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     p.description = "Fit a run's compute-performance curve, forecast it, and decide whether to continue the run."
     p.epilog = EPILOG
+    add = p.add_argument
     files = "run folder, or file of W&B, TRL, verl, TensorBoard and others"
-    p.add_argument("inputs", nargs="+", metavar="INPUT", help=files)
-    p.add_argument("--compute", metavar="COL", help="column with the compute (or the step)")
-    p.add_argument("--score", metavar="COL", help="column with the pass rate; of a task, pass_rate/TASK")
-    p.add_argument("--score-range", metavar="LO,HI", help="range of the score, mapped to [0, 1]: --score-range=-1,1")
+    add("inputs", nargs="+", metavar="INPUT", help=files)
+    add("--compute", metavar="COL", help="column with the compute (or the step)")
+    add("--score", metavar="COL", help="column with the pass rate; of a task, pass_rate/TASK")
+    add("--score-range", metavar="LO,HI", help="range of the score, mapped to [0, 1]: --score-range=-1,1")
     series = "only rows where COL is VALUE; may be repeated; VALUE * makes one run of each value"
-    p.add_argument("--series", metavar="COL=VALUE", action="append", default=[], help=series)
-    p.add_argument("--hours-per-step", type=float, metavar="H", help="compute of a step, for tables with steps")
-    p.add_argument("--r0", type=float, metavar="X", help="pass rate before RL; default: the run's own step 0")
-    p.add_argument("--fit-from", type=float, metavar="C", help="leave points before C out of the fit")
-    p.add_argument("--fit-until", type=float, metavar="C", help="leave points after C out; they are drawn hollow")
-    p.add_argument("--predict", metavar="C1,C2,...", help="computes to forecast; default: 2, 5, 10 times the last")
-    p.add_argument("--method", choices=METHODS, default="robust", help="default: robust")
-    p.add_argument("--prompts", type=int, metavar="N", help="prompts in the validation set")
-    p.add_argument("--generations", type=int, metavar="K", help="generations per prompt")
-    p.add_argument("--json", metavar="OUT|-", help="write JSON; - prints it, and nothing else, to standard output")
-    p.add_argument("--plot", metavar="OUT.png", help="draw PNG and SVG (both are written, side by side)")
-    p.add_argument("--html", metavar="OUT.html", help="write a report in one self-contained file")
-    p.add_argument("--compare", action="store_true", help="group the runs by recipe and compare the recipes")
+    add("--series", metavar="COL=VALUE", action="append", default=[], help=series)
+    add("--hours-per-step", type=float, metavar="H", help="compute of a step, for tables with steps")
+    add("--r0", type=float, metavar="X", help="pass rate before RL; default: the run's own step 0")
+    add("--fit-from", type=float, metavar="C", help="leave points before C out of the fit")
+    add("--fit-until", type=float, metavar="C", help="leave points after C out; they are drawn hollow")
+    add("--predict", metavar="C1,C2,...", help="computes to forecast; default: 2, 5, 10 times the last")
+    add("--method", choices=METHODS, default="robust", help="default: robust")
+    add("--prompts", type=int, metavar="N", help="prompts in the validation set")
+    add("--generations", type=int, metavar="K", help="generations per prompt")
+    add("--json", metavar="OUT|-", help="write JSON; - prints it, and nothing else, to standard output")
+    add("--plot", metavar="OUT.png", help="draw PNG and SVG (both are written, side by side)")
+    add("--html", metavar="OUT.html", help="write a report in one self-contained file")
+    add("--compare", action="store_true", help="group the runs by recipe and compare the recipes")
     reference = "recipe that the others, or RECIPE alone, are compared with; default: the first"
-    p.add_argument("--reference", metavar="[RECIPE=]NAME", action="append", default=[], help=reference)
-    p.add_argument("--fixed-asymptote", type=float, metavar="X", help="hold A at X")
-    p.add_argument("--budget", type=float, metavar="C", help="further compute to decide on; default: as much again")
-    p.add_argument("--worth", type=float, metavar="X", default=WORTH, help=f"gain to buy; default {WORTH:g}")
-    p.add_argument("--target", type=float, metavar="X", help="pass rate whose compute is estimated")
-    p.add_argument("--backtest", action="store_true", help="refit at every prefix; in the HTML report, too")
+    add("--reference", metavar="[RECIPE=]NAME", action="append", default=[], help=reference)
+    add("--fixed-asymptote", type=float, metavar="X", help="hold A at X")
+    add("--budget", type=float, metavar="C", help="further compute to decide on; default: as much again")
+    add("--worth", type=float, metavar="X", default=WORTH, help=f"gain to buy; default {WORTH:g}")
+    add("--target", type=float, metavar="X", help="pass rate whose compute is estimated")
+    add("--backtest", action="store_true", help="refit at every prefix; in the HTML report, too")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

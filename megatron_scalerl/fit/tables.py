@@ -25,19 +25,10 @@ from megatron_scalerl.fit.result import FitResult, ForecastEvaluation, Predictio
 from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
-
-
-@record
-class WithInterval:
-    """A cell with a value and its 90 % interval, which HTML shows below it."""
-
-    value: str
-    """The value, formatted."""
-    interval: str
-    """The interval, formatted, with its brackets."""
-
-    def __str__(self) -> str:
-        return f"{self.value} {self.interval}"
+EXPONENT = "{:.2f}".format
+RATE = "{:.3f}".format
+PRECISE = "{:.4f}".format
+"""Pass rates of single points."""
 
 
 @record
@@ -46,8 +37,8 @@ class Table:
 
     columns: tuple[str, ...]
     """The header. HTML sets the part after an underscore as a subscript: C_mid."""
-    rows: tuple[tuple[str | WithInterval, ...], ...]
-    """One cell per column."""
+    rows: tuple[tuple[str, ...], ...]
+    """One cell per column. HTML shows an interval in brackets below the value before it."""
     title: str | None = None
     """Line above the table in the terminal."""
     labeled: bool = True
@@ -59,7 +50,7 @@ class Table:
         for index, column in enumerate(self.columns):
             table.add_column(Text(column), justify="left" if self.labeled and index == 0 else "right")
         for row in self.rows:
-            table.add_row(*(Text(str(cell)) for cell in row))
+            table.add_row(*(Text(cell) for cell in row))
         return table
 
 
@@ -92,8 +83,8 @@ def sections(runs: Sequence[RunReport]) -> list[Section]:
         rows=tuple(
             (
                 run.fit.name,
-                _parameter(run.fit, "asymptote", "{:.3f}".format),
-                _parameter(run.fit, "exponent", "{:.2f}".format),
+                _parameter(run.fit, "asymptote", RATE),
+                _parameter(run.fit, "exponent", EXPONENT),
                 _parameter(run.fit, "midpoint", short_number),
                 f"{run.fit.initial:.3f}",
                 str(run.fit.n_points),
@@ -112,7 +103,7 @@ def sections(runs: Sequence[RunReport]) -> list[Section]:
 
 
 def _forecast(p: Prediction) -> tuple[str, str]:
-    return f"{p.pass_rate:.4f}", _interval(p.lo, p.hi, "{:.4f}".format)
+    return f"{p.pass_rate:.4f}", _interval(p.lo, p.hi, PRECISE)
 
 
 def _evaluation(evaluation: ForecastEvaluation) -> Section:
@@ -166,11 +157,11 @@ def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
             (
                 arm.name,
                 str(arm.runs),
-                _estimated(arm.measured, "{:.3f}".format),
-                _estimated(arm.asymptote, "{:.3f}".format),
-                _estimated(arm.exponent, "{:.2f}".format),
+                _estimated(arm.measured, RATE),
+                _estimated(arm.asymptote, RATE),
+                _estimated(arm.exponent, EXPONENT),
                 _estimated(arm.midpoint, short_number),
-                "–" if arm.fixed_exponent is None else _estimated(arm.fixed_exponent, "{:.2f}".format),
+                "–" if arm.fixed_exponent is None else _estimated(arm.fixed_exponent, EXPONENT),
                 estimated_compute(arm.to_reach),
             )
             for arm in comparison.arms
@@ -193,7 +184,7 @@ def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
             (
                 str(each.step),
                 f"{each.pass_rate:.3f}",
-                _interval(each.lo, each.hi, "{:.3f}".format),
+                _interval(each.lo, each.hi, RATE),
                 "" if came is None else f"{came - each.pass_rate:+.3f}",
                 "" if came is None or each.lo <= came <= each.hi else "outside",
                 each.verdict,
@@ -203,17 +194,17 @@ def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
     )
 
 
-def estimated_compute(estimate: Estimate) -> WithInterval:
+def estimated_compute(estimate: Estimate) -> str:
     """A compute with its interval; "never" where it is infinite, "start" where R_0 is as high."""
     return _estimated(estimate, lambda compute: "start" if compute == 0 else short_number(compute))
 
 
-def _parameter(fit: FitResult, key: str, style: Callable[[float], str]) -> WithInterval:
-    return WithInterval(value=style(getattr(fit, key)), interval=_interval(*fit.intervals[key], style))
+def _parameter(fit: FitResult, key: str, style: Callable[[float], str]) -> str:
+    return f"{style(fit.parameters[key])} {_interval(*fit.intervals[key], style)}"
 
 
-def _estimated(estimate: Estimate, style: Callable[[float], str]) -> WithInterval:
-    return WithInterval(value=style(estimate.value), interval=_interval(estimate.lo, estimate.hi, style))
+def _estimated(estimate: Estimate, style: Callable[[float], str]) -> str:
+    return f"{style(estimate.value)} {_interval(estimate.lo, estimate.hi, style)}"
 
 
 def _interval(lo: float, hi: float, style: Callable[[float], str]) -> str:
