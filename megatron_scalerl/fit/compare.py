@@ -386,32 +386,29 @@ def compare_runs(
         start = float(np.mean([fit.initial for fit in fits[0]]))
         pass_rate = start + SHARE_OF_GAIN * (fixed - start)
     reach = compute_to(pass_rate)
-    efficiency = _differences(reach, refits, seeds, to, paired)
-    exponents = EXPONENT.means(fits, seeds)
-    midpoints = MIDPOINT.means(fits, seeds)
-    fixed_exponents = EXPONENT.means(refits, seeds)
-    reached = reach.means(fits, seeds) | reach.means(refits, seeds)
+    numbers: dict[str, Mapping[int, Any]] = {
+        "exponent": EXPONENT.means(fits, seeds),
+        "midpoint": MIDPOINT.means(fits, seeds),
+        "fixed_exponent": EXPONENT.means(refits, seeds),
+        "to_reach": reach.means(fits, seeds) | reach.means(refits, seeds),
+        "ceiling": ceilings,
+        "efficiency": _differences(reach, refits, seeds, to, paired),
+    }
     compared = []
     for n, arm in enumerate(arms):
-        reference = arms[to[n]] if n else None
         last = [float(fit.pass_rate[-1]) for fit in fits[n]]
-        asymptote = asymptotes[n]
+        mean = asymptotes[n]
         compared.append(
             ComparedArm(
                 name=arm.name,
-                reference=reference and reference.name,
-                change=differences(arm, reference) if reference else "",
+                reference=arms[to[n]].name if n else None,
+                change=differences(arm, arms[to[n]]) if n else "",
                 fits=fits[n],
                 seeds=seeds[n],
                 refits=refits[n],
                 measured=Estimate(value=float(np.mean(last)), lo=min(last), hi=max(last)),
-                asymptote=replace(asymptote, lo=max(asymptote.lo, 0.0), hi=min(asymptote.hi, 1.0)),
-                exponent=exponents[n],
-                midpoint=midpoints[n],
-                fixed_exponent=fixed_exponents.get(n),
-                to_reach=reached[n],
-                ceiling=ceilings.get(n),
-                efficiency=efficiency.get(n),
+                asymptote=replace(mean, lo=max(mean.lo, 0.0), hi=min(mean.hi, 1.0)),
+                **{key: of_arms.get(n) for key, of_arms in numbers.items()},
             )
         )
     return Comparison(
@@ -479,7 +476,8 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
     runs = f"{arm.runs} run{'s' if arm.runs > 1 else ''}"
     if arm.ceiling is None:
         return f"{arm.name} is the reference: A = {arm.asymptote.value:.3f}, B = {arm.exponent.value:.2f} ({runs})."
-    ceiling, other = arm.ceiling, comparison.arm(arm.reference)
+    ceiling = arm.ceiling
+    other = comparison.arm(arm.reference)
     if not _decides(comparison, arm):
         alone = "each" if arm.runs == other.runs else min(arm, other, key=lambda arm: arm.runs).name
         where = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
