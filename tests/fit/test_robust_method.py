@@ -305,7 +305,7 @@ def test_sizes_of_new_measurements_are_checked(compute, completions, message):
 
 def test_what_a_forecast_is_compared_with_is_checked():
     found = fit(*rising(0.6, 0.25), initial=0.4, draws=200)
-    with pytest.raises(ValueError, match="^predict: completions: .* no prompts"):
+    with pytest.raises(ValueError, match=r"^predict: completions: .* no prompts"):
         found.predict([2.0], completions=[800])
-    with pytest.raises(ValueError, match="^evaluate: 1 pass rates .* 2 computes"):
+    with pytest.raises(ValueError, match=r"^evaluate: 1 pass rates .* 2 computes"):
         found.evaluate([2.0, 3.0], [0.7])
