@@ -30,7 +30,7 @@ _SHOWN = 4
 
 @record
 class Arm:
-    """One recipe and its runs."""
+    """A recipe and its runs."""
 
     name: str
     """The names of its runs without their seeds."""
@@ -96,7 +96,7 @@ def shared_start(arms: Sequence[Arm]) -> bool:
 
 
 def differences(arm: Arm, reference: Arm) -> str:
-    """What the recipe sets that the reference sets otherwise: `loss.name: dapo, ...`; empty if unknown."""
+    """Settings of the recipe that the reference has otherwise: `loss.name: dapo, ...`; empty if unknown."""
     recipe = arm.recipe
     other = reference.recipe
     if not recipe or not other:

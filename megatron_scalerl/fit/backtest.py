@@ -86,7 +86,6 @@ def backtest(
     *,
     method: str = "robust",
     fit_from: float | None = None,
-    seed: int = 0,
     draws: int = 1000,
 ) -> Backtest:
     """Fit every prefix of `curve` before its last points, and forecast their mean from each.
@@ -106,7 +105,7 @@ def backtest(
     points = []
     for end in ends:
         prefix = curve.part(np.arange(end + 1))
-        result = fit_curve(prefix, method=method, fit_from=fit_from, seed=seed, draws=draws)
+        result = fit_curve(prefix, method=method, fit_from=fit_from, draws=draws)
         [forecast] = result.predict([final_compute], completions=size)
         point = BacktestPoint(
             compute=float(compute[end]),

@@ -5,6 +5,7 @@ import importlib
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -144,10 +145,11 @@ def _read(options: argparse.Namespace) -> list[Curve]:
 
 def _with_unique_names(curves: list[Curve]) -> list[Curve]:
     """Prefix the names that two runs share with their folder's name, or number them."""
-    names = [curve.name for curve in curves]
-    for n, curve in enumerate(curves):
-        if [other.name for other in curves].count(curve.name) > 1:
-            names[n] = f"{curve.source.resolve().parent.name}/{curve.name}"
+    counts = Counter(curve.name for curve in curves)
+    names = []
+    for curve in curves:
+        folder = f"{curve.source.resolve().parent.name}/"
+        names.append(f"{folder if counts[curve.name] > 1 else ''}{curve.name}")
     return [replace(curve, name=name) for curve, name in zip(curves, numbered(names))]
 
 

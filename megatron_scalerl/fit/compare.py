@@ -19,7 +19,7 @@ says whether it is refitted.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +55,7 @@ Seeds = Sequence[tuple[int | None, ...]]
 
 @record
 class Runs:
-    """One number per run of one recipe."""
+    """A number of each run of a recipe."""
 
     values: Array
     """[runs]; empty where the recipe has no part in a table."""
@@ -111,7 +111,7 @@ class Table:
         """[runs, recipes] 1 where the run is of the recipe."""
         seeds = [recipe.seeds for recipe in recipes]
         self._groups = sharing_seeds(seeds) if paired else list(range(len(recipes)))
-        columns = np.hstack([self._membership, *_seed_effects(seeds, self._groups)])
+        columns = np.hstack([self._membership, _seed_columns(seeds, self._groups)])
         self.paired = columns.shape[1] > len(recipes)
         self._unpaired = Table(recipes, paired=False, references=references) if self.paired else self
         """For recipes that do not share seeds."""
@@ -121,7 +121,7 @@ class Table:
         self._total_freedom = max(float(np.trace(residual_maker)), 1e-9)
         squares = self._membership.T @ (residual_maker @ values) ** 2
         variance, self._freedom = _variances(squares, self._membership.T @ np.diag(residual_maker), references)
-        by_fits = [np.mean(recipe.fit_variance) if len(recipe.values) else 0.0 for recipe in recipes]
+        by_fits = [float(recipe.fit_variance.sum()) / max(len(recipe.values), 1) for recipe in recipes]
         self._variance = np.maximum(variance, by_fits)
         """[recipes] of one run; nan where no recipe was run twice."""
 
@@ -201,15 +201,12 @@ def sharing_seeds(seeds: Seeds) -> list[int]:
     return groups
 
 
-def _seed_effects(seeds: Seeds, groups: Sequence[int]) -> Iterator[Array]:
-    """[runs, 1] for each seed of the recipes that share seeds, its mean over their runs 0."""
-    group_of_run = np.repeat(groups, [len(runs) for runs in seeds])
-    seed_of_run = np.array([-1 if seed is None else seed for runs in seeds for seed in runs])
-    for group in sorted({group for group in groups if list(groups).count(group) > 1}):
-        inside = (group_of_run == group).astype(float)
-        for seed in np.unique(seed_of_run[group_of_run == group]):
-            effect = inside * (seed_of_run == seed)
-            yield (effect - inside * effect.sum() / inside.sum())[:, None]
+def _seed_columns(seeds: Seeds, groups: Sequence[int]) -> Array:
+    """[runs, shared seeds] 1 where the run has the seed, which recipes of its group share."""
+    seed_of_run = [(group, seed) for group, runs in zip(groups, seeds) for seed in runs]
+    shared = {key for key in seed_of_run if list(groups).count(key[0]) > 1}
+    columns = [[float(key == column) for column in shared] for key in seed_of_run]
+    return np.reshape(columns, (len(seed_of_run), len(shared)))
 
 
 def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
@@ -224,16 +221,16 @@ def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
 
 @record
 class Quantity:
-    """One number of a sigmoid, as it is compared."""
+    """A number of a sigmoid, as it is compared."""
 
-    of: Callable[[Mapping[str, Any]], Any]
+    formula: Callable[[Mapping[str, Any]], Any]
     """(parameters, or [draws] of each) -> the number, or [draws] of it."""
     positive: bool = True
     """Whether the number is positive and compared by its logarithm."""
 
     def runs(self, fits: Sequence[FitResult], seeds: tuple[int | None, ...]) -> Runs:
         """The number of each run, or its logarithm; no runs where one of them has none, as it never gets there."""
-        values = self._scaled([self.of(fit.parameters) for fit in fits])
+        values = self._scaled([self.formula(fit.parameters) for fit in fits])
         if not np.isfinite(values).all():
             return self.runs((), ())
         return Runs(values=values, fit_variance=np.array([self._variance(f) for f in fits]), seeds=seeds[: len(fits)])
@@ -249,11 +246,11 @@ class Quantity:
         back = math.exp if self.positive else float
         means = {}
         for n, fits in enumerate(arms):
-            values = [float(self.of(fit.parameters)) for fit in fits]
+            values = [float(self.formula(fit.parameters)) for fit in fits]
             if fits and not recipes[n].seeds:
                 means[n] = Estimate(value=max(values), lo=min(values), hi=max(values))
             elif len(fits) == 1:
-                means[n] = estimate(self.of(fits[0].posterior.parameters), value=values[0])
+                means[n] = estimate(self.formula(fits[0].posterior.parameters), value=values[0])
             elif fits:
                 mean = table.mean(n)
                 means[n] = Estimate(value=back(mean.value), lo=back(mean.lo), hi=back(min(mean.hi, LARGEST_LOG)))
@@ -265,25 +262,25 @@ class Quantity:
 
     def _variance(self, fit: FitResult) -> float:
         """Variance by quantiles, as draws of a compute to reach have a heavy tail."""
-        draws = self._scaled(self.of(fit.posterior.parameters))
+        draws = self._scaled(self.formula(fit.posterior.parameters))
         low, high = np.quantile(draws, [0.1587, 0.8413], method="nearest").tolist()
         variance = ((high - low) / 2) ** 2
         return variance if math.isfinite(variance) else UNKNOWN_VARIANCE
 
 
-ASYMPTOTE = Quantity(of=lambda parameters: parameters["asymptote"], positive=False)
-EXPONENT = Quantity(of=lambda parameters: parameters["exponent"])
-MIDPOINT = Quantity(of=lambda parameters: parameters["midpoint"])
+ASYMPTOTE = Quantity(formula=lambda parameters: parameters["asymptote"], positive=False)
+EXPONENT = Quantity(formula=lambda parameters: parameters["exponent"])
+MIDPOINT = Quantity(formula=lambda parameters: parameters["midpoint"])
 
 
 def compute_to(pass_rate: float) -> Quantity:
     """Compute at which a run's curve reaches the pass rate; inf where it never does."""
-    return Quantity(of=lambda parameters: compute_to_reach(pass_rate, **parameters))
+    return Quantity(formula=lambda parameters: compute_to_reach(pass_rate, **parameters))
 
 
 @record
 class ComparedArm:
-    """One recipe of a comparison."""
+    """A recipe of a comparison with its runs."""
 
     name: str
     """The arm's name."""
@@ -398,6 +395,7 @@ def compare_runs(
     for n, arm in enumerate(arms):
         last = [float(fit.pass_rate[-1]) for fit in fits[n]]
         mean = asymptotes[n]
+        known: dict[str, Any] = {key: of_arms.get(n) for key, of_arms in numbers.items()}
         compared.append(
             ComparedArm(
                 name=arm.name,
@@ -408,7 +406,7 @@ def compare_runs(
                 refits=refits[n],
                 measured=Estimate(value=float(np.mean(last)), lo=min(last), hi=max(last)),
                 asymptote=replace(mean, lo=max(mean.lo, 0.0), hi=min(mean.hi, 1.0)),
-                **{key: of_arms.get(n) for key, of_arms in numbers.items()},
+                **known,
             )
         )
     return Comparison(
@@ -509,7 +507,7 @@ def left_out(comparison: Comparison) -> list[str]:
 
 
 def conclusions(comparison: Comparison) -> list[str]:
-    """What the whole comparison says, in a few sentences."""
+    """The comparison's results in a few sentences."""
     if not comparison.arms:
         return []
     arms = defaultdict[str, list[str]](list)

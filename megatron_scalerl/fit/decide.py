@@ -32,7 +32,7 @@ class Estimate:
 
 @record
 class Decision:
-    """What a run is expected to gain, and the verdict."""
+    """The gain that a run is expected to make, and the verdict."""
 
     verdict: Verdict
     """"go on", "stop" or "too early to say"."""

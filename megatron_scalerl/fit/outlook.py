@@ -159,5 +159,6 @@ def projection(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Projection
 
 def outlooks(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> list[Outlook]:
     """The forecasts that were made after each validation, in their order."""
-    made = (outlook(rows[:end], steps=steps, fit_from_steps=fit_from_steps) for end in range(1, len(rows) + 1))
-    return list(filter(None, made))
+    prefixes = (rows[:end] for end in range(1, len(rows) + 1))
+    forecasts = (outlook(prefix, steps=steps, fit_from_steps=fit_from_steps) for prefix in prefixes)
+    return list(filter(None, forecasts))

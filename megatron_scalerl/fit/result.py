@@ -34,7 +34,7 @@ class Prediction:
 
 @record
 class FitResult:
-    """One run's sigmoid (Khatri et al. 2025, eq. 1) with its uncertainty and warnings."""
+    """A run's sigmoid (Khatri et al. 2025, eq. 1) with its uncertainty and warnings."""
 
     name: str
     """The run."""

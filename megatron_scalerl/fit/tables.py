@@ -25,6 +25,8 @@ from megatron_scalerl.fit.result import FitResult, ForecastEvaluation, Predictio
 from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
+OUTSIDE = {True: "", False: "outside"}
+"""Whether a measurement lies inside its interval -> cell."""
 EXPONENT = "{:.2f}".format
 RATE = "{:.3f}".format
 PRECISE = "{:.4f}".format
@@ -115,7 +117,7 @@ def _evaluation(evaluation: ForecastEvaluation) -> Section:
         labeled=False,
         columns=(unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
         rows=tuple(
-            (short_number(p.compute), *_forecast(p), f"{measured:.4f}", f"{error:+.4f}", "" if covered else "outside")
+            (short_number(p.compute), *_forecast(p), f"{measured:.4f}", f"{error:+.4f}", OUTSIDE[bool(covered)])
             for p, measured, error, covered in cells
         ),
     )
@@ -175,22 +177,21 @@ def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
 
 def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
     """The forecasts of a run's end by the validation after which they were made. came: what was measured there."""
-    end = outlooks[0].end_step
+    title = f"Forecasts of step {outlooks[0].end_step} after each validation"
+    rows = []
+    for outlook in outlooks:
+        error = ""
+        inside = True
+        if came is not None:
+            error = f"{came - outlook.pass_rate:+.3f}"
+            inside = outlook.lo <= came <= outlook.hi
+        interval = _interval(outlook.lo, outlook.hi, RATE)
+        rows.append((str(outlook.step), RATE(outlook.pass_rate), interval, error, OUTSIDE[inside], outlook.verdict))
     return Table(
-        title=f"Forecasts of step {end} after each validation" + (f"; {came:.3f} came" if came is not None else ""),
+        title=title if came is None else f"{title}; {came:.3f} came",
         labeled=False,
         columns=("after step", "forecast", "90 % interval", "error", "", "verdict"),
-        rows=tuple(
-            (
-                str(each.step),
-                f"{each.pass_rate:.3f}",
-                _interval(each.lo, each.hi, RATE),
-                "" if came is None else f"{came - each.pass_rate:+.3f}",
-                "" if came is None or each.lo <= came <= each.hi else "outside",
-                each.verdict,
-            )
-            for each in outlooks
-        ),
+        rows=tuple(rows),
     )
 
 
@@ -212,7 +213,7 @@ def _interval(lo: float, hi: float, style: Callable[[float], str]) -> str:
 
 
 def run_json(run: RunReport) -> dict[str, Any]:
-    """One entry of the JSON's `fits`."""
+    """An entry of `fits` in the JSON."""
     fit = run.fit
     return {
         "read": run.curve.read,
