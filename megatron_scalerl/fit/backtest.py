@@ -101,6 +101,7 @@ def backtest(
             f"{curve.name}: {len(usable)} points are too few for a backtest, which takes {MIN_POINTS + LAST_POINTS}"
         )
     final_compute = float(compute[-LAST_POINTS:].mean())
+    # the mean averages the completions of all of them, so its noise is smaller than that of one
     size = None if curve.completions is None else [curve.completions[-LAST_POINTS:].sum()]
     points = []
     for end in ends:

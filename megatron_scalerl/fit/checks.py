@@ -99,6 +99,7 @@ def rising_forecast(compute: Array, pass_rate: Array, posterior: Posterior) -> f
         return None
     mean, _ = posterior.true_pass_rate(np.array([compute[-1], 2.0 * compute[-1]]))
     gain = float(np.median(mean[:, 1] - mean[:, 0]))
+    # halves of the last third, as two single points would be noise
     rises = float(last[half:].mean() - last[:half].mean()) > SMALL_DROP
     return gain if gain > PLATEAU_GAIN and not rises else None
 
@@ -151,6 +152,7 @@ def falling_tail(compute: Array, pass_rate: Array) -> Fall | None:
     after = pass_rate[top + width :]
     if len(after) < 2:
         return None
+    # a straight line has no second differences; those of independent noise have a variance of 1 + 4 + 1
     noise = float(np.std(np.diff(pass_rate, n=2)) / np.sqrt(6.0))
     peak = float(smooth[top])
     mean = float(after.mean())

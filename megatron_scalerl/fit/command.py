@@ -1,7 +1,6 @@
 """The command line of the forecast: `megatron-scalerl fit INPUT... [options]`."""
 
 import argparse
-import importlib
 import json
 import sys
 import tempfile
@@ -50,13 +49,17 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.description = "Fit a run's compute-performance curve, forecast it, and decide whether to continue the run."
     p.epilog = EPILOG
     add = p.add_argument
-    files = "run folder, or file of W&B, TRL, verl, TensorBoard and others"
-    add("inputs", nargs="+", metavar="INPUT", help=files)
+    add("inputs", nargs="+", metavar="INPUT", help="run folder, or file of W&B, TRL, verl and others")
     add("--compute", metavar="COL", help="column with the compute (or the step)")
     add("--score", metavar="COL", help="column with the pass rate; of a task, pass_rate/TASK")
     add("--score-range", metavar="LO,HI", help="range of the score, mapped to [0, 1]: --score-range=-1,1")
-    series = "only rows where COL is VALUE; may be repeated; VALUE * makes one run of each value"
-    add("--series", metavar="COL=VALUE", action="append", default=[], help=series)
+    add(
+        "--series",
+        metavar="COL=VALUE",
+        action="append",
+        default=[],
+        help="only rows with VALUE; may be repeated; VALUE * makes one run of each value",
+    )
     add("--hours-per-step", type=float, metavar="H", help="compute of a step, for tables with steps")
     add("--r0", type=float, metavar="X", help="pass rate before RL; default: the run's own step 0")
     add("--fit-from", type=float, metavar="C", help="leave points before C out of the fit")
@@ -69,8 +72,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--plot", metavar="OUT.png", help="draw PNG and SVG (both are written, side by side)")
     add("--html", metavar="OUT.html", help="write a report in one self-contained file")
     add("--compare", action="store_true", help="group the runs by recipe and compare the recipes")
-    reference = "recipe that the others, or RECIPE alone, are compared with; default: the first"
-    add("--reference", metavar="[RECIPE=]NAME", action="append", default=[], help=reference)
+    add(
+        "--reference",
+        metavar="[RECIPE=]NAME",
+        action="append",
+        default=[],
+        help="recipe that the others, or RECIPE alone, are compared with; default: the first",
+    )
     add("--fixed-asymptote", type=float, metavar="X", help="hold A at X")
     add("--budget", type=float, metavar="C", help="further compute to decide on; default: as much again")
     add("--worth", type=float, metavar="X", default=WORTH, help=f"gain to buy; default {WORTH:g}")
@@ -80,16 +88,18 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Fit, print and write. Raises ValueError for invalid input, OSError for an unusable path."""
-    if options.plot or options.html:  # a missing package is reported before the fit, not after it
-        importlib.import_module("matplotlib")
+    # a missing package is reported before the fit, not after it
+    if options.plot or options.html:
+        import matplotlib  # noqa: F401
     if options.html:
-        importlib.import_module("jinja2")
+        import jinja2  # noqa: F401
     runs = [_run_report(curve, options) for curve in _with_unique_names(_read(options))]
     content: dict[str, Any] = {"fits": [run_json(run) for run in runs]}
     comparison = None
     if options.compare:
         comparison = _compare(runs, options)
         content["comparison"] = comparison_json(comparison)
+    # allow_nan: inf and nan are no JSON; `tables` writes them as null
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     if options.json == "-":
         sys.stdout.write(text)
@@ -132,6 +142,7 @@ def _read(options: argparse.Namespace) -> list[Curve]:
         score_range=(ends[0], ends[1]) if ends else None,
     )
     given = {"initial": options.r0, "prompts": options.prompts, "initial_generations": options.generations}
+    # an option that is not given leaves what the file says
     given = {key: value for key, value in given.items() if value is not None}
     curves = [replace(curve, **given) for path in options.inputs for curve in read_curves(path, columns)]
     units = {curve.unit: curve.name for curve in curves}
@@ -229,6 +240,7 @@ def _print_sections(sections: Sequence[Section], console: Console) -> None:
             if isinstance(item, str):
                 print(item)
             else:
+                # the console of all commands does not wrap lines; cells of a table have to
                 console.print(item.rich(), soft_wrap=False)
 
 
@@ -236,6 +248,7 @@ def _draw(path: Path, runs: Sequence[RunReport], options: argparse.Namespace) ->
     unseen = {}
     shown = [2.0 * float(run.curve.compute.max()) for run in runs]
     for run in runs:
+        # what lies before --fit-from was not fitted either
         rest = run.curve.part(~np.isin(run.curve.compute, run.fit.compute))
         unseen[run.fit.name] = (rest.compute, rest.pass_rate)
         if options.predict:

@@ -115,6 +115,7 @@ class Table:
         self.paired = columns.shape[1] > len(recipes)
         self._unpaired = Table(recipes, paired=False, references=references) if self.paired else self
         """For recipes that do not share seeds."""
+        # seed columns and recipes are dependent: the pseudoinverse leaves differences within a group as they are
         self._inverse = np.linalg.pinv(columns)
         residual_maker = np.eye(len(values)) - columns @ self._inverse
         self._effects = self._inverse @ values
@@ -364,8 +365,8 @@ def compare_runs(
         kept = tuple(curve for curve, fall in zip(group.curves, falls) if fall is None)
         if kept:
             steady.append(replace(group, curves=kept))
-        if len(kept) < len(falls):
-            falling[group.name] = tuple(curve.name for curve in group.curves if curve not in kept)
+        if any(falls):
+            falling[group.name] = tuple(curve.name for curve, fall in zip(group.curves, falls) if fall)
     arms, to = _ordered(steady, groups, references)
     if not arms:
         unknown = {"fixed_asymptote": math.nan, "pass_rate": math.nan, "between_runs": math.nan}
@@ -377,6 +378,7 @@ def compare_runs(
     ceilings = _differences(ASYMPTOTE, fits, seeds, to, paired)
     shared = _share_the_ceiling(fits, ceilings, to)
     common = float(np.mean([asymptotes[n].value for n, alike in enumerate(shared) if alike]))
+    # A cannot be held below the start of any run
     fixed = max(common, max(fit.initial for runs in fits for fit in runs) + 1e-3)
     refits = [tuple(fit_run(curve, fixed) for curve in arm.curves if alike) for arm, alike in zip(arms, shared)]
     if pass_rate is None:

@@ -93,12 +93,14 @@ def decide(
 def gain_draws(fit: FitResult, start: float, end: float) -> Array:
     """[draws] gain in the true pass rate, discrepancy included, between two computes."""
     mean, variance = fit.posterior.true_pass_rate(np.array([start, end]))
+    # at the start the deviation from the sigmoid is that of the last points; only what is new by the end is drawn
     noise = np.random.default_rng([fit.posterior.seed, 2]).standard_normal(len(mean))
     return mean[:, 1] - mean[:, 0] + np.sqrt(variance[:, 1]) * noise
 
 
 def estimate(draws: Array, *, value: float | None = None) -> Estimate:
     """The 90 % interval of draws [n], which may be inf, around `value`; default: their median."""
+    # nearest: the mean of a number and inf would be inf
     lo, median, hi = np.quantile(draws, [TAIL, 0.5, 1.0 - TAIL], method="nearest")
     return Estimate(value=float(median) if value is None else value, lo=float(lo), hi=float(hi))
 

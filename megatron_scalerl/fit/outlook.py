@@ -103,7 +103,7 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0, over: bool = Tru
             checked = checked_row(row)
         except ValueError as error:
             raise ValueError(f"validation.jsonl: row {number}: {error}") from None
-        latest[checked["step"]] = checked
+        latest[checked["step"]] = checked  # a resumed run validates a step again: its last row counts
     used = [row for step, row in latest.items() if step >= max(fit_from_steps, 1) and row["compute"] > 0]
     if 0 not in latest or latest[0]["pass_rate"] >= 1.0 or len(used) < MIN_POINTS:
         return None
@@ -111,29 +111,29 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0, over: bool = Tru
     under_way = last["step"] < steps
     if not under_way and not over:
         return None
+    # curve_of_rows may join rows of one compute, so the points are counted again
     curve = curve_of_rows([latest[0], *used], name="run")
     if len(curve.compute) < MIN_POINTS:
         return None
     result = fit_curve(curve, draws=DRAWS)
     end = last["compute"] * max(1.0, steps / last["step"])
+    forecast = None
+    if under_way:
+        [measured] = result.predict([end])
+        forecast = Outlook(
+            step=last["step"],
+            end_step=steps,
+            pass_rate=measured.pass_rate,
+            lo=measured.lo,
+            hi=measured.hi,
+            verdict=decide(result, budget=end - last["compute"]).verdict,
+        )
     return RunFit(
         result=result,
         last_step=last["step"],
         last_compute=last["compute"],
         end_compute=end,
-        outlook=_outlook(result, last, end, steps) if under_way else None,
-    )
-
-
-def _outlook(result: FitResult, last: Mapping[str, Any], end: float, steps: int) -> Outlook:
-    [forecast] = result.predict([end])
-    return Outlook(
-        step=last["step"],
-        end_step=steps,
-        pass_rate=forecast.pass_rate,
-        lo=forecast.lo,
-        hi=forecast.hi,
-        verdict=decide(result, budget=end - last["compute"]).verdict,
+        outlook=forecast,
     )
 
 
@@ -145,7 +145,7 @@ def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | Non
     Raises ValueError for a row as `checked_row` does.
     """
     fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps, over=False)
-    return fitted and fitted.outlook
+    return None if fitted is None else fitted.outlook
 
 
 def projection(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Projection | None:

@@ -58,6 +58,7 @@ def fit_paper(compute: Array, pass_rate: Array, *, initial: float, fixed_asympto
     scale = 1.0
     if not FIT_FROM < compute.max() < 10.0 * MIDPOINTS[-1][-1]:
         scale = compute.max() / MIDPOINT_REFERENCE
+    # both grids as a whole are tried: the spacing differs, and each published C_mid lies on one of the two
     grids = [grid * scale for grid in MIDPOINTS]
     cells = [best_cell(compute, pass_rate, initial, asymptotes, grid) for grid in grids]
     coarse = min(cells, key=itemgetter(0))
@@ -109,5 +110,6 @@ def _table(compute: Array, pass_rate: Array, initial: float, asymptotes: Array, 
     share = gain_share(compute, exponent=_EXPONENTS[:, None], midpoint=midpoints[:, None, None])
     rise = pass_rate - initial
     gain = (asymptotes - initial)[:, None, None]
+    # |rise - gain share|^2 multiplied out, so that no array has an axis for points, A, C_mid and B at once
     squares = rise @ rise - 2.0 * (share @ rise) * gain + (share**2).sum(axis=-1) * gain**2
     return squares.min(axis=2)

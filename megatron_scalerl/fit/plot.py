@@ -47,15 +47,13 @@ def plot_forecast(
     """Write one figure with every run's points, curve, 90 % band and asymptote; PNG or SVG by the suffix.
 
     unseen: by run name, points that were not fitted; drawn hollow.
-    until:  compute up to which the curves are drawn; default: twice the largest compute shown.
+    until:  compute up to which the curves are drawn; default: twice the largest fitted one.
     target: a pass rate to mark with a horizontal line.
     Raises ValueError for another suffix, OSError if the file cannot be written.
     """
     runs = [fits] if isinstance(fits, FitResult) else list(fits)
     unseen = unseen or {}
-    if until is None:
-        drawn = [run.compute for run in runs] + [np.asarray(compute) for compute, _ in unseen.values()]
-        until = 2.0 * float(np.concatenate(drawn).max())
+    until = until or 2.0 * max(float(run.compute.max()) for run in runs)
     figure, axes = new_figure()
     for index, run in enumerate(runs):
         _draw_run(axes, run, index, unseen=unseen.get(run.name, ((), ())), until=until, alone=len(runs) == 1)
@@ -94,7 +92,7 @@ def new_figure() -> tuple["Figure", "Axes"]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)  # without pyplot, which needs a display and keeps every figure
     axes = figure.add_subplot()
     axes.grid(True, which="major", color=GRID_INK, linewidth=0.6)
     axes.set_axisbelow(True)

@@ -97,6 +97,7 @@ class FitResult:
         if self.method == "paper":
             center = self.curve(at)
         lo, hi = np.quantile(draws, [TAIL, 1.0 - TAIL], axis=0)
+        # the center of "paper" is the grid's best cell, which can lie outside of the draws' quantiles
         columns = (at, center, np.minimum(lo, center), np.maximum(hi, center))
         keys = ("compute", "pass_rate", "lo", "hi")
         return [Prediction(**dict(zip(keys, numbers))) for numbers in np.transpose(columns).tolist()]

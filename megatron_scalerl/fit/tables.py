@@ -56,6 +56,8 @@ class Table:
         return table
 
 
+Style = Callable[[float], str]
+"""A number as text."""
 Section = tuple[str, tuple[Table | str, ...]]
 """(heading, tables and lines)."""
 
@@ -126,7 +128,10 @@ def _evaluation(evaluation: ForecastEvaluation) -> Section:
 
 def further_sections(runs: Sequence[RunReport], comparison: Comparison | None) -> list[Section]:
     """The runs' back-tests, and the comparison of their recipes."""
-    sections = [(f"Backtest: {run.fit.name}", _backtest(run.backtest)) for run in runs if run.backtest is not None]
+    sections: list[Section] = []
+    for run in runs:
+        if run.backtest is not None:
+            sections.append((f"Backtest: {run.fit.name}", _backtest(run.backtest)))
     if comparison is not None:
         sections.append(("Comparison", _comparison(comparison)))
     return sections
@@ -200,15 +205,15 @@ def estimated_compute(estimate: Estimate) -> str:
     return _estimated(estimate, lambda compute: "start" if compute == 0 else short_number(compute))
 
 
-def _parameter(fit: FitResult, key: str, style: Callable[[float], str]) -> str:
+def _parameter(fit: FitResult, key: str, style: Style) -> str:
     return f"{style(fit.parameters[key])} {_interval(*fit.intervals[key], style)}"
 
 
-def _estimated(estimate: Estimate, style: Callable[[float], str]) -> str:
+def _estimated(estimate: Estimate, style: Style) -> str:
     return f"{style(estimate.value)} {_interval(estimate.lo, estimate.hi, style)}"
 
 
-def _interval(lo: float, hi: float, style: Callable[[float], str]) -> str:
+def _interval(lo: float, hi: float, style: Style) -> str:
     return f"[{style(lo)}, {style(hi)}]"
 
 
@@ -229,19 +234,21 @@ def run_json(run: RunReport) -> dict[str, Any]:
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """The comparison: its arms with intervals, their runs, and what it says in words."""
-    keys = ("name", "reference", "measured", "asymptote", "exponent", "midpoint", "fixed_exponent", "to_reach")
+    columns = ("name", "reference", "measured", "asymptote", "exponent", "midpoint", "fixed_exponent", "to_reach")
     arms = []
     for arm in comparison.arms:
         runs = [
             {"name": fit.name, "seed": seed, **fit.parameters, "warnings": fit.warnings}
             for fit, seed in zip(arm.fits, arm.seeds)
         ]
-        numbers = {key: _finite(getattr(arm, key)) for key in (*keys, "ceiling", "efficiency")}
+        numbers = {key: _finite(getattr(arm, key)) for key in (*columns, "ceiling", "efficiency")}
         arms.append(numbers | {"runs": runs, "summary": summary(comparison, arm)})
     keys = ("fixed_asymptote", "pass_rate", "between_runs", "paired", "falling")
-    numbers = {key: _finite(getattr(comparison, key)) for key in keys}
-    sentences = [*left_out(comparison), *conclusions(comparison)]
-    return numbers | {"conclusions": sentences, "arms": arms}
+    return {
+        **{key: _finite(getattr(comparison, key)) for key in keys},
+        "conclusions": [*left_out(comparison), *conclusions(comparison)],
+        "arms": arms,
+    }
 
 
 def _finite(value: Any) -> Any:
