@@ -18,7 +18,6 @@ says whether it is refitted.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,10 +46,18 @@ UNKNOWN_VARIANCE = 1e6
 """Variance of a number that some draws of the posterior never reach."""
 LARGEST_LOG = 700.0
 """Largest logarithm whose exponential is finite."""
+SENTENCES = {
+    "once": "One run alone, so not decided: {}. At least two seeds, better 3, are needed.",
+    "ceiling": "Moves the ceiling: {}.",
+    "efficiency": "Changes the efficiency: {}.",
+    "equal": "Neither, within the margins: {}.",
+    "unclear": "Cannot be told apart from the reference with these seeds: {}.",
+}
+"""What is found of recipes -> the sentence that lists them."""
 Arms = Sequence[Sequence[FitResult]]
 """The fits of each arm; an empty one has no part in a quantity."""
-Seeds = Sequence[tuple[int | None, ...]]
-"""The seeds of the fits."""
+Seeds = tuple[int | None, ...]
+"""The seeds of a recipe's runs; None where unknown."""
 
 
 @record
@@ -61,7 +68,7 @@ class Runs:
     """[runs]; empty where the recipe has no part in a table."""
     fit_variance: Array
     """[runs] variance of each value by its own fit."""
-    seeds: tuple[int | None, ...]
+    seeds: Seeds
     """[runs] None where unknown."""
 
 
@@ -188,7 +195,7 @@ def spread(recipes: Sequence[Runs]) -> float:
     return math.sqrt(squares / freedom) if freedom else math.nan
 
 
-def sharing_seeds(seeds: Seeds) -> list[int]:
+def sharing_seeds(seeds: Sequence[Seeds]) -> list[int]:
     """[recipes] a number that recipes have in common which share at least two seeds, directly or through others.
 
     seeds: [recipes, runs]. A recipe with an unknown seed, or with one twice, shares none.
@@ -202,7 +209,7 @@ def sharing_seeds(seeds: Seeds) -> list[int]:
     return groups
 
 
-def _seed_columns(seeds: Seeds, groups: Sequence[int]) -> Array:
+def _seed_columns(seeds: Sequence[Seeds], groups: Sequence[int]) -> Array:
     """[runs, shared seeds] 1 where the run has the seed, which recipes of its group share."""
     seed_of_run = [(group, seed) for group, runs in zip(groups, seeds) for seed in runs]
     shared = {key for key in seed_of_run if list(groups).count(key[0]) > 1}
@@ -229,14 +236,14 @@ class Quantity:
     positive: bool = True
     """Whether the number is positive and compared by its logarithm."""
 
-    def runs(self, fits: Sequence[FitResult], seeds: tuple[int | None, ...]) -> Runs:
+    def runs(self, fits: Sequence[FitResult], seeds: Seeds) -> Runs:
         """The number of each run, or its logarithm; no runs where one of them has none, as it never gets there."""
         values = self._scaled([self.formula(fit.parameters) for fit in fits])
         if not np.isfinite(values).all():
             return self.runs((), ())
         return Runs(values=values, fit_variance=np.array([self._variance(f) for f in fits]), seeds=seeds[: len(fits)])
 
-    def means(self, arms: Arms, seeds: Seeds) -> dict[int, Estimate]:
+    def means(self, arms: Arms, seeds: Sequence[Seeds]) -> dict[int, Estimate]:
         """Index of an arm -> mean over its runs with the mean's 90 % interval; geometric for a positive number.
 
         The mean of one run is the run's number with the interval of its fit; inf where a run never gets there. An arm
@@ -291,7 +298,7 @@ class ComparedArm:
     """What the recipe sets that its reference sets otherwise; empty if unknown."""
     fits: tuple[FitResult, ...]
     """Its runs that do not fall, each fitted with A free."""
-    seeds: tuple[int | None, ...]
+    seeds: Seeds
     """Their seeds; None where unknown."""
     refits: tuple[FitResult, ...]
     """The same runs with A fixed to the comparison's; none for another ceiling."""
@@ -446,7 +453,7 @@ def _name_of(arms: Sequence[Arm], name: str) -> str:
 
 
 def _differences(
-    quantity: Quantity, arms: Arms, seeds: Seeds, to: Sequence[int], paired: bool
+    quantity: Quantity, arms: Arms, seeds: Sequence[Seeds], to: Sequence[int], paired: bool
 ) -> dict[int, Difference]:
     """Index of an arm -> difference to its reference, p adjusted for their number.
 
@@ -478,7 +485,7 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
         return f"{arm.name} is the reference: A = {arm.asymptote.value:.3f}, B = {arm.exponent.value:.2f} ({runs})."
     ceiling = arm.ceiling
     other = comparison.arm(arm.reference)
-    if not _decides(comparison, arm):
+    if min(arm.runs, other.runs) < 2:
         alone = "each" if arm.runs == other.runs else min(arm, other, key=lambda arm: arm.runs).name
         where = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
         text = f"{arm.name} against {other.name}: one run of {alone} decides nothing. A {ceiling.value:+.3f},"
@@ -512,30 +519,22 @@ def conclusions(comparison: Comparison) -> list[str]:
     """The comparison's results in a few sentences."""
     if not comparison.arms:
         return []
-    arms = defaultdict[str, list[str]](list)
+    arms: dict[str, list[str]] = {}
     for arm in comparison.arms[1:]:
         finding, text = _finding(comparison, arm)
-        arms[finding].append(text)
+        arms.setdefault(finding, []).append(text)
     listed = {finding: ", ".join(texts) for finding, texts in arms.items()}
-    lines = [_variance(comparison)]
-    if "once" in listed:
-        lines.append(f"One run alone, so not decided: {listed['once']}. At least two seeds, better 3, are needed.")
-    if not listed.keys() - {"once"}:
-        return lines
-    lines.append(f"Moves the ceiling: {listed.get('ceiling', 'none is found to')}.")
-    lines.append(f"Changes the efficiency: {listed.get('efficiency', 'none is found to')}.")
-    if "equal" in listed:
-        lines.append(f"Neither, within the margins: {listed['equal']}.")
-    if "unclear" in listed:
-        lines.append(f"Cannot be told apart from the reference with these seeds: {listed['unclear']}.")
-    return lines
+    if listed.keys() - {"once"}:
+        listed = {"ceiling": "none is found to", "efficiency": "none is found to"} | listed
+    lines = [text.format(listed[finding]) for finding, text in SENTENCES.items() if finding in listed]
+    return [_variance(comparison), *lines]
 
 
 def _finding(comparison: Comparison, arm: ComparedArm) -> tuple[str, str]:
-    """("once", "ceiling", "efficiency", "equal" or "unclear"; the arm's name with the difference found)."""
+    """(a key of `SENTENCES`; the arm's name with the difference found)."""
     ceiling = arm.ceiling
     efficiency = arm.efficiency
-    if ceiling is None or not _decides(comparison, arm):
+    if ceiling is None or min(arm.runs, comparison.arm(arm.reference).runs) < 2:
         return "once", arm.name
     if ceiling.moves_the_ceiling:
         return "ceiling", f"{arm.name} (A {ceiling.value:+.3f})"
@@ -544,11 +543,6 @@ def _finding(comparison: Comparison, arm: ComparedArm) -> tuple[str, str]:
     if efficiency and ceiling.within(SAME_ASYMPTOTE) and efficiency.within(SAME_COMPUTE):
         return "equal", arm.name
     return "unclear", arm.name
-
-
-def _decides(comparison: Comparison, arm: ComparedArm) -> bool:
-    """Whether the arm and its reference were run with at least two seeds."""
-    return min(arm.runs, comparison.arm(arm.reference).runs) >= 2
 
 
 def _variance(comparison: Comparison) -> str:
@@ -588,7 +582,7 @@ def _exponents(arm: ComparedArm, other: ComparedArm, mark: str) -> str:
 
 
 def _ratio(difference: Difference) -> str:
-    lo, hi = (math.exp(min(end, 700.0)) for end in (difference.lo, difference.hi))
+    lo, hi = (math.exp(min(end, LARGEST_LOG)) for end in (difference.lo, difference.hi))
     return f"{math.exp(difference.value):.2f} [{lo:.2f}, {hi:.2f}] times the compute"
 
 
