@@ -49,7 +49,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.description = "Fit a run's compute-performance curve, forecast it, and decide whether to continue the run."
     p.epilog = EPILOG
     add = p.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help="run folder, or file of W&B, TRL, verl and others")
+    add("inputs", nargs="+", metavar="INPUT", help="run folder, or file of W&B, TRL, verl, TensorBoard and others")
     add("--compute", metavar="COL", help="column with the compute (or the step)")
     add("--score", metavar="COL", help="column with the pass rate; of a task, pass_rate/TASK")
     add("--score-range", metavar="LO,HI", help="range of the score, mapped to [0, 1]: --score-range=-1,1")
@@ -58,7 +58,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         metavar="COL=VALUE",
         action="append",
         default=[],
-        help="only rows with VALUE; may be repeated; VALUE * makes one run of each value",
+        help="only rows where COL is VALUE; may be repeated; VALUE * makes one run of each value",
     )
     add("--hours-per-step", type=float, metavar="H", help="compute of a step, for tables with steps")
     add("--r0", type=float, metavar="X", help="pass rate before RL; default: the run's own step 0")
@@ -81,7 +81,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     add("--fixed-asymptote", type=float, metavar="X", help="hold A at X")
     add("--budget", type=float, metavar="C", help="further compute to decide on; default: as much again")
-    add("--worth", type=float, metavar="X", default=WORTH, help=f"gain to buy; default {WORTH:g}")
+    add("--worth", type=float, metavar="X", default=WORTH, help=f"gain that the budget has to buy; default {WORTH:g}")
     add("--target", type=float, metavar="X", help="pass rate whose compute is estimated")
     add("--backtest", action="store_true", help="refit at every prefix; in the HTML report, too")
 
