@@ -8,13 +8,12 @@ falls (`checks.falling_tail`). One number per run, such as its A, is explained b
 Seeds are in the model where recipes share at least two of them and the same start (paired); otherwise each run stands
 alone. The variance of e is what runs of one recipe differ by, errors of the fit included. All recipes have it in
 common, since two or three runs say little about a variance; a reference's, which is in many differences, is its own
-where that is larger. None is taken below the variance that the fit of a single run has by itself. Intervals are
-Student's t; p values are adjusted for the number of recipes (Holm 1979).
+where that is larger. None is below that of a single run's fit. Intervals are Student's t; p values are adjusted for
+the number of recipes (Holm 1979).
 
 Arms whose ceiling is not found to differ from their reference's are refitted with A fixed to the mean of their A;
 their efficiency is the compute to reach one pass rate there, of which B is a part. An arm with one run decides
-nothing: whether its A lies within 0.02 of the reference's, the paper's margin between runs of one recipe, then only
-says whether it is refitted.
+nothing; it is refitted where its A lies within 0.02 of the reference's, the paper's margin between runs.
 """
 
 import math
@@ -244,10 +243,9 @@ class Quantity:
         return Runs(values=values, fit_variance=np.array([self._variance(f) for f in fits]), seeds=seeds[: len(fits)])
 
     def means(self, arms: Arms, seeds: Sequence[Seeds]) -> dict[int, Estimate]:
-        """Index of an arm -> mean over its runs with the mean's 90 % interval; geometric for a positive number.
+        """Index of an arm with runs -> their mean with the mean's 90 % interval; geometric for a positive number.
 
-        The mean of one run is the run's number with the interval of its fit; inf where a run never gets there. An arm
-        without runs is left out.
+        The mean of one run is the run's number with the interval of its fit; inf where a run never gets there.
         """
         recipes = [self.runs(*arm) for arm in zip(arms, seeds)]
         table = Table(recipes, paired=False)
@@ -365,15 +363,7 @@ def compare_runs(
         raise ValueError(f"a comparison takes at least two runs; {len(curves)} was given")
     free = {curve.name: fit_run(curve, None) for curve in curves}
     groups = arms_of(curves)
-    falling = {}
-    steady = []
-    for group in groups:
-        falls = [falling_tail(free[curve.name].compute, free[curve.name].pass_rate) for curve in group.curves]
-        kept = tuple(curve for curve, fall in zip(group.curves, falls) if fall is None)
-        if kept:
-            steady.append(replace(group, curves=kept))
-        if any(falls):
-            falling[group.name] = tuple(curve.name for curve, fall in zip(group.curves, falls) if fall)
+    steady, falling = _without_falling(groups, free)
     arms, to = _ordered(steady, groups, references)
     if not arms:
         unknown = {"fixed_asymptote": math.nan, "pass_rate": math.nan, "between_runs": math.nan}
@@ -393,6 +383,7 @@ def compare_runs(
         pass_rate = start + SHARE_OF_GAIN * (fixed - start)
     reach = compute_to(pass_rate)
     numbers: dict[str, Mapping[int, Any]] = {
+        "asymptote": asymptotes,
         "exponent": EXPONENT.means(fits, seeds),
         "midpoint": MIDPOINT.means(fits, seeds),
         "fixed_exponent": EXPONENT.means(refits, seeds),
@@ -402,22 +393,8 @@ def compare_runs(
     }
     compared = []
     for n, arm in enumerate(arms):
-        last = [float(fit.pass_rate[-1]) for fit in fits[n]]
-        mean = asymptotes[n]
-        known: dict[str, Any] = {key: of_arms.get(n) for key, of_arms in numbers.items()}
-        compared.append(
-            ComparedArm(
-                name=arm.name,
-                reference=arms[to[n]].name if n else None,
-                change=differences(arm, arms[to[n]]) if n else "",
-                fits=fits[n],
-                seeds=seeds[n],
-                refits=refits[n],
-                measured=Estimate(value=float(np.mean(last)), lo=min(last), hi=max(last)),
-                asymptote=replace(mean, lo=max(mean.lo, 0.0), hi=min(mean.hi, 1.0)),
-                **known,
-            )
-        )
+        known = {key: of_arms.get(n) for key, of_arms in numbers.items()}
+        compared.append(_compared_arm(arm, arms[to[n]] if n else None, fits[n], refits[n], known))
     return Comparison(
         arms=tuple(compared),
         falling=falling,
@@ -426,6 +403,40 @@ def compare_runs(
         between_runs=spread([ASYMPTOTE.runs(*arm) for arm in zip(fits, seeds)]),
         paired=any(difference.paired for difference in ceilings.values()),
     )
+
+
+def _compared_arm(
+    arm: Arm, reference: Arm | None, fits: tuple[FitResult, ...], refits: tuple[FitResult, ...], known: dict[str, Any]
+) -> ComparedArm:
+    last = [float(fit.pass_rate[-1]) for fit in fits]
+    mean = known.pop("asymptote")
+    return ComparedArm(
+        name=arm.name,
+        reference=reference.name if reference else None,
+        change=differences(arm, reference) if reference else "",
+        fits=fits,
+        seeds=tuple(curve.seed for curve in arm.curves),
+        refits=refits,
+        measured=Estimate(value=float(np.mean(last)), lo=min(last), hi=max(last)),
+        asymptote=replace(mean, lo=max(mean.lo, 0.0), hi=min(mean.hi, 1.0)),
+        **known,
+    )
+
+
+def _without_falling(
+    groups: Sequence[Arm], fits: Mapping[str, FitResult]
+) -> tuple[list[Arm], dict[str, tuple[str, ...]]]:
+    """(the arms with their runs that do not fall; name of an arm -> its runs that fall). fits: of each run's name."""
+    falling = {}
+    steady = []
+    for group in groups:
+        falls = [falling_tail(fits[curve.name].compute, fits[curve.name].pass_rate) for curve in group.curves]
+        kept = tuple(curve for curve, fall in zip(group.curves, falls) if fall is None)
+        if kept:
+            steady.append(replace(group, curves=kept))
+        if any(falls):
+            falling[group.name] = tuple(curve.name for curve, fall in zip(group.curves, falls) if fall)
+    return steady, falling
 
 
 def _ordered(arms: Sequence[Arm], named: Sequence[Arm], references: Sequence[str]) -> tuple[list[Arm], list[int]]:
@@ -507,11 +518,10 @@ def left_out(comparison: Comparison) -> list[str]:
     kept = {arm.name: arm.runs for arm in comparison.arms}
     lines = []
     for name, runs in comparison.falling.items():
-        listed = ", ".join(runs)
+        text = f"{name} is not compared, as every run of it falls"
         if name in kept:
-            lines.append(f"{name}: {len(runs)} of {len(runs) + kept[name]} runs fall and are left out: {listed}.")
-        else:
-            lines.append(f"{name} is not compared, as every run of it falls: {listed}.")
+            text = f"{name}: {len(runs)} of {len(runs) + kept[name]} runs fall and are left out"
+        lines.append(f"{text}: {', '.join(runs)}.")
     return lines
 
 
