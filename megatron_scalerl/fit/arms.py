@@ -7,6 +7,7 @@ of task and policy, how long and how often is measured, limits of time.
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ _SHOWN = 4
 
 @record
 class Arm:
-    """One recipe and its runs."""
+    """A recipe and its runs."""
 
     name: str
     """The names of its runs without their seeds."""
@@ -39,7 +40,7 @@ class Arm:
     @property
     def recipe(self) -> Mapping[str, Any]:
         """Key path -> value of what its runs trained with, without `APART`; empty if unknown."""
-        return _without(is_apart, self.curves[0])
+        return _recipe(self.curves[0])
 
 
 def arms_of(curves: Sequence[Curve]) -> list[Arm]:
@@ -49,22 +50,34 @@ def arms_of(curves: Sequence[Curve]) -> list[Arm]:
     task and policy tell them apart as well, and then names that end with the seed. A run without a recipe is an arm
     of its own, unless its table has a column for the seed.
     """
-    groups = _split(curves, _key)
-    groups = [part for group in groups for part in (_split(group, _start) if _repeats(group) else [group])]
-    groups = [part for group in groups for part in (_split(group, _stem) if _named_by_seed(group) else [group])]
-    names = [_name(group) for group in groups]
+    groups = _split(_split(_split([curves], _key), _start, _repeats), _stem, _named_by_seed)
     arms = []
-    for number, (name, group) in enumerate(zip(names, groups)):
-        unique = name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})"
+    for name, group in zip(numbered([_name(group) for group in groups]), groups):
         by_seed = sorted(group, key=lambda curve: -1 if curve.seed is None else curve.seed)
-        arms.append(Arm(name=unique, curves=tuple(by_seed)))
+        arms.append(Arm(name=name, curves=tuple(by_seed)))
     return arms
 
 
-def _split(group: Sequence[Curve], key: Callable[[Curve], str]) -> list[list[Curve]]:
-    parts: dict[str, list[Curve]] = {}
-    for curve in group:
-        parts.setdefault(key(curve), []).append(curve)
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names, with their number behind those that occur several times.
+
+    >>> numbered(["a", "b", "a"])
+    ['a (1)', 'b', 'a (2)']
+    """
+    return [n if names.count(n) == 1 else f"{n} ({names[: i + 1].count(n)})" for i, n in enumerate(names)]
+
+
+def _split(
+    groups: Sequence[Sequence[Curve]],
+    key: Callable[[Curve], str],
+    divisible: Callable[[Sequence[Curve]], bool] = bool,
+) -> list[list[Curve]]:
+    """The groups, with the divisible ones split by the key."""
+    parts = defaultdict[Any, list[Curve]](list)
+    for number, group in enumerate(groups):
+        divide = divisible(group)
+        for curve in group:
+            parts[number, divide and key(curve)].append(curve)
     return list(parts.values())
 
 
@@ -83,8 +96,9 @@ def shared_start(arms: Sequence[Arm]) -> bool:
 
 
 def differences(arm: Arm, reference: Arm) -> str:
-    """What the recipe sets that the reference sets otherwise: `loss.name: dapo, ...`; empty if unknown."""
-    recipe, other = arm.recipe, reference.recipe
+    """Settings of the recipe that the reference has otherwise: `loss.name: dapo, ...`; empty if unknown."""
+    recipe = arm.recipe
+    other = reference.recipe
     if not recipe or not other:
         return ""
     changed = [key for key in sorted(recipe.keys() | other.keys()) if recipe.get(key) != other.get(key)]
@@ -100,23 +114,23 @@ def is_apart(key: str) -> bool:
 
 
 def _within(key: str, sections: Sequence[str]) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
-def _without(left_out: Callable[[str], bool], curve: Curve) -> dict[str, Any]:
-    return {key: value for key, value in (curve.recipe or {}).items() if not left_out(key)}
+def _recipe(curve: Curve) -> dict[str, Any]:
+    return {key: value for key, value in (curve.recipe or {}).items() if not is_apart(key)}
 
 
 def _key(curve: Curve) -> str:
     if curve.recipe is None:
         return f"run {curve.name}" if curve.arm is None else f"table {curve.source} {curve.arm}"
-    return _json(_without(is_apart, curve)) if curve.arm is None else f"arm {curve.arm}"
+    return _json(_recipe(curve)) if curve.arm is None else f"arm {curve.arm}"
 
 
 def _start(curve: Curve) -> str:
-    if curve.recipe is None:
-        return str(curve.source) if curve.arm is not None else ""
-    return _json(_without(lambda key: not _within(key, START), curve))
+    if curve.recipe is not None:
+        return _json({key: value for key, value in curve.recipe.items() if _within(key, START)})
+    return "" if curve.arm is None else str(curve.source)
 
 
 def _json(value: Mapping[str, Any]) -> str:
@@ -124,9 +138,9 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
+    if isinstance(value, bool) or value is None:
         return str(value).lower()
-    return "none" if value is None else str(value)
+    return str(value)
 
 
 def _name(group: Sequence[Curve]) -> str:

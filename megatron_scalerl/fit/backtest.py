@@ -1,4 +1,7 @@
-"""Backtest: the forecast of a run's last point, made from every shorter prefix of the run."""
+"""Backtest: the forecast of the level on which a run ends, made from every shorter prefix of the run.
+
+The level is the mean of the last three points at their mean compute: a single point may be a bad validation.
+"""
 
 import numpy as np
 
@@ -13,55 +16,69 @@ MARGIN = 0.02
 """Error, in pass rate, up to which a forecast counts as right."""
 MIN_POINTS = 4
 """Points of the shortest prefix."""
+LAST_POINTS = 3
+"""Points at the end of a run whose mean is forecast."""
 
 
 @record
 class BacktestPoint:
-    """The forecast of the run's last point from one prefix."""
+    """The forecast of the run's last points from one prefix."""
 
     compute: float
     """Compute at the end of the prefix, in the run's unit."""
     n_points: int
     """Points fitted."""
     forecast: Prediction
-    """Of the last measured point."""
+    """Forecast of the mean of the last points."""
     asymptote: float
     """A of the prefix's fit."""
 
 
 @record
 class Backtest:
-    """How the forecast of a run's last point changed as the run went on."""
+    """How the forecast of a run's last points changed as the run went on."""
 
     name: str
     """The run."""
     final_compute: float
-    """Compute of the last point, in the run's unit."""
+    """Mean compute of the last `LAST_POINTS` points, in the run's unit."""
     final_pass_rate: float
-    """Measured pass rate of the last point. No prefix contains it."""
+    """Mean of their measured pass rates. No prefix contains any of them."""
     points: tuple[BacktestPoint, ...]
     """One per prefix, shortest first."""
-    settled_from: float | None
-    """Smallest compute from which every forecast is right within `MARGIN`; None if the longest prefix's is not."""
     fall: Fall | None = None
     """The fall of the pass rate in the whole run."""
 
+    @property
+    def settled_from(self) -> float | None:
+        """Smallest compute from which every forecast is right within `MARGIN`; None if that of the longest is not."""
+        settled = None
+        for point in reversed(self.points):
+            if abs(point.forecast.pass_rate - self.final_pass_rate) > MARGIN:
+                break
+            settled = point.compute
+        return settled
+
     def summary(self) -> str:
         """Which forecasts were right and how wrong the others were, in one sentence."""
-        right = [p for p in self.points if self.settled_from is not None and p.compute >= self.settled_from]
-        errors = [
-            abs(p.forecast.pass_rate - self.final_pass_rate) for p in self.points[: len(self.points) - len(right)]
-        ]
-        off = f"{', before it' if right else ':'} up to {max(errors):.3f} off" if errors else ""
-        before = [p for p in self.points if self.fall is not None and p.compute <= self.fall.compute]
-        unseen = before and all(abs(p.forecast.pass_rate - self.final_pass_rate) > MARGIN for p in before)
-        fell = f"; {self.fall}, which no forecast before it foresaw" if unseen else ""
-        what = f"{self.name}: the forecast of the last point, {self.final_pass_rate:.4f} at "
-        what += f"{short_number(self.final_compute)}, "
-        if self.settled_from is None:
-            return f"{what}never settled within {MARGIN:g}{off}{fell}."
-        count = f"{len(right)} of {len(self.points)} forecasts"
-        return f"{what}stayed within {MARGIN:g} from {short_number(self.settled_from)} on ({count}){off}{fell}."
+        errors = [abs(point.forecast.pass_rate - self.final_pass_rate) for point in self.points]
+        computes = [point.compute for point in self.points]
+        text = f"{self.name}: the forecast of the mean of the last {LAST_POINTS} points, {self.final_pass_rate:.4f} "
+        text += f"at {short_number(self.final_compute)}, "
+        settled_from = self.settled_from
+        if settled_from is None:
+            text += f"never settled within {MARGIN:g}: up to {max(errors):.3f} off"
+        else:
+            unsettled = computes.index(settled_from)
+            text += f"stayed within {MARGIN:g} from {short_number(settled_from)} on "
+            text += f"({len(errors) - unsettled} of {len(errors)} forecasts)"
+            if unsettled:
+                text += f", before it up to {max(errors[:unsettled]):.3f} off"
+        if self.fall is not None:
+            before = [error for compute, error in zip(computes, errors) if compute <= self.fall.compute]
+            if before and min(before) > MARGIN:
+                text += f"; {self.fall}, which no forecast before it foresaw"
+        return f"{text}."
 
 
 def backtest(
@@ -69,43 +86,39 @@ def backtest(
     *,
     method: str = "robust",
     fit_from: float | None = None,
-    seed: int = 0,
     draws: int = 1000,
 ) -> Backtest:
-    """Fit every prefix of `curve` and forecast its last point from each.
+    """Fit every prefix of `curve` before its last points, and forecast their mean from each.
 
     A prefix with fewer than `MIN_POINTS` points in the window is skipped.
     Raises ValueError if the run is too short for any prefix.
     """
-    c = curve.compute
-    usable = np.flatnonzero(c >= (fit_from or 0.0))
-    ends = [int(n) for n in usable[MIN_POINTS - 1 : -1] if c[n] < c[-1]]
+    compute = curve.compute
+    usable = np.flatnonzero(compute >= (fit_from or 0.0))
+    ends = [int(n) for n in usable[MIN_POINTS - 1 : -LAST_POINTS] if compute[n] < compute[-LAST_POINTS]]
     if not ends:
-        expected = f"expected at least {MIN_POINTS + 1} points for a backtest"
-        raise ValueError(f"{curve.name}: {expected}, found {len(usable)}")
+        raise ValueError(
+            f"{curve.name}: {len(usable)} points are too few for a backtest, which takes {MIN_POINTS + LAST_POINTS}"
+        )
+    final_compute = float(compute[-LAST_POINTS:].mean())
+    # the mean averages the completions of all of them, so its noise is smaller than that of one
+    size = None if curve.completions is None else [curve.completions[-LAST_POINTS:].sum()]
     points = []
     for end in ends:
-        known = curve.part(np.arange(end + 1))
-        result = fit_curve(known, method=method, fit_from=fit_from, seed=seed, draws=draws)
-        last = None if curve.completions is None else curve.completions[-1:]
-        (forecast,) = result.predict([float(c[-1])], completions=last)
-        at, number, asymptote = float(c[end]), result.n_points, result.asymptote
-        points.append(BacktestPoint(compute=at, n_points=number, forecast=forecast, asymptote=asymptote))
-    final = float(curve.pass_rate[-1])
+        prefix = curve.part(np.arange(end + 1))
+        result = fit_curve(prefix, method=method, fit_from=fit_from, draws=draws)
+        [forecast] = result.predict([final_compute], completions=size)
+        point = BacktestPoint(
+            compute=float(compute[end]),
+            n_points=result.n_points,
+            forecast=forecast,
+            asymptote=result.asymptote,
+        )
+        points.append(point)
     return Backtest(
         name=curve.name,
-        final_compute=float(c[-1]),
-        final_pass_rate=final,
+        final_compute=final_compute,
+        final_pass_rate=float(curve.pass_rate[-LAST_POINTS:].mean()),
         points=tuple(points),
-        settled_from=_settled_from(points, final),
-        fall=falling_tail(c, curve.pass_rate),
+        fall=falling_tail(compute, curve.pass_rate),
     )
-
-
-def _settled_from(points: list[BacktestPoint], final: float) -> float | None:
-    settled = None
-    for point in reversed(points):
-        if abs(point.forecast.pass_rate - final) > MARGIN:
-            break
-        settled = point.compute
-    return settled

@@ -10,7 +10,7 @@ from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.record import record
 
 FEW_POINTS = 8
-"""Fitted points below which a forecast is not trusted."""
+"""Fitted points below which warnings and verdicts say how few there are."""
 STEEP = 6.0
 """B above which the curve is a step."""
 SMALL_DROP = 0.005
@@ -25,18 +25,18 @@ EDGE_MASS = 0.10
 
 def bound_warnings(posterior: Posterior, *, fixed: bool) -> list[str]:
     """Warn where the posterior of the robust fit piles up at a bound. fixed: A is given and not checked."""
-    notes, bounds = [], DEFAULT_BOUNDS
-    a = posterior.asymptote
-    room = bounds.asymptote[1] - posterior.initial
-    if not fixed and np.mean(bounds.asymptote[1] - a < 0.02 * room) > EDGE_MASS:
-        notes.append(f"A reaches the edge of its range ({bounds.asymptote[1]:g}): the ceiling is not determined yet")
-    if not fixed and np.mean(a - posterior.initial < 0.02 * room) > 0.5:
+    highest = DEFAULT_BOUNDS.asymptote[1]
+    room = highest - posterior.initial
+    low, high = np.log(DEFAULT_BOUNDS.midpoint)
+    margin = 0.01 * (high - low)
+    notes = []
+    if not fixed and np.mean(highest - posterior.asymptote < 0.02 * room) > EDGE_MASS:
+        notes.append(f"A reaches the edge of its range ({highest:g}): the ceiling is not determined yet")
+    if not fixed and np.mean(posterior.asymptote - posterior.initial < 0.02 * room) > 0.5:
         notes.append("A lies at R_0: the run shows no gain to extrapolate")
-    log_edges = np.log(bounds.midpoint)
-    margin = 0.01 * (log_edges[1] - log_edges[0])
-    if np.mean(posterior.log_midpoint < log_edges[0] + margin) > EDGE_MASS:
+    if np.mean(posterior.log_midpoint < low + margin) > EDGE_MASS:
         notes.append("C_mid reaches the low edge of its range: the rise happened before the first fitted point")
-    if np.mean(posterior.log_midpoint > log_edges[1] - margin) > EDGE_MASS:
+    if np.mean(posterior.log_midpoint > high - margin) > EDGE_MASS:
         notes.append("C_mid reaches the high edge of its range: the rise has hardly begun")
     return notes
 
@@ -65,8 +65,7 @@ def curve_warnings(
         notes.append(f"only {len(compute)} points were fitted; {FEW_POINTS} or more are needed to trust a forecast")
     if exponent > STEEP:
         notes.append(f"B = {exponent:.1f} is above {STEEP:g}: a step rather than a curve; B is not determined")
-    beyond = float(np.mean(posterior.midpoint > compute.max()))
-    if midpoint > compute.max() or beyond > 0.5:
+    if midpoint > compute.max() or np.mean(posterior.midpoint > compute.max()) > 0.5:
         notes.append("no curvature yet: the midpoint lies beyond the fitted points, so A is not determined")
     fall = falling_tail(compute, pass_rate)
     if fall is not None:
@@ -100,6 +99,7 @@ def rising_forecast(compute: Array, pass_rate: Array, posterior: Posterior) -> f
         return None
     mean, _ = posterior.true_pass_rate(np.array([compute[-1], 2.0 * compute[-1]]))
     gain = float(np.median(mean[:, 1] - mean[:, 0]))
+    # halves of the last third, as two single points would be noise
     rises = float(last[half:].mean() - last[:half].mean()) > SMALL_DROP
     return gain if gain > PLATEAU_GAIN and not rises else None
 
@@ -123,13 +123,13 @@ class Fall:
     """A fall of the pass rate after a peak."""
 
     compute: float
-    """Of the peak."""
+    """Compute of the peak."""
     peak: float
-    """Pass rate there, smoothed."""
+    """Pass rate at the peak, smoothed."""
     last: float
     """The last pass rate."""
     after: float
-    """The mean of those after the peak."""
+    """Mean of the pass rates after the peak."""
 
     def __str__(self) -> str:
         level = f"{self.last:.3f} at the end" if self.last <= self.after else f"{self.after:.3f} on average since"
@@ -143,19 +143,19 @@ def falling_tail(compute: Array, pass_rate: Array) -> Fall | None:
     to the mean of the points after it counts when it exceeds 0.005 and 2.2 times its own standard error, which is
     estimated from the second differences of the series. False positives: 3 % of 1,000 saturated synthetic runs.
     """
-    n = len(compute)
-    if n < 6:
-        return None
-    half = max(n // 16, 1)
+    half = max(len(compute) // 16, 1)
     width = 2 * half + 1
+    if len(compute) < 6:
+        return None
     smooth = np.convolve(pass_rate, np.ones(width) / width, mode="valid")
-    peak = int(np.argmax(smooth)) + half
-    after = pass_rate[peak + half + 1 :]
+    top = int(np.argmax(smooth))
+    after = pass_rate[top + width :]
     if len(after) < 2:
         return None
+    # a straight line has no second differences; those of independent noise have a variance of 1 + 4 + 1
     noise = float(np.std(np.diff(pass_rate, n=2)) / np.sqrt(6.0))
-    top, mean = float(smooth[peak - half]), float(after.mean())
-    limit = 2.2 * noise * np.sqrt(1.0 / width + 1.0 / len(after))
-    if top - mean <= max(limit, SMALL_DROP):
+    peak = float(smooth[top])
+    mean = float(after.mean())
+    if peak - mean <= max(2.2 * noise * np.sqrt(1.0 / width + 1.0 / len(after)), SMALL_DROP):
         return None
-    return Fall(compute=float(compute[peak]), peak=top, last=float(pass_rate[-1]), after=mean)
+    return Fall(compute=float(compute[top + half]), peak=peak, last=float(pass_rate[-1]), after=mean)

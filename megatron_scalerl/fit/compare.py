@@ -1,30 +1,30 @@
 """Which recipe scales better: the ceiling first, then the efficiency (Khatri et al. 2025, A.5 and Fig. 4).
 
-The unit of a comparison is a recipe with its runs, an arm (`fit.arms`). One number per run, such as its A, is
-explained by its recipe plus its seed:
+The unit of a comparison is a recipe with its runs, an arm (`fit.arms`). Runs that fall are left out, since no sigmoid
+falls (`checks.falling_tail`). One number per run, such as its A, is explained by its recipe plus its seed:
 
     y = recipe + seed + e
 
 Seeds are in the model where recipes share at least two of them and the same start (paired); otherwise each run stands
 alone. The variance of e is what runs of one recipe differ by, errors of the fit included. All recipes have it in
 common, since two or three runs say little about a variance; a reference's, which is in many differences, is its own
-where that is larger. None is taken below the variance that the fit of a single run has by itself. Intervals are
-Student's t; p values are adjusted for the number of recipes (Holm 1979).
+where that is larger. None is below that of a single run's fit. Intervals are Student's t; p values are adjusted for
+the number of recipes (Holm 1979).
 
 Arms whose ceiling is not found to differ from their reference's are refitted with A fixed to the mean of their A;
 their efficiency is the compute to reach one pass rate there, of which B is a part. An arm with one run decides
-nothing: whether its A lies within 0.02 of the reference's, the paper's margin between runs of one recipe, then only
-says whether it is refitted.
+nothing; it is refitted where its A lies within 0.02 of the reference's, the paper's margin between runs.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megatron_scalerl.fit.arms import Arm, arms_of, differences, shared_start
+from megatron_scalerl.fit.checks import falling_tail
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Estimate, estimate
 from megatron_scalerl.fit.result import TAIL, FitResult
@@ -41,21 +41,33 @@ ERROR = 0.05
 """Probability that any difference of one table is declared although there is none; recipes scatter alike."""
 UNEVEN_ERROR = 0.1
 """The same where recipes scatter by very different amounts; simulated (tests/fit/test_between_runs.py)."""
+UNKNOWN_VARIANCE = 1e6
+"""Variance of a number that some draws of the posterior never reach."""
+LARGEST_LOG = 700.0
+"""Largest logarithm whose exponential is finite."""
+SENTENCES = {
+    "once": "One run alone, so not decided: {}. At least two seeds, better 3, are needed.",
+    "ceiling": "Moves the ceiling: {}.",
+    "efficiency": "Changes the efficiency: {}.",
+    "equal": "Neither, within the margins: {}.",
+    "unclear": "Cannot be told apart from the reference with these seeds: {}.",
+}
+"""What is found of recipes -> the sentence that lists them."""
 Arms = Sequence[Sequence[FitResult]]
 """The fits of each arm; an empty one has no part in a quantity."""
-Seeds = Sequence[tuple[int | None, ...]]
-"""The seeds of the fits."""
+Seeds = tuple[int | None, ...]
+"""The seeds of a recipe's runs; None where unknown."""
 
 
 @record
 class Runs:
-    """One number per run of one recipe."""
+    """A number of each run of a recipe."""
 
     values: Array
-    """[runs]"""
+    """[runs]; empty where the recipe has no part in a table."""
     fit_variance: Array
-    """[runs] variance of each by its own fit."""
-    seeds: tuple[int | None, ...]
+    """[runs] variance of each value by its own fit."""
+    seeds: Seeds
     """[runs] None where unknown."""
 
 
@@ -64,14 +76,14 @@ class Difference:
     """A recipe minus its reference, with the variance between runs."""
 
     value: float
-    """The difference of the means, within seeds if paired; nan if either has no value."""
+    """Difference of the means, within seeds if paired."""
     lo: float
     """Lower end of the 90 % interval; nan where no recipe was run twice."""
     hi: float
-    """Upper end of it."""
+    """Upper end of the 90 % interval."""
     p: float
     """Probability of so large a difference, or a larger one, between two sets of runs of one recipe, adjusted for the
-    number of comparisons; 1 where it is not known or either was run once."""
+    number of comparisons; 1 where it is not known or either has one run."""
     paired: bool
     """Whether runs were compared within seeds."""
 
@@ -91,29 +103,33 @@ class Difference:
 
 
 class Table:
-    """The numbers of several recipes, fitted together."""
+    """The numbers of several recipes, fitted together by least squares."""
 
     def __init__(self, recipes: Sequence[Runs], *, paired: bool, references: Collection[int] = ()):
-        """recipes: with finite values, none empty. paired: whether equal seeds may be compared within the seed.
+        """recipes: with finite values. paired: whether equal seeds may be compared within the seed.
 
         references: recipes that others are compared with; their variance is in many differences.
         """
-        values = np.concatenate([r.values for r in recipes])
-        arm = np.repeat(np.arange(len(recipes)), [len(r.values) for r in recipes])
-        self._counts = np.bincount(arm)
-        self._arms = (arm[:, None] == np.arange(len(recipes))).astype(float)
-        self._parts = sharing_seeds([r.seeds for r in recipes]) if paired else list(range(len(recipes)))
-        columns = np.hstack([self._arms, *_seed_effects([r.seeds for r in recipes], self._parts)])
+        values = np.concatenate([recipe.values for recipe in recipes])
+        self._counts = [len(recipe.values) for recipe in recipes]
+        recipe_of_run = np.repeat(np.arange(len(recipes)), self._counts)
+        self._membership = (recipe_of_run[:, None] == np.arange(len(recipes))).astype(float)
+        """[runs, recipes] 1 where the run is of the recipe."""
+        seeds = [recipe.seeds for recipe in recipes]
+        self._groups = sharing_seeds(seeds) if paired else list(range(len(recipes)))
+        columns = np.hstack([self._membership, _seed_columns(seeds, self._groups)])
         self.paired = columns.shape[1] > len(recipes)
-        self._apart = Table(recipes, paired=False, references=references) if self.paired else self
+        self._unpaired = Table(recipes, paired=False, references=references) if self.paired else self
         """For recipes that do not share seeds."""
+        # seed columns and recipes are dependent: the pseudoinverse leaves differences within a group as they are
         self._inverse = np.linalg.pinv(columns)
-        left = np.eye(len(values)) - columns @ self._inverse
+        residual_maker = np.eye(len(values)) - columns @ self._inverse
         self._effects = self._inverse @ values
-        self._total = max(float(np.trace(left)), 1e-9)
-        squares, freedom = self._arms.T @ (left @ values) ** 2, self._arms.T @ np.diag(left)
-        variance, self._freedom = _variances(squares, freedom, references)
-        self._variance = np.maximum(variance, [r.fit_variance.mean() for r in recipes])
+        self._total_freedom = max(float(np.trace(residual_maker)), 1e-9)
+        squares = self._membership.T @ (residual_maker @ values) ** 2
+        variance, self._freedom = _variances(squares, self._membership.T @ np.diag(residual_maker), references)
+        by_fits = [float(recipe.fit_variance.sum()) / max(len(recipe.values), 1) for recipe in recipes]
+        self._variance = np.maximum(variance, by_fits)
         """[recipes] of one run; nan where no recipe was run twice."""
 
     def mean(self, index: int) -> Estimate:
@@ -123,8 +139,8 @@ class Table:
 
     def difference(self, index: int, reference: int) -> Difference:
         """Recipe `index` minus `reference`, tested alone; within seeds if they share them."""
-        if self.paired and self._parts[index] != self._parts[reference]:
-            return self._apart.difference(index, reference)
+        if self.paired and self._groups[index] != self._groups[reference]:
+            return self._unpaired.difference(index, reference)
         value = float(self._effects[index] - self._effects[reference])
         error, freedom = self._error(self._inverse[index] - self._inverse[reference])
         p = 1.0
@@ -136,13 +152,14 @@ class Table:
 
     def _error(self, weights: Array) -> tuple[float, float]:
         """(standard error of weights . values, its degrees of freedom after Satterthwaite); nan if unknown."""
-        parts = (self._arms.T @ weights**2) * self._variance
-        used = parts > 0
-        if np.isnan(parts).any() or not used.any():
+        squared_weights = self._membership.T @ weights**2
+        used = squared_weights > 0
+        shares = squared_weights[used] * self._variance[used]
+        if np.isnan(shares).any() or not shares.any():
             return math.nan, math.nan
-        total = float(parts.sum())
-        freedom = total**2 / float((parts[used] ** 2 / self._freedom[used]).sum())
-        return math.sqrt(total), min(freedom, self._total)
+        total = float(shares.sum())
+        freedom = total**2 / float((shares**2 / self._freedom[used]).sum())
+        return math.sqrt(total), min(freedom, self._total_freedom)
 
 
 def _interval(value: float, error: float, freedom: float) -> dict[str, float]:
@@ -156,52 +173,53 @@ def _variances(squares: Array, freedom: Array, references: Collection[int]) -> t
     """(variance of one run, its degrees of freedom), both [recipes]; nan and 0 where nothing is known.
 
     squares: [recipes] sums of squared residuals. freedom: [recipes] their degrees of freedom; 0 for one run. Of two
-    recipes each has its own, of more all have one, but for a reference whose own is larger.
+    recipes each has its own variance, of more all have one, but for a reference whose own is larger.
     """
-    known = freedom > 1e-6
-    total = float(freedom[known].sum())
-    common = float(squares[known].sum()) / total if known.any() else math.nan
-    own = np.where(known, squares / np.where(known, freedom, 1.0), -math.inf)
-    is_reference = np.isin(np.arange(len(squares)), list(references))
-    apart = known if known.sum() < 3 else is_reference & (own > common)
-    return np.where(apart, own, common), np.where(apart, freedom, total)
+    repeated = freedom > 1e-6
+    total = float(freedom[repeated].sum())
+    if not total:
+        return np.full(len(squares), math.nan), np.zeros(len(squares))
+    common = float(squares[repeated].sum()) / total
+    by_recipe = squares / np.where(repeated, freedom, math.inf)
+    separate = repeated
+    if repeated.sum() >= 3:
+        separate = np.isin(np.arange(len(squares)), list(references)) & (by_recipe > common)
+    return np.where(separate, by_recipe, common), np.where(separate, freedom, total)
 
 
 def spread(recipes: Sequence[Runs]) -> float:
     """Standard deviation between runs of one recipe, common to all recipes; nan where none was run twice."""
-    freedom = sum(len(r.values) - 1 for r in recipes)
-    squares = sum(float(((r.values - r.values.mean()) ** 2).sum()) for r in recipes)
+    freedom = sum(len(recipe.values) - 1 for recipe in recipes)
+    squares = sum(len(recipe.values) * float(np.var(recipe.values)) for recipe in recipes)
     return math.sqrt(squares / freedom) if freedom else math.nan
 
 
-def sharing_seeds(seeds: Seeds) -> list[int]:
+def sharing_seeds(seeds: Sequence[Seeds]) -> list[int]:
     """[recipes] a number that recipes have in common which share at least two seeds, directly or through others.
 
     seeds: [recipes, runs]. A recipe with an unknown seed, or with one twice, shares none.
     """
-    known = [set() if None in runs or len(set(runs)) < len(runs) else set(runs) for runs in seeds]
-    parts = list(range(len(seeds)))
-    for n, one in enumerate(known):
+    distinct = [set(runs) if None not in runs and len(set(runs)) == len(runs) else set() for runs in seeds]
+    groups = list(range(len(seeds)))
+    for n, runs in enumerate(distinct):
         for m in range(n):
-            if len(one & known[m]) >= 2:
-                parts = [parts[m] if part == parts[n] else part for part in parts]
-    return parts
+            if len(runs & distinct[m]) >= 2:
+                groups = [groups[m] if group == groups[n] else group for group in groups]
+    return groups
 
 
-def _seed_effects(seeds: Seeds, parts: Sequence[int]) -> Iterator[Array]:
-    """[runs, 1] for each seed of the recipes that share seeds, its mean over their runs 0."""
-    part_of_run = np.repeat(parts, [len(runs) for runs in seeds])
-    seed_of_run = np.array([-1 if seed is None else seed for runs in seeds for seed in runs])
-    for part in sorted({part for part in parts if list(parts).count(part) > 1}):
-        inside = (part_of_run == part).astype(float)
-        for seed in np.unique(seed_of_run[part_of_run == part]):
-            effect = inside * (seed_of_run == seed)
-            yield (effect - inside * effect.sum() / inside.sum())[:, None]
+def _seed_columns(seeds: Sequence[Seeds], groups: Sequence[int]) -> Array:
+    """[runs, shared seeds] 1 where the run has the seed, which recipes of its group share."""
+    seed_of_run = [(group, seed) for group, runs in zip(groups, seeds) for seed in runs]
+    shared = {key for key in seed_of_run if list(groups).count(key[0]) > 1}
+    columns = [[float(key == column) for column in shared] for key in seed_of_run]
+    return np.reshape(columns, (len(seed_of_run), len(shared)))
 
 
 def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
-    """The same with p adjusted for their number (Holm 1979): `ERROR` bounds the error of all of them together."""
-    out, highest = {}, 0.0
+    """The differences with p adjusted for their number (Holm 1979): `ERROR` bounds the error of all together."""
+    out = {}
+    highest = 0.0
     for rank, (key, difference) in enumerate(sorted(differences.items(), key=lambda item: item[1].p)):
         highest = max(highest, min(1.0, (len(differences) - rank) * difference.p))
         out[key] = replace(difference, p=highest)
@@ -210,66 +228,65 @@ def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
 
 @record
 class Quantity:
-    """One number of a sigmoid. A number that is positive is compared by its logarithm."""
+    """A number of a sigmoid, as it is compared."""
 
-    of: Callable[[Mapping[str, Any]], Any]
+    formula: Callable[[Mapping[str, Any]], Any]
     """(parameters, or [draws] of each) -> the number, or [draws] of it."""
     positive: bool = True
-    """Whether it is compared by its logarithm."""
+    """Whether the number is positive and compared by its logarithm."""
 
-    def value(self, fit: FitResult) -> float:
-        """The number of a run's fit."""
-        return float(self.of(fit.parameters))
+    def runs(self, fits: Sequence[FitResult], seeds: Seeds) -> Runs:
+        """The number of each run, or its logarithm; no runs where one of them has none, as it never gets there."""
+        values = self._scaled([self.formula(fit.parameters) for fit in fits])
+        if not np.isfinite(values).all():
+            return self.runs((), ())
+        return Runs(values=values, fit_variance=np.array([self._variance(f) for f in fits]), seeds=seeds[: len(fits)])
 
-    def known(self, fits: Sequence[FitResult]) -> bool:
-        """Whether there are fits, and each has a finite value."""
-        values = [self.value(f) for f in fits]
-        return bool(values) and all(math.isfinite(v) and (v > 0 or not self.positive) for v in values)
+    def means(self, arms: Arms, seeds: Sequence[Seeds]) -> dict[int, Estimate]:
+        """Index of an arm with runs -> their mean with the mean's 90 % interval; geometric for a positive number.
 
-    def runs(self, fits: Sequence[FitResult], seeds: tuple[int | None, ...]) -> Runs:
-        """The number of each run, or its logarithm, with the variance of its fit."""
-        values = np.array([self.value(f) for f in fits])
-        if self.positive:
-            values = np.array([math.log(value) for value in values])
-        return Runs(values=values, fit_variance=np.array([self._variance(f) for f in fits]), seeds=seeds)
-
-    def mean(self, arms: Arms, seeds: Seeds, index: int) -> Estimate:
-        """The mean over the runs of one arm with the 90 % interval of it, the geometric one of a positive number.
-
-        With one run it is the run's number with the interval of its fit; inf where a run never gets there.
+        The mean of one run is the run's number with the interval of its fit; inf where a run never gets there.
         """
-        fits = arms[index]
-        values = [self.value(f) for f in fits]
-        if not self.known(fits):
-            return Estimate(value=max(values), lo=min(values), hi=max(values))
-        if len(fits) == 1:
-            return estimate(self.of(fits[0].posterior.parameters), value=values[0])
-        kept = [n for n, runs in enumerate(arms) if self.known(runs)]
-        mean = Table([self.runs(arms[n], seeds[n]) for n in kept], paired=False).mean(kept.index(index))
+        recipes = [self.runs(*arm) for arm in zip(arms, seeds)]
+        table = Table(recipes, paired=False)
         back = math.exp if self.positive else float
-        return Estimate(value=back(mean.value), lo=back(mean.lo), hi=back(min(mean.hi, 700.0)))
+        means = {}
+        for n, fits in enumerate(arms):
+            values = [float(self.formula(fit.parameters)) for fit in fits]
+            if fits and not recipes[n].seeds:
+                means[n] = Estimate(value=max(values), lo=min(values), hi=max(values))
+            elif len(fits) == 1:
+                means[n] = estimate(self.formula(fits[0].posterior.parameters), value=values[0])
+            elif fits:
+                mean = table.mean(n)
+                means[n] = Estimate(value=back(mean.value), lo=back(mean.lo), hi=back(min(mean.hi, LARGEST_LOG)))
+        return means
+
+    def _scaled(self, values: Any) -> Array:
+        with np.errstate(divide="ignore"):
+            return np.asarray(np.log(values) if self.positive else values, dtype=float)
 
     def _variance(self, fit: FitResult) -> float:
-        """By quantiles: draws of a compute to reach have a heavy tail."""
-        draws = self.of(fit.posterior.parameters)
-        with np.errstate(divide="ignore"):
-            low, high = np.quantile(np.log(draws) if self.positive else draws, [0.1587, 0.8413], method="nearest")
-        return ((float(high) - float(low)) / 2) ** 2 if math.isfinite(low) and math.isfinite(high) else 1e6
+        """Variance by quantiles, as draws of a compute to reach have a heavy tail."""
+        draws = self._scaled(self.formula(fit.posterior.parameters))
+        low, high = np.quantile(draws, [0.1587, 0.8413], method="nearest").tolist()
+        variance = ((high - low) / 2) ** 2
+        return variance if math.isfinite(variance) else UNKNOWN_VARIANCE
 
 
-ASYMPTOTE = Quantity(of=lambda parameters: parameters["asymptote"], positive=False)
-EXPONENT = Quantity(of=lambda parameters: parameters["exponent"])
-MIDPOINT = Quantity(of=lambda parameters: parameters["midpoint"])
+ASYMPTOTE = Quantity(formula=lambda parameters: parameters["asymptote"], positive=False)
+EXPONENT = Quantity(formula=lambda parameters: parameters["exponent"])
+MIDPOINT = Quantity(formula=lambda parameters: parameters["midpoint"])
 
 
 def compute_to(pass_rate: float) -> Quantity:
     """Compute at which a run's curve reaches the pass rate; inf where it never does."""
-    return Quantity(of=lambda parameters: compute_to_reach(pass_rate, **parameters))
+    return Quantity(formula=lambda parameters: compute_to_reach(pass_rate, **parameters))
 
 
 @record
 class ComparedArm:
-    """One recipe of a comparison."""
+    """A recipe of a comparison with its runs."""
 
     name: str
     """The arm's name."""
@@ -278,8 +295,8 @@ class ComparedArm:
     change: str
     """What the recipe sets that its reference sets otherwise; empty if unknown."""
     fits: tuple[FitResult, ...]
-    """Its runs, each fitted with A free."""
-    seeds: tuple[int | None, ...]
+    """Its runs that do not fall, each fitted with A free."""
+    seeds: Seeds
     """Their seeds; None where unknown."""
     refits: tuple[FitResult, ...]
     """The same runs with A fixed to the comparison's; none for another ceiling."""
@@ -302,7 +319,7 @@ class ComparedArm:
 
     @property
     def runs(self) -> int:
-        """Number of its runs."""
+        """Number of its runs that do not fall."""
         return len(self.fits)
 
 
@@ -311,7 +328,9 @@ class Comparison:
     """The table of the paper's Fig. 4 for any recipes."""
 
     arms: tuple[ComparedArm, ...]
-    """The reference first."""
+    """The reference first. An arm whose runs all fall is left out."""
+    falling: Mapping[str, tuple[str, ...]]
+    """Name of an arm -> its runs that fall, which are left out."""
     fixed_asymptote: float
     """Mean A of the arms that share their reference's ceiling."""
     pass_rate: float
@@ -328,57 +347,57 @@ class Comparison:
 
 def compare_runs(
     curves: Sequence[Curve],
-    fit_curve: Callable[[Curve, float | None], FitResult],
+    fit_run: Callable[[Curve, float | None], FitResult],
     *,
     references: Sequence[str] = (),
     pass_rate: float | None = None,
 ) -> Comparison:
     """Group runs by recipe and compare the recipes. Names of the runs are unique, their unit of compute is one.
 
-    fit_curve:  (run, A to hold or None) -> its fit.
+    fit_run:    (run, A to hold or None) -> its fit.
     references: the arm that the others are compared with (default: the first run's), and ARM=REFERENCE for others.
     pass_rate:  whose compute is compared; default: R_0 plus 80 % of the gain to the common A.
-    Raises ValueError for one run alone and for the name of no arm.
+    Raises ValueError for one run alone, and for a reference that is no arm.
     """
-    arms, to = _ordered(curves, references)
+    if len(curves) < 2:
+        raise ValueError(f"a comparison takes at least two runs; {len(curves)} was given")
+    free = {curve.name: fit_run(curve, None) for curve in curves}
+    groups = arms_of(curves)
+    steady, falling = _without_falling(groups, free)
+    arms, to = _ordered(steady, groups, references)
+    if not arms:
+        unknown = {"fixed_asymptote": math.nan, "pass_rate": math.nan, "between_runs": math.nan}
+        return Comparison(arms=(), falling=falling, paired=False, **unknown)
     paired = shared_start(arms)
     seeds = [tuple(curve.seed for curve in arm.curves) for arm in arms]
-    fits = [tuple(fit_curve(curve, None) for curve in arm.curves) for arm in arms]
+    fits = [tuple(free[curve.name] for curve in arm.curves) for arm in arms]
+    asymptotes = ASYMPTOTE.means(fits, seeds)
     ceilings = _differences(ASYMPTOTE, fits, seeds, to, paired)
     shared = _share_the_ceiling(fits, ceilings, to)
-    mean = float(np.mean([ASYMPTOTE.mean(fits, seeds, n).value for n, alike in enumerate(shared) if alike]))
-    fixed = max(mean, max(f.initial for runs in fits for f in runs) + 1e-3)
-    refits = [
-        tuple(fit_curve(curve, fixed) for curve in arm.curves) if alike else () for arm, alike in zip(arms, shared)
-    ]
-    start = float(np.mean([f.initial for f in fits[0]]))
-    pass_rate = start + SHARE_OF_GAIN * (fixed - start) if pass_rate is None else pass_rate
+    common = float(np.mean([asymptotes[n].value for n, alike in enumerate(shared) if alike]))
+    # A cannot be held below the start of any run
+    fixed = max(common, max(fit.initial for runs in fits for fit in runs) + 1e-3)
+    refits = [tuple(fit_run(curve, fixed) for curve in arm.curves if alike) for arm, alike in zip(arms, shared)]
+    if pass_rate is None:
+        start = float(np.mean([fit.initial for fit in fits[0]]))
+        pass_rate = start + SHARE_OF_GAIN * (fixed - start)
     reach = compute_to(pass_rate)
-    efficiency = _differences(reach, refits, seeds, to, paired)
+    numbers: dict[str, Mapping[int, Any]] = {
+        "asymptote": asymptotes,
+        "exponent": EXPONENT.means(fits, seeds),
+        "midpoint": MIDPOINT.means(fits, seeds),
+        "fixed_exponent": EXPONENT.means(refits, seeds),
+        "to_reach": reach.means(fits, seeds) | reach.means(refits, seeds),
+        "ceiling": ceilings,
+        "efficiency": _differences(reach, refits, seeds, to, paired),
+    }
     compared = []
     for n, arm in enumerate(arms):
-        last = [float(f.pass_rate[-1]) for f in fits[n]]
-        asymptote = ASYMPTOTE.mean(fits, seeds, n)
-        compared.append(
-            ComparedArm(
-                name=arm.name,
-                reference=arms[to[n]].name if n else None,
-                change=differences(arm, arms[to[n]]) if n else "",
-                fits=fits[n],
-                seeds=seeds[n],
-                refits=refits[n],
-                measured=Estimate(value=float(np.mean(last)), lo=min(last), hi=max(last)),
-                asymptote=replace(asymptote, lo=max(asymptote.lo, 0.0), hi=min(asymptote.hi, 1.0)),
-                exponent=EXPONENT.mean(fits, seeds, n),
-                midpoint=MIDPOINT.mean(fits, seeds, n),
-                fixed_exponent=EXPONENT.mean(refits, seeds, n) if refits[n] else None,
-                to_reach=reach.mean(refits if refits[n] else fits, seeds, n),
-                ceiling=ceilings.get(n),
-                efficiency=efficiency.get(n),
-            )
-        )
+        known = {key: of_arms.get(n) for key, of_arms in numbers.items()}
+        compared.append(_compared_arm(arm, arms[to[n]] if n else None, fits[n], refits[n], known))
     return Comparison(
         arms=tuple(compared),
+        falling=falling,
         fixed_asymptote=fixed,
         pass_rate=pass_rate,
         between_runs=spread([ASYMPTOTE.runs(*arm) for arm in zip(fits, seeds)]),
@@ -386,58 +405,88 @@ def compare_runs(
     )
 
 
-def _ordered(curves: Sequence[Curve], references: Sequence[str]) -> tuple[list[Arm], list[int]]:
-    """(the arms, the reference of all first; the index of each one's own reference)."""
-    if len(curves) < 2:
-        raise ValueError(f"expected at least two runs to compare, found {len(curves)}")
-    arms = {arm.name: arm for arm in arms_of(curves)}
-    references_of, first = dict[str, str](), next(iter(arms))
+def _compared_arm(
+    arm: Arm, reference: Arm | None, fits: tuple[FitResult, ...], refits: tuple[FitResult, ...], known: dict[str, Any]
+) -> ComparedArm:
+    last = [float(fit.pass_rate[-1]) for fit in fits]
+    mean = known.pop("asymptote")
+    return ComparedArm(
+        name=arm.name,
+        reference=reference.name if reference else None,
+        change=differences(arm, reference) if reference else "",
+        fits=fits,
+        seeds=tuple(curve.seed for curve in arm.curves),
+        refits=refits,
+        measured=Estimate(value=float(np.mean(last)), lo=min(last), hi=max(last)),
+        asymptote=replace(mean, lo=max(mean.lo, 0.0), hi=min(mean.hi, 1.0)),
+        **known,
+    )
+
+
+def _without_falling(
+    groups: Sequence[Arm], fits: Mapping[str, FitResult]
+) -> tuple[list[Arm], dict[str, tuple[str, ...]]]:
+    """(the arms with their runs that do not fall; name of an arm -> its runs that fall). fits: of each run's name."""
+    falling = {}
+    steady = []
+    for group in groups:
+        falls = [falling_tail(fits[curve.name].compute, fits[curve.name].pass_rate) for curve in group.curves]
+        kept = tuple(curve for curve, fall in zip(group.curves, falls) if fall is None)
+        if kept:
+            steady.append(replace(group, curves=kept))
+        if any(falls):
+            falling[group.name] = tuple(curve.name for curve, fall in zip(group.curves, falls) if fall)
+    return steady, falling
+
+
+def _ordered(arms: Sequence[Arm], named: Sequence[Arm], references: Sequence[str]) -> tuple[list[Arm], list[int]]:
+    """(the arms, the reference of all first; the index of each arm's reference).
+
+    named: all arms that `references` may name. In place of one whose runs all fall stands the reference of all.
+    """
+    wanted = {}
     for text in references:
-        name, equals, other = text.rpartition("=")
-        reference = _named(arms, other)
-        if equals:
-            references_of[_named(arms, name)] = reference
-        else:
-            first = reference
-    names = [first, *(name for name in arms if name != first)]
-    return [arms[name] for name in names], [names.index(references_of.get(name, first)) for name in names]
+        name, equals, reference = text.rpartition("=")
+        wanted[_name_of(named, name) if equals else ""] = _name_of(named, reference)
+    first = wanted.get("")
+    ordered = sorted(arms, key=lambda arm: arm.name != first)
+    names = [arm.name for arm in ordered]
+    chosen = [wanted.get(name) for name in names]
+    return ordered, [names.index(name) if name in names else 0 for name in chosen]
 
 
-def _named(arms: Mapping[str, Arm], name: str) -> str:
-    """The arm called `name`, or the one of the run called so."""
-    for arm in arms.values():
-        if name == arm.name or any(name == curve.name for curve in arm.curves):
+def _name_of(arms: Sequence[Arm], name: str) -> str:
+    """The name of the arm that is called so or has a run that is."""
+    for arm in arms:
+        if name in (arm.name, *(curve.name for curve in arm.curves)):
             return arm.name
-    raise ValueError(f"--reference: expected one of {', '.join(arms)}, found {name!r}")
+    raise ValueError(f"--reference: {name!r} is no recipe here; choose one of {', '.join(arm.name for arm in arms)}")
 
 
 def _differences(
-    quantity: Quantity, arms: Arms, seeds: Seeds, to: Sequence[int], paired: bool
+    quantity: Quantity, arms: Arms, seeds: Sequence[Seeds], to: Sequence[int], paired: bool
 ) -> dict[int, Difference]:
     """Index of an arm -> difference to its reference, p adjusted for their number.
 
     Left out are the first arm, an arm without fits or values, and one whose reference is.
     """
-    kept = [n for n, runs in enumerate(arms) if quantity.known(runs)]
-    if len(kept) < 2:
-        return {}
-    pairs = {n: (kept.index(n), kept.index(to[n])) for n in kept if n and to[n] in kept}
-    references = {reference for _, reference in pairs.values()}
-    table = Table([quantity.runs(arms[n], seeds[n]) for n in kept], paired=paired, references=references)
-    out = {n: table.difference(*pair) for n, pair in pairs.items()}
+    recipes = [quantity.runs(*arm) for arm in zip(arms, seeds)]
+    pairs = {n: to[n] for n in range(1, len(arms)) if recipes[n].seeds and recipes[to[n]].seeds}
+    table = Table(recipes, paired=paired, references=set(pairs.values()))
+    out = {n: table.difference(n, reference) for n, reference in pairs.items()}
     return out | adjusted({n: difference for n, difference in out.items() if difference.p < 1.0})
 
 
 def _share_the_ceiling(fits: Arms, ceilings: Mapping[int, Difference], to: Sequence[int]) -> list[bool]:
-    def alone(n: int) -> bool:
-        if n == 0:
-            return True
+    """[arms] whether no other ceiling than its reference's is found, for the arm and for its reference."""
+    alike = [True]
+    for n in range(1, len(fits)):
         if min(len(fits[n]), len(fits[to[n]])) < 2:
             # 1e-9: the grid of the paper's method puts differences of exactly 0.02 on either side of it
-            return abs(ceilings[n].value) <= SAME_ASYMPTOTE + 1e-9
-        return not ceilings[n].moves_the_ceiling
-
-    return [alone(n) and alone(to[n]) for n in range(len(fits))]
+            alike.append(abs(ceilings[n].value) <= SAME_ASYMPTOTE + 1e-9)
+        else:
+            alike.append(not ceilings[n].moves_the_ceiling)
+    return [alike[n] and alike[reference] for n, reference in enumerate(to)]
 
 
 def summary(comparison: Comparison, arm: ComparedArm) -> str:
@@ -445,11 +494,12 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
     runs = f"{arm.runs} run{'s' if arm.runs > 1 else ''}"
     if arm.ceiling is None:
         return f"{arm.name} is the reference: A = {arm.asymptote.value:.3f}, B = {arm.exponent.value:.2f} ({runs})."
-    ceiling, other = arm.ceiling, comparison.arm(arm.reference)
-    if not _decides(comparison, arm):
-        once = "both were" if arm.runs == other.runs == 1 else f"{arm.name if arm.runs == 1 else other.name} was"
+    ceiling = arm.ceiling
+    other = comparison.arm(arm.reference)
+    if min(arm.runs, other.runs) < 2:
+        alone = "each" if arm.runs == other.runs else min(arm, other, key=lambda arm: arm.runs).name
         where = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
-        text = f"{arm.name} against {other.name}: {once} run once, which decides nothing. A {ceiling.value:+.3f},"
+        text = f"{arm.name} against {other.name}: one run of {alone} decides nothing. A {ceiling.value:+.3f},"
         margin = f"{where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe"
         return f"{text} {margin}{_exponents(arm, other, '; ')}."
     gap = f"A {ceiling.value:+.3f} [{ceiling.lo:+.3f}, {ceiling.hi:+.3f}]"
@@ -463,41 +513,52 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
     return f"{first}. {_efficiency(arm, other, f'{comparison.pass_rate:.3f}')}"
 
 
-def conclusions(comparison: Comparison) -> list[str]:
-    """What the whole comparison says, in a few sentences."""
-    others = [arm for arm in comparison.arms if arm.ceiling is not None]
-    decided = [arm for arm in others if _decides(comparison, arm)]
-    lines = [_variance(comparison)]
-    once = [arm.name for arm in others if arm not in decided]
-    if once:
-        lines.append(f"Run once, so not decided: {', '.join(once)}. At least two seeds, better 3, are needed.")
-    if not decided:
-        return lines
-    moved = {
-        arm.name: f"A {arm.ceiling.value:+.3f}" for arm in decided if arm.ceiling and arm.ceiling.moves_the_ceiling
-    }
-    efficiency = {arm.name: arm.efficiency for arm in decided if arm.name not in moved and arm.efficiency}
-    faster = {name: _ratio(difference) for name, difference in efficiency.items() if difference.declared}
-    kept = [arm.name for arm in decided if arm.ceiling and arm.ceiling.within(SAME_ASYMPTOTE)]
-    equal = [n for n in kept if n in efficiency and n not in faster and efficiency[n].within(SAME_COMPUTE)]
-    unclear = [arm.name for arm in decided if arm.name not in (*moved, *faster, *equal)]
-    lines += [f"Moves the ceiling: {_listed(moved)}.", f"Changes the efficiency: {_listed(faster)}."]
-    if equal:
-        lines.append(f"Neither, within the margins: {', '.join(equal)}.")
-    if unclear:
-        lines.append(f"Cannot be told apart from the reference with these seeds: {', '.join(unclear)}.")
+def left_out(comparison: Comparison) -> list[str]:
+    """Which runs fall, and what becomes of their recipe; one sentence a recipe."""
+    kept = {arm.name: arm.runs for arm in comparison.arms}
+    lines = []
+    for name, runs in comparison.falling.items():
+        text = f"{name} is not compared, as every run of it falls"
+        if name in kept:
+            text = f"{name}: {len(runs)} of {len(runs) + kept[name]} runs fall and are left out"
+        lines.append(f"{text}: {', '.join(runs)}.")
     return lines
 
 
-def _decides(comparison: Comparison, arm: ComparedArm) -> bool:
-    """Whether the arm and its reference were run with at least two seeds."""
-    return min(arm.runs, comparison.arm(arm.reference).runs) >= 2
+def conclusions(comparison: Comparison) -> list[str]:
+    """The comparison's results in a few sentences."""
+    if not comparison.arms:
+        return []
+    arms: dict[str, list[str]] = {}
+    for arm in comparison.arms[1:]:
+        finding, text = _finding(comparison, arm)
+        arms.setdefault(finding, []).append(text)
+    listed = {finding: ", ".join(texts) for finding, texts in arms.items()}
+    if listed.keys() - {"once"}:
+        listed = {"ceiling": "none is found to", "efficiency": "none is found to"} | listed
+    lines = [text.format(listed[finding]) for finding, text in SENTENCES.items() if finding in listed]
+    return [_variance(comparison), *lines]
+
+
+def _finding(comparison: Comparison, arm: ComparedArm) -> tuple[str, str]:
+    """(a key of `SENTENCES`; the arm's name with the difference found)."""
+    ceiling = arm.ceiling
+    efficiency = arm.efficiency
+    if ceiling is None or min(arm.runs, comparison.arm(arm.reference).runs) < 2:
+        return "once", arm.name
+    if ceiling.moves_the_ceiling:
+        return "ceiling", f"{arm.name} (A {ceiling.value:+.3f})"
+    if efficiency and efficiency.declared:
+        return "efficiency", f"{arm.name} ({_ratio(efficiency)})"
+    if efficiency and ceiling.within(SAME_ASYMPTOTE) and efficiency.within(SAME_COMPUTE):
+        return "equal", arm.name
+    return "unclear", arm.name
 
 
 def _variance(comparison: Comparison) -> str:
     if math.isnan(comparison.between_runs):
         return (
-            "Every recipe was run once, so that nothing is decided: how far runs of one recipe differ is unknown "
+            "Every recipe has one run, so that nothing is decided: how far runs of one recipe differ is unknown "
             f"(±{SAME_ASYMPTOTE:g} in A in the paper)."
         )
     pairing = "; recipes are compared within seeds" if comparison.paired else ""
@@ -531,12 +592,8 @@ def _exponents(arm: ComparedArm, other: ComparedArm, mark: str) -> str:
 
 
 def _ratio(difference: Difference) -> str:
-    lo, hi = (math.exp(min(end, 700.0)) for end in (difference.lo, difference.hi))
+    lo, hi = (math.exp(min(end, LARGEST_LOG)) for end in (difference.lo, difference.hi))
     return f"{math.exp(difference.value):.2f} [{lo:.2f}, {hi:.2f}] times the compute"
-
-
-def _listed(arms: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} ({text})" for name, text in arms.items()) or "none is found to"
 
 
 def _p(difference: Difference) -> str:

@@ -32,12 +32,12 @@ class Estimate:
 
 @record
 class Decision:
-    """What a run is expected to gain, and the verdict."""
+    """The gain that a run is expected to make, and the verdict."""
 
     verdict: Verdict
     """"go on", "stop" or "too early to say"."""
     reason: str
-    """Why, in one clause."""
+    """Why, in one line; with fewer than `FEW_POINTS` points it says so."""
     budget: float
     """Further compute that the gain is for; default: as much again as was spent."""
     gain: Estimate
@@ -63,13 +63,15 @@ def decide(
 ) -> Decision:
     """Weigh `budget` further units of compute against a gain of `worth` in pass rate.
 
+    The verdict follows from the probability of that gain, however few points there are, unless the run falls or lies
+    below R_0.
     target: a pass rate whose compute is estimated as well.
     Raises ValueError for a budget that is not positive.
     """
     now = float(fit.compute.max())
     budget = now if budget is None else float(budget)
     if not budget > 0:
-        raise ValueError(f"budget: expected compute > 0, found {budget!r}")
+        raise ValueError(f"budget is {budget!r}; it has to be greater than 0")
     gains = gain_draws(fit, now, now + budget)
     probability = float(np.mean(gains > worth))
     verdict, reason = _verdict(fit, budget, worth, probability, float(np.median(gains)))
@@ -91,32 +93,35 @@ def decide(
 def gain_draws(fit: FitResult, start: float, end: float) -> Array:
     """[draws] gain in the true pass rate, discrepancy included, between two computes."""
     mean, variance = fit.posterior.true_pass_rate(np.array([start, end]))
+    # at the start the deviation from the sigmoid is that of the last points; only what is new by the end is drawn
     noise = np.random.default_rng([fit.posterior.seed, 2]).standard_normal(len(mean))
     return mean[:, 1] - mean[:, 0] + np.sqrt(variance[:, 1]) * noise
 
 
 def estimate(draws: Array, *, value: float | None = None) -> Estimate:
     """The 90 % interval of draws [n], which may be inf, around `value`; default: their median."""
+    # nearest: the mean of a number and inf would be inf
     lo, median, hi = np.quantile(draws, [TAIL, 0.5, 1.0 - TAIL], method="nearest")
     return Estimate(value=float(median) if value is None else value, lo=float(lo), hi=float(hi))
 
 
 def _verdict(fit: FitResult, budget: float, worth: float, probability: float, gain: float) -> tuple[Verdict, str]:
-    chance = f"{100 * probability:.0f} %"
-    bought = f"{short_number(budget)} more {unit_name(fit.unit)} buy {gain:+.3f} in the median"
     fall = falling_tail(fit.compute, fit.pass_rate)
     if fit.posterior.observations.initial_given and below_initial(fit.pass_rate, fit.initial):
         return "stop", f"most points lie below R_0 = {fit.initial:.3f}; check R_0 and the run before spending more"
     if fall is not None:
         return "stop", f"{fall}; find the instability before spending more"
+    bought = f"{short_number(budget)} more {unit_name(fit.unit)} buy {gain:+.3f} in the median"
+    chance = f"{100 * probability:.0f} %"
+    few = ""
     if fit.n_points < FEW_POINTS:
-        return "too early to say", f"only {fit.n_points} points; measure at least {FEW_POINTS}"
+        few = f"; only {fit.n_points} points were measured, and {FEW_POINTS} or more are needed to rely on it"
     if probability >= LIKELY:
-        return "go on", f"{bought}, and more than {worth:g} with a probability of {chance}"
+        return "go on", f"{bought}, and more than {worth:g} with a probability of {chance}{few}"
     if probability <= UNLIKELY:
-        return "stop", f"{bought}, and more than {worth:g} with a probability of only {chance}"
+        return "stop", f"{bought}, and more than {worth:g} with a probability of only {chance}{few}"
     lo, hi = fit.intervals["asymptote"]
     return "too early to say", (
         f"{bought}, but whether they buy more than {worth:g} is open (probability {chance}); "
-        f"A lies in [{lo:.3f}, {hi:.3f}]"
+        f"A lies in [{lo:.3f}, {hi:.3f}]{few}"
     )

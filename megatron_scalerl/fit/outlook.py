@@ -21,6 +21,12 @@ PATH_POINTS = 24
 """Points of a projection's path."""
 MOST = 1e15
 """A number of a row is below it: a larger one is damage."""
+LIMITS: dict[str, tuple[Any, float]] = {
+    "step": (int, MOST),
+    "compute": (int | float, MOST),
+    "pass_rate": (int | float, 1),
+}
+"""Type and largest value of a row's numbers; the smallest is 0."""
 Rows = Sequence[Mapping[str, Any]]
 """Rows of validation.jsonl, that of step 0 first."""
 
@@ -30,14 +36,13 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError unless it has a step, a compute and a pass rate that can be those of a validation.
     """
-    found = dict(row)
-    for key, most in (("step", MOST), ("compute", MOST), ("pass_rate", 1)):
-        value: Any = found.get(key)
-        usable = isinstance(value, int if key == "step" else int | float) and not isinstance(value, bool)
-        if not usable or not 0 <= value <= most:
-            shown = f"{key} {str(value)[:40]!a}" if key in found else f"no {key}"
+    checked = dict(row)
+    for key, (kind, most) in LIMITS.items():
+        value: Any = checked.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= most:
+            shown = f"{key} {str(value)[:40]!a}" if key in checked else f"no {key}"
             raise ValueError(f"expected a validation (step, compute, pass_rate), found {shown}")
-    return found
+    return checked
 
 
 @record
@@ -53,7 +58,7 @@ class Outlook:
     lo: float
     """Lower end of its 90 % interval, of a measurement with the validation size so far."""
     hi: float
-    """Upper end of it."""
+    """Upper end of the 90 % interval."""
     verdict: Verdict
     """Whether the rest of the run is worth its compute."""
 
@@ -95,39 +100,40 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0, over: bool = Tru
     latest = {}
     for number, row in enumerate(rows, 1):
         try:
-            known = checked_row(row)
+            checked = checked_row(row)
         except ValueError as error:
             raise ValueError(f"validation.jsonl: row {number}: {error}") from None
-        latest[known["step"]] = known
-    start = latest.get(0)
-    used = [r for s, r in latest.items() if s >= max(fit_from_steps, 1) and r["compute"] > 0]
-    if start is None or len(used) < MIN_POINTS or start["pass_rate"] >= 1.0:
+        latest[checked["step"]] = checked  # a resumed run validates a step again: its last row counts
+    used = [row for step, row in latest.items() if step >= max(fit_from_steps, 1) and row["compute"] > 0]
+    if 0 not in latest or latest[0]["pass_rate"] >= 1.0 or len(used) < MIN_POINTS:
         return None
     last = used[-1]
     under_way = last["step"] < steps
-    curve = curve_of_rows([start, *used], name="run") if under_way or over else None
-    if curve is None or len(curve.compute) < MIN_POINTS:
+    if not under_way and not over:
+        return None
+    # curve_of_rows may join rows of one compute, so the points are counted again
+    curve = curve_of_rows([latest[0], *used], name="run")
+    if len(curve.compute) < MIN_POINTS:
         return None
     result = fit_curve(curve, draws=DRAWS)
     end = last["compute"] * max(1.0, steps / last["step"])
+    forecast = None
+    if under_way:
+        [measured] = result.predict([end])
+        forecast = Outlook(
+            step=last["step"],
+            end_step=steps,
+            pass_rate=measured.pass_rate,
+            lo=measured.lo,
+            hi=measured.hi,
+            verdict=decide(result, budget=end - last["compute"]).verdict,
+        )
     return RunFit(
         result=result,
         last_step=last["step"],
         last_compute=last["compute"],
         end_compute=end,
-        outlook=_outlook(result, last, end, steps) if under_way else None,
-    )
-
-
-def _outlook(result: FitResult, last: Mapping[str, Any], end: float, steps: int) -> Outlook:
-    [forecast] = result.predict([end])
-    return Outlook(
-        step=last["step"],
-        end_step=steps,
-        pass_rate=forecast.pass_rate,
-        lo=forecast.lo,
-        hi=forecast.hi,
-        verdict=decide(result, budget=end - last["compute"]).verdict,
+        outlook=forecast,
     )
 
 
@@ -138,20 +144,21 @@ def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | Non
     proportion to the steps. None without a row of step 0, with fewer than `MIN_POINTS` rows to fit, and at the end.
     Raises ValueError for a row as `checked_row` does.
     """
-    made = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps, over=False)
-    return None if made is None else made.outlook
+    fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps, over=False)
+    return None if fitted is None else fitted.outlook
 
 
 def projection(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Projection | None:
     """The outlook from `rows` and the forecast at `PATH_POINTS` on the way; None as for `outlook`."""
-    made = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps, over=False)
-    if made is None or made.outlook is None:
+    fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps, over=False)
+    if fitted is None or fitted.outlook is None:
         return None
-    at = np.linspace(made.last_compute, made.end_compute, PATH_POINTS)
-    return Projection(outlook=made.outlook, path=tuple(made.result.predict(at)))
+    path = fitted.result.predict(np.linspace(fitted.last_compute, fitted.end_compute, PATH_POINTS))
+    return Projection(outlook=fitted.outlook, path=tuple(path))
 
 
 def outlooks(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> list[Outlook]:
     """The forecasts that were made after each validation, in their order."""
-    made = (outlook(rows[:end], steps=steps, fit_from_steps=fit_from_steps) for end in range(1, len(rows) + 1))
-    return [each for each in made if each is not None]
+    prefixes = (rows[:end] for end in range(1, len(rows) + 1))
+    forecasts = (outlook(prefix, steps=steps, fit_from_steps=fit_from_steps) for prefix in prefixes)
+    return list(filter(None, forecasts))

@@ -10,6 +10,7 @@ the triple with the smallest sum of squares is kept. Departures from the paper:
 """
 
 import warnings
+from operator import itemgetter
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class PaperFit:
     asymptote_on_edge: bool
     """Whether A is the lowest or the highest of the grid."""
     midpoint_on_edge: bool
-    """The same of C_mid."""
+    """Whether C_mid is the lowest or the highest that was tried."""
     midpoint_range: tuple[float, float]
     """Lowest and highest C_mid that was tried."""
 
@@ -54,28 +55,28 @@ def fit_paper(compute: Array, pass_rate: Array, *, initial: float, fixed_asympto
     fixed_asymptote: the only A of the grid; None for the paper's.
     """
     asymptotes = ASYMPTOTES if fixed_asymptote is None else np.array([fixed_asymptote])
-    grids = _midpoint_grids(compute)
-    best = min((best_cell(compute, pass_rate, initial, asymptotes, grid) for grid in grids), key=lambda c: c[0])
-    low, high = float(grids[0][0]), float(grids[-1][-1])
-    step = max(grid[1] - grid[0] for grid in grids if grid[0] <= best[2] <= grid[-1])
-    fine = np.clip(np.linspace(best[2] - step, best[2] + step, 41), low, high)
-    best = min(best, best_cell(compute, pass_rate, initial, asymptotes, np.unique(fine)), key=lambda c: c[0])
-    _, asymptote, midpoint, exponent = best
-    free = fixed_asymptote is None
+    scale = 1.0
+    if not FIT_FROM < compute.max() < 10.0 * MIDPOINTS[-1][-1]:
+        scale = compute.max() / MIDPOINT_REFERENCE
+    # both grids as a whole are tried: the spacing differs, and each published C_mid lies on one of the two
+    grids = [grid * scale for grid in MIDPOINTS]
+    cells = [best_cell(compute, pass_rate, initial, asymptotes, grid) for grid in grids]
+    coarse = min(cells, key=itemgetter(0))
+    low = float(grids[0][0])
+    high = float(grids[-1][-1])
+    step = max(grid[1] - grid[0] for grid in grids if grid[0] <= coarse[2] <= grid[-1])
+    fine = np.unique(np.clip(np.linspace(coarse[2] - step, coarse[2] + step, 41), low, high))
+    refined = best_cell(compute, pass_rate, initial, asymptotes, fine)
+    _, asymptote, midpoint, exponent = min(coarse, refined, key=itemgetter(0))
+    edges = [asymptotes[0], asymptotes[-1]]
     return PaperFit(
-        asymptote=float(asymptote),
-        exponent=float(exponent),
-        midpoint=float(midpoint),
-        asymptote_on_edge=free and bool(np.isclose(asymptote, [asymptotes[0], asymptotes[-1]]).any()),
+        asymptote=asymptote,
+        exponent=exponent,
+        midpoint=midpoint,
+        asymptote_on_edge=fixed_asymptote is None and bool(np.isclose(asymptote, edges).any()),
         midpoint_on_edge=bool(np.isclose(midpoint, [low, high]).any()),
         midpoint_range=(low, high),
     )
-
-
-def _midpoint_grids(compute: Array) -> tuple[Array, ...]:
-    if FIT_FROM < compute.max() < 10.0 * MIDPOINTS[-1][-1]:
-        return MIDPOINTS
-    return tuple(grid * (compute.max() / MIDPOINT_REFERENCE) for grid in MIDPOINTS)
 
 
 def best_cell(
@@ -88,10 +89,9 @@ def best_cell(
     order = np.argsort(squares, axis=None, kind="stable")[:_CANDIDATES]
     best = (np.inf, float(asymptotes[0]), float(midpoints[0]), 1.0)
     for i, j in zip(*np.unravel_index(order, squares.shape)):
-        a, m = asymptotes[i], midpoints[j]
 
-        def model(c: Array, exponent: float, a: float = a, m: float = m) -> Array:
-            return initial + (a - initial) * gain_share(c, exponent=exponent, midpoint=m)
+        def model(c: Array, exponent: float, gain: float = asymptotes[i] - initial, m: float = midpoints[j]) -> Array:
+            return initial + gain * gain_share(c, exponent=exponent, midpoint=m)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OptimizeWarning)
@@ -99,9 +99,9 @@ def best_cell(
                 (exponent,), _ = curve_fit(model, compute, pass_rate, p0=[1.0])
             except RuntimeError:  # no convergence in this cell
                 continue
-        found = float(np.sum((model(compute, exponent) - pass_rate) ** 2))
-        if found < best[0] and exponent > 0:
-            best = (found, float(a), float(m), float(exponent))
+        misfit = float(np.sum((model(compute, exponent) - pass_rate) ** 2))
+        if misfit < best[0] and exponent > 0:
+            best = (misfit, float(asymptotes[i]), float(midpoints[j]), float(exponent))
     return best
 
 
@@ -110,5 +110,6 @@ def _table(compute: Array, pass_rate: Array, initial: float, asymptotes: Array, 
     share = gain_share(compute, exponent=_EXPONENTS[:, None], midpoint=midpoints[:, None, None])
     rise = pass_rate - initial
     gain = (asymptotes - initial)[:, None, None]
+    # |rise - gain share|^2 multiplied out, so that no array has an axis for points, A, C_mid and B at once
     squares = rise @ rise - 2.0 * (share @ rise) * gain + (share**2).sum(axis=-1) * gain**2
     return squares.min(axis=2)

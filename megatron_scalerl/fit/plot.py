@@ -7,7 +7,7 @@ which color-blind readers can distinguish; every run has its own marker as well.
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-INK, GRID_INK = "#222222", "#d9d9d9"
-SIZE_INCHES, DOTS_PER_INCH = (8.0, 5.0), 200
+INK = "#222222"
+GRID_INK = "#d9d9d9"
+SIZE_INCHES = (8.0, 5.0)
+DOTS_PER_INCH = 200
 SOLID_AND_DASHED = (
     "Dashed (forecast) differs from solid (fit): it starts at the run's present level and is the median of all "
     "curves that fit."
@@ -45,17 +47,16 @@ def plot_forecast(
     """Write one figure with every run's points, curve, 90 % band and asymptote; PNG or SVG by the suffix.
 
     unseen: by run name, points that were not fitted; drawn hollow.
-    until:  compute up to which the curves are drawn; default: twice the largest compute shown.
+    until:  compute up to which the curves are drawn; default: twice the largest fitted one.
     target: a pass rate to mark with a horizontal line.
     Raises ValueError for another suffix, OSError if the file cannot be written.
     """
     runs = [fits] if isinstance(fits, FitResult) else list(fits)
-    figure, axes = new_figure()
     unseen = unseen or {}
-    shown = [float(x) for run in runs for x in (*run.compute, *unseen.get(run.name, ((), ()))[0])]
-    right = until or 2.0 * max(shown)
+    until = until or 2.0 * max(float(run.compute.max()) for run in runs)
+    figure, axes = new_figure()
     for index, run in enumerate(runs):
-        draw_run(axes, run, index, unseen=unseen.get(run.name), until=right, alone=len(runs) == 1)
+        _draw_run(axes, run, index, unseen=unseen.get(run.name, ((), ())), until=until, alone=len(runs) == 1)
     if target is not None:
         axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (1, 2)))
         axes.annotate(f"target {target:.3f}", (0.01, target), xycoords=("axes fraction", "data"), va="bottom")
@@ -63,8 +64,7 @@ def plot_forecast(
     plain_ticks(axes)
     axes.set_xlabel(unit_label(runs[0].unit))
     axes.set_ylabel("validation pass rate")
-    name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    title = title or f"{name}: forecast of the validation pass rate"
+    title = title or f"{title_of(runs)}: forecast of the validation pass rate"
     axes.set_title(textwrap.fill(shortened(title, 130), 66), loc="left", fontsize=11)
     # the legend below the axes, where no point can be, under a note
     handles, labels = axes.get_legend_handles_labels()
@@ -81,71 +81,78 @@ def plot_forecast(
     return save(figure, path)
 
 
+def title_of(runs: Sequence[FitResult]) -> str:
+    """The run's name, or the number of runs."""
+    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+
+
 def new_figure() -> tuple["Figure", "Axes"]:
-    """(figure, axes) in this package's style."""
+    """(figure, axes) in this package's style: a light grid, no box, dark gray text."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)  # without pyplot, which needs a display and keeps every figure
     axes = figure.add_subplot()
-    style(axes)
-    return figure, axes
-
-
-def style(axes: "Axes") -> None:
-    """Light grid, no box, dark gray text."""
     axes.grid(True, which="major", color=GRID_INK, linewidth=0.6)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, labelsize=10)
+    return figure, axes
 
 
 def save(figure: "Figure", path: str | Path) -> Path:
     """Write `figure` as PNG or SVG, by the suffix. Raises ValueError for another suffix."""
     path = Path(path)
     if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"{path}: expected a file name that ends in .png or .svg, found {path.suffix!r}")
+        raise ValueError(f"{path}: a figure is written as .png or .svg, not as {path.suffix!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Date": None} if path.suffix == ".svg" else {}
-    figure.savefig(path, metadata=metadata)
+    # without a date, the same figure has the same bytes; PNG has no such key
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
 
 
-def draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points | None, until: float, alone: bool) -> None:
+def _draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points, until: float, alone: bool) -> None:
     """Draw one run's band, curve, points and asymptote in the color and marker of `index`."""
-    color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
+    color = COLORS[index % len(COLORS)]
+    marker = MARKERS[index % len(MARKERS)]
+    hidden = "" if alone else "_"  # a legend leaves out labels that begin with an underscore
     end = float(run.compute.max())
-    past = np.geomspace(float(run.compute.min()) * 0.8, end, 120)
+    past = np.geomspace(0.8 * float(run.compute.min()), end, 120)
     future = np.geomspace(end, until, 120)
     forecast = run.predict(future)
-    lo, mid, hi = (np.array([getattr(p, key) for p in forecast]) for key in ("lo", "pass_rate", "hi"))
-    axes.fill_between(future, _smooth(lo), _smooth(hi), color=color, alpha=0.16, linewidth=0)
-    name = f"{shortened(run.name, 50)}: A = {run.asymptote:.3f}" if not alone else "median forecast"
-    axes.plot(past, run.curve(past), color=color, linewidth=2.0, label="fitted sigmoid" if alone else None)
-    axes.plot(future, mid, color=color, linewidth=2.0, linestyle=(0, (4, 1.5)), label=name if alone else None)
+    median = [prediction.pass_rate for prediction in forecast]
+    axes.plot(past, run.curve(past), color=color, linewidth=2.0, label=f"{hidden}fitted sigmoid")
+    axes.plot(future, median, color=color, linewidth=2.0, linestyle=(0, (4, 1.5)), label=f"{hidden}median forecast")
     if not alone:
+        name = f"{shortened(run.name, 50)}: A = {run.asymptote:.3f}"
         axes.plot([], [], marker, linestyle="-", color=color, linewidth=2.0, markersize=4.5, label=name)
-    dots: dict[str, Any] = {"linestyle": "none", "markeredgecolor": color}
-    label = f"fitted, {run.n_points} points" if alone else None
-    axes.plot(run.compute, run.pass_rate, marker, color=color, markersize=4.5, label=label, **dots)
-    if unseen is not None and len(unseen[0]):
-        label = "not fitted" if alone else None
-        axes.plot(*unseen, marker, markerfacecolor="white", markersize=5.5, label=label, **dots)
+    label = f"{hidden}fitted, {run.n_points} points"
+    axes.plot(run.compute, run.pass_rate, marker, color=color, markersize=4.5, label=label)
+    if len(unseen[0]):
+        label = f"{hidden}not fitted"
+        axes.plot(*unseen, marker, color=color, markerfacecolor="white", markersize=5.5, label=label)
     axes.axhline(run.asymptote, color=color, linewidth=1.0, linestyle=(0, (6, 3)), alpha=0.8)
     if alone:
         low, high = run.intervals["asymptote"]
-        text, place = f"A = {run.asymptote:.3f}  [{low:.3f}, {high:.3f}]", (0.01, run.asymptote)
-        above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "color": INK, "fontsize": 10}
-        axes.annotate(text, place, xycoords=("axes fraction", "data"), **above)
-        axes.fill_between([], [], [], color=color, alpha=0.16, label=f"{LEVEL:.0%} interval of a measurement")
+        axes.annotate(
+            f"A = {run.asymptote:.3f}  [{low:.3f}, {high:.3f}]",
+            (0.01, run.asymptote),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            color=INK,
+            fontsize=10,
+        )
+    label = f"{hidden}{LEVEL:.0%} interval of a measurement"
+    lo = _smooth([prediction.lo for prediction in forecast])
+    hi = _smooth([prediction.hi for prediction in forecast])
+    axes.fill_between(future, lo, hi, color=color, alpha=0.16, linewidth=0, label=label)
 
 
-def _smooth(edge: Array) -> Array:
+def _smooth(edge: Sequence[float]) -> Array:
     """Moving average over five, against the sampling noise in quantiles of draws."""
-    padded = np.pad(edge, 2, mode="edge")
-    return np.convolve(padded, np.ones(5) / 5.0, mode="valid").astype(float)
+    return np.convolve(np.pad(edge, 2, mode="edge"), np.full(5, 0.2), mode="valid").astype(float)
 
 
 def plain_ticks(axes: "Axes") -> None:

@@ -29,12 +29,12 @@ class Prediction:
     lo: float
     """Lower end of the 90 % interval of a measurement."""
     hi: float
-    """Upper end of it."""
+    """Upper end of the 90 % interval."""
 
 
 @record
 class FitResult:
-    """One run's sigmoid (Khatri et al. 2025, eq. 1) with its uncertainty and warnings."""
+    """A run's sigmoid (Khatri et al. 2025, eq. 1) with its uncertainty and warnings."""
 
     name: str
     """The run."""
@@ -87,31 +87,31 @@ class FitResult:
         the fitted points is unknown.
         """
         at = np.asarray(compute, dtype=float).reshape(-1)
-        if at.size == 0:
-            return []
-        if not np.all(np.isfinite(at)) or np.any(at <= 0):
-            raise ValueError(f"predict: expected compute > 0, found {at.tolist()}")
-        sizes = None if completions is None else self._sizes(completions, len(at))
+        if not np.all(np.isfinite(at) & (at > 0)):
+            raise ValueError(f"predict: compute has to be greater than 0, and {at.tolist()} is not")
+        sizes = None
+        if completions is not None:
+            sizes = np.asarray(completions, dtype=float)
+            self._check_sizes(sizes, len(at))
         center, draws = self.posterior.measured(at, sizes)
         if self.method == "paper":
             center = self.curve(at)
         lo, hi = np.quantile(draws, [TAIL, 1.0 - TAIL], axis=0)
-        lo, hi = np.minimum(lo, center), np.maximum(hi, center)
-        return [
-            Prediction(compute=float(c), pass_rate=float(p), lo=float(low), hi=float(high))
-            for c, p, low, high in zip(at, center, lo, hi)
-        ]
+        # the center of "paper" is the grid's best cell, which can lie outside of the draws' quantiles
+        columns = (at, center, np.minimum(lo, center), np.maximum(hi, center))
+        keys = ("compute", "pass_rate", "lo", "hi")
+        return [Prediction(**dict(zip(keys, numbers))) for numbers in np.transpose(columns).tolist()]
 
-    def _sizes(self, completions: Sequence[float] | Array, n: int) -> Array:
-        sizes = np.asarray(completions, dtype=float)
+    def _check_sizes(self, sizes: Array, n: int) -> None:
         if self.posterior.observations.completions is None:
-            raise ValueError("predict: completions: expected a fit with prompts and generations, found one without")
+            raise ValueError("predict: completions: the fit was given no prompts and generations")
         if sizes.shape != (n,):
-            raise ValueError(f"predict: completions: expected {n}, one for each compute, found shape {sizes.shape}")
+            raise ValueError(
+                f"predict: completions: one number for each of {n} computes is needed, not {sizes.shape}"
+            )
         valid = np.isfinite(sizes) & (sizes >= 1)
         if not np.all(valid):
-            raise ValueError(f"predict: completions: expected numbers >= 1, found {first_invalid(sizes, valid)}")
-        return sizes
+            raise ValueError(f"predict: completions: {first_invalid(sizes, valid)} is not a number of at least 1")
 
     def evaluate(
         self,
@@ -128,11 +128,9 @@ class FitResult:
         predictions = tuple(self.predict(compute, completions=completions))
         valid = (measured >= 0) & (measured <= 1)
         if not np.all(valid):
-            raise ValueError(
-                f"evaluate: pass_rate: expected values in [0, 1], found {first_invalid(measured, valid)}"
-            )
+            raise ValueError(f"evaluate: pass_rate: {first_invalid(measured, valid)} is not in [0, 1]")
         if len(measured) != len(predictions):
-            raise ValueError(f"evaluate: pass_rate: expected {len(predictions)} values, found {len(measured)}")
+            raise ValueError(f"evaluate: {len(measured)} pass rates were given for {len(predictions)} computes")
         return ForecastEvaluation(fit=self, predictions=predictions, measured=measured)
 
 

@@ -15,28 +15,22 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from megatron_scalerl.fit.backtest import Backtest
-from megatron_scalerl.fit.compare import Comparison, conclusions, summary
+from megatron_scalerl.fit.compare import Comparison, conclusions, left_out, summary
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Decision, Estimate
 from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.outlook import Outlook
+from megatron_scalerl.fit.plot import title_of
 from megatron_scalerl.fit.result import FitResult, ForecastEvaluation, Prediction
 from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
-
-
-@record
-class WithInterval:
-    """A cell with a value and its 90 % interval, which HTML shows below it."""
-
-    value: str
-    """The value, formatted."""
-    interval: str
-    """The interval, formatted, with its brackets."""
-
-    def __str__(self) -> str:
-        return f"{self.value} {self.interval}"
+OUTSIDE = {True: "", False: "outside"}
+"""Whether a measurement lies inside its interval -> cell."""
+EXPONENT = "{:.2f}".format
+RATE = "{:.3f}".format
+PRECISE = "{:.4f}".format
+"""Pass rates of single points."""
 
 
 @record
@@ -45,8 +39,8 @@ class Table:
 
     columns: tuple[str, ...]
     """The header. HTML sets the part after an underscore as a subscript: C_mid."""
-    rows: tuple[tuple[str | WithInterval, ...], ...]
-    """One cell per column."""
+    rows: tuple[tuple[str, ...], ...]
+    """One cell per column. HTML shows an interval in brackets below the value before it."""
     title: str | None = None
     """Line above the table in the terminal."""
     labeled: bool = True
@@ -58,10 +52,12 @@ class Table:
         for index, column in enumerate(self.columns):
             table.add_column(Text(column), justify="left" if self.labeled and index == 0 else "right")
         for row in self.rows:
-            table.add_row(*(Text(str(cell)) for cell in row))
+            table.add_row(*(Text(cell) for cell in row))
         return table
 
 
+Style = Callable[[float], str]
+"""A number as text."""
 Section = tuple[str, tuple[Table | str, ...]]
 """(heading, tables and lines)."""
 
@@ -91,8 +87,8 @@ def sections(runs: Sequence[RunReport]) -> list[Section]:
         rows=tuple(
             (
                 run.fit.name,
-                _parameter(run.fit, "asymptote", "{:.3f}".format),
-                _parameter(run.fit, "exponent", "{:.2f}".format),
+                _parameter(run.fit, "asymptote", RATE),
+                _parameter(run.fit, "exponent", EXPONENT),
                 _parameter(run.fit, "midpoint", short_number),
                 f"{run.fit.initial:.3f}",
                 str(run.fit.n_points),
@@ -111,7 +107,7 @@ def sections(runs: Sequence[RunReport]) -> list[Section]:
 
 
 def _forecast(p: Prediction) -> tuple[str, str]:
-    return f"{p.pass_rate:.4f}", _interval(p.lo, p.hi, "{:.4f}".format)
+    return f"{p.pass_rate:.4f}", _interval(p.lo, p.hi, PRECISE)
 
 
 def _evaluation(evaluation: ForecastEvaluation) -> Section:
@@ -123,16 +119,22 @@ def _evaluation(evaluation: ForecastEvaluation) -> Section:
         labeled=False,
         columns=(unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
         rows=tuple(
-            (short_number(p.compute), *_forecast(p), f"{measured:.4f}", f"{error:+.4f}", "" if covered else "outside")
+            (short_number(p.compute), *_forecast(p), f"{measured:.4f}", f"{error:+.4f}", OUTSIDE[bool(covered)])
             for p, measured, error, covered in cells
         ),
     )
     return title, (table, evaluation.summary())
 
 
-def backtests(runs: Sequence[RunReport]) -> list[Section]:
-    """The forecast of the last point from every prefix, of the runs with a back-test."""
-    return [(f"Backtest: {run.fit.name}", _backtest(run.backtest)) for run in runs if run.backtest is not None]
+def further_sections(runs: Sequence[RunReport], comparison: Comparison | None) -> list[Section]:
+    """The runs' back-tests, and the comparison of their recipes."""
+    sections: list[Section] = []
+    for run in runs:
+        if run.backtest is not None:
+            sections.append((f"Backtest: {run.fit.name}", _backtest(run.backtest)))
+    if comparison is not None:
+        sections.append(("Comparison", _comparison(comparison)))
+    return sections
 
 
 def _backtest(test: Backtest) -> tuple[Table, str]:
@@ -150,67 +152,73 @@ def _backtest(test: Backtest) -> tuple[Table, str]:
     return Table(labeled=False, columns=columns, rows=rows), test.summary()
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """The leave-one-out table of Khatri et al. (2025), Fig. 4, for these recipes, with intervals of the mean."""
-    fixed, pass_rate = f"{comparison.fixed_asymptote:.3f}", f"{comparison.pass_rate:.3f}"
-    return Table(
+def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
+    """The runs that fall, then the leave-one-out table of Khatri et al. (2025), Fig. 4, and what it says."""
+    if not comparison.arms:
+        return tuple(left_out(comparison))
+    pass_rate = f"{comparison.pass_rate:.3f}"
+    fixed = f"{comparison.fixed_asymptote:.3f}"
+    table = Table(
         columns=("recipe", "runs", "measured", "A", "B", "C_mid", f"B at A = {fixed}", f"compute to {pass_rate}"),
         rows=tuple(
             (
                 arm.name,
                 str(arm.runs),
-                _estimated(arm.measured, "{:.3f}".format),
-                _estimated(arm.asymptote, "{:.3f}".format),
-                _estimated(arm.exponent, "{:.2f}".format),
+                _estimated(arm.measured, RATE),
+                _estimated(arm.asymptote, RATE),
+                _estimated(arm.exponent, EXPONENT),
                 _estimated(arm.midpoint, short_number),
-                "–" if arm.fixed_exponent is None else _estimated(arm.fixed_exponent, "{:.2f}".format),
+                "–" if arm.fixed_exponent is None else _estimated(arm.fixed_exponent, EXPONENT),
                 estimated_compute(arm.to_reach),
             )
             for arm in comparison.arms
         ),
     )
+    summaries = [
+        summary(comparison, arm) + (arm.change and f" Its recipe has {arm.change}.") for arm in comparison.arms
+    ]
+    return (*left_out(comparison), table, *conclusions(comparison), *summaries)
 
 
 def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
     """The forecasts of a run's end by the validation after which they were made. came: what was measured there."""
-    end = outlooks[0].end_step
+    title = f"Forecasts of step {outlooks[0].end_step} after each validation"
+    rows = []
+    for outlook in outlooks:
+        error = ""
+        inside = True
+        if came is not None:
+            error = f"{came - outlook.pass_rate:+.3f}"
+            inside = outlook.lo <= came <= outlook.hi
+        interval = _interval(outlook.lo, outlook.hi, RATE)
+        rows.append((str(outlook.step), RATE(outlook.pass_rate), interval, error, OUTSIDE[inside], outlook.verdict))
     return Table(
-        title=f"Forecasts of step {end} after each validation" + (f"; {came:.3f} came" if came is not None else ""),
+        title=title if came is None else f"{title}; {came:.3f} came",
         labeled=False,
         columns=("after step", "forecast", "90 % interval", "error", "", "verdict"),
-        rows=tuple(
-            (
-                str(each.step),
-                f"{each.pass_rate:.3f}",
-                _interval(each.lo, each.hi, "{:.3f}".format),
-                "" if came is None else f"{came - each.pass_rate:+.3f}",
-                "" if came is None or each.lo <= came <= each.hi else "outside",
-                each.verdict,
-            )
-            for each in outlooks
-        ),
+        rows=tuple(rows),
     )
 
 
-def estimated_compute(estimate: Estimate) -> WithInterval:
+def estimated_compute(estimate: Estimate) -> str:
     """A compute with its interval; "never" where it is infinite, "start" where R_0 is as high."""
     return _estimated(estimate, lambda compute: "start" if compute == 0 else short_number(compute))
 
 
-def _parameter(fit: FitResult, key: str, style: Callable[[float], str]) -> WithInterval:
-    return WithInterval(value=style(getattr(fit, key)), interval=_interval(*fit.intervals[key], style))
+def _parameter(fit: FitResult, key: str, style: Style) -> str:
+    return f"{style(fit.parameters[key])} {_interval(*fit.intervals[key], style)}"
 
 
-def _estimated(estimate: Estimate, style: Callable[[float], str]) -> WithInterval:
-    return WithInterval(value=style(estimate.value), interval=_interval(estimate.lo, estimate.hi, style))
+def _estimated(estimate: Estimate, style: Style) -> str:
+    return f"{style(estimate.value)} {_interval(estimate.lo, estimate.hi, style)}"
 
 
-def _interval(lo: float, hi: float, style: Callable[[float], str]) -> str:
+def _interval(lo: float, hi: float, style: Style) -> str:
     return f"[{style(lo)}, {style(hi)}]"
 
 
 def run_json(run: RunReport) -> dict[str, Any]:
-    """One entry of the JSON's `fits`."""
+    """An entry of `fits` in the JSON."""
     fit = run.fit
     return {
         "read": run.curve.read,
@@ -226,18 +234,21 @@ def run_json(run: RunReport) -> dict[str, Any]:
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """The comparison: its arms with intervals, their runs, and what it says in words."""
-    numbers = ("name", "reference", "measured", "asymptote", "exponent", "midpoint", "fixed_exponent", "to_reach")
+    columns = ("name", "reference", "measured", "asymptote", "exponent", "midpoint", "fixed_exponent", "to_reach")
     arms = []
     for arm in comparison.arms:
         runs = [
             {"name": fit.name, "seed": seed, **fit.parameters, "warnings": fit.warnings}
             for fit, seed in zip(arm.fits, arm.seeds)
         ]
-        known = {key: _finite(getattr(arm, key)) for key in (*numbers, "ceiling", "efficiency")}
-        arms.append(known | {"runs": runs, "summary": summary(comparison, arm)})
-    keys = ("fixed_asymptote", "pass_rate", "between_runs", "paired")
-    known = {key: _finite(getattr(comparison, key)) for key in keys}
-    return known | {"conclusions": conclusions(comparison), "arms": arms}
+        numbers = {key: _finite(getattr(arm, key)) for key in (*columns, "ceiling", "efficiency")}
+        arms.append(numbers | {"runs": runs, "summary": summary(comparison, arm)})
+    keys = ("fixed_asymptote", "pass_rate", "between_runs", "paired", "falling")
+    return {
+        **{key: _finite(getattr(comparison, key)) for key in keys},
+        "conclusions": [*left_out(comparison), *conclusions(comparison)],
+        "arms": arms,
+    }
 
 
 def _finite(value: Any) -> Any:
@@ -262,14 +273,12 @@ def html_page(runs: Sequence[RunReport], comparison: Comparison | None, *, figur
     )
     environment.filters.update(subscript=_subscript)
     return environment.get_template("report.html").render(
-        title=f"Forecast of {runs[0].fit.name if len(runs) == 1 else f'{len(runs)} runs'}",
+        title=f"Forecast of {title_of([run.fit for run in runs])}",
         runs=runs,
         figure=base64.b64encode(figure.read_bytes()).decode(),
         sections=sections(runs),
-        backtests=backtests(runs),
-        comparison_table=comparison and comparison_table(comparison),
-        conclusions=comparison and conclusions(comparison),
-        summaries=[(summary(comparison, arm), arm.change) for arm in comparison.arms] if comparison else (),
+        further_sections=further_sections(runs, comparison),
+        compared=comparison is not None,
     )
 
 

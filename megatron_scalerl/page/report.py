@@ -226,7 +226,7 @@ def _table(evaluation: ForecastEvaluation, unseen: Rows) -> Table:
                 str(row["step"]),
                 f"{p.compute:.4g}",
                 f"{p.pass_rate:.3f}",
-                f"{p.lo:.3f} - {p.hi:.3f}",
+                f"[{p.lo:.3f}, {p.hi:.3f}]",
                 f"{row['pass_rate']:.3f}",
                 f"{error:+.3f}",
                 "" if covered else "outside",

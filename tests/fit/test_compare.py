@@ -10,9 +10,10 @@ from published import published_run
 from recipe_runs import curve_of, write_run
 
 from megatron_scalerl.fit.arms import arms_of, differences, shared_start
-from megatron_scalerl.fit.compare import compare_runs, conclusions, summary
+from megatron_scalerl.fit.compare import compare_runs, conclusions, left_out, summary
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
+from megatron_scalerl.fit.tables import comparison_json
 
 CISPO, DAPO = "loss: {name: cispo}", "loss: {name: dapo}"
 main = command("fit")
@@ -138,7 +139,7 @@ def test_what_cannot_be_told_apart_is_said(tmp_path):
 def test_one_run_of_each_decides_nothing(tmp_path):
     comparison = compare_runs(read(two_recipes(tmp_path, asymptote=0.6, seeds=(1,))), fitted)
     said = summary(comparison, comparison.arm("dapo"))
-    assert "both were run once, which decides nothing" in said and "outside the paper's margin of ±0.02" in said
+    assert "one run of each decides nothing" in said and "outside the paper's margin of ±0.02" in said
     lines = conclusions(comparison)
     assert "nothing is decided" in lines[0] and not any("Moves" in line for line in lines)
     assert comparison.arm("dapo").refits == ()
@@ -154,6 +155,48 @@ def test_three_runs_of_one_recipe_differ_by_nothing_but_their_seeds(tmp_path):
     assert (arm.name, arm.runs, arm.ceiling) == ("quickstart", 3, None)
     assert comparison.between_runs == pytest.approx(0.18, abs=0.06)
     assert arm.asymptote.lo < 0.65 and arm.asymptote.hi > 0.95
+
+
+def collapsed(curve):
+    """The run with its last four points near 0."""
+    return replace(curve, pass_rate=np.r_[curve.pass_rate[:-4], 0.2, 0.1, 0.02, 0.01])
+
+
+def test_a_run_that_falls_is_left_out_of_its_arm(tmp_path):
+    curves = read(two_recipes(tmp_path, seeds=(1, 2)))
+    steady = compare_runs([curve for curve in curves if curve.name != "dapo_seed2"], fitted)
+    fallen = [collapsed(curve) if curve.name == "dapo_seed2" else curve for curve in curves]
+    comparison = compare_runs(fallen, fitted)
+    assert comparison.falling == {"dapo": ("dapo_seed2",)} and comparison.arm("dapo").seeds == (1,)
+    assert [arm.asymptote for arm in comparison.arms] == [arm.asymptote for arm in steady.arms]
+    assert comparison.fixed_asymptote == steady.fixed_asymptote and steady.falling == {}
+    assert comparison.arm("dapo").to_reach == steady.arm("dapo").to_reach
+    assert left_out(comparison) == ["dapo: 1 of 2 runs fall and are left out: dapo_seed2."]
+    assert comparison_json(comparison)["conclusions"][0] == left_out(comparison)[0]
+
+
+def test_an_arm_that_falls_in_every_run_is_not_compared(tmp_path):
+    curves = read(two_recipes(tmp_path, seeds=(1, 2)))
+    half = [collapsed(curve) if curve.name.startswith("dapo") else curve for curve in curves]
+    for references in ([], ["dapo"], ["scalerl=dapo"]):
+        comparison = compare_runs(half, fitted, references=references)
+        [arm] = comparison.arms
+        assert (arm.name, arm.runs, arm.ceiling) == ("scalerl", 2, None)
+        assert left_out(comparison) == ["dapo is not compared, as every run of it falls: dapo_seed1, dapo_seed2."]
+    nothing = compare_runs([collapsed(curve) for curve in curves], fitted)
+    assert nothing.arms == () and len(left_out(nothing)) == 2
+    assert comparison_json(nothing)["fixed_asymptote"] is None
+
+
+def test_what_falls_is_printed_before_the_table(tmp_path, capsys):
+    folders = two_recipes(tmp_path, seeds=(1,))
+    rows = (folders[1] / "validation.jsonl").read_text().splitlines()
+    for n, rate in ((-3, 0.1), (-2, 0.02), (-1, 0.01)):
+        rows[n] = json.dumps(json.loads(rows[n]) | {"pass_rate": rate})
+    (folders[1] / "validation.jsonl").write_text("\n".join(rows) + "\n")
+    assert main([*map(str, folders), "--compare"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("dapo is not compared") < printed.index("┃ recipe")
 
 
 def test_comparison_reads_like_the_leave_one_out_table():

@@ -296,19 +296,19 @@ def test_an_unknown_r0_near_zero_is_the_mean_of_its_draws():
 @pytest.mark.parametrize(
     ("compute", "completions", "message"),
     [
-        ([2.0, 3.0], [800, np.nan], "expected numbers >= 1, found nan at point 2"),
-        ([2.0], [800, 80, 8], r"expected 1, one for each compute, found shape \(3,\)"),
+        ([2.0, 3.0], [800, np.nan], "nan at point 2"),
+        ([2.0], [800, 80, 8], r"\(3,\)"),
     ],
 )
 def test_sizes_of_new_measurements_are_checked(compute, completions, message):
     found = fit(*rising(0.6, 0.25), initial=0.4, draws=200, **SIZES)
-    with pytest.raises(ValueError, match="predict: completions: " + message):
+    with pytest.raises(ValueError, match="^predict: completions: .*" + message):
         found.predict(compute, completions=completions)
 
 
 def test_what_a_forecast_is_compared_with_is_checked():
     found = fit(*rising(0.6, 0.25), initial=0.4, draws=200)
-    with pytest.raises(ValueError, match="predict: completions: expected a fit with prompts and generations"):
+    with pytest.raises(ValueError, match=r"^predict: completions: .* no prompts"):
         found.predict([2.0], completions=[800])
-    with pytest.raises(ValueError, match="evaluate: pass_rate: expected 2 values, found 1"):
+    with pytest.raises(ValueError, match=r"^evaluate: 1 pass rates .* 2 computes"):
         found.evaluate([2.0, 3.0], [0.7])
