@@ -67,7 +67,7 @@ def allocate(
             f"--nodes: {asked.nodes} is out of range: partition {partition.name} has {partition.nodes} nodes"
         )
     if asked.nodes == 1 and asked.slots is not None:
-        raise ValueError(f"--slots requires --nodes of at least 2: one node runs all, found {asked.slots}")
+        raise ValueError("--slots requires --nodes of at least 2: one node runs everything")
     gpus = max(_gpus(recipe, partition, asked) for recipe in recipes)
     slots = None
     if asked.nodes > 1:
@@ -84,7 +84,7 @@ def allocate(
         share = partition.cpus * gpus // partition.gpus if gpus else 2 + 2 * (slots or devices)
         cpus = max(1, min(partition.cpus, share))
     elif cpus is not None and not 0 < cpus <= partition.cpus:
-        raise ValueError(f"--cpus: expected 1 to {partition.cpus}, what a node of {partition.name} has, found {cpus}")
+        raise ValueError(f"--cpus: {cpus} is out of range: a node of {partition.name} has {partition.cpus} CPUs")
     return Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=cpus)
 
 
@@ -138,7 +138,7 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
         if devices > partition.gpus:
             if recipe.engine.colocate:
                 raise ValueError(
-                    f"{recipe.name}: expected {devices} GPUs on one node (engine.colocate); a node of "
+                    f"{recipe.name}: engine.colocate takes {devices} GPUs on one node, and a node of "
                     f"{partition.name} has {partition.gpus}"
                 )
             more = hosts_needed(recipe, partition.gpus)
@@ -151,10 +151,10 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
         return devices
     gpus = partition.gpus if takes_gpus else given or 0
     if gpus and asked.slots is not None:
-        raise ValueError(f"--slots: expected a run on CPUs (on GPUs set --gpus-per-node), found {gpus} GPUs a node")
+        raise ValueError(f"--slots is for a run on CPUs, and this one takes {gpus} GPUs of a node; leave it out")
     if not 0 <= gpus <= partition.gpus:
         raise ValueError(
-            f"--gpus-per-node: expected 0 to {partition.gpus}, what a node of {partition.name} has, found {gpus}"
+            f"--gpus-per-node: {gpus} is out of range: a node of {partition.name} has {partition.gpus} GPUs"
         )
     if asked.nodes == 1 and 0 < gpus < devices:
         raise ValueError(f"--gpus-per-node: {gpus} is too few: ranks and engines take {devices} on one node")
@@ -175,8 +175,8 @@ def _checked_need(recipe: Recipe, slots: int, nodes: int) -> int:
     engines = f"{recipe.engine.count} engines of {recipe.engine.devices_per_engine}"
     if needed is None:
         raise ValueError(
-            f"{recipe.name}: engine.devices_per_engine: expected at most {slots}, the devices of a node, which no "
-            f"engine leaves, found {recipe.engine.devices_per_engine}"
+            f"{recipe.name}: engine.devices_per_engine: {recipe.engine.devices_per_engine} is more than the {slots} "
+            "devices of a node, and no engine spans two nodes"
         )
     if needed > nodes:
         raise ValueError(

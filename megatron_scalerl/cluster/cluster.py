@@ -115,7 +115,7 @@ def seconds_of(limit: str) -> int:
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if match is None:
-        raise ValueError(f"--time: expected MINUTES, H:MM:SS or D-HH:MM:SS, found {limit!r}")
+        raise ValueError(f"--time: {limit!r} is not a time limit; write MINUTES, H:MM:SS or D-HH:MM:SS")
     days, parts = match[1], [int(part) for part in match.groups()[1:] if part is not None]
     if days is not None:
         hours, minutes, seconds = [*parts, 0, 0][:3]
@@ -179,7 +179,7 @@ def test_only(script: Path) -> str:
     done = _run("sbatch", "--test-only", str(script))
     said = (done.stderr + done.stdout).strip()
     if done.returncode:
-        raise ValueError(f"{script}: expected a job that the cluster accepts, found: {_reason(said)}")
+        raise ValueError(f"{script}: the cluster does not accept this job: {_reason(said)}")
     return _reason(said)
 
 
@@ -201,7 +201,7 @@ def check_syntax(script: Path) -> None:
     """Raises ValueError for a script that bash cannot parse."""
     done = _run("bash", "-n", str(script))
     if done.returncode:
-        raise ValueError(f"{script}: expected a script that bash can parse, found: {_reason(done.stderr)}")
+        raise ValueError(f"{script}: bash cannot parse this script: {_reason(done.stderr)}")
 
 
 def _reason(said: str) -> str:
@@ -221,4 +221,4 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{argv[0]}: expected an answer within {TIMEOUT_S:g} s, found none") from None
+        raise RuntimeError(f"{argv[0]} did not answer within {TIMEOUT_S:g} s") from None

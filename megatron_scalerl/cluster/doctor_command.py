@@ -115,12 +115,13 @@ def _check(arguments: argparse.Namespace) -> None:
         given, missing = ("hosts", "reports") if arguments.hosts else ("reports", "hosts")
         raise ValueError(f"--{given} requires --{missing}")
     if arguments.hosts and arguments.json is not None:
-        raise ValueError("--json: expected --reports alone with --hosts, since every node writes a report")
+        raise ValueError(
+            "--json cannot be given with --hosts: every node writes its report to the folder of --reports"
+        )
     if not arguments.within > 0:
-        raise ValueError(f"--within: expected more than 0 seconds, found {arguments.within:g}")
+        raise ValueError(f"--within is {arguments.within:g}; it has to be more than 0 seconds")
     if arguments.gpus is not None and arguments.gpus < 0:
-        raise ValueError(f"--gpus: expected at least 0, found {arguments.gpus}")
+        raise ValueError(f"--gpus is {arguments.gpus}; it has to be at least 0")
     target = Path(arguments.json) if arguments.json not in (None, "-") else None
     if target is not None and (target.is_dir() or not target.parent.is_dir()):
-        kind = "a folder" if target.is_dir() else f"no folder {target.parent}"
-        raise ValueError(f"--json: expected a file in an existing folder, found {kind}")
+        raise ValueError(f"--json: {target} has to be a file in a folder that exists")

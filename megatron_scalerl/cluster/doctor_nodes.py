@@ -105,8 +105,8 @@ def unfit(reports: Mapping[str, NodeReport], silent: Mapping[str, str], *, head:
         usual = max(counts, key=lambda value: (counts[value], value == values.get(head)))
         for node, value in values.items():
             if value != usual:
-                most = f"{usual or 'none'}, as on {counts[usual]} of {len(values)} nodes"
-                reasons[node].append(f"{fact}: expected {most}, found {value or 'none'}")
+                most = f"{counts[usual]} of {len(values)} nodes have {usual or 'none'}"
+                reasons[node].append(f"{fact}: {value or 'none'}, where {most}")
     return {node: printable("; ".join(why)) for node, why in reasons.items() if why}
 
 

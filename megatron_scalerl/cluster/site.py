@@ -151,7 +151,7 @@ def _numbered(gres: str, gpus: int) -> str:
     """Generic resources with the number of GPUs behind a type that has none. Raises ValueError for too few."""
     whole = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda found: f"{found[0]}:{gpus}", gres)
     if gpus_of(whole) < gpus:
-        raise ValueError(f"site file: sbatch: expected at least {gpus} GPUs of a node, found {gres}")
+        raise ValueError(f"site file: sbatch: {gres} gives fewer GPUs of a node than the {gpus} that the run takes")
     return whole
 
 
@@ -166,8 +166,8 @@ def read_site(path: Path | None) -> Site:
     for name, value in variables.items():
         if PRIVATE.search(str(name)) or _LOGIN.search(str(value)):
             raise ValueError(
-                f"{path}: environment: expected no secret, since the job script is readable by others, found {name}; "
-                "let the program read it from a file that only you can read"
+                f"{path}: environment: {name} looks like a secret, and others can read the job script; let the "
+                "program read it from a file that only you can read"
             )
     try:
         site = Site.model_validate(data)
@@ -178,19 +178,26 @@ def read_site(path: Path | None) -> Site:
         raise ValueError(f"{where}: expected {_EXPECTED[key]}, found {first['input']!r}") from None
     staged = {Path(each).name for each in site.stage if os.path.normpath(f"/.{each}") == each} - {""}
     if len(staged) < len(site.stage):
-        raise ValueError(f"{path}: stage: expected absolute paths with different last names, found {[*site.stage]}")
+        raise ValueError(
+            f"{path}: stage: the paths {[*site.stage]} have to be absolute and to differ in their last names"
+        )
     for name, value in site.sbatch.items():
         if name in BY_SUBMIT or name in _FIXED:
             how = f"the option {BY_SUBMIT[name]} of submit" if name in BY_SUBMIT else "the job itself"
             raise ValueError(f"{path}: sbatch: {name} is set by {how}")
         if name not in _WHOLE and any(each.startswith(name) for each in _WHOLE):
-            raise ValueError(f"{path}: sbatch: expected whole names of options, found {name}")
+            raise ValueError(
+                f"{path}: sbatch: {name} is only the beginning of an option's name; write the whole name"
+            )
         if name in ("export", "gpus-per-node") and _NO_NAME.search(str(value)):
-            raise ValueError(f"{path}: sbatch.{name}: expected names, found {value}")
+            raise ValueError(f"{path}: sbatch.{name}: {value} is not a list of names")
     if (site.container in _NAMED[1:]) != (site.image is not None):
-        raise ValueError(f"{path}: image: expected with pyxis or apptainer, and only then, found {site.container}")
+        raise ValueError(
+            f"{path}: image: containers of pyxis and apptainer need one, and nothing else takes one; container is "
+            f"{site.container}"
+        )
     if site.template is not None:
         site = site.model_copy(update={"template": str(path.absolute().parent / site.template)})
         if not Path(str(site.template)).is_file():
-            raise ValueError(f"{path}: template: expected a file, found none at {site.template}")
+            raise ValueError(f"{path}: template: {site.template} is not a file")
     return site

@@ -118,7 +118,7 @@ def _lines(arguments: argparse.Namespace) -> Iterator[str]:
     """Do what is asked; what to tell the user."""
     for name in ("status", "seconds_left"):
         if getattr(arguments, name) is not None and not _alone(arguments, name):
-            raise ValueError(f"{_option(name)}: expected its value alone, found a recipe or a folder, too")
+            raise ValueError(f"{_option(name)} stands alone; leave out the recipe or the folder")
     if arguments.status is not None:
         from megatron_scalerl.cluster.slurm_status import status
 
@@ -141,7 +141,7 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     from megatron_scalerl.cluster import cluster
 
     if not cluster.present() and not arguments.dry_run:
-        raise ValueError("sbatch: expected it on the path (submit from a login node, or --dry-run), found none")
+        raise ValueError("sbatch is not on the path; submit from a login node, or add --dry-run")
     from megatron_scalerl.cluster.submission import array_name, recipes_of, submit
 
     array = arguments.array is not None
@@ -166,10 +166,10 @@ def _request(arguments: argparse.Namespace) -> Request:
     from megatron_scalerl.cluster.allocation import Request
 
     if (arguments.recipe is None) == (arguments.array is None):
-        raise ValueError("expected one of RECIPE, --array FOLDER and --status RUN")
+        raise ValueError("give one of RECIPE, --array FOLDER and --status RUN")
     for key in ("partition", "time"):
         if getattr(arguments, key) is None:
-            raise ValueError(f"--{key}: expected a value, found none")
+            raise ValueError(f"--{key} is missing; every job needs a partition and a time limit")
     for key in ("throttle", "base", "seeds"):
         if getattr(arguments, key) is not None and arguments.array is None:
             raise ValueError(f"{_option(key)} requires --array")
@@ -177,9 +177,9 @@ def _request(arguments: argparse.Namespace) -> Request:
     more = ("max_requeues", "max_failures", "startup_seconds", "save_seconds")
     for key, least in (at_least | dict.fromkeys(more, 0)).items():
         if (value := getattr(arguments, key)) is not None and not value >= least:
-            raise ValueError(f"{_option(key)}: expected at least {least}, found {value}")
+            raise ValueError(f"{_option(key)} is {value}; it has to be at least {least}")
     if (hours := arguments.gpu_hours) is not None and not 0 < hours < float("inf"):
-        raise ValueError(f"--gpu-hours: expected more than 0, found {hours:g}")
+        raise ValueError(f"--gpu-hours is {hours:g}; it has to be more than 0 and finite")
     return Request(**{field.name: getattr(arguments, field.name) for field in fields(Request)})
 
 

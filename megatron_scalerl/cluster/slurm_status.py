@@ -56,7 +56,7 @@ def status(run_dir: Path) -> Iterator[str]:
     run = run_dir.absolute()
     submissions = read_jsonl(run / SLURM / JOBS)
     if not submissions and not (run / SLURM / "job.sbatch").exists():
-        raise ValueError(f"{run_dir}: expected a run that was submitted to Slurm, found no {SLURM}/job.sbatch")
+        raise ValueError(f"{run_dir}: this run was not submitted to Slurm; it has no {SLURM}/job.sbatch")
     newest = submissions[-1] if submissions else None
     jobs = jobs_of(run, cluster.queued()) if cluster.present() else []
     yield from _job_lines(run, newest, jobs) if cluster.present() else _attempt_lines(run, newest)

@@ -319,6 +319,6 @@ def check_script(script: Path, runs: Iterable[Path]) -> None:
         text = script.read_text(encoding="utf8")
         if not any(f"{shlex.quote(str(run))}\n" in text for run in runs):
             raise ValueError(
-                f"{script.parent.parent}: expected the script of these runs, found that of others; move it away, or "
-                "rename the array's folder or base"
+                f"{script.parent.parent}: its job script is that of other runs; move it away, or rename the array's "
+                "folder or base"
             )

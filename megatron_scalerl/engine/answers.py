@@ -131,9 +131,7 @@ def decode(content: bytes, kind: type[T], where: str) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
-        raise EngineError(
-            f"{where}: expected a whole JSON answer, found {content[:80]!r} ({ascii(str(err))[1:-1]})"
-        ) from None
+        raise EngineError(f"{where}: the answer is not valid: {content[:80]!r} ({ascii(str(err))[1:-1]})") from None
 
 
 def convert(value: Any, kind: type[T], where: str) -> T:
@@ -141,7 +139,7 @@ def convert(value: Any, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.MsgspecError as err:
-        raise EngineError(f"{where}: expected {kind.__name__}, found {str(value)[:200]} ({err})") from None
+        raise EngineError(f"{where}: the answer is not a valid {kind.__name__}: {str(value)[:200]} ({err})") from None
 
 
 def completion(content: bytes, *, plan: Plan | None, seed: int, where: str) -> RolloutArrays:
@@ -152,7 +150,7 @@ def completion(content: bytes, *, plan: Plan | None, seed: int, where: str) -> R
     """
     answer = decode(content, _Answer, where)
     if len(answer.choices) != 1:
-        raise EngineError(f"{where}: expected one completion, found {len(answer.choices)}")
+        raise EngineError(f"{where}: the answer has {len(answer.choices)} completions instead of one")
     return arrays_of(answer.choices[0], plan=plan, seed=seed, where=where)
 
 
@@ -163,11 +161,11 @@ def prompt_logprobs(content: bytes, token_ids: Sequence[int], where: str) -> tup
     """
     rows = decode(content, _Answer, where).prompt_logprobs or []
     if len(rows) != len(token_ids):
-        raise EngineError(f"{where}: expected log-probs of {len(token_ids)} prompt tokens, found {len(rows)}")
+        raise EngineError(f"{where}: the prompt has {len(token_ids)} tokens, and the answer log-probs of {len(rows)}")
     found = [(row or {}).get(str(token), _Token()) for row, token in zip(rows[1:], token_ids[1:])]
     values = _values(found)
     if (unusable := _first_unusable(values)) is not None:
-        raise EngineError(f"{where}: prompt token {unusable + 1}: {_expectation(found[unusable])}")
+        raise EngineError(f"{where}: prompt token {unusable + 1}: {_unusable(found[unusable])}")
     return tuple(values.tolist())
 
 
@@ -176,10 +174,12 @@ def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> R
     tokens = np.array(choice.token_ids, dtype=np.uint32)
     length = kept = len(tokens)
     if choice.finish_reason not in ("stop", "length"):
-        raise EngineError(f"{where}: completion ended with {choice.finish_reason!r} after {length} tokens")
+        raise EngineError(f"{where}: the completion ended with {choice.finish_reason!r} after {length} tokens")
     scored = choice.logprobs.content if choice.logprobs is not None else []
     if not length or len(scored) != length:
-        raise EngineError(f"{where}: expected a log-prob for each of {length} tokens, found {len(scored)}")
+        raise EngineError(
+            f"{where}: the completion has {length} tokens and {len(scored)} log-probs; it has to have one for each"
+        )
     truncated = choice.finish_reason == "length"
     mask, interrupted = np.ones(length, dtype=bool), False
     if plan is not None:
@@ -191,7 +191,7 @@ def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> R
         truncated |= tags.truncated
     values = np.where(mask, _values(scored[:kept]), 0.0)
     if (unusable := _first_unusable(values)) is not None:
-        raise CompletionLost(f"{where}: token {unusable}: {_expectation(scored[unusable])}", reason=NO_LOGPROBS)
+        raise CompletionLost(f"{where}: token {unusable}: {_unusable(scored[unusable])}", reason=NO_LOGPROBS)
     return RolloutArrays(
         token_ids=tokens[:kept],
         rollout_logprobs=narrowest(values),
@@ -216,8 +216,8 @@ def _first_unusable(values: np.ndarray) -> int | None:
     return None if usable.all() else int(np.argmin(usable))
 
 
-def _expectation(token: _Token) -> str:
-    return f"expected a log-probability above {MISSING_LOGPROB:g} and at most 0, found {token.logprob}"
+def _unusable(token: _Token) -> str:
+    return f"{token.logprob} is not a log-probability above {MISSING_LOGPROB:g} and at most 0"
 
 
 def _expert_choices(encoded: str, where: str) -> ExpertChoices:
@@ -230,15 +230,15 @@ def _expert_choices(encoded: str, where: str) -> ExpertChoices:
         shape, fortran_order, dtype = _READ_HEADER[version](stream)
     except Exception as err:  # a header is a Python literal: parsing a broken one raises almost anything
         what = f"{type(err).__name__}: {str(err)[:200]}"
-        raise EngineError(f"{where}: routed_experts: expected a base64 .npy array, found {what}") from None
+        raise EngineError(f"{where}: routed_experts: the text is not a base64 .npy array ({what})") from None
     if len(shape) != 3 or min(shape) < 0 or dtype not in (np.uint8, np.uint16):
         raise EngineError(
-            f"{where}: routed_experts: expected uint8 or uint16 [tokens, layers, experts], found {dtype} {shape}"
+            f"{where}: routed_experts: {dtype} {shape} is not uint8 or uint16 [tokens, layers, experts]"
         )
     # before an array of that size is allocated
     data, size = stream.getbuffer()[stream.tell() :], math.prod(shape) * dtype.itemsize
     if len(data) != size:
-        raise EngineError(f"{where}: routed_experts: expected {size} bytes for shape {shape}, found {len(data)}")
+        raise EngineError(f"{where}: routed_experts: shape {shape} takes {size} bytes, and {len(data)} were sent")
     array = np.frombuffer(data, dtype).reshape(shape, order="F" if fortran_order else "C")
     width: Literal[1, 2] = 1 if dtype == np.uint8 else 2
     return ExpertChoices(layers=shape[1], topk=shape[2], width=width, data=array.astype(f"<u{width}").tobytes())
@@ -250,19 +250,20 @@ def _versions(spans: list[_Span] | None, length: int, where: str) -> np.ndarray:
     for span in spans or []:
         label = span.version
         if not (label.isascii() and label.isdecimal() and len(label) <= _VERSION_DIGITS):
-            expected = f"expected a number of at most {_VERSION_DIGITS} digits"
-            raise EngineError(f"{where}: policy version: {expected}, found {label[:80]!r}")
+            raise EngineError(
+                f"{where}: policy version: {label[:80]!r} is not a number of at most {_VERSION_DIGITS} digits"
+            )
         if span.start != end or not span.start < span.end <= length:
             raise EngineError(
-                f"{where}: policy versions: expected a span from token {end} within {length}, "
-                f"found {span.start} to {span.end}"
+                f"{where}: policy versions: tokens {span.start} to {span.end} are no span that begins at token {end} "
+                f"and ends by {length}"
             )
         if end and int(label) < versions[end - 1]:
             raise EngineError(
-                f"{where}: policy versions: expected none below {versions[end - 1]} from token {end}, found {label}"
+                f"{where}: policy versions: token {end} has {label}, older than {versions[end - 1]} before it"
             )
         versions[end : span.end] = int(label)
         end = span.end
     if end != length:
-        raise EngineError(f"{where}: policy versions: expected one per token ({length}), found {end}")
+        raise EngineError(f"{where}: policy versions: {end} of {length} tokens have one")
     return versions

@@ -30,8 +30,9 @@ async def read_body(response: aiohttp.ClientResponse, *, limit: int, timeout_s: 
         async with time_limit(timeout_s):
             return await _read(response, limit, where)
     except TimeoutError:
-        expected = f"expected the whole response within {timeout_s:g} s of its header (engine.stall_timeout_s)"
-        raise EngineError(f"{where}: {expected}, found a part") from None
+        raise EngineError(
+            f"{where}: only a part of the response came within {timeout_s:g} s of its header (engine.stall_timeout_s)"
+        ) from None
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int, where: str) -> bytes:
@@ -44,5 +45,5 @@ async def _read(response: aiohttp.ClientResponse, limit: int, where: str) -> byt
             if size > limit:
                 break
     if size > limit:
-        raise EngineError(f"{where}: expected a response of at most {limit} bytes, found {size} or more")
+        raise EngineError(f"{where}: the response has {size} bytes or more, and its limit is {limit}")
     return b"".join(parts)

@@ -234,8 +234,8 @@ class EngineClient:
             if self._lost_in_a_row < self._max_lost:
                 raise
             raise EngineError(
-                f"{self.name}: {self._lost_in_a_row} completions in a row without usable log-probabilities "
-                f"(engine.max_lost_in_a_row), the last one: {lost}"
+                f"{self.name}: {self._lost_in_a_row} completions in a row had no usable log-probabilities "
+                f"(engine.max_lost_in_a_row); the last one: {lost}"
             ) from None
         self._lost_in_a_row = 0
         self.received_tokens += tokens
@@ -265,7 +265,7 @@ class EngineClient:
         common = {"world_size": world.world_size, "weight_version": label.weight_version}
         workers = [convert(answer, dict, where) for answer in answers]
         if not workers:
-            raise EngineError(f"{where}: expected the answer of a worker, found none")
+            raise EngineError(f"{where}: no worker has answered")
         digests = [worker.pop("weight_digest", None) for worker in workers]
         return convert({**workers[0], **common, "weight_digests": digests}, EngineInfo, where)
 

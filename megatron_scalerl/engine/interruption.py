@@ -32,7 +32,7 @@ _EXTRA_ARG = "msrl_interruption"
 def draw_cut(seed: int, group_id: int, index: int, low: int, high: int) -> int:
     """The cut of one completion: uniform over low..high (tokens, inclusive), a function of the arguments alone."""
     if not 1 <= low <= high:
-        raise ValueError(f"interruption.thinking_tokens: expected 1 <= low <= high, found [{low}, {high}]")
+        raise ValueError(f"interruption.thinking_tokens: [{low}, {high}] has to be a range of at least 1 token")
     return random.Random(f"cut/{seed}/{group_id}/{index}").randint(low, high)
 
 
@@ -61,18 +61,18 @@ class Plan:
     def __post_init__(self) -> None:
         if self.cut < 1 or self.answer_budget < 1:
             raise ValueError(
-                f"interruption: expected cut and answer budget of at least 1, found {self.cut}, {self.answer_budget}"
+                f"interruption: cut {self.cut} and answer budget {self.answer_budget} have to be at least 1"
             )
         least = self.cut + self.answer_budget
         if self.whole_budget is not None and self.whole_budget < least:
             raise ValueError(
-                f"interruption: expected a whole budget of at least cut + answer budget, {least}, "
-                f"found {self.whole_budget}"
+                f"interruption: the whole budget of {self.whole_budget} tokens is less than cut and answer budget "
+                f"together, {least}"
             )
         if not self.think_end_ids or not self.ends_thinking(self.phrase_ids, len(self.phrase_ids)):
             raise ValueError(
-                f"interruption.phrase: expected tokens that end with those of the closing tag {self.think_end_ids}, "
-                f"found {self.phrase_ids}"
+                f"interruption.phrase: the tokens {self.phrase_ids} do not end with those of the closing tag, "
+                f"{self.think_end_ids}"
             )
 
     def ends_thinking(self, tokens: Sequence[int] | np.ndarray, end: int) -> bool:
@@ -114,7 +114,7 @@ class Plan:
         try:
             return msgspec.convert(extra[_EXTRA_ARG], cls)
         except msgspec.ValidationError as err:
-            raise ValueError(f"extra_args: expected an interruption plan, found {extra} ({err})") from None
+            raise ValueError(f"extra_args: {extra} is not an interruption plan ({err})") from None
 
 
 def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -126,11 +126,9 @@ def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ..
     """
     end_ids = _encode(tokenizer, think_end)
     if not end_ids:
-        raise ValueError("prompts.think_end: expected at least one token, found none")
+        raise ValueError(f"prompts.think_end: {think_end!r} has no tokens; it has to have at least one")
     if (back := _decode(tokenizer, end_ids)).strip() != think_end.strip():
-        raise ValueError(
-            f"prompts.think_end: expected a text that survives encode and decode, {think_end!r}, found {back!r}"
-        )
+        raise ValueError(f"prompts.think_end: {think_end!r} does not survive encode and decode; it becomes {back!r}")
     first, last = tag_variants(tokenizer, end_ids)
     text = phrase + think_end
     found = _encode(tokenizer, text)
@@ -138,8 +136,8 @@ def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ..
         if _decode(tokenizer, ids) == text and _closes(ids, len(ids), end_ids, first, last):
             return ids, end_ids
     raise ValueError(
-        f"interruption.phrase: expected a text that survives encode and decode, {text!r}, "
-        f"found {_decode(tokenizer, found)!r}"
+        f"interruption.phrase: {text!r} does not survive encode and decode with the closing tag at its end; it "
+        f"becomes {_decode(tokenizer, found)!r}"
     )
 
 
@@ -265,7 +263,7 @@ def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:
         forced_until = min(length, plan.cut + len(plan.phrase_ids))
         found = tuple(tokens[plan.cut : forced_until].tolist())
         if found != plan.phrase_ids[: len(found)]:
-            raise ValueError(f"completion tokens from {plan.cut}: expected the forced phrase, found {found}")
+            raise ValueError(f"completion tokens from {plan.cut}: {found} is not the forced phrase")
         truncated = len(found) < len(plan.phrase_ids)
         answer_start = None if truncated else forced_until
     budget_end = length if answer_start is None else plan.budget_end(answer_start, forced=forced_until > plan.cut)
@@ -274,7 +272,7 @@ def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:
         beyond = tuple(tokens[kept:].tolist())
         if beyond != (plan.eos_id,):
             raise ValueError(
-                f"completion tokens from {kept}: expected the forced end of sequence {plan.eos_id}, found {beyond}"
+                f"completion tokens from {kept}: {beyond} is not the forced end of sequence, {plan.eos_id}"
             )
         truncated = True
     loss_mask = np.ones(kept, dtype=bool)

@@ -239,7 +239,7 @@ class Membership:
         """Wait until fewer engines than the minimum are left, then raise EngineDied with the reasons."""
         await self.until(lambda: self.left < self._minimum)
         raise EngineDied(
-            f"engine.min_engines: expected at least {self._minimum} engines that can serve, found {self.left} "
+            f"engine.min_engines: {self.left} engines are left, and the run needs {self._minimum} "
             f"({self.given_up_because})"
         )
 

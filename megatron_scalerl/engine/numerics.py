@@ -24,9 +24,11 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
         (RecipeError, "config.json: attn_temperature_tuning", temperature, info.attention_temperature),
     ):
         if expected != found:
-            raise error(f"{key}: expected {expected} in trainer and engine, found {found} in the engine")
+            raise error(f"{key}: the trainer has {expected}, and the engine {found}; they have to be equal")
     if info.max_model_len < required_len:
-        raise RecipeError(f"engine.vllm.max_model_len: expected at least {required_len}, found {info.max_model_len}")
+        raise RecipeError(
+            f"engine.vllm.max_model_len: {info.max_model_len} is too short for sequences of {required_len} tokens"
+        )
 
 
 def logprobs_mode(recipe: Recipe) -> str:

@@ -59,8 +59,8 @@ class Round:
         except TimeoutError:
             self._engines.evict(
                 engine,
-                f"{engine.name}: expected it to hold {count} requests and to resume within {self._timeout_s:g} s of "
-                f"their submission, found {held} requests (weights.timeout_s)",
+                f"{engine.name}: it holds {held} of {count} requests and has not resumed within "
+                f"{self._timeout_s:g} s of their submission (weights.timeout_s)",
             )
         except EngineError as error:
             self._engines.evict(engine, str(error))

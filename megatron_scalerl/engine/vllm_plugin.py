@@ -66,7 +66,7 @@ class SecretMiddleware:
         self._app = app
         self._secret = os.environ.get("MSRL_SECRET", "").encode()
         if not self._secret:
-            raise ValueError("MSRL_SECRET: expected the run's secret in the environment, found none")
+            raise ValueError("MSRL_SECRET: the environment does not hold the run's secret")
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":

@@ -31,7 +31,7 @@ def count_tokens() -> None:
 def progress(engine: Any) -> EngineProgress:
     """Progress of the cores. engine: the server's AsyncLLM."""
     client = engine.engine_core
-    assert isinstance(client, AsyncMPClient), f"expected cores behind sockets, found {type(client).__name__}"
+    assert isinstance(client, AsyncMPClient), f"cores of {type(client).__name__} are not behind sockets"
     ranks = client.engine_ranks_managed
     of_request = getattr(client, "reqs_in_flight", {})  # only where the client chooses among several cores
     waiting: Counter[int] = Counter()

@@ -100,8 +100,8 @@ class RemoteServer:
                 await self._unless_ended(self.hello)
         except TimeoutError:
             raise ServerEnded(
-                f"no message from the agent within {HELLO_S:g} s: the command that starts it hangs, or it does not "
-                "reach the controller"
+                f"sent no message through its agent within {HELLO_S:g} s: the command that starts the agent hangs, "
+                "or the agent does not reach the controller"
             ) from None
         await self._unless_ended(self.up)
         return self.up.result()
@@ -263,7 +263,7 @@ class Agents:
         elif isinstance(message, messages.Exited) and server is not None:
             server.end(message.how)
         else:
-            await self._refuse(sender, server, f"expected another message now, found {type(message).__name__}")
+            await self._refuse(sender, server, f"the agent may not send {type(message).__name__} now")
 
     async def _greet(self, sender: bytes, hello: messages.Hello) -> None:
         joins = hello.name.startswith(messages.JOINING)
@@ -271,11 +271,11 @@ class Agents:
         server = next((one for one in waiting if (one.name, one.start_id) == (hello.name, hello.start)), None)
         reason = hello.objection(self._attempt.run_id, self._attempt.incarnation)
         if reason is None and any(server.name == hello.name for server in self._connected()):
-            reason = f"{hello.name}: expected one agent, found a second"
+            reason = f"{hello.name}: an agent of this name is connected already"
         if reason is None and joins:
             reason = self._objection(hello)
         elif reason is None and server is None:
-            reason = f"{hello.name}: not expected (any more)"
+            reason = f"{hello.name}: the controller does not wait for this start of the engine"
         if reason is not None:
             await self._refuse(sender, None, reason)
             return
@@ -292,7 +292,7 @@ class Agents:
     def _objection(self, hello: messages.Hello) -> str | None:
         """Why this agent may not join, or None."""
         if hello.start:
-            return f"{hello.name}: expected no start of an engine that joins, found {hello.start}"
+            return f"{hello.name}: an engine that joins names no start, and this one names {hello.start}"
         if self.joining.full():
             return f"{MAX_JOINING} engines are joining already"
         return self._objection_to_joining(hello)

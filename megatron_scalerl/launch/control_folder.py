@@ -67,7 +67,7 @@ def find_secret(environment: Mapping[str, str], purpose: Purpose) -> str:
     path = Path(environment["MSRL_SECRET_FILE"])
     end = time.monotonic() + SECRET_S
     while True:
-        problem = f"{path}: expected the secret of the controller that started this, found another one"
+        problem = f"{path}: this is not the secret of the controller that started this program"
         try:
             secret = read_secret(path)
             if controller_key(secret, purpose) == environment["MSRL_CONTROLLER_KEY"]:
@@ -109,8 +109,6 @@ def read_controller(run: Path) -> dict[str, str]:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
         return {name: found[name] for name in CONTROLLER_VARIABLES}
     except FileNotFoundError:
-        raise ValueError(f"{run}: expected a controller that runs, found no {path}") from None
+        raise ValueError(f"{run}: this run has no controller now; {path} does not exist") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError) as error:
-        raise ValueError(
-            f"{path}: expected the address of a run's controller, found another content ({error})"
-        ) from None
+        raise ValueError(f"{path}: this file does not hold the address of a controller ({error})") from None

@@ -263,14 +263,16 @@ class Engines:
     def _objection_to_joining(self, hello: Hello) -> str | None:
         """Why this engine may not join now, or None."""
         if self._recipe.rollouts.deterministic:
-            return "rollouts.deterministic: expected the same engines throughout the run, found one that joins"
+            return "rollouts.deterministic: the run keeps the engines that it started with, and none may join"
         if self._held(hello.name):
             return f"{hello.name}: the engine of this name has not left yet"
         here = 1 + sum(member.joined and member.devices > 0 for member in self.members.members)
         needed = files_needed(self._recipe, joined=here)
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if allowed != resource.RLIM_INFINITY and allowed < needed:
-            return f"open files: expected a limit of at least {needed} in the controller, found {allowed} (ulimit -n)"
+            return (
+                f"open files: with one more engine the controller needs {needed}, and may have {allowed} (ulimit -n)"
+            )
         return None
 
 

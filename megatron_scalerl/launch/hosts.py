@@ -139,12 +139,12 @@ def hosts_of(
     in_slurm = names == SLURM
     ray = re.fullmatch(r"ray(?::([1-9]\d*))?", names)
     if run_on is not None and (ray or in_slurm):
-        raise ValueError(f"--run-on: expected none with --hosts {names}, found {run_on!r}")
+        raise ValueError(f"--run-on: {run_on!r} is not used with --hosts {names}; leave it out")
     if ray:
         if transport not in ("nccl", "gloo"):
             raise ValueError(
-                f"weights.transport: expected nccl (GPUs) or gloo (GPUs if this host has some, else CPUs) with "
-                f"--hosts {names}, since this host may lack what the nodes have, found {transport}"
+                f"weights.transport: {transport} does not say whether the nodes of --hosts {names} have GPUs; set "
+                "nccl for GPUs, or gloo for GPUs if this host has some, else CPUs"
             )
         return _of_ray("GPU" if takes_gpus(transport) else "CPU", int(ray[1]) if ray[1] else None, slots, address)
     listed = hosts_of_allocation() if in_slurm else _listed(names)
@@ -153,12 +153,12 @@ def hosts_of(
     others = [host.name for host in hosts if not host.here]
     slots = slots if slots is not None or not in_slurm else _gpus_of_node()
     if slots is not None and slots < 1:
-        raise ValueError(f"--slots: expected at least 1, found {slots}")
+        raise ValueError(f"--slots is {slots}; it has to be at least 1")
     if others and slots is None:
-        raise ValueError("--slots: expected the number of devices of each host, found none")
+        raise ValueError("--slots is missing; give the number of devices of each host")
     words = () if in_slurm else tuple(shlex.split(run_on or DEFAULT_COMMAND))
     if others and not in_slurm and not any("{host}" in word for word in words):
-        raise ValueError(f"--run-on: expected a command with {{host}} in it, found {run_on!r}")
+        raise ValueError(f"--run-on: {run_on!r} has no {{host}}, which stands for the name of the host")
     return Hosts(
         hosts=hosts,
         slots=slots,
@@ -177,9 +177,11 @@ def _of_ray(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None, a
 def _listed(names: str) -> list[str]:
     listed = [name.strip() for name in names.split(",")]
     if not all(re.fullmatch(r"[\w.@:-]+", name) and name[0] != "-" for name in listed):
-        raise ValueError(f"--hosts: expected names of hosts, separated by commas, or {SLURM}, found {names!r}")
+        raise ValueError(
+            f"--hosts: {names!r} is no list of host names; write names with commas between them, {SLURM} or ray"
+        )
     if len(set(listed)) < len(listed):
-        raise ValueError(f"--hosts: expected each host once, found {names!r}")
+        raise ValueError(f"--hosts: {names!r} names a host twice")
     return listed
 
 
@@ -208,7 +210,7 @@ def hosts_of_allocation() -> list[str]:
     Raises ValueError outside of an allocation and in a heterogeneous one.
     """
     if not os.environ.get("SLURM_JOB_NODELIST"):
-        raise ValueError(f"--hosts {SLURM}: expected an allocation (SLURM_JOB_NODELIST), found none")
+        raise ValueError(f"--hosts {SLURM}: this process is in no allocation; SLURM_JOB_NODELIST is not set")
     if "SLURM_HET_SIZE" in os.environ:
         raise ValueError(f"--hosts {SLURM}: heterogeneous jobs are not supported; use one job of one kind of node")
     return _hostnames(os.environ["SLURM_JOB_NODELIST"])
@@ -224,7 +226,7 @@ def _hostnames(nodes: str) -> list[str]:
     try:
         return _scontrol("hostnames", nodes).split()
     except (OSError, subprocess.SubprocessError) as error:
-        raise ValueError(f"--hosts {SLURM}: expected scontrol to list the hosts of {nodes}, found: {error}") from None
+        raise ValueError(f"--hosts {SLURM}: scontrol does not list the hosts of {nodes}: {error}") from None
 
 
 def _scontrol(*words: str, within_s: float = _TIMEOUT_S) -> str:
@@ -251,7 +253,7 @@ def _address_towards(other: str) -> str:
         found = own_address(name)
     except OSError as error:
         raise ValueError(
-            f"--address: expected an address that {name} reaches, found none ({error}); give it with --address"
+            f"--address: this host has no route to {name} ({error}); give the address at which {name} reaches it"
         ) from None
     return found
 
@@ -285,8 +287,8 @@ def allow_open_files(recipe: Recipe) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ValueError(
-            f"open files: expected a hard limit of at least {needed} for engine.count {recipe.engine.count} x "
-            f"rollouts.max_in_flight {recipe.rollouts.max_in_flight}, found {hard} (ulimit -Hn)"
+            f"open files: the hard limit of {hard} (ulimit -Hn) is too low: engine.count {recipe.engine.count} x "
+            f"rollouts.max_in_flight {recipe.rollouts.max_in_flight} take {needed}"
         )
     target = max(needed, TARGET)
     if hard != resource.RLIM_INFINITY:

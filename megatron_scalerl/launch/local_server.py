@@ -157,7 +157,9 @@ def gpus_at(positions: Sequence[int] | None) -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(number) for number in range(max(positions) + 1)]
     if max(positions) >= len(names):
-        raise ValueError(f"CUDA_VISIBLE_DEVICES: expected at least {max(positions) + 1} GPUs, found {visible}")
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES: {visible} names fewer GPUs than the {max(positions) + 1} that the run takes"
+        )
     return ",".join(names[position] for position in positions)
 
 
@@ -168,5 +170,5 @@ def bind_server(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as err:
         if err.errno != errno.EADDRINUSE:
-            raise ValueError(f"engine.host: expected an address of this machine, found {host} ({err})") from None
-        raise ValueError(f"engine.port: expected a free port, found {host}:{port} in use") from None
+            raise ValueError(f"engine.host: {host} is not an address of this machine ({err})") from None
+        raise ValueError(f"engine.port: {host}:{port} is in use; choose a free port") from None

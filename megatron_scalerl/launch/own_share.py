@@ -41,7 +41,7 @@ def own_variables(name: str, share: str) -> dict[str, str]:
             own = sorted(cpu for device in devices.split(",") for cpu in shares[int(device)])
             found[CPUS] = ",".join(map(str, own))
         else:
-            _warn(f"no process is bound to CPUs: expected {LEAST_CPUS} near each of {of} devices, in groups apart")
+            _warn(f"no process is bound to CPUs: {of} devices need {LEAST_CPUS} near each, in separate groups")
     return found
 
 
@@ -53,7 +53,7 @@ def _own(folder: Path) -> bool:
         found = [path.lstat() for path in (folder, folder.parent)]
         own = all(each.st_uid == os.getuid() and not each.st_mode & 0o022 for each in found)
     if not own:
-        _warn(f"nothing is compiled below MSRL_LOCAL: expected {folder} and its parent to be this user's alone")
+        _warn(f"nothing is compiled below MSRL_LOCAL: {folder} and its parent have to be this user's alone")
     return own
 
 

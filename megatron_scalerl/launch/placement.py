@@ -67,9 +67,9 @@ class Placement:
         """
         world_size = recipe.trainer.world_size if trainer else 0
         if recipe.weights.transport == "shm" and len(hosts.hosts) > 1:
-            raise ValueError(f"weights.transport: shm: expected one host, found {len(hosts.hosts)}")
+            raise ValueError(f"weights.transport: shm works on one host alone, and the run has {len(hosts.hosts)}")
         if recipe.engine.colocate and len(hosts.hosts) > 1:
-            raise ValueError(f"engine.colocate: expected one host, found {len(hosts.hosts)}")
+            raise ValueError(f"engine.colocate works on one host alone, and the run has {len(hosts.hosts)}")
         gpus = takes_gpus(recipe.weights.transport)
         if not gpus and not any(host.here for host in hosts.hosts):
             logger.warning(
@@ -78,7 +78,7 @@ class Placement:
             )
         slots = hosts.slots or (len(visible_gpus()) if gpus else recipe.devices)
         if gpus and any(host.here for host in hosts.hosts) and slots > (visible := len(visible_gpus())):
-            raise ValueError(f"--slots: expected at most {visible}, the GPUs visible on this host, found {slots}")
+            raise ValueError(f"--slots: {slots} is more than the {visible} GPUs visible on this host")
         ranks = tuple(
             HostRanks(host=host, first=first, count=min(slots, world_size - first), of=slots)
             for host, first in zip(hosts.hosts, range(0, world_size, max(1, slots)))
@@ -140,7 +140,7 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: b
     )
     engines = recipe.engine.count * recipe.engine.devices_per_engine
     if hosts.slots is None:
-        too_few = f"engine.count: too few GPUs are visible, {slots}: the engines take {engines}"
+        too_few = f"engine.count: {slots} visible GPUs are too few: the engines take {engines}"
         if recipe.engine.colocate or not trainer:
             return too_few
         return (
@@ -149,14 +149,17 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: b
         )
     what = "GPUs" if gpus else "devices"
     if recipe.engine.colocate:
-        return f"--slots: expected at least {recipe.devices} {what} on the host (engine.colocate), found {slots}"
+        return f"--slots: {slots} {what} are too few: with engine.colocate the host needs {recipe.devices}"
     wanted = hosts_needed(recipe, slots)
     if wanted is None:
         return (
-            f"--slots: expected at least {recipe.engine.devices_per_engine} {what} on a host, which one engine needs "
-            f"(engine.devices_per_engine), found {slots}"
+            f"--slots: {slots} {what} of a host are too few for one engine, which takes "
+            f"{recipe.engine.devices_per_engine} (engine.devices_per_engine)"
         )
-    return f"--hosts: expected at least {wanted} hosts with {slots} {what} each for {fleet}, found {len(hosts.hosts)}"
+    return (
+        f"--hosts: {len(hosts.hosts)} hosts with {slots} {what} each are too few: {fleet} take at least "
+        f"{wanted} hosts"
+    )
 
 
 @record

@@ -140,7 +140,7 @@ def _keep(folder: str, kind: str, count: int | None, slots: int | None) -> None:
     slots = slots or int(max((node.get(kind, 0) for node in alive), default=0))
     count = count or sum(node.get(kind, 0) >= slots for node in alive)
     if not slots or not count:
-        raise ValueError(f"expected nodes with {slots or 'any'} {kind}s, found {len(alive)} nodes without")
+        raise ValueError(f"the Ray cluster has {len(alive)} nodes, and none has {slots or 'any'} {kind}s")
     bundles = [{kind: slots} for _ in range(count)]
     group = placement_group(bundles, strategy="STRICT_SPREAD")
     if not group.wait(RESERVED_S):
@@ -188,7 +188,7 @@ def main() -> int:
     try:
         _keep(sys.argv[2], *json.loads(sys.argv[3]))
     except ImportError:
-        print("expected the package ray in this environment (pip install 'megatron_scalerl[ray]'), found none")
+        print("the package ray is not installed in this environment; pip install 'megatron_scalerl[ray]'")
     except (ValueError, OSError, RuntimeError) as error:
         print(str(error).splitlines()[0])
     return 2

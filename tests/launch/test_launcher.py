@@ -223,9 +223,9 @@ def no_supervisor(process):
 @pytest.mark.parametrize(
     ("broken", "starts", "error", "said"),
     [
-        (no_start, None, EngineDied, r"found 0 \(engine-0: engine-0 \(port 1\) exited with code 1\)$"),
-        (no_end, 1, EngineDied, r"found 0 \(engine-0: engine-0 \(process 7\) is still running"),
-        (None, 3, EngineDied, r"found 0 \(engine-0: engine-0 produced no token"),  # it hangs after each start
+        (no_start, None, EngineDied, r"0 engines .*\(engine-0: engine-0 \(port 1\) exited with code 1\)$"),
+        (no_end, 1, EngineDied, r"0 engines .*\(engine-0: engine-0 \(process 7\) is still running"),
+        (None, 3, EngineDied, r"0 engines .*\(engine-0: engine-0 produced no token"),  # it hangs after each start
         (no_supervisor, None, AttributeError, None),
     ],
 )
