@@ -9,8 +9,10 @@ from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
-ASSUMED_GPUS, ASSUMED_CPUS = 8, 12
-"""Without Slurm: GPUs of a node, and CPUs beside each. An assumption."""
+ASSUMED_GPUS = 8
+"""GPUs of a node that Slurm cannot be asked about. An assumption."""
+ASSUMED_CPUS = 12
+"""CPUs of such a node for each of its GPUs. An assumption."""
 
 
 @record
@@ -80,8 +82,9 @@ def allocate(
             )
     cpus = asked.cpus
     if cpus is None and not (exclusive and gpus and gpus == partition.gpus):  # else whole nodes
-        devices = max(recipe.devices for recipe in recipes)
-        share = partition.cpus * gpus // partition.gpus if gpus else 2 + 2 * (slots or devices)
+        share = 2 + 2 * (slots or max(recipe.devices for recipe in recipes))
+        if gpus:
+            share = partition.cpus * gpus // partition.gpus
         cpus = max(1, min(partition.cpus, share))
     elif cpus is not None and not 0 < cpus <= partition.cpus:
         raise ValueError(f"--cpus: {cpus} is out of range: a node of {partition.name} has {partition.cpus} CPUs")
@@ -91,13 +94,13 @@ def allocate(
 def assumed(asked: Request, gres: str) -> Partition:
     """A partition that Slurm cannot be asked about. gres: a node's GPUs by the site file."""
     number = asked.gpus_per_node or gpus_of(gres) or ASSUMED_GPUS
-    kind = re.search(r"(?:^|,)gpu:([A-Za-z][^:,]*)", gres)
+    types = re.findall(r"(?:^|,)gpu:([A-Za-z][^:,]*)", gres)
     return Partition(
         name=asked.partition,
         gpus=number,
         cpus=asked.cpus or ASSUMED_CPUS * number,
         nodes=1 << 20,
-        gpu_type=kind[1] if kind else None,
+        gpu_type=next(iter(types), None),
         limit_s=None,
     )
 
@@ -114,8 +117,8 @@ def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gp
     kind = (partition.gpu_type or "").lower()
     models = [key for key in GPUS if key == kind or key.split("-")[0] == kind]
     if len(models) != 1:
-        known = ", ".join(GPUS)
-        return f"skipped: Slurm calls the GPUs of {partition.name} {kind or 'nothing'}, which is none of {known}"
+        names = ", ".join(GPUS)
+        return f"skipped: Slurm calls the GPUs of {partition.name} {kind or 'nothing'}, which is none of {names}"
     from megatron_scalerl.plan.assumptions import Assumptions
     from megatron_scalerl.plan.command import config_folder
     from megatron_scalerl.plan.planner import make_plan
@@ -130,8 +133,8 @@ def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gp
 
 def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
     """GPUs of a node: as given, else on one node one for each rank and engine device, on several all of a node's."""
-    devices, given = recipe.devices, asked.gpus_per_node
-    takes_gpus = given is None and partition.gpus > 0
+    devices = recipe.devices
+    takes_gpus = asked.gpus_per_node is None and partition.gpus > 0
     if takes_gpus and asked.slots is not None:
         raise ValueError("--slots requires --gpus-per-node 0: on GPUs a node's devices are its GPUs")
     if takes_gpus and asked.nodes == 1:
@@ -141,15 +144,18 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
                     f"{recipe.name}: engine.colocate takes {devices} GPUs on one node, and a node of "
                     f"{partition.name} has {partition.gpus}"
                 )
-            more = hosts_needed(recipe, partition.gpus)
-            advice = f"; --nodes {more}" if more else f"; one engine takes {recipe.engine.devices_per_engine}"
+            advice = f"one engine takes {recipe.engine.devices_per_engine}"
+            if more := hosts_needed(recipe, partition.gpus):
+                advice = f"--nodes {more}"
             raise ValueError(
                 f"{recipe.name}: {recipe.trainer.world_size} trainer and "
                 f"{devices - recipe.trainer.world_size} engine GPUs "
-                f"do not fit on one node: a node of {partition.name} has {partition.gpus}{advice}"
+                f"do not fit on one node: a node of {partition.name} has {partition.gpus}; {advice}"
             )
         return devices
-    gpus = partition.gpus if takes_gpus else given or 0
+    gpus = asked.gpus_per_node or 0
+    if takes_gpus:
+        gpus = partition.gpus
     if gpus and asked.slots is not None:
         raise ValueError(f"--slots is for a run on CPUs, and this one takes {gpus} GPUs of a node; leave it out")
     if not 0 <= gpus <= partition.gpus:

@@ -8,7 +8,8 @@ import msgspec
 from megatron_scalerl.processes.logs import printable
 
 Status = Literal["ok", "warning", "failed", "skipped"]
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,11 +51,13 @@ def guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
+        reason = error.strerror or str(error)
+        if error.filename:
+            reason = f"{error.filename}: {reason}"
         return failed(
             name,
             expected="an answer of the operating system",
-            found=f"{where}{error.strerror or error}",
+            found=reason,
             remedy="see whether the file system or the container denies it",
         )
 

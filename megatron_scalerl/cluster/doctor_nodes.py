@@ -39,8 +39,8 @@ _LONGEST = 500
 
 def allocated() -> list[str]:
     """The nodes of this Slurm allocation, this one first. Raises ValueError outside of one."""
-    here = os.environ.get("SLURMD_NODENAME")
-    return sorted(hosts_of_allocation(), key=lambda node: node != here)
+    this_node = os.environ.get("SLURMD_NODENAME")
+    return sorted(hosts_of_allocation(), key=lambda node: node != this_node)
 
 
 def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, within_s: float) -> dict[str, str]:
@@ -51,11 +51,12 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
     """
     folder.mkdir(parents=True, exist_ok=True)
     started = {}
-    late = set()
+    ends = {}
     try:
         for node in nodes:
-            step = step_words(node) if node != nodes[0] else []
-            argv = [*step, *PROGRAM, "doctor", *words, f"--json={folder / node}.json"]
+            argv = [*PROGRAM, "doctor", *words, f"--json={folder / node}.json"]
+            if node != nodes[0]:
+                argv = [*step_words(node), *argv]
             with open(folder / f"{node}.log", "wb") as log:
                 started[node] = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -63,21 +64,24 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
         deadline = time.monotonic() + within_s
         for node, process in started.items():
             try:
-                process.wait(max(0.0, deadline - time.monotonic()))
+                ends[node] = f"its step ended with exit code {process.wait(max(0.0, deadline - time.monotonic()))}"
             except subprocess.TimeoutExpired:
-                late.add(node)
+                ends[node] = f"within {within_s:g} s"
     finally:
         _end(process for process in started.values() if process.returncode is None)
     reports = {}
     silent = {}
-    for node, process in started.items():
+    for node in started:
         try:
             reports[node] = _report(folder / f"{node}.json")
         except ValueError:
-            how = f"within {within_s:g} s" if node in late else f"its step ended with exit code {process.returncode}"
-            silent[node] = f"no report ({how}): {_last_words(folder / f'{node}.log')}"
-    if hca := {report.facts.get(ADAPTERS, "") for report in reports.values()} - {""}:
-        write_durably(folder / HCA, f"{min(hca) if len(hca) == 1 and min(hca)[0] == '=' else ''}\n".encode())
+            silent[node] = f"no report ({ends[node]}): {_last_words(folder / f'{node}.log')}"
+    adapters = {report.facts.get(ADAPTERS, "") for report in reports.values()} - {""}
+    if adapters:
+        common = min(adapters)
+        if len(adapters) > 1 or common[0] != "=":
+            common = ""
+        write_durably(folder / HCA, f"{common}\n".encode())
     return unfit(reports, silent, head=nodes[0])
 
 
@@ -146,5 +150,5 @@ def _last_words(log: Path) -> str:
 def own_line(log: Path) -> str:
     """The last line of the program itself in a log, else its last line at all."""
     lines = [line.strip() for line in log_tail(log).splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith(OWN)]
-    return printable((own or lines or ["no output"])[-1].removeprefix(OWN))[:_LONGEST]
+    of_program = [line for line in lines if line.startswith(OWN)]
+    return printable((of_program or lines or ["no output"])[-1].removeprefix(OWN))[:_LONGEST]

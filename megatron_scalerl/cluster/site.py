@@ -69,11 +69,12 @@ _EXPECTED = {
 
 def _by_name(given: Any) -> Any:
     """Options that are listed as they follow #SBATCH, by name; lists of values as Slurm writes them."""
-    if isinstance(given, list) and all(isinstance(each, str) and re.match("--[a-z]", each) for each in given):
-        words = [each[2:].partition("=") for each in given]
+    if isinstance(given, list) and all(isinstance(line, str) and re.match("--[a-z]", line) for line in given):
+        words = [line[2:].partition("=") for line in given]
         given = {name: value if equals else True for name, equals, value in words}
     if isinstance(given, dict):
-        return {name: ",".join(map(str, it)) if isinstance(it, list) else it for name, it in given.items()}
+        lists = {name: ",".join(map(str, value)) for name, value in given.items() if isinstance(value, list)}
+        return given | lists
     return given
 
 
@@ -128,18 +129,22 @@ class Site(BaseModel):
             given["export"] = f"{own['export']},{given['export']}"
         replaced = {_REPLACED.get(name) for name, value in given.items() if name != "gres" or _of_gpus(name, value)}
         kept = {name: value for name, value in own.items() if name not in replaced} | given
-        return [
-            f"--{name}" + ("" if value is True else f"={escaped(str(value))}")
-            for name, value in kept.items()
-            if value
-        ]
+        lines = []
+        for name, value in kept.items():
+            if value is True:
+                lines.append(f"--{name}")
+            elif value:
+                lines.append(f"--{name}={escaped(str(value))}")
+        return lines
 
 
 def escaped(text: str) -> str:
     """A value as it follows #SBATCH. Raises ValueError for characters that sbatch reads as its own."""
     if set(text) & set("\"'\\"):
         raise ValueError(f"submit: sbatch does not take quotes and backslashes in a path or a name: {text}")
-    return f'"{text}"' if set(text) & set(" #") else text
+    if set(text) & set(" #"):
+        return f'"{text}"'
+    return text
 
 
 def _of_gpus(name: str, value: object) -> bool:
@@ -149,7 +154,7 @@ def _of_gpus(name: str, value: object) -> bool:
 
 def _numbered(gres: str, gpus: int) -> str:
     """Generic resources with the number of GPUs behind a type that has none. Raises ValueError for too few."""
-    whole = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda found: f"{found[0]}:{gpus}", gres)
+    whole = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda match: f"{match[0]}:{gpus}", gres)
     if gpus_of(whole) < gpus:
         raise ValueError(f"site file: sbatch: {gres} gives fewer GPUs of a node than the {gpus} that the run takes")
     return whole
@@ -162,30 +167,32 @@ def read_site(path: Path | None) -> Site:
     data = {key: value for key, value in read_yaml(path).items() if value is not None}
     expected = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
     check_keys(str(path), data, Site.model_fields, expected=expected)
-    variables = data["environment"] if isinstance(data.get("environment"), dict) else {}
-    for name, value in variables.items():
-        if PRIVATE.search(str(name)) or _LOGIN.search(str(value)):
-            raise ValueError(
-                f"{path}: environment: {name} looks like a secret, and others can read the job script; let the "
-                "program read it from a file that only you can read"
-            )
     try:
         site = Site.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        key = str(first["loc"][0])
-        where = f"{path}: {'.'.join(map(str, first['loc'][: 1 if key == 'container' else 2]))}"
-        raise ValueError(f"{where}: expected {_EXPECTED[key]}, found {first['input']!r}") from None
-    staged = {Path(each).name for each in site.stage if os.path.normpath(f"/.{each}") == each} - {""}
+        key, *inner = map(str, first["loc"])
+        expected = _EXPECTED[key]
+        if key != "container":
+            key = ".".join([key, *inner[:1]])
+        raise ValueError(f"{path}: {key}: expected {expected}, found {first['input']!r}") from None
+    for name, value in site.environment.items():
+        if PRIVATE.search(name) or _LOGIN.search(value):
+            raise ValueError(
+                f"{path}: environment: {name} looks like a secret, and others can read the job script; let the "
+                "program read it from a file that only you can read"
+            )
+    staged = {Path(place).name for place in site.stage if os.path.normpath(f"/.{place}") == place} - {""}
     if len(staged) < len(site.stage):
         raise ValueError(
             f"{path}: stage: the paths {[*site.stage]} have to be absolute and to differ in their last names"
         )
     for name, value in site.sbatch.items():
-        if name in BY_SUBMIT or name in _FIXED:
-            how = f"the option {BY_SUBMIT[name]} of submit" if name in BY_SUBMIT else "the job itself"
-            raise ValueError(f"{path}: sbatch: {name} is set by {how}")
-        if name not in _WHOLE and any(each.startswith(name) for each in _WHOLE):
+        if name in BY_SUBMIT:
+            raise ValueError(f"{path}: sbatch: {name} is set by the option {BY_SUBMIT[name]} of submit")
+        if name in _FIXED:
+            raise ValueError(f"{path}: sbatch: {name} is set by the job itself")
+        if name not in _WHOLE and any(whole.startswith(name) for whole in _WHOLE):
             raise ValueError(
                 f"{path}: sbatch: {name} is only the beginning of an option's name; write the whole name"
             )

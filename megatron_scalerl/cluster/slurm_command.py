@@ -150,9 +150,10 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     yield from (f"{name}: the same recipe as {other} here; left out" for name, other in same.items())
     if array and request.throttle is None:
         request = replace(request, throttle=len(recipes))
-    name = array_name(source, arguments.base) if array else recipes[0].name
-    recipe_file = None if array else source
-    yield from submit(recipes, name, request, recipe_file=recipe_file, dry_run=arguments.dry_run)
+    name = recipes[0].name
+    if array:
+        name = array_name(source, arguments.base)
+    yield from submit(recipes, name, request, recipe_file=arguments.recipe, dry_run=arguments.dry_run)
 
 
 def _alone(arguments: argparse.Namespace, name: str) -> bool:

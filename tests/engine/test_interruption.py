@@ -169,7 +169,7 @@ def test_a_plan_survives_json_and_is_checked():
         Plan.from_extra_args({"msrl_interruption": {"cut": 3}})
     with pytest.raises(ValueError, match="do not end with those of the closing tag"):
         plan(phrase_ids=(5,))
-    with pytest.raises(ValueError, match="whole budget of at least cut \\+ answer budget, 5, found 4"):
+    with pytest.raises(ValueError, match="whole budget of 4 tokens is less than cut and answer budget together, 5"):
         plan(whole_budget=4)
 
 
