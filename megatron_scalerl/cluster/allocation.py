@@ -1,4 +1,4 @@
-"""What a job asks Slurm for: nodes, and the GPUs or slots and the CPUs of each one."""
+"""The resources that a job requests from Slurm: nodes, and the GPUs or slots and the CPUs of each node."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ ASSUMED_CPUS = 12
 
 @record
 class Request:
-    """What the user asks for: the options of `submit`. None for what follows from the recipe or the run's records."""
+    """The options of `submit`. None for an option that follows from the recipe or the run's records."""
 
     partition: str
     time: str
@@ -31,9 +31,9 @@ class Request:
     gpu_hours: float | None
     """Device-hours that the run may take in all, after which its job is not queued again; None without a budget."""
     check_seconds: float
-    """Within which each of several nodes has to report."""
+    """Seconds within which each of several nodes has to report."""
     any_file_system: bool
-    """Also where other nodes seem not to see the output folder."""
+    """True: submit although other nodes seem not to see the output folder."""
     site: Path | None
     """Path of the site file."""
     max_requeues: int
@@ -63,7 +63,10 @@ class Allocation:
 def allocate(
     recipes: Sequence[Recipe], partition: Partition, asked: Request, *, exclusive: bool = True
 ) -> Allocation:
-    """What the largest of the recipes needs. exclusive: whether whole nodes may be said to be. Raises ValueError."""
+    """The nodes that the largest of the recipes needs. exclusive: whether the job may take whole nodes.
+
+    Raises ValueError.
+    """
     if not 1 <= asked.nodes <= partition.nodes:
         raise ValueError(
             f"--nodes: {asked.nodes} is out of range: partition {partition.name} has {partition.nodes} nodes"
@@ -81,7 +84,8 @@ def allocate(
                 "each, and the others would be idle"
             )
     cpus = asked.cpus
-    if cpus is None and not (exclusive and gpus and gpus == partition.gpus):  # else whole nodes
+    # a job on all GPUs of a node takes the whole node, and says nothing about CPUs
+    if cpus is None and not (exclusive and gpus and gpus == partition.gpus):
         share = 2 + 2 * (slots or max(recipe.devices for recipe in recipes))
         if gpus:
             share = partition.cpus * gpus // partition.gpus
@@ -99,14 +103,14 @@ def assumed(asked: Request, gres: str) -> Partition:
         name=asked.partition,
         gpus=number,
         cpus=asked.cpus or ASSUMED_CPUS * number,
-        nodes=1 << 20,
+        nodes=1 << 20,  # no bound: nobody can be asked
         gpu_type=next(iter(types), None),
         limit_s=None,
     )
 
 
 def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gpus: int) -> str:
-    """What `plan --check` says about a run on GPUs. gpus: of a node; 0 for a run on CPUs.
+    """The verdict of `plan --check` about a run on GPUs. gpus: of a node; 0 for a run on CPUs.
 
     Returns its verdict, or why it has none. Raises ValueError for a recipe that does not fit.
     """
@@ -135,6 +139,7 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
     """GPUs of a node: as given, else on one node one for each rank and engine device, on several all of a node's."""
     devices = recipe.devices
     takes_gpus = asked.gpus_per_node is None and partition.gpus > 0
+    # without --gpus-per-node a partition with GPUs gives the run GPUs; 0 keeps it on CPUs
     if takes_gpus and asked.slots is not None:
         raise ValueError("--slots requires --gpus-per-node 0: on GPUs a node's devices are its GPUs")
     if takes_gpus and asked.nodes == 1:
@@ -168,7 +173,7 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
 
 
 def _fewest_slots(recipe: Recipe, nodes: int) -> int:
-    """The fewest devices of a node with which a run fits on so many nodes."""
+    """The fewest devices of a node with which a run fits on this number of nodes."""
     for slots in range(recipe.engine.devices_per_engine, recipe.devices):
         if (needed := hosts_needed(recipe, slots)) is not None and needed <= nodes:
             return slots

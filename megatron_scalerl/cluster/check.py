@@ -19,11 +19,11 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     """`warning`: a run can start, but may be slower or fail later. `skipped`: this node cannot be asked."""
     found: str
-    """One line: what was found, or why the check was skipped."""
+    """The state of the node in one line, or why the check was skipped."""
     expected: str = ""
-    """What was expected; "" where the check passed or was skipped."""
+    """The state that a run needs; "" where the check passed or was skipped."""
     remedy: str = ""
-    """What to do about it; "" where the check passed or was skipped."""
+    """Advice to the user; "" where the check passed or was skipped."""
 
 
 def ok(name: str, found: str) -> Check:

@@ -1,4 +1,4 @@
-"""What the programs of Slurm are asked: partitions, jobs, submissions. Nothing needs accounting (sacct)."""
+"""Calls of Slurm's programs: partitions, jobs, submissions. Nothing needs accounting (sacct)."""
 
 import os
 import re
@@ -18,7 +18,7 @@ _UNKNOWN = ("N/A", "Unknown", "None", "(null)", "n/a")
 
 @record
 class Partition:
-    """One partition, as its largest node shows it."""
+    """A partition, described by its largest node."""
 
     name: str
     gpus: int
@@ -28,14 +28,14 @@ class Partition:
     nodes: int
     """Nodes, those that are down too."""
     gpu_type: str | None
-    """What Slurm calls the GPUs, such as h100; None if it has no name for them."""
+    """Slurm's name of the GPUs, such as h100; None if it has no name for them."""
     limit_s: int | None
     """Longest time limit of a job (s), None for none."""
 
 
 @record
 class Job:
-    """One job, or one task of an array, that is queued or running."""
+    """A job, or a task of an array, that is queued or running."""
 
     job_id: str
     """N, or N_TASK for a task of an array."""
@@ -57,6 +57,7 @@ def present() -> bool:
 def partitions() -> dict[str, Partition]:
     """Partitions by name. Raises RuntimeError if Slurm does not answer."""
     by_name: dict[str, Partition] = {}
+    # --exact: nodes share a line only if all their values are equal, else sinfo merges them as 64+
     for line in _ask("sinfo", "--noheader", "--exact", "-o", "%R|%G|%c|%l|%D").splitlines():
         name, gres, cpus, limit, count = line.strip().split("|")
         limit_s = None
@@ -129,6 +130,7 @@ def seconds_of(limit: str) -> int:
     if match is None:
         raise ValueError(f"--time: {limit!r} is not a time limit; write MINUTES, H:MM:SS or D-HH:MM:SS")
     parts = [int(part) for part in match.groups()[1:] if part is not None]
+    # behind days the first number is hours; without days a single number is minutes
     if match[1] is not None:
         hours, minutes, seconds = [*parts, 0, 0][:3]
     else:
@@ -139,6 +141,7 @@ def seconds_of(limit: str) -> int:
 def queued() -> list[Job]:
     """This user's jobs that are queued or running, each task of an array for itself. Raises RuntimeError."""
     me = str(os.getuid())
+    # --array: without it all waiting tasks of an array are one line
     output = _ask("squeue", "--noheader", "--array", "--user", me, "-o", "%i|%T|%e|%o|%R")
     return [_job(line) for line in output.splitlines() if line.count("|") >= 4]
 
@@ -192,6 +195,7 @@ def node_states(names: Sequence[str]) -> dict[str, str]:
 def test_only(script: Path) -> str:
     """Slurm's estimate for the job; nothing is submitted. Raises ValueError with Slurm's reason for a refusal."""
     done = _run("sbatch", "--test-only", str(script))
+    # the estimate is on stderr, as errors are
     answer = _reason(done.stderr + done.stdout)
     if done.returncode:
         raise ValueError(f"{script}: the cluster does not accept this job: {answer}")
@@ -203,7 +207,7 @@ def submit(script: Path, options: Sequence[str] = ()) -> str:
     done = _run("sbatch", "--parsable", *options, str(script))
     if done.returncode:
         raise RuntimeError(f"{script}: sbatch failed: {_reason(done.stderr + done.stdout)}")
-    return done.stdout.strip().split(";")[0]
+    return done.stdout.strip().split(";")[0]  # --parsable: ID, or ID;CLUSTER
 
 
 def cancel(job_ids: Iterable[str]) -> None:

@@ -45,13 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT|-", help="write the report as JSON too; - prints only the JSON")
     several = parser.add_argument_group("all nodes of a Slurm job, from its first one")
     several.add_argument("--hosts", choices=["slurm"], help="check and compare the nodes of this allocation")
-    several.add_argument("--reports", metavar="FOLDER", help="where the nodes write their reports; seen by all")
+    several.add_argument("--reports", metavar="FOLDER", help="folder that all nodes see, for their reports")
     several.add_argument(
         "--within",
         type=float,
         default=WITHIN_S,
         metavar="S",
-        help="a node whose report is not there after so many seconds is unfit (default: %(default)g)",
+        help="a node without a report after S seconds is unfit (default: %(default)g)",
     )
 
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     _check(arguments)
     from megatron_scalerl.recipe.file import load_recipe
 
-    recipe = None
+    recipe = None  # checked before any node is asked
     if arguments.recipe:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.hosts:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     report = examine(recipe, arguments.recipe, arguments.gpus)
     written = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
     if arguments.json == "-":
-        print(written.decode(), end="")
+        print(written.decode(), end="")  # not by the console, which breaks long lines
         return int(report.failed)
     _show(report, console)
     if arguments.json:

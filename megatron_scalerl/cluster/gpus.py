@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 
 class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What NVML says about this node. Produced by `examine_gpus` and `gpus_in_process`."""
+    """NVML's answers about this node. Produced by `examine_gpus` and `gpus_in_process`."""
 
     checks: list[Check]
     names: str = ""
     """Number and model of the GPUs that the run may use, such as "8 x NVIDIA H100 80GB HBM3"."""
     driver: str = ""
-    """Its version; "" if it is not known."""
+    """The driver's version; "" if it is not known."""
     cuda_version: str = ""
     """The newest CUDA that the driver supports, such as "13.0"; "" if it is not known."""
 
@@ -58,6 +58,7 @@ def gpus_in_process(needed: int | None, limit_s: float = LIMIT_S) -> GpuReport:
         output, log = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         process.kill()
+        # inside a broken driver it may outlive the signal: then it is left behind
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_KILLED_S)
         return _failure(f"NVML did not answer within {limit_s:g} s")
@@ -105,6 +106,7 @@ def examine_gpus(nvml: Any, *, needed: int | None, visible: str | None) -> GpuRe
 
 def _examined(nvml: Any, needed: int | None, visible: str | None) -> GpuReport:
     version = _answer(nvml, nvml.nvmlSystemGetDriverVersion)
+    # CUDA 13.0 is 13000, 12.8 is 12080
     number = int(_answer(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2) or 0)
     cuda = ""
     if number:
@@ -116,6 +118,7 @@ def _examined(nvml: Any, needed: int | None, visible: str | None) -> GpuReport:
         if count:
             why = f"CUDA_VISIBLE_DEVICES is {visible!r}"
         return GpuReport(checks=_without_gpus(why, needed), driver=version, cuda_version=cuda)
+    # a GPU that does not tell its name is counted: it is on the bus, and its check fails
     answers, broken, lacking = _asked(nvml, gpus, nvml.nvmlDeviceGetName)
     unnamed = {gpu: f"(unnamed: {why})" for gpu, why in (broken | lacking).items()}
     names = Counter((answers | unnamed)[gpu] for gpu in gpus)
@@ -140,7 +143,7 @@ def _answer(nvml: Any, query: Callable[[], Any]) -> str:
 
 
 def _failure(found: str) -> GpuReport:
-    """NVML as a whole does not answer."""
+    """The report where NVML as a whole does not answer."""
     remedy = "run nvidia-smi; a driver that does not answer needs a reboot of the node"
     return GpuReport(checks=[failed(GPUS, expected="NVML's answer", found=found, remedy=remedy)])
 
@@ -159,6 +162,7 @@ def visible_gpus(nvml: Any, gpus: Sequence[int], visible: str | None) -> tuple[l
     """
     if visible is None:
         return list(gpus), []
+    # an entry may be the beginning of a UUID, as CUDA allows
     uuids, _, _ = _asked(nvml, gpus, nvml.nvmlDeviceGetUUID)
     indices = []
     unknown = []
@@ -221,13 +225,13 @@ class _Rule:
 
     name: str
     judge: Callable[[Any, Any], tuple[Status, str]]
-    """Of pynvml and a GPU's handle: (status, what was found). Raises NVMLError."""
+    """Takes pynvml and a GPU's handle; returns a status and the reason for it. Raises NVMLError."""
     expected: str
     remedy: str
 
 
 def _checked(nvml: Any, rule: _Rule, gpus: Sequence[int]) -> Check:
-    """The worst of all GPUs; skipped if none of them has the query."""
+    """A rule's result for all GPUs, the worst of theirs; skipped if none of them has the query."""
     judged, broken, lacking = _asked(nvml, gpus, lambda handle: rule.judge(nvml, handle))
     faults: dict[str, dict[int, str]] = {"failed": dict(broken), "warning": {}, "ok": {}}
     for gpu, (status, text) in judged.items():
@@ -248,7 +252,10 @@ def _lines(texts: Mapping[int, str]) -> list[str]:
 
 
 def _judge_memory(nvml: Any, handle: Any) -> tuple[Status, str]:
-    """In a container the driver counts memory of processes that it does not list."""
+    """Whether other processes use the GPU's memory.
+
+    In a container the driver counts memory of processes that it does not list.
+    """
     used = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used // MIB  # without the driver's own
     if used < FOREIGN_MIB:
         return "ok", ""
@@ -265,6 +272,7 @@ def _judge_errors(nvml: Any, handle: Any) -> tuple[Status, str]:
 
 
 def _judge_remapping(nvml: Any, handle: Any) -> tuple[Status, str]:
+    # (corrected rows, uncorrected rows, a remapping waits for a reset, a remapping failed)
     pending, broken = nvml.nvmlDeviceGetRemappedRows(handle)[2:]
     faults = []
     if broken:
@@ -319,7 +327,7 @@ _RULES = (
         expected="not lowered for heat or power supply",
         remedy=f"the slowest GPU sets the pace of a step: {_OTHER_NODE}",
     ),
-    _Rule(
+    _Rule(  # NVML returns (the current mode, the mode after a reset)
         name="MIG",
         judge=lambda nvml, gpu: _fault(nvml.nvmlDeviceGetMigMode(gpu)[0] == 1, "enabled"),
         expected="disabled: a rank takes a whole GPU",
@@ -329,7 +337,7 @@ _RULES = (
 
 
 def _links(nvml: Any, gpus: Sequence[int]) -> Check:
-    """A link that is down on one GPU and up on the others is a fault."""
+    """A check of NVLink: a link that is down on one GPU and up on the others is a fault."""
     name = "NVLink"
     states, broken, _ = _asked(nvml, gpus, lambda handle: _link_states(nvml, handle))
     active = {gpu: sum(links) for gpu, links in states.items()}

@@ -75,6 +75,7 @@ def render(plan: JobPlan) -> str:
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     template = Path(plan.site.template or TEMPLATES / "job.sbatch")
+    # exported for srun, which does not read the job's; not where the site binds their number to the GPUs
     cpus = plan.nodes.cpus
     if "cpus-per-gpu" in plan.site.sbatch:
         cpus = None
@@ -108,7 +109,7 @@ def render(plan: JobPlan) -> str:
 
 
 def _options(plan: JobPlan) -> list[str]:
-    """The options behind #SBATCH, line by line. Raises ValueError."""
+    """The options that follow #SBATCH, line by line. Raises ValueError."""
     asked = plan.request
     nodes = plan.nodes
     options: dict[str, str | bool] = {
@@ -122,14 +123,17 @@ def _options(plan: JobPlan) -> list[str]:
     if nodes.gpus:
         options["gpus-per-node"] = str(nodes.gpus)
     if nodes.cpus is None:
-        options |= {"exclusive": True, "mem": "0"}
+        options |= {"exclusive": True, "mem": "0"}  # all memory of the node
     else:
         options["cpus-per-task"] = str(nodes.cpus)
     options |= {
         "no-requeue" if asked.chain else "requeue": True,
+        # B: to the batch shell alone, which hands it on to the controller
         "signal": f"B:USR1@{plan.lead_s}",
+        # a job that is queued again has the same id, and thus the same file
         "open-mode": "append",
         "output": plan.outputs,
+        # only these, since the shell of the submission may hold secrets
         "export": ",".join(EXPORTED),
     }
     if asked.throttle:
@@ -184,6 +188,7 @@ def _local(word: str, site: Site) -> str:
 def _quoted(word: str, site: Site) -> str:
     """A word of the script, where {run}, {local} and {staged} are folders."""
     quoted = shlex.quote(_local(word, site))
+    # the variables have to be outside of the single quotes, which end before each and begin again behind it
     for name, variable in (("run", "run"), ("local", "MSRL_LOCAL%/*"), ("staged", "MSRL_STAGED")):
         quoted = quoted.replace(f"{{{name}}}", f"'\"${{{variable}}}\"'")
     return quoted

@@ -1,7 +1,7 @@
 """All checks of this node, and the facts in which the nodes of a run have to agree.
 
-GPUs are NVML's matter (`gpus`), packages are read in a process of its own (`probe`). The rest is here: versions, the
-policy and the prompts, and a file that is written, synced and read where the run's folder will be.
+`gpus` checks GPUs, `probe` reads packages in a separate process. The rest is here: versions, the policy and the
+prompts, and a file that is written, synced and read where the run's folder will be.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from megatron_scalerl.recipe.file import check_policy, check_prompts, dump_recip
 
 PACKAGE = Path(megatron_scalerl.__file__).parent
 _DIGITS = 16
-"""Of a digest, hexadecimal."""
+"""Hexadecimal digits of a digest."""
 ADAPTERS = "NCCL_IB_HCA"
 """The fact that the job sets for all nodes where they agree."""
 RDMA = Path("/sys/class/infiniband")
@@ -43,7 +43,7 @@ SPACE = {"temporary folder": Path(tempfile.gettempdir()), "shared memory": Path(
 SPACE_BYTES = GIB
 """For rendezvous files and compilers; for an engine of several processes and NCCL. Assumptions."""
 SPACE_LEAST = GIB // 16
-"""What Docker gives a container as shared memory: too little for both."""
+"""Shared memory of a Docker container by default (64 MiB): too little for engines and for NCCL."""
 STATE_BYTES = {"float32": 12, "bfloat16": 14}
 """Bytes of a checkpoint per parameter by policy.dtype: weights, fp32 main weights if they are others, two moments."""
 _ANOTHER = "choose an output_dir on another file system, or make space there"
@@ -51,7 +51,7 @@ _INSTALL = "make the environment again with tools/install.sh, on a file system t
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `doctor` found on one node. Produced by `examine`; `--json` writes it."""
+    """The report of `doctor` about one node. Produced by `examine`; `--json` writes it."""
 
     format: Literal[1] = 1
     """Version of the JSON file."""
@@ -59,7 +59,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     time: str
     """UTC, ISO 8601."""
     facts: dict[str, str]
-    """In which the nodes of a run have to agree; "" for what a node does not have."""
+    """Facts in which the nodes of a run have to agree; "" for what a node does not have."""
     checks: list[Check]
 
     @property
@@ -73,6 +73,7 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) ->
 
     Raises nothing for what a node lacks: that is a failed check.
     """
+    # packages first: whether the environment is one for GPUs decides how many GPUs the run needs
     machine = _machine()
     on_gpus = isinstance(machine, Machine) and is_gpu_environment(machine)
     needed = gpus_needed(recipe, gpus, gpu_environment=on_gpus)
@@ -160,7 +161,7 @@ def _packages(installed: Mapping[str, str], extra: str) -> Check:
 
 
 def _cuda(built: str, supported: str) -> Check:
-    """A driver runs programs of its own major version of CUDA and of earlier ones."""
+    """A check of torch's CUDA: a driver runs programs of its own major version and of earlier ones."""
     if not supported:
         return skipped("CUDA", f"torch was built for CUDA {built}; no driver says what it supports")
     have, want = (tuple(int(part) for part in text.split(".")[:2]) for text in (supported, built))
@@ -178,13 +179,13 @@ def _cuda(built: str, supported: str) -> Check:
 
 
 def _nccl(machine: Machine) -> Check:
-    """The library that is loaded, which a module's LD_LIBRARY_PATH may have put before torch's own package."""
+    """A check of the NCCL that is loaded: a module's LD_LIBRARY_PATH may have put it before torch's package."""
     packages = machine.details["packages"]
     loaded = str(machine.details["nccl"])
     package = next((packages[name] for name in NCCL if name in packages), None)
     if package and package.split(".")[:3] != loaded.split(".")[:3]:
         remedy = "unset LD_LIBRARY_PATH and LD_PRELOAD, which modules of a cluster may set"
-        expected = f"{package}, installed beside torch"
+        expected = f"{package}, installed with torch"
         return failed("NCCL", expected=expected, found=f"{loaded} is loaded", remedy=remedy)
     return ok("NCCL", loaded)
 
@@ -226,7 +227,7 @@ def canary(place: Path) -> Check:
     with tempfile.TemporaryDirectory(prefix=".megatron-scalerl-doctor-", dir=place) as folder:
         path = Path(folder) / "canary"
         write_durably(path, content)
-        os.close(lock_file(Path(folder) / "lock"))
+        os.close(lock_file(Path(folder) / "lock"))  # a run's folder is locked by its controller
         if path.read_bytes() != content:
             return failed(name, expected="the bytes that were written", found="other bytes", remedy=_ANOTHER)
     return ok(name, f"{place}: {len(content):,} bytes written, synced, renamed and read again; a lock taken")
@@ -239,7 +240,8 @@ def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
     try:
         folder = config_folder(recipe.policy.path, recipe_file or "recipe.yaml")
 
-        from megatron_scalerl.plan.counting import count, load_family  # these imports take seconds
+        # imported behind the first refusal: these modules take seconds
+        from megatron_scalerl.plan.counting import count, load_family
 
         parameters = count(*load_family(folder)[:1]).total
     except (ValueError, OSError) as error:
@@ -253,6 +255,7 @@ def output_space(run_dir: Path, need: int | str) -> Check:
     free = _free(place_of(run_dir))
     if isinstance(need, str):
         return skipped(name, f"{size(free)} free; what the run needs is unknown: {need}")
+    # checkpoints that exist already do not have to be written again
     files = (path for path in (run_dir / "checkpoints").rglob("*") if path.is_file() and not path.is_symlink())
     need -= sum(path.lstat().st_size for path in files)
     if free < need:
@@ -332,6 +335,7 @@ def mount_of(path: Path, table: str | None = None) -> tuple[str, str]:
     nearest = ("unknown", "/")
     for line in table.splitlines():
         _, point, kind, _ = line.split(" ", 3)  # the source may be empty
+        # the kernel writes a space in a path as \\040
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
         if place.is_relative_to(point) and Path(point).is_relative_to(nearest[1]):
             nearest = (kind, point)

@@ -1,4 +1,4 @@
-"""GPUs and packages of this machine, as JSON from a process of its own: the caller never imports torch."""
+"""GPUs and packages of this machine, as JSON from a separate process: the caller never imports torch."""
 
 import json
 import os
@@ -55,6 +55,7 @@ def probe_machine(*, hide_gpus: bool) -> Machine:
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise RuntimeError(f"environment: {sys.executable} cannot import torch: {why}")
+    # libraries may print lines before it while they are imported
     details = json.loads(done.stdout.strip().splitlines()[-1])
     return Machine(gpus=tuple(details.pop("gpus")), details=details)
 

@@ -22,7 +22,7 @@ _NO_NAME = re.compile(r"=|\b(ALL|NONE|NIL|TRUE|FALSE)\b", re.IGNORECASE)
 _LOGIN = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 _PRINTED = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]"
 Line = Annotated[str, StringConstraints(pattern=f"^{_PRINTED}+$")]
-"""One line of text."""
+"""A single line of text."""
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Options = Mapping[str, str | bool]
@@ -42,7 +42,7 @@ _FIXED = (
     *("signal", "output", "open-mode", "no-kill", "ntasks", "ntasks-per-node", "chdir", "wrap", "wait", "test-only"),
     *("parsable", "gpus-per-task", "export-file", "ntasks-per-gpu", "time-min", "clusters"),
 )
-"""Those without which the job could not save itself, be queued again or be watched."""
+"""Options without which the job could not save itself, be queued again or be watched."""
 _REPLACED = {
     "gres": "gpus-per-node",
     "mem-per-gpu": "mem",
@@ -98,8 +98,8 @@ class Site(BaseModel):
     template: Line | None = None
     """Template (Jinja) of the job script, relative to the site file, which may extend job.sbatch; None for that."""
     container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"
-    """What runs the program, on every node; words: a command in front of it, in which {run}, {cwd} and {local} stand
-    for the run's folder, that of the submission and that for compiled and staged files."""
+    """The container of the program, on every node; words: a command in front of the program, in which {run}, {cwd}
+    and {local} stand for the folders of the run, of the submission, and of compiled and staged files."""
     image: Line | None = None
     """Image of the container of pyxis or Apptainer."""
     mounts: tuple[Line, ...] = ()
@@ -116,7 +116,7 @@ class Site(BaseModel):
         return str(self.sbatch.get("gres") or "gpu:" + str(self.sbatch.get("gpus-per-node") or ""))
 
     def options(self, own: Options, *, gpus: int) -> list[str]:
-        """What follows #SBATCH: the job's `own` options and the site's. Raises ValueError for too few GPUs.
+        """The text behind each #SBATCH: the job's `own` options and the site's. Raises ValueError for too few GPUs.
 
         gpus: of a node, which are added to a type without a number.
         """
@@ -148,12 +148,13 @@ def escaped(text: str) -> str:
 
 
 def _of_gpus(name: str, value: object) -> bool:
-    """Whether an option asks for GPUs, or for something beside each."""
+    """Whether an option requests GPUs, or another resource for each GPU."""
     return "gpu" in name or (name == "gres" and re.search(r"(?:^|,)gpu(?:[:,]|$)", str(value)) is not None)
 
 
 def _numbered(gres: str, gpus: int) -> str:
     """Generic resources with the number of GPUs behind a type that has none. Raises ValueError for too few."""
+    # `gpu` and `gpu:h100`, but neither `gpu:4` nor `gpu:h100:4`
     whole = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda match: f"{match[0]}:{gpus}", gres)
     if gpus_of(whole) < gpus:
         raise ValueError(f"site file: sbatch: {gres} gives fewer GPUs of a node than the {gpus} that the run takes")
@@ -187,6 +188,7 @@ def read_site(path: Path | None) -> Site:
         raise ValueError(
             f"{path}: stage: the paths {[*site.stage]} have to be absolute and to differ in their last names"
         )
+    # sbatch takes the beginning of a long option for the option, so that `no-requeu` would turn requeueing off
     for name, value in site.sbatch.items():
         if name in BY_SUBMIT:
             raise ValueError(f"{path}: sbatch: {name} is set by the option {BY_SUBMIT[name]} of submit")

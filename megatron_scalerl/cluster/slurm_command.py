@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings that override the recipe's; overlay=FILE: those of a file",
     )
     what.add_argument("--array", metavar="FOLDER", help="every recipe (*.yaml) of a folder, as one job array")
-    what.add_argument("--base", metavar="RECIPE", help="with --array: what the folder's overlays are laid over")
+    what.add_argument("--base", metavar="RECIPE", help="with --array: the recipe that the folder's overlays change")
     what.add_argument("--seeds", type=int, metavar="N", help="with --array: runs of each recipe, seeds 1 to N")
     what.add_argument("--throttle", type=int, metavar="N", help="with --array: runs at a time (default: all)")
     what.add_argument(
@@ -70,7 +70,7 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
     ):
         job.add_argument(*names, type=int, metavar="N", help=text)
     job.add_argument(
-        "--gpu-hours", type=float, metavar="H", help="budget: what all attempts together may hold, by the ledger"
+        "--gpu-hours", type=float, metavar="H", help="budget: device-hours of all attempts together, by the ledger"
     )
     job.add_argument(
         "--any-file-system",
@@ -101,7 +101,7 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
         type=float,
         default=WITHIN_S,
         metavar="S",
-        help="with several nodes: one that has not passed its check by then is excluded (default: %(default)g)",
+        help="with several nodes: a node that has not passed its check after S seconds is excluded (default: %(default)g)",
     )
     job.add_argument("--startup-seconds", type=float, metavar="S", help="time to the first step (default: measured)")
     job.add_argument("--save-seconds", type=float, metavar="S", help="time of one checkpoint (default: measured)")
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _lines(arguments: argparse.Namespace) -> Iterator[str]:
-    """Do what is asked; what to tell the user."""
+    """The lines for the user, while the command does its work."""
     for name in ("status", "seconds_left"):
         if getattr(arguments, name) is not None and not _alone(arguments, name):
             raise ValueError(f"{_option(name)} stands alone; leave out the recipe or the folder")
@@ -134,7 +134,8 @@ def _lines(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _submit(arguments: argparse.Namespace) -> Iterator[str]:
-    if arguments.array is not None and "=" in (arguments.recipe or ""):  # an override in the recipe's place
+    # argparse takes the first override for the recipe, which an array does not have
+    if arguments.array is not None and "=" in (arguments.recipe or ""):
         arguments.overrides.insert(0, arguments.recipe)
         arguments.recipe = None
     request = _request(arguments)
@@ -157,7 +158,7 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _alone(arguments: argparse.Namespace, name: str) -> bool:
-    """Whether nothing else says what is to be done."""
+    """Whether an option is the only one that names a run or a recipe."""
     others = ("recipe", "array", "status", "seconds_left")
     return all(getattr(arguments, other) is None for other in others if other != name)
 

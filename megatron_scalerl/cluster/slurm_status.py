@@ -17,11 +17,11 @@ from megatron_scalerl.recipe.file import load_recipe, read_run_recipe
 from megatron_scalerl.record import record
 
 ROLES = ("setup", "preflight", "controller")
-"""What an attempt starts, in this order; each leaves ROLE.exit and ROLE.log."""
+"""Programs that an attempt starts, in this order; each leaves ROLE.exit and ROLE.log."""
 HOSTS = "hosts"
 """In the folder of an attempt: the nodes that the job had at its start, one a line."""
 FIRST_NODE = "first-node.log"
-"""There, too: what the other nodes noted when the first one was lost."""
+"""In the same folder: a note of the other nodes that the first one was lost."""
 _LONGEST = 500
 """Characters of a reason that are shown."""
 
@@ -81,7 +81,7 @@ def node_lines(run: Path, jobs: Iterable[cluster.Job]) -> Iterator[str]:
     for job in jobs:
         if job.state == "RUNNING" and had:
             holds = cluster.nodes_of(job.job_id)
-            if holds is None:  # it has just ended
+            if holds is None:  # the job has ended since squeue listed it
                 holds = had
             yield from lost(had, holds, cluster.node_states(had))
 
@@ -110,6 +110,7 @@ def lost(had: Iterable[str], holds: Iterable[str], states: Mapping[str, str]) ->
     had: nodes at the start. holds: nodes of the job now. states: as `cluster.node_states`.
     """
     still = set(holds)
+    # with --no-kill a node that failed leaves the job, which goes on without it; * ends the state of a silent node
     for node in had:
         state = states.get(node, "unknown")
         if node not in still:

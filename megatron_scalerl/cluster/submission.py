@@ -104,10 +104,12 @@ def submit(
     resolved, lines = _resolved(recipes, plan, partition, recipe_file, has_slurm=has_slurm)
     yield from lines
     with contextlib.ExitStack() as stack:
+        # the script's folder is that of the run, or of the array: nobody takes a lock twice
         for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
             (run / SLURM).mkdir(parents=True, exist_ok=True)
             stack.enter_context(submitting(run))
         queued = None
+        # asked under the locks, so that the job of a submission that has just ended is in the queue
         if has_slurm:
             queued = cluster.queued()
         for run in plan.runs:
@@ -153,6 +155,7 @@ def _resolved(
             check_recipe(whole)
             fits = check_plan(recipe, recipe_file, partition, plan.nodes.gpus)
         except ValueError as error:
+            # a dry run on another machine may lack the policy and the prompts: it still writes the script
             if has_slurm:
                 raise
             checks = f"not finished here: {error}"
@@ -200,6 +203,7 @@ def _submit(plan: JobPlan) -> list[str]:
     try:
         jobs.append(cluster.submit(plan.script))
         if asked.chain:
+            # afterany: whatever the end of the job before, the next one goes on from the newest checkpoint
             for _ in range(asked.max_requeues):
                 jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"]))
         row = {
@@ -301,6 +305,7 @@ def job_ids(run: Path) -> list[str]:
 
 def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
     """The run's own among the `jobs`: submitted by the command, or its script by hand. Running ones come first."""
+    # a script that was submitted by hand has left no line in jobs.jsonl
     submitted = set(job_ids(run))
     script = str(run / SLURM / "job.sbatch")
     of_run = [job for job in jobs if job.job_id in submitted or job.script == script]
@@ -308,12 +313,13 @@ def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
 
 
 def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
-    """Whether other nodes can see the run's folder, by the type of its file system, as far as this node can say.
+    """A check by its file system that other nodes can see the run's folder, as far as this node can tell.
 
     Returns a warning or None. Raises ValueError for a folder that no other node sees, if the job has several nodes
     and not `anywhere`.
     """
     place = next(place for place in (run, *run.parents) if place.is_dir())
+    # each node has its own of these, and a local disk may be exported under the same path
     kind, point = mount_of(place)
     private = kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
     if not private and kind not in _LOCAL_DISKS:

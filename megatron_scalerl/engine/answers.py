@@ -66,7 +66,7 @@ class EngineInfo:
     weight_version: str
     """Label of the weights in use."""
     weight_digests: tuple[str, ...]
-    """Of each worker: digest of the bytes that it got in the last update, empty before the first."""
+    """Digests of the bytes that each worker received in the last update, empty before the first."""
     attention_temperature: bool | None = None
     """Whether layers without RoPE scale their queries by position; None where the policy has no such layers."""
 
@@ -162,36 +162,44 @@ def prompt_logprobs(content: bytes, token_ids: Sequence[int], where: str) -> tup
     rows = decode(content, _Answer, where).prompt_logprobs or []
     if len(rows) != len(token_ids):
         raise EngineError(f"{where}: the prompt has {len(token_ids)} tokens, and the answer log-probs of {len(rows)}")
-    found = [(row or {}).get(str(token), _Token()) for row, token in zip(rows[1:], token_ids[1:])]
-    values = _values(found)
-    if (unusable := _first_unusable(values)) is not None:
-        raise EngineError(f"{where}: prompt token {unusable + 1}: {_unusable(found[unusable])}")
+    tokens = [(row or {}).get(str(token), _Token()) for row, token in zip(rows[1:], token_ids[1:])]
+    values = _values(tokens)
+    if (index := _first_unusable(values)) is not None:
+        raise EngineError(f"{where}: prompt token {index + 1}: {_unusable(tokens[index])}")
     return tuple(values.tolist())
 
 
 def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> RolloutArrays:
-    """One choice of a response; arguments and errors as for `completion`."""
+    """The completion in a choice of a response; arguments and errors as for `completion`."""
     tokens = np.array(choice.token_ids, dtype=np.uint32)
     length = kept = len(tokens)
     if choice.finish_reason not in ("stop", "length"):
         raise EngineError(f"{where}: the completion ended with {choice.finish_reason!r} after {length} tokens")
-    scored = choice.logprobs.content if choice.logprobs is not None else []
+    scored = [] if choice.logprobs is None else choice.logprobs.content
     if not length or len(scored) != length:
         raise EngineError(
             f"{where}: the completion has {length} tokens and {len(scored)} log-probs; it has to have one for each"
         )
     truncated = choice.finish_reason == "length"
-    mask, interrupted = np.ones(length, dtype=bool), False
+    mask = np.ones(length, dtype=bool)
+    interrupted = False
+    cut = 0
     if plan is not None:
         try:
             tags = tag(tokens, plan)
         except ValueError as err:
             raise EngineError(f"{where}: {err}") from None
-        kept, mask, interrupted = tags.kept_length, tags.loss_mask, tags.interrupted
+        kept = tags.kept_length
+        mask = tags.loss_mask
+        interrupted = tags.interrupted
         truncated |= tags.truncated
+        cut = plan.cut
     values = np.where(mask, _values(scored[:kept]), 0.0)
-    if (unusable := _first_unusable(values)) is not None:
-        raise CompletionLost(f"{where}: token {unusable}: {_unusable(scored[unusable])}", reason=NO_LOGPROBS)
+    if (index := _first_unusable(values)) is not None:
+        raise CompletionLost(f"{where}: token {index}: {_unusable(scored[index])}", reason=NO_LOGPROBS)
+    experts = None
+    if choice.routed_experts is not None:
+        experts = _expert_choices(choice.routed_experts, where)
     return RolloutArrays(
         token_ids=tokens[:kept],
         rollout_logprobs=narrowest(values),
@@ -199,9 +207,9 @@ def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> R
         loss_mask=mask,
         interrupted=interrupted,
         truncated=truncated,
-        thinking_cut=plan.cut if plan else 0,
+        thinking_cut=cut,
         seed=seed,
-        expert_choices=None if choice.routed_experts is None else _expert_choices(choice.routed_experts, where),
+        expert_choices=experts,
     )
 
 
@@ -213,7 +221,9 @@ def _values(tokens: Sequence[_Token]) -> np.ndarray:
 def _first_unusable(values: np.ndarray) -> int | None:
     """Index of the first of `values` [T] that is no log-probability, None without one."""
     usable = (values > MISSING_LOGPROB) & (values <= LARGEST_LOGPROB)  # NaN fails both
-    return None if usable.all() else int(np.argmin(usable))
+    if usable.all():
+        return None
+    return int(np.argmin(usable))
 
 
 def _unusable(token: _Token) -> str:
@@ -229,24 +239,27 @@ def _expert_choices(encoded: str, where: str) -> ExpertChoices:
             raise ValueError(f"version {version}")
         shape, fortran_order, dtype = _READ_HEADER[version](stream)
     except Exception as err:  # a header is a Python literal: parsing a broken one raises almost anything
-        what = f"{type(err).__name__}: {str(err)[:200]}"
-        raise EngineError(f"{where}: routed_experts: the text is not a base64 .npy array ({what})") from None
+        reason = f"{type(err).__name__}: {str(err)[:200]}"
+        raise EngineError(f"{where}: routed_experts: the text is not a base64 .npy array ({reason})") from None
     if len(shape) != 3 or min(shape) < 0 or dtype not in (np.uint8, np.uint16):
         raise EngineError(
             f"{where}: routed_experts: {dtype} {shape} is not uint8 or uint16 [tokens, layers, experts]"
         )
-    # before an array of that size is allocated
-    data, size = stream.getbuffer()[stream.tell() :], math.prod(shape) * dtype.itemsize
+    # compared before an array of that size is allocated
+    data = stream.getbuffer()[stream.tell() :]
+    size = math.prod(shape) * dtype.itemsize
     if len(data) != size:
         raise EngineError(f"{where}: routed_experts: shape {shape} takes {size} bytes, and {len(data)} were sent")
     array = np.frombuffer(data, dtype).reshape(shape, order="F" if fortran_order else "C")
     width: Literal[1, 2] = 1 if dtype == np.uint8 else 2
+    # little-endian whatever the host: the bytes go to other processes and into the journal
     return ExpertChoices(layers=shape[1], topk=shape[2], width=width, data=array.astype(f"<u{width}").tobytes())
 
 
 def _versions(spans: list[_Span] | None, length: int, where: str) -> np.ndarray:
     """[T] int64 policy version of every token. Raises EngineError if a token has none."""
-    versions, end = np.empty(length, dtype=np.int64), 0
+    versions = np.empty(length, dtype=np.int64)
+    end = 0
     for span in spans or []:
         label = span.version
         if not (label.isascii() and label.isdecimal() and len(label) <= _VERSION_DIGITS):

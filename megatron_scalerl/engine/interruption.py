@@ -38,7 +38,7 @@ def draw_cut(seed: int, group_id: int, index: int, low: int, high: int) -> int:
 
 @record
 class Plan:
-    """What may be forced on one completion."""
+    """The tokens that may be forced on a completion."""
 
     cut: int
     """Thinking tokens after which the phrase is forced, at least 1."""
@@ -127,22 +127,25 @@ def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ..
     end_ids = _encode(tokenizer, think_end)
     if not end_ids:
         raise ValueError(f"prompts.think_end: {think_end!r} has no tokens; it has to have at least one")
-    if (back := _decode(tokenizer, end_ids)).strip() != think_end.strip():
+    back = _decode(tokenizer, end_ids)
+    if back.strip() != think_end.strip():
         raise ValueError(f"prompts.think_end: {think_end!r} does not survive encode and decode; it becomes {back!r}")
     first, last = tag_variants(tokenizer, end_ids)
     text = phrase + think_end
-    found = _encode(tokenizer, text)
-    for ids in (found, _encode(tokenizer, phrase) + end_ids):
+    whole = _encode(tokenizer, text)
+    for ids in (whole, _encode(tokenizer, phrase) + end_ids):
         if _decode(tokenizer, ids) == text and _closes(ids, len(ids), end_ids, first, last):
             return ids, end_ids
     raise ValueError(
         f"interruption.phrase: {text!r} does not survive encode and decode with the closing tag at its end; it "
-        f"becomes {_decode(tokenizer, found)!r}"
+        f"becomes {_decode(tokenizer, whole)!r}"
     )
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
+    if not text:
+        return ()
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -176,15 +179,20 @@ def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozen
     if len(think_end_ids) < 2:
         return frozenset(), frozenset()
     pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    first, last = pieces[think_end_ids[0]].lstrip("\u2581"), pieces[think_end_ids[-1]]
-
-    def marks(piece: str) -> bool:
-        return bool(piece) and not any(c.isalnum() for c in piece)
-
-    named = [(i, piece) for i, piece in enumerate(pieces) if piece]
-    before = {i for i, piece in named if piece.endswith(first)} if marks(first) else set()
-    after = {i for i, piece in named if piece.startswith(last)} if marks(last) else set()
+    first = pieces[think_end_ids[0]].lstrip("\u2581")
+    last = pieces[think_end_ids[-1]]
+    before: set[int] = set()
+    after: set[int] = set()
+    if _is_mark(first):
+        before = {index for index, piece in enumerate(pieces) if piece and piece.endswith(first)}
+    if _is_mark(last):
+        after = {index for index, piece in enumerate(pieces) if piece and piece.startswith(last)}
     return frozenset(before - {think_end_ids[0]}), frozenset(after - {think_end_ids[-1]})
+
+
+def _is_mark(piece: str) -> bool:
+    """Whether a piece of a vocabulary has neither letters nor digits."""
+    return bool(piece) and not any(character.isalnum() for character in piece)
 
 
 class Forcing:
@@ -207,14 +215,17 @@ class Forcing:
 
         tokens: [n] the completion so far, sampled and forced.
         """
-        plan, n = self.plan, len(tokens)
+        plan = self.plan
+        length = len(tokens)
         if self._answer_start < 0:
             self._read_thinking(tokens)
-        if self._answer_start < 0:
-            return plan.phrase_ids[0] if n == plan.cut else None
-        if n < self._answer_start:
-            return plan.phrase_ids[n - plan.cut]
-        return plan.eos_id if n >= self._budget_end else None
+        if self._answer_start < 0 and length < plan.cut:
+            return None
+        if self._answer_start < 0 or length < self._answer_start:
+            return plan.phrase_ids[length - plan.cut]
+        if length >= self._budget_end:
+            return plan.eos_id
+        return None
 
     def _read_thinking(self, tokens: Sequence[int]) -> None:
         plan = self.plan
@@ -234,7 +245,7 @@ class Forcing:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tags:
-    """What was forced on a finished completion."""
+    """The forced tokens of a finished completion."""
 
     loss_mask: np.ndarray
     """[kept_length] bool, False where a token was forced."""
@@ -249,7 +260,7 @@ class Tags:
 
 
 def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:
-    """What was forced on a finished completion, and whether a budget ended it.
+    """The forced tokens of a finished completion, and whether a budget ended it.
 
     token_ids: [T] as the engine returned it, the forced end of sequence included. Raises ValueError if the
     engine did not force what the plan says (it ran without the plugin, or with another plan).
@@ -261,12 +272,15 @@ def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:
     truncated = False
     if answer_start is None and length > plan.cut:
         forced_until = min(length, plan.cut + len(plan.phrase_ids))
-        found = tuple(tokens[plan.cut : forced_until].tolist())
-        if found != plan.phrase_ids[: len(found)]:
-            raise ValueError(f"completion tokens from {plan.cut}: {found} is not the forced phrase")
-        truncated = len(found) < len(plan.phrase_ids)
-        answer_start = None if truncated else forced_until
-    budget_end = length if answer_start is None else plan.budget_end(answer_start, forced=forced_until > plan.cut)
+        forced = tuple(tokens[plan.cut : forced_until].tolist())
+        if forced != plan.phrase_ids[: len(forced)]:
+            raise ValueError(f"completion tokens from {plan.cut}: {forced} is not the forced phrase")
+        truncated = len(forced) < len(plan.phrase_ids)
+        if not truncated:
+            answer_start = forced_until
+    budget_end = length
+    if answer_start is not None:
+        budget_end = plan.budget_end(answer_start, forced=forced_until > plan.cut)
     if length > budget_end:
         kept = budget_end
         beyond = tuple(tokens[kept:].tolist())

@@ -14,17 +14,21 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
     Raises ValueError with the key that the user can change, EngineError where vLLM does not do what it was configured
     to do.
     """
-    logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
-    temperature = None if info.attention_temperature is None else attention_temperature(recipe)
+    logits = recipe.policy.dtype
+    if recipe.policy.logits == "fp32":
+        logits = "float32"
+    temperature = info.attention_temperature
+    if temperature is not None:  # the engine's policy has such layers
+        temperature = attention_temperature(recipe)
     required_len = recipe.longest_sequence(phrase_tokens=0)
-    for error, key, expected, found in (
+    for error, key, trainer, engine in (
         (EngineError, "policy.dtype", recipe.policy.dtype, info.dtype),
         (EngineError, "rollouts.temperature", logprobs_mode(recipe), info.logprobs_mode),
         (RecipeError, f"policy.logits {recipe.policy.logits}", logits, info.head_dtype),
         (RecipeError, "config.json: attn_temperature_tuning", temperature, info.attention_temperature),
     ):
-        if expected != found:
-            raise error(f"{key}: the trainer has {expected}, and the engine {found}; they have to be equal")
+        if trainer != engine:
+            raise error(f"{key}: the trainer has {trainer}, and the engine {engine}; they have to be equal")
     if info.max_model_len < required_len:
         raise RecipeError(
             f"engine.vllm.max_model_len: {info.max_model_len} is too short for sequences of {required_len} tokens"
@@ -33,12 +37,18 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
 
 def logprobs_mode(recipe: Recipe) -> str:
     """Which log-probs the engine reports: those of the policy, or those of its logits over the temperature."""
-    return "raw_logprobs" if recipe.rollouts.temperature == 1 else "processed_logprobs"
+    if recipe.rollouts.temperature == 1:
+        return "raw_logprobs"
+    return "processed_logprobs"
 
 
 def attention_temperature(recipe: Recipe) -> bool | None:
     """Whether the policy scales the queries of layers without RoPE by position (Llama 4); None for other families."""
     path = Path(recipe.policy.path) / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return None
+    config = json.loads(path.read_text())
     text = config.get("text_config") or config
-    return bool(text.get("attn_temperature_tuning", True)) if text.get("model_type") == "llama4_text" else None
+    if text.get("model_type") != "llama4_text":
+        return None
+    return bool(text.get("attn_temperature_tuning", True))

@@ -183,11 +183,12 @@ def check_options(options: dict[str, Any]) -> None:
         if name in CHANGES_SAMPLING and options[name] is not None:
             raise ValueError(f"engine.vllm.{name} cannot be set: it {CHANGES_SAMPLING[name]}")
         if name in OURS:
-            by = f"set by {OURS[name]}" if OURS[name] else "fixed"
-            raise ValueError(f"engine.vllm.{name}: {options[name]!r} cannot be set here; the option is {by}")
-    known = sorted(vllm_options() - OURS.keys())
+            key = OURS[name]
+            decided = f"set by {key}" if key else "fixed"
+            raise ValueError(f"engine.vllm.{name}: {options[name]!r} cannot be set here; the option is {decided}")
+    names = sorted(vllm_options() - OURS.keys())
     check_keys(
-        "engine.vllm", options, known, expected="an option of vLLM", in_recipe=True, listed="vllm serve --help=all"
+        "engine.vllm", options, names, expected="an option of vLLM", in_recipe=True, listed="vllm serve --help=all"
     )
     head = _nested(options, "hf_overrides").get("head_dtype")
     if head is not None:
@@ -235,8 +236,7 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
         del options["disable_log_stats"]  # a flag of vLLM without a negative form
     # the last one is the outermost: the user's middleware sees no request without the secret
     options["middleware"] = [*_as_list(options.get("middleware")), f"{PLUGIN}.SecretMiddleware"]
-    processor = DEVICE_PROCESSOR if recipe.rollouts.routing_replay else PLUGIN
-    options["logits_processors"] = [f"{processor}:ForcedTokens"]
+    options["logits_processors"] = [f"{PLUGIN}:ForcedTokens"]
     head = "float32" if recipe.policy.logits == "fp32" else "model"
     options["hf_overrides"] = {**_nested(options, "hf_overrides"), "head_dtype": head}
     temperature = attention_temperature(recipe)
@@ -263,7 +263,7 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
     if tls is not None:
         options |= {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
     if recipe.rollouts.routing_replay:
-        options |= _routing_options()
+        options |= _routing_options() | {"logits_processors": [f"{DEVICE_PROCESSOR}:ForcedTokens"]}
     if recipe.engine.vllm.get("enable_expert_parallel") and recipe.engine.vllm.get("data_parallel_size", 1) != 1:
         raise ValueError(
             "engine.vllm.enable_expert_parallel works with data_parallel_size 1 alone, since vLLM only says of the "
@@ -296,20 +296,29 @@ def _deterministic_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def _argument(name: str, value: Any) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    if isinstance(value, bool):
-        return [flag if value else "--no-" + name.replace("_", "-")]
+    words = name.replace("_", "-")
+    flag = f"--{words}"
     if value is None:
         return []
+    if value is True:
+        return [flag]
+    if value is False:
+        return [f"--no-{words}"]
     if name == "middleware":
         return [text for item in value for text in (flag, item)]
     if isinstance(value, list):
         return [flag, *map(str, value)]
-    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    if isinstance(value, dict):
+        return [flag, json.dumps(value)]
+    return [flag, str(value)]
 
 
 def engine_command(arguments: list[str]) -> list[str]:
@@ -352,11 +361,9 @@ def engine_environment(
     # an engine is on one host: vLLM's processes listen for each other on loopback only. On several hosts the weight
     # group goes beyond: NCCL has one interface for all of a process's groups, gloo's is chosen per group
     # (`distributed.rendezvous.gloo_device`).
-    between_hosts = os.environ.get("NCCL_SOCKET_IFNAME") if interface != LOOPBACK else None
-    env |= listen_only_at(LOOPBACK) | {
-        "NCCL_SOCKET_IFNAME": between_hosts or interface,
-        "VLLM_HOST_IP": "127.0.0.1",
-    }
+    if interface != LOOPBACK:
+        interface = os.environ.get("NCCL_SOCKET_IFNAME") or interface
+    env |= listen_only_at(LOOPBACK) | {"NCCL_SOCKET_IFNAME": interface, "VLLM_HOST_IP": "127.0.0.1"}
     if on_cpu():
         env |= {
             "OMP_NUM_THREADS": str(recipe.engine.threads),

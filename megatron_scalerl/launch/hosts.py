@@ -44,7 +44,16 @@ PRIVATE = re.compile(
 """Variables whose values no other user may see; where a secret is, everybody may."""
 _TIMEOUT_S = 60.0
 _LOOK_S = 5.0
-"""While a run goes on: its end waits for the answer."""
+"""Time limit of a question while a run goes on (seconds): the run's end waits for the answer."""
+PER_COMPLETION = 2
+"""Connections per slot: every engine may have a validation in flight in addition to the training completions."""
+PER_PROCESS = 8
+"""Pipes, sockets and log of one child process, and the descriptors by which asyncio watches it."""
+TARGET = 65536
+"""The soft limit is raised to this if the hard limit allows. Beyond the run's own need, because unauthenticated
+connections to the controller's socket count too, until libzmq drops them after 30 s."""
+MARGIN = 1024
+"""Files of the journal and of checkpoints, libraries, and the event loop."""
 
 
 class HostsLeft(RuntimeError):
@@ -55,11 +64,11 @@ class HostsLeft(RuntimeError):
 
 @record
 class Host:
-    """One host of a run."""
+    """A host of a run."""
 
     name: str
     here: bool = False
-    """True for the controller's own one."""
+    """True for the host of the controller."""
 
 
 @record
@@ -94,11 +103,13 @@ class Hosts:
         if self.words or self.address is None or job is None:
             return set()
         try:
-            found = re.findall(r" NodeList=([^\s(]+)", _scontrol("job", "--oneliner", job, within_s=_LOOK_S))
-            held = _scontrol("hostnames", ",".join(found), within_s=_LOOK_S).split() if found else []
+            nodes = re.findall(r" NodeList=([^\s(]+)", _scontrol("job", "--oneliner", job, within_s=_LOOK_S))
+            if not nodes:
+                return set()
+            names = _scontrol("hostnames", ",".join(nodes), within_s=_LOOK_S).split()
         except (OSError, subprocess.SubprocessError):
             return set()
-        return {host.name for host in self.hosts if found and host.name not in held}
+        return {host.name for host in self.hosts} - set(names)
 
 
 ONE_HOST = Hosts(hosts=(Host(name="localhost", here=True),), slots=None, address=None)
@@ -146,29 +157,35 @@ def hosts_of(
                 f"weights.transport: {transport} does not say whether the nodes of --hosts {names} have GPUs; set "
                 "nccl for GPUs, or gloo for GPUs if this host has some, else CPUs"
             )
-        return _of_ray("GPU" if takes_gpus(transport) else "CPU", int(ray[1]) if ray[1] else None, slots, address)
-    listed = hosts_of_allocation() if in_slurm else _listed(names)
-    own = _names_of_this_host()
-    hosts = tuple(Host(name=name, here=_bare(name) in own) for name in listed)
+        kind: Literal["GPU", "CPU"] = "CPU"
+        if takes_gpus(transport):
+            kind = "GPU"
+        return _of_ray(kind, int(ray[1] or 0) or None, slots, address)
+    words: tuple[str, ...] = ()
+    if in_slurm:
+        listed = hosts_of_allocation()
+        if slots is None:
+            slots = _gpus_of_node()
+    else:
+        listed = _listed(names)
+        words = tuple(shlex.split(run_on or DEFAULT_COMMAND))
+    this_host = _names_of_this_host()
+    # users and Slurm write a host with and without its domain
+    hosts = tuple(Host(name=name, here=_bare(name) in this_host) for name in listed)
     others = [host.name for host in hosts if not host.here]
-    slots = slots if slots is not None or not in_slurm else _gpus_of_node()
     if slots is not None and slots < 1:
         raise ValueError(f"--slots is {slots}; it has to be at least 1")
     if others and slots is None:
         raise ValueError("--slots is missing; give the number of devices of each host")
-    words = () if in_slurm else tuple(shlex.split(run_on or DEFAULT_COMMAND))
     if others and not in_slurm and not any("{host}" in word for word in words):
         raise ValueError(f"--run-on: {run_on!r} has no {{host}}, which stands for the name of the host")
-    return Hosts(
-        hosts=hosts,
-        slots=slots,
-        address=(address or _address_towards(others[0])) if others else None,
-        words=words,
-    )
+    if not others:
+        return Hosts(hosts=hosts, slots=slots, address=None, words=words)
+    return Hosts(hosts=hosts, slots=slots, address=address or _address_towards(others[0]), words=words)
 
 
 def _of_ray(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None, address: str | None) -> Hosts:
-    """The controller's own node runs its programs through Ray, too, which then knows what uses its devices."""
+    """The nodes that Ray reserves. The controller's node runs its programs through Ray, too, which counts devices."""
     names, slots, words = ray_hosts.reserve(kind, count, slots)
     hosts = tuple(Host(name=name) for name in names)
     return Hosts(hosts=hosts, slots=slots, address=address or _address_towards(names[0]), words=words)
@@ -200,8 +217,10 @@ def step_words(host: str) -> list[str]:
     Where its nodes differ, as many CPUs as the smallest has.
     """
     per_node = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")  # 128,64(x2)
-    cpus = [int(number) for number in re.findall(r"(?:^|,)(\d+)", per_node)]
-    return [*_SRUN, f"--nodelist={host}", *([f"--cpus-per-task={min(cpus)}"] if cpus else [])]
+    words = [*_SRUN, f"--nodelist={host}"]
+    if cpus := re.findall(r"(?:^|,)(\d+)", per_node):
+        words.append(f"--cpus-per-task={min(map(int, cpus))}")
+    return words
 
 
 def hosts_of_allocation() -> list[str]:
@@ -217,9 +236,15 @@ def hosts_of_allocation() -> list[str]:
 
 
 def _this_job() -> str | None:
-    """As scontrol knows it: of the last task of an array, SLURM_JOB_ID means all of them. None outside of a job."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+    """The job's id for scontrol; None outside of a job.
+
+    A task of an array is named by both numbers: SLURM_JOB_ID of the last task means all tasks.
+    """
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    return os.environ.get("SLURM_JOB_ID")
 
 
 def _hostnames(nodes: str) -> list[str]:
@@ -230,7 +255,7 @@ def _hostnames(nodes: str) -> list[str]:
 
 
 def _scontrol(*words: str, within_s: float = _TIMEOUT_S) -> str:
-    """What `scontrol show` says. Raises OSError and SubprocessError."""
+    """The output of `scontrol show`. Raises OSError and SubprocessError."""
     argv = ["scontrol", "show", *words]
     return subprocess.run(argv, capture_output=True, text=True, timeout=within_s, check=True).stdout
 
@@ -243,30 +268,20 @@ def _names_of_this_host() -> set[str]:
 def _bare(name: str) -> str:
     """The name without user and domain; an address stays as it is."""
     host = name.rpartition("@")[2]
-    return host if re.fullmatch(r"[\d.]+", host) or ":" in host else host.partition(".")[0]
+    if re.fullmatch(r"[\d.]+", host) or ":" in host:
+        return host
+    return host.partition(".")[0]
 
 
 def _address_towards(other: str) -> str:
     """This host's address on the route to another one. Raises ValueError if there is none."""
     name = other.rpartition("@")[2]
     try:
-        found = own_address(name)
+        return own_address(name)
     except OSError as error:
         raise ValueError(
             f"--address: this host has no route to {name} ({error}); give the address at which {name} reaches it"
         ) from None
-    return found
-
-
-PER_COMPLETION = 2
-"""Connections per slot: a validation may be in flight on every engine beside the training completions."""
-PER_PROCESS = 8
-"""Pipes, sockets and log of one child process, and the descriptors by which asyncio watches it."""
-TARGET = 65536
-"""The soft limit is raised to this if the hard limit allows. Beyond the run's own need, because unauthenticated
-connections to the controller's socket count too, until libzmq drops them after 30 s."""
-MARGIN = 1024
-"""Files of the journal and of checkpoints, libraries, and the event loop."""
 
 
 def files_needed(recipe: Recipe, joined: int = 0) -> int:

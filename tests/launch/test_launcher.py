@@ -256,8 +256,8 @@ async def test_an_engine_that_ends_with_its_first_requests_is_given_up_with_the_
         client.ended = 1
         client.received_tokens = completed
 
-    barren = "; 2 starts without a completion, of any engine" if not completed else ""
-    said = rf"found 0 \(engine-0: engine-0 produced no token.*; the last error in its log: {error}{barren}\)$"
+    barren = "; in 2 starts of it no engine has completed a request" if not completed else ""
+    said = rf"0 engines .*\(engine-0: engine-0 produced no token.*; the last error in its log: {error}{barren}\)$"
     async with engines_of(recipe, tmp_path, monkeypatch, busy=busy) as (engines, made, _):
         await engines.start()
         with pytest.raises(EngineDied, match=said):
