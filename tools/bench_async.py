@@ -78,10 +78,10 @@ def read(out, settings):
             found = {key: row[key] for key in settings}
             key = int(row["round"]), str(row["arm"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{out} line {number}: expected a run of this benchmark, found {error!r}") from None
+            raise ValueError(f"{out} line {number}: this is not a run of this benchmark ({error!r})") from None
         if found != settings:
             raise ValueError(
-                f"{out} line {number}: expected a run with {settings}, found {found}; give another --out"
+                f"{out} line {number}: this run had {found}, and this one has {settings}; give another --out"
             )
         rows[key] = row
     return rows

@@ -49,7 +49,8 @@ class Steps:
     """Optimizer steps on batches of random tokens."""
 
     def __init__(self, trainer, samples):
-        self._trainer, self._samples = trainer, random_samples(samples, (24, 88), LLAMA_134M["vocab"])
+        self._trainer = trainer
+        self._samples = random_samples(samples, (24, 88), LLAMA_134M["vocab"])
 
     def one(self):
         """Make the next step."""
@@ -71,12 +72,15 @@ def size_of(trainer, folder):
 
 def one_round(trainer, steps, folder, copy):
     """Seconds of one round's parts, and `steps`: how many it made beside the writing."""
-    at_once, later = folder / "step_000001", folder / "step_000002"
+    at_once = folder / "step_000001"
+    later = folder / "step_000002"
     found = {"at_once": seconds_of(lambda: save(at_once, trainer, {})), "copy": seconds_of(copy)}
     begin = time.perf_counter()
     saving = AsyncSave(later, trainer, {})
     found["copied"] = time.perf_counter() - begin
-    beside, committed, waited = [], None, 0.0
+    beside = []
+    committed = None
+    waited = 0.0
     while committed is None:
         beside.append(seconds_of(steps.one))
         begin = time.perf_counter()
@@ -102,7 +106,8 @@ def measure(options, policy, folder):
     steps = Steps(trainer, options.samples)
     steps.one()  # makes the optimizer's state
     size = size_of(trainer, folder)
-    here, there = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    here = torch.ones(size, dtype=torch.uint8)
+    there = torch.ones(size, dtype=torch.uint8)
     arm = partial(one_round, trainer, steps, folder, lambda: there.copy_(here))
     rounds = harness.columns(harness.in_rounds({"checkpoint": arm}, options.rounds)["checkpoint"])
     found = harness.medians(rounds)

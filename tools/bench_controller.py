@@ -79,7 +79,8 @@ with explained():
     from megatron_scalerl.trainer.client import TrainerClient
     from megatron_scalerl.types import Prompt
 
-GROUP, ANSWER_TOKENS = 16, 2048
+GROUP = 16
+ANSWER_TOKENS = 2048
 
 
 def recipe_for(folder, o):
@@ -115,7 +116,8 @@ def recipe_for(folder, o):
 @contextlib.contextmanager
 def stand_in_engines(o):
     """(addresses, process ids) of the engines, five in a process."""
-    servers, left = [], o.engines
+    servers = []
+    left = o.engines
     try:
         while left:
             argv = [sys.executable, str(TOOLS / "stand_in_engines.py"), "--engines", str(min(5, left))]
@@ -181,7 +183,7 @@ class Running:
             raise RuntimeError(f"the controller ended: {self.task.result()}")
         if not done:
             published.cancel()
-            raise RuntimeError(f"expected a step within {limit_s:g} s, found none")
+            raise RuntimeError(f"the controller made no step within {limit_s:g} s")
 
     async def elapse(self, seconds):
         """Wait, unless the controller ends; then for the end of a step."""
@@ -206,7 +208,8 @@ async def controller_of(folder, recipe, prompts, o, **more):
         plans = Plans(recipe, tokenizer)
         decoders = await stack.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=folder))
         trainer, trainer_pid = await stack.enter_async_context(trainer_of(folder, o.step_seconds))
-        start, devices = resume_point(run.path), Devices(unit="device_hours", trainer=1, engine=o.engines)
+        start = resume_point(run.path)
+        devices = Devices(unit="device_hours", trainer=1, engine=o.engines)
         ledger = Ledger(run.path / "ledger.jsonl", "device_hours", incarnation="local.0")
         stack.enter_context(contextlib.closing(ledger))
         meter = Meter(ledger, devices, start)
@@ -250,11 +253,15 @@ async def observe(running, o):
     await running.elapse(o.warm_up)
     lag = Lag()
     watch = asyncio.create_task(lag.watch())
-    pids, clients = {"controller": [os.getpid()], **running.pids}, running.clients
-    begin, steps, received = time.monotonic(), running.sync.steps, sum(c.received_tokens for c in clients)
+    pids = {"controller": [os.getpid()], **running.pids}
+    clients = running.clients
+    begin = time.monotonic()
+    steps = running.sync.steps
+    received = sum(c.received_tokens for c in clients)
     used = {name: processor_s(group) for name, group in pids.items()}
     await running.elapse(o.seconds)
-    seconds, steps = time.monotonic() - begin, running.sync.steps - steps
+    seconds = time.monotonic() - begin
+    steps = running.sync.steps - steps
     used = {name: processor_s(group) - used[name] for name, group in pids.items()}
     received = sum(c.received_tokens for c in clients) - received
     watch.cancel()
@@ -277,7 +284,8 @@ async def observe(running, o):
 
 def rows_of(found):
     """The figures for people."""
-    lag, peaks = found["lag_ms"], found["peak_mib"]
+    lag = found["lag_ms"]
+    peaks = found["peak_mib"]
     processors = [
         (f"processors used by {name}", f"{share:.2f} ({found['processor_us_per_token'][name]:.2f} us a token)")
         for name, share in found["processors"].items()

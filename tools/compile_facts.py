@@ -49,7 +49,8 @@ class Case:
 
     def compiled(self) -> Any:
         """The kernel for sm_90; whatever may be aligned to 16 bytes is."""
-        signature, aligned = {}, {}
+        signature = {}
+        aligned = {}
         for place, name in enumerate(self.kernel.arg_names):
             if name in self.constants:
                 signature[name] = "constexpr"
@@ -115,7 +116,8 @@ def spills(names: list[str]) -> list[str]:
 def facts(case: Case) -> dict[str, int | str]:
     """One row of the table."""
     compiled = case.compiled()
-    names, usage = opcodes(compiled), disassembled(compiled, "-res-usage")
+    names = opcodes(compiled)
+    usage = disassembled(compiled, "-res-usage")
     found = {word: re.findall(rf"\b{word}:(\d+)", usage)[-1] for word in ("REG", "STACK")}
     widest = {name[:3] for name in names if re.fullmatch(r"(LDG|STG|LDGSTS)\.E\S*\.128\S*", name)}
     return {

@@ -27,7 +27,10 @@ def options(text, **wanted):
     def parser():
         made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         for name, given in wanted.items():
-            kind, said = given if isinstance(given, tuple) else (given, None)
+            kind = given
+            text = None
+            if isinstance(given, tuple):
+                kind, text = given
             how = {"type": type(kind), "default": kind}
             if kind is False:
                 how = {"action": "store_true"}
@@ -35,7 +38,7 @@ def options(text, **wanted):
                 how = {"type": kind}
             elif isinstance(kind, list):
                 how = {"choices": kind, "default": kind[0]}
-            made.add_argument(f"--{name.replace('_', '-')}", help=said, **how)
+            made.add_argument(f"--{name.replace('_', '-')}", help=text, **how)
         return made
 
     return parser
@@ -71,7 +74,8 @@ def in_rounds(arms, rounds, *, warm_up=1):
 
 def timed(work):
     """Seconds of wall and of this process's processor; the latter tell more on a machine that others load."""
-    wall, busy = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    busy = time.process_time()
     work()
     return time.perf_counter() - wall, time.process_time() - busy
 
@@ -108,22 +112,26 @@ def spread(values, digits=3):
 
 
 def rounded(found, digits=4, *, suffix=""):
-    """The figures with so many decimals, and `suffix` behind their names."""
+    """The figures with `digits` decimals, and `suffix` behind their names."""
     return {f"{name}{suffix}": round(value, digits) for name, value in found.items()}
 
 
 def processor():
-    """Its name."""
+    """Name of the processor."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
+    lines = []
+    if info.is_file():
+        lines = info.read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line[:10] == "model name"), platform.machine())
 
 
 def machine():
-    """What this runs on, and how busy it is."""
+    """The machine of this process, and how busy it is."""
     found = {"cpu": processor(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
     found["python"] = platform.python_version()
-    return found | ({"torch": sys.modules["torch"].__version__} if "torch" in sys.modules else {})
+    if "torch" in sys.modules:
+        found["torch"] = sys.modules["torch"].__version__
+    return found
 
 
 def memory_of(field, pid="self"):

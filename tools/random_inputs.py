@@ -64,7 +64,8 @@ def random_samples(
 
     lengths: tokens of the shortest and of the longest. logprob: the engine's of each token.
     """
-    rng, found = random.Random(0), []
+    rng = random.Random(0)
+    found = []
     for _ in range(count):
         length = rng.randint(*lengths)
         ids = tuple(rng.randrange(vocab) for _ in range(length))
