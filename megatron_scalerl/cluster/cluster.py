@@ -60,9 +60,7 @@ def partitions() -> dict[str, Partition]:
     # --exact: nodes share a line only if all their values are equal, else sinfo merges them as 64+
     for line in _ask("sinfo", "--noheader", "--exact", "-o", "%R|%G|%c|%l|%D").splitlines():
         name, gres, cpus, limit, count = line.strip().split("|")
-        limit_s = None
-        if limit not in ("infinite", *_UNKNOWN):
-            limit_s = seconds_of(limit)
+        limit_s = None if limit in ("infinite", *_UNKNOWN) else seconds_of(limit)
         kind = Partition(
             name=name,
             gpus=gpus_of(gres),
@@ -113,9 +111,7 @@ def gpu_type_of(gres: str) -> str | None:
 
 def _only(types: set[str | None]) -> str | None:
     """The type of GPU, where there is one and only one."""
-    if len(types) == 1:
-        return types.pop()
-    return None
+    return types.pop() if len(types) == 1 else None
 
 
 def seconds_of(limit: str) -> int:
@@ -148,9 +144,7 @@ def queued() -> list[Job]:
 
 def _job(line: str) -> Job:
     job_id, state, limit, script, reason = line.strip().split("|", 4)
-    end = None
-    if limit not in _UNKNOWN:
-        end = datetime.fromisoformat(limit)
+    end = None if limit in _UNKNOWN else datetime.fromisoformat(limit)
     return Job(job_id=job_id, state=state, reason=reason.strip("()"), end=end, script=script)
 
 
@@ -178,9 +172,7 @@ def nodes_of(job_id: str) -> list[str] | None:
 def _shown(job_id: str) -> str:
     """The line that scontrol shows of a job; empty for a job that it does not know."""
     done = _run("scontrol", "show", "job", "--oneliner", job_id)
-    if done.returncode:
-        return ""
-    return done.stdout
+    return "" if done.returncode else done.stdout
 
 
 def node_states(names: Sequence[str]) -> dict[str, str]:

@@ -63,9 +63,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     _check(arguments)
     from megatron_scalerl.recipe.file import load_recipe
 
-    recipe = None  # checked before any node is asked
-    if arguments.recipe:
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
+    # checked before any node is asked
+    recipe = load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
     if arguments.hosts:
         return _examine_nodes(arguments, console)
 

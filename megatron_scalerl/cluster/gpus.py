@@ -114,9 +114,7 @@ def _examined(nvml: Any, needed: int | None, visible: str | None) -> GpuReport:
     count = nvml.nvmlDeviceGetCount()
     gpus, unknown = visible_gpus(nvml, range(count), visible)
     if not gpus and not unknown:
-        why = "NVML lists none"
-        if count:
-            why = f"CUDA_VISIBLE_DEVICES is {visible!r}"
+        why = f"CUDA_VISIBLE_DEVICES is {visible!r}" if count else "NVML lists none"
         return GpuReport(checks=_without_gpus(why, needed), driver=version, cuda_version=cuda)
     # a GPU that does not tell its name is counted: it is on the bus, and its check fails
     answers, broken, lacking = _asked(nvml, gpus, nvml.nvmlDeviceGetName)

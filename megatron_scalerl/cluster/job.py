@@ -76,9 +76,7 @@ def render(plan: JobPlan) -> str:
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     template = Path(plan.site.template or TEMPLATES / "job.sbatch")
     # exported for srun, which does not read the job's; not where the site binds their number to the GPUs
-    cpus = plan.nodes.cpus
-    if "cpus-per-gpu" in plan.site.sbatch:
-        cpus = None
+    cpus = None if "cpus-per-gpu" in plan.site.sbatch else plan.nodes.cpus
     try:
         return environment.from_string(template.read_text(encoding="utf8")).render(
             modules=plan.site.modules,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -167,9 +167,8 @@ def _cuda(built: str, supported: str) -> Check:
     have, want = (tuple(int(part) for part in text.split(".")[:2]) for text in (supported, built))
     if have >= want:
         return ok("CUDA", f"torch's {built}, the driver's {supported}")
-    make = warning  # kernels that are compiled at run time may fail
-    if have[0] < want[0]:
-        make = failed
+    # of the same major version, only kernels that are compiled at run time may fail
+    make = failed if have[0] < want[0] else warning
     return make(
         "CUDA",
         expected=f"a driver for CUDA {built}, for which torch was built",
@@ -196,9 +195,7 @@ def node_space(name: str) -> Check:
     space = f"{SPACE[name]}: {size(free)} free"
     if free >= SPACE_BYTES:
         return ok(name, space)
-    make = warning
-    if free <= SPACE_LEAST:
-        make = failed
+    make = failed if free <= SPACE_LEAST else warning
     remedy = "see what fills it; set TMPDIR, or in a container --ipc=host or --shm-size"
     return make(name, expected=f"{size(SPACE_BYTES)} free (assumed)", found=space, remedy=remedy)
 
@@ -271,9 +268,7 @@ def _free(folder: Path) -> int:
 
 
 def _facts(reading: GpuReport, machine: Machine | Check, recipe: Recipe | None) -> dict[str, str]:
-    details: Mapping[str, Any] = {}
-    if isinstance(machine, Machine):
-        details = machine.details
+    details = machine.details if isinstance(machine, Machine) else {}
     packages = details.get("packages", {})
     facts = {
         GPUS: reading.names,

@@ -177,10 +177,10 @@ def read_site(path: Path | None) -> Site:
         if key != "container":
             key = ".".join([key, *inner[:1]])
         raise ValueError(f"{path}: {key}: expected {expected}, found {first['input']!r}") from None
-    for name, value in site.environment.items():
-        if PRIVATE.search(name) or _LOGIN.search(value):
+    for variable, text in site.environment.items():
+        if PRIVATE.search(variable) or _LOGIN.search(text):
             raise ValueError(
-                f"{path}: environment: {name} looks like a secret, and others can read the job script; let the "
+                f"{path}: environment: {variable} looks like a secret, and others can read the job script; let the "
                 "program read it from a file that only you can read"
             )
     staged = {Path(place).name for place in site.stage if os.path.normpath(f"/.{place}") == place} - {""}

@@ -101,7 +101,7 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
         type=float,
         default=WITHIN_S,
         metavar="S",
-        help="with several nodes: a node that has not passed its check after S seconds is excluded (default: %(default)g)",
+        help="with several nodes: one that has not passed its check after S s is excluded (default: %(default)g)",
     )
     job.add_argument("--startup-seconds", type=float, metavar="S", help="time to the first step (default: measured)")
     job.add_argument("--save-seconds", type=float, metavar="S", help="time of one checkpoint (default: measured)")
@@ -151,9 +151,7 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     yield from (f"{name}: the same recipe as {other} here; left out" for name, other in same.items())
     if array and request.throttle is None:
         request = replace(request, throttle=len(recipes))
-    name = recipes[0].name
-    if array:
-        name = array_name(source, arguments.base)
+    name = array_name(source, arguments.base) if array else recipes[0].name
     yield from submit(recipes, name, request, recipe_file=arguments.recipe, dry_run=arguments.dry_run)
 
 

@@ -81,9 +81,8 @@ def node_lines(run: Path, jobs: Iterable[cluster.Job]) -> Iterator[str]:
     for job in jobs:
         if job.state == "RUNNING" and had:
             holds = cluster.nodes_of(job.job_id)
-            if holds is None:  # the job has ended since squeue listed it
-                holds = had
-            yield from lost(had, holds, cluster.node_states(had))
+            # None: the job has ended since squeue listed it
+            yield from lost(had, had if holds is None else holds, cluster.node_states(had))
 
 
 def attempts(run: Path) -> list[Path]:
@@ -92,9 +91,7 @@ def attempts(run: Path) -> list[Path]:
     They are found by time, not by name: a job of an array has one id for squeue and another one in its environment.
     """
     script = run / SLURM / "job.sbatch"
-    submitted = 0.0
-    if script.exists():
-        submitted = os.path.getmtime(script)
+    submitted = os.path.getmtime(script) if script.exists() else 0.0
     started = sorted((os.path.getmtime(file), file.parent) for file in (run / SLURM).glob("*/started"))
     return [folder for when, folder in started if when >= submitted]
 
@@ -122,9 +119,7 @@ def lost(had: Iterable[str], holds: Iterable[str], states: Mapping[str, str]) ->
 
 
 def _lines(file: Path) -> list[str]:
-    if not file.is_file():
-        return []
-    return file.read_text(encoding="utf8", errors="replace").splitlines()
+    return file.read_text(encoding="utf8", errors="replace").splitlines() if file.is_file() else []
 
 
 def _job_lines(run: Path, newest: dict[str, Any], jobs: list[cluster.Job]) -> Iterator[str]:
@@ -133,9 +128,7 @@ def _job_lines(run: Path, newest: dict[str, Any], jobs: list[cluster.Job]) -> It
         yield f"job {job.job_id}: {job.state} ({job.reason}), {_requeues(run, newest)}"
         if job.state == "RUNNING" and job.end is not None:
             left = job.end - datetime.now() - timedelta(seconds=newest.get("lead_s", 0))
-            then = "is queued again"
-            if newest.get("chain"):
-                then = "goes on in the next job"
+            then = "goes on in the next job" if newest.get("chain") else "is queued again"
             yield f"saves and {then} in {timedelta(seconds=max(0, int(left.total_seconds())))}"
     if not jobs and newest:
         job = newest["jobs"][-1]
@@ -152,9 +145,7 @@ def _attempt_lines(run: Path, newest: dict[str, Any]) -> Iterator[str]:
     yield "no sbatch on the path: the state of the job is unknown, what follows is from the run's folder"
     for attempt in attempts(run)[-1:]:
         exits = [f"{role} {code}" for role, code in _exit_codes(attempt).items()]
-        ended = "no exit code yet, or killed"
-        if exits:
-            ended = f"exit codes: {', '.join(exits)}"
+        ended = f"exit codes: {', '.join(exits)}" if exits else "no exit code yet, or killed"
         yield f"attempts: {len(attempts(run))}, {_requeues(run, newest)}; the last, {attempt.name}: {ended}"
     yield from (f"finished: {row.get('reason')}" for row in read_jsonl(run / END)[-1:])
 

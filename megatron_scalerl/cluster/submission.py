@@ -73,9 +73,7 @@ def recipes_of(
 def array_name(folder: str, base: str | None) -> str:
     """Name of the array of a folder's recipes; those of several bases differ."""
     name = Path(folder).resolve().name
-    if base is None:
-        return name
-    return f"{name}_{Path(base).stem}"
+    return name if base is None else f"{name}_{Path(base).stem}"
 
 
 def submit(
@@ -108,10 +106,8 @@ def submit(
         for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
             (run / SLURM).mkdir(parents=True, exist_ok=True)
             stack.enter_context(submitting(run))
-        queued = None
         # asked under the locks, so that the job of a submission that has just ended is in the queue
-        if has_slurm:
-            queued = cluster.queued()
+        queued = cluster.queued() if has_slurm else None
         for run in plan.runs:
             check_free(run, queued)
         for recipe, run in zip(resolved, plan.runs, strict=True):
@@ -215,9 +211,7 @@ def _submit(plan: JobPlan) -> list[str]:
             "gpu_hours": asked.gpu_hours,
         }
         for index, run in enumerate(plan.runs):
-            of_run = jobs
-            if asked.throttle:
-                of_run = [f"{job}_{index}" for job in jobs]
+            of_run = [f"{job}_{index}" for job in jobs] if asked.throttle else jobs
             append_row(run / SLURM / JOBS, {"jobs": of_run, **row, "unix_time": time.time()})
     except BaseException:
         cluster.cancel(jobs)  # none remains that is not recorded

@@ -221,9 +221,7 @@ def _values(tokens: Sequence[_Token]) -> np.ndarray:
 def _first_unusable(values: np.ndarray) -> int | None:
     """Index of the first of `values` [T] that is no log-probability, None without one."""
     usable = (values > MISSING_LOGPROB) & (values <= LARGEST_LOGPROB)  # NaN fails both
-    if usable.all():
-        return None
-    return int(np.argmin(usable))
+    return None if usable.all() else int(np.argmin(usable))
 
 
 def _unusable(token: _Token) -> str:

@@ -223,9 +223,7 @@ class Forcing:
             return None
         if self._answer_start < 0 or length < self._answer_start:
             return plan.phrase_ids[length - plan.cut]
-        if length >= self._budget_end:
-            return plan.eos_id
-        return None
+        return plan.eos_id if length >= self._budget_end else None
 
     def _read_thinking(self, tokens: Sequence[int]) -> None:
         plan = self.plan

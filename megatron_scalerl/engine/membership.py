@@ -157,16 +157,12 @@ class Membership:
         It has the same number each time it joins. Its name must not be that of an engine that is there.
         """
         names = [member.name for member in self._members]
-        restarts = 0
-        if name in names:
-            restarts = self._members[names.index(name)].restarts + 1
-        else:
+        if name not in names:
             self._members.append(Member(name=name, state=EngineState.LOST, epoch=0, joined=True))
-            names.append(name)
-        index = names.index(name)
+        index = [*names, name].index(name)
         before = self._members[index]
         assert before.joined and before.state is EngineState.LOST, before
-        self._set(index, state=EngineState.STARTING, devices=devices, restarts=restarts)
+        self._set(index, state=EngineState.STARTING, devices=devices, restarts=before.restarts + names.count(name))
         return index
 
     def start(self, index: int) -> None:
@@ -198,9 +194,7 @@ class Membership:
     def devices_of(self, client: EngineClient) -> float:
         """Devices of the engine that answers through `client`; 0 if it is evicted."""
         index = self._find(client)
-        if index is None:
-            return 0
-        return self._members[index].devices
+        return 0 if index is None else self._members[index].devices
 
     def evict(self, client: EngineClient, reason: str) -> None:
         """Abort an engine's requests and let its processes be ended. No effect on an engine already evicted."""

@@ -14,9 +14,7 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
     Raises ValueError with the key that the user can change, EngineError where vLLM does not do what it was configured
     to do.
     """
-    logits = recipe.policy.dtype
-    if recipe.policy.logits == "fp32":
-        logits = "float32"
+    logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
     temperature = info.attention_temperature
     if temperature is not None:  # the engine's policy has such layers
         temperature = attention_temperature(recipe)
@@ -37,9 +35,7 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
 
 def logprobs_mode(recipe: Recipe) -> str:
     """Which log-probs the engine reports: those of the policy, or those of its logits over the temperature."""
-    if recipe.rollouts.temperature == 1:
-        return "raw_logprobs"
-    return "processed_logprobs"
+    return "raw_logprobs" if recipe.rollouts.temperature == 1 else "processed_logprobs"
 
 
 def attention_temperature(recipe: Recipe) -> bool | None:

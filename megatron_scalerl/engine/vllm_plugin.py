@@ -164,9 +164,7 @@ class ForcedTokens(LogitsProcessor):
 
 def _start(params: SamplingParams, _: Any, output: list[int]) -> tuple[Forcing, list[int]] | None:
     plan = Plan.from_extra_args(params.extra_args)
-    if plan is None:
-        return None
-    return Forcing(plan), output
+    return None if plan is None else (Forcing(plan), output)
 
 
 class WorkerExtension:

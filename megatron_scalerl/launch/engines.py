@@ -130,9 +130,7 @@ class Engines:
 
     def _make(self, index: int) -> EngineProcess:
         place = self._placement.engines[index]
-        interface = LOOPBACK
-        if self._agents is not None:
-            interface = self._agents.interface
+        interface = LOOPBACK if self._agents is None else self._agents.interface
         if not place.host.here:
             assert self._agents is not None, place
             return EngineProcess(self._recipe, self._agents.engine(index, place), secret=self._secret)

@@ -157,10 +157,7 @@ def hosts_of(
                 f"weights.transport: {transport} does not say whether the nodes of --hosts {names} have GPUs; set "
                 "nccl for GPUs, or gloo for GPUs if this host has some, else CPUs"
             )
-        kind: Literal["GPU", "CPU"] = "CPU"
-        if takes_gpus(transport):
-            kind = "GPU"
-        return _of_ray(kind, int(ray[1] or 0) or None, slots, address)
+        return _of_ray("GPU" if takes_gpus(transport) else "CPU", int(ray[1] or 0) or None, slots, address)
     words: tuple[str, ...] = ()
     if in_slurm:
         listed = hosts_of_allocation()
@@ -242,9 +239,7 @@ def _this_job() -> str | None:
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    if array and task:
-        return f"{array}_{task}"
-    return os.environ.get("SLURM_JOB_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
 
 
 def _hostnames(nodes: str) -> list[str]:
@@ -268,9 +263,8 @@ def _names_of_this_host() -> set[str]:
 def _bare(name: str) -> str:
     """The name without user and domain; an address stays as it is."""
     host = name.rpartition("@")[2]
-    if re.fullmatch(r"[\d.]+", host) or ":" in host:
-        return host
-    return host.partition(".")[0]
+    is_address = ":" in host or re.fullmatch(r"[\d.]+", host)
+    return host if is_address else host.partition(".")[0]
 
 
 def _address_towards(other: str) -> str:

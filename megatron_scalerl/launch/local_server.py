@@ -73,9 +73,7 @@ class LocalServer:
         """Part of an error message."""
         self._certificate = contextlib.ExitStack()  # its files, until the server has read them
         try:
-            files = None
-            if place.tls is not None:
-                files = self._certificate.enter_context(certificate_files(place.tls))
+            files = self._certificate.enter_context(certificate_files(place.tls)) if place.tls else None
             self._arguments = engine_arguments(recipe, host=place.host, port=self.port, tls=files)
         except BaseException:
             self._certificate.close()
@@ -95,12 +93,9 @@ class LocalServer:
         assert self._process is None, "a server starts once"
         await self._ready(await self._launch())
         self._certificate.close()
-        host = self._place.host
-        if ":" in host:
-            host = f"[{host}]"
-        if self._place.tls is not None:
-            return f"https://{host}:{self.port}"
-        return f"http://{host}:{self.port}"
+        host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
+        scheme = "https" if self._place.tls else "http"
+        return f"{scheme}://{host}:{self.port}"
 
     async def wait(self) -> str:
         """Wait until the process has exited; returns "exited with code N"."""
@@ -178,16 +173,12 @@ def gpus_at(positions: Sequence[int] | None) -> str:
 
 def engine_port(engine: EngineSection, index: int) -> int:
     """Port of engine `index`: each has its own; 0 for any free one."""
-    if engine.port == 0:
-        return 0
-    return engine.port + index
+    return engine.port + index if engine.port else 0
 
 
 def bind_server(host: str, port: int) -> socket.socket:
     """A socket that listens on this address, on a free port for 0. Raises ValueError for a port in use."""
-    family = socket.AF_INET
-    if ":" in host:
-        family = socket.AF_INET6
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as err:

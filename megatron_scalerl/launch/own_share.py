@@ -77,9 +77,7 @@ def shares_of(near: Sequence[Sequence[Core]]) -> list[set[int]]:
     groups = {tuple(cores) for cores in near}
     # two groups that share a core would give it to devices of both
     overlap = sum(map(len, groups)) > len(set().union(*groups))
-    if overlap or min(map(len, shares)) < LEAST_CPUS:
-        return []
-    return shares
+    return [] if overlap or min(map(len, shares)) < LEAST_CPUS else shares
 
 
 def near_devices(count: int) -> list[list[Core]]:

@@ -65,9 +65,7 @@ class Placement:
 
         Raises ValueError if they have too few devices, or an engine needs more than one of them has.
         """
-        world_size = 0
-        if trainer:
-            world_size = recipe.trainer.world_size
+        world_size = recipe.trainer.world_size if trainer else 0
         if recipe.weights.transport == "shm" and len(hosts.hosts) > 1:
             raise ValueError(f"weights.transport: shm works on one host alone, and the run has {len(hosts.hosts)}")
         if recipe.engine.colocate and len(hosts.hosts) > 1:
@@ -89,9 +87,7 @@ class Placement:
             HostRanks(host=host, first=first, count=min(slots, world_size - first), slots=slots)
             for host, first in zip(hosts.hosts, range(0, world_size, max(1, slots)))
         )
-        in_use = ranks
-        if recipe.engine.colocate:
-            in_use = ()
+        in_use = () if recipe.engine.colocate else ranks
         engines = _engines(recipe, hosts, in_use, slots, gpus=gpus)
         if sum(part.count for part in ranks) < world_size or len(engines) < recipe.engine.count:
             raise ValueError(_too_few(recipe, hosts, slots, gpus=gpus, trainer=trainer))
