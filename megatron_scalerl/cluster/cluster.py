@@ -78,7 +78,7 @@ def partitions() -> dict[str, Partition]:
     return by_name
 
 
-def either(candidates: Sequence[Partition]) -> Partition:
+def least_of(candidates: Sequence[Partition]) -> Partition:
     """The least that a job gets which starts in one of several partitions, whichever is free first."""
     limits = [partition.limit_s for partition in candidates if partition.limit_s is not None]
     return Partition(

@@ -117,7 +117,7 @@ def _examined(nvml: Any, needed: int | None, visible: str | None) -> GpuReport:
         why = f"CUDA_VISIBLE_DEVICES is {visible!r}" if count else "NVML lists none"
         return GpuReport(checks=_without_gpus(why, needed), driver=version, cuda_version=cuda)
     # a GPU that does not tell its name is counted: it is on the bus, and its check fails
-    answers, broken, lacking = _asked(nvml, gpus, nvml.nvmlDeviceGetName)
+    answers, broken, lacking = _queried(nvml, gpus, nvml.nvmlDeviceGetName)
     unnamed = {gpu: f"(unnamed: {why})" for gpu, why in (broken | lacking).items()}
     names = Counter((answers | unnamed)[gpu] for gpu in gpus)
     summary = ", ".join(f"{number} x {name}" for name, number in names.items())
@@ -161,7 +161,7 @@ def visible_gpus(nvml: Any, gpus: Sequence[int], visible: str | None) -> tuple[l
     if visible is None:
         return list(gpus), []
     # an entry may be the beginning of a UUID, as CUDA allows
-    uuids, _, _ = _asked(nvml, gpus, nvml.nvmlDeviceGetUUID)
+    uuids, _, _ = _queried(nvml, gpus, nvml.nvmlDeviceGetUUID)
     indices = []
     unknown = []
     for entry in filter(None, map(str.strip, visible.split(","))):
@@ -174,7 +174,7 @@ def visible_gpus(nvml: Any, gpus: Sequence[int], visible: str | None) -> tuple[l
     return indices, unknown
 
 
-def _asked(
+def _queried(
     nvml: Any, gpus: Sequence[int], query: Callable[[Any], T]
 ) -> tuple[dict[int, T], dict[int, str], dict[int, str]]:
     """(answers, errors, errors that only say that a GPU or the driver does not have the query), by NVML's index.
@@ -230,7 +230,7 @@ class _Rule:
 
 def _checked(nvml: Any, rule: _Rule, gpus: Sequence[int]) -> Check:
     """A rule's result for all GPUs, the worst of theirs; skipped if none of them has the query."""
-    judged, broken, lacking = _asked(nvml, gpus, lambda handle: rule.judge(nvml, handle))
+    judged, broken, lacking = _queried(nvml, gpus, lambda handle: rule.judge(nvml, handle))
     faults: dict[str, dict[int, str]] = {"failed": dict(broken), "warning": {}, "ok": {}}
     for gpu, (status, text) in judged.items():
         faults[status][gpu] = text
@@ -337,7 +337,7 @@ _RULES = (
 def _links(nvml: Any, gpus: Sequence[int]) -> Check:
     """A check of NVLink: a link that is down on one GPU and up on the others is a fault."""
     name = "NVLink"
-    states, broken, _ = _asked(nvml, gpus, lambda handle: _link_states(nvml, handle))
+    states, broken, _ = _queried(nvml, gpus, lambda handle: _link_states(nvml, handle))
     active = {gpu: sum(links) for gpu, links in states.items()}
     most = max(active.values(), default=0)
     short = {gpu: f"{active[gpu]} of {len(states[gpu])} links active" for gpu in active if active[gpu] < most}

@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def _lines(arguments: argparse.Namespace) -> Iterator[str]:
     """The lines for the user, while the command does its work."""
     for name in ("status", "seconds_left"):
-        if getattr(arguments, name) is not None and not _alone(arguments, name):
+        if getattr(arguments, name) is not None and not _stands_alone(arguments, name):
             raise ValueError(f"{_option(name)} stands alone; leave out the recipe or the folder")
     if arguments.status is not None:
         from megatron_scalerl.cluster.slurm_status import status
@@ -155,7 +155,7 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     yield from submit(recipes, name, request, recipe_file=arguments.recipe, dry_run=arguments.dry_run)
 
 
-def _alone(arguments: argparse.Namespace, name: str) -> bool:
+def _stands_alone(arguments: argparse.Namespace, name: str) -> bool:
     """Whether an option is the only one that names a run or a recipe."""
     others = ("recipe", "array", "status", "seconds_left")
     return all(getattr(arguments, other) is None for other in others if other != name)

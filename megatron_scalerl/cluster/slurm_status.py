@@ -57,7 +57,7 @@ def status(run_dir: Path) -> Iterator[str]:
     submissions = read_jsonl(run / SLURM / JOBS)
     if not submissions and not (run / SLURM / "job.sbatch").exists():
         raise ValueError(f"{run_dir}: this run was not submitted to Slurm; it has no {SLURM}/job.sbatch")
-    newest = next(reversed(submissions), {})
+    newest: dict[str, Any] = next(reversed(submissions), {})
     jobs = []
     if cluster.present():
         jobs = jobs_of(run, cluster.queued())
@@ -82,7 +82,7 @@ def node_lines(run: Path, jobs: Iterable[cluster.Job]) -> Iterator[str]:
         if job.state == "RUNNING" and had:
             holds = cluster.nodes_of(job.job_id)
             # None: the job has ended since squeue listed it
-            yield from lost(had, had if holds is None else holds, cluster.node_states(had))
+            yield from failed_nodes(had, had if holds is None else holds, cluster.node_states(had))
 
 
 def attempts(run: Path) -> list[Path]:
@@ -101,7 +101,7 @@ def unfit(attempt: Path) -> dict[str, str]:
     return dict(line.split("\t", 1) for line in _lines(attempt / "nodes" / BAD) if "\t" in line)
 
 
-def lost(had: Iterable[str], holds: Iterable[str], states: Mapping[str, str]) -> Iterator[str]:
+def failed_nodes(had: Iterable[str], holds: Iterable[str], states: Mapping[str, str]) -> Iterator[str]:
     """A line for each node of the attempt that failed: it left the job, or it is down or silent in it.
 
     had: nodes at the start. holds: nodes of the job now. states: as `cluster.node_states`.
@@ -163,7 +163,7 @@ def _progress(run: Path, budget: float | None, *, running: bool) -> Iterator[str
         yield "not started yet"
         return
     recipe = read_run_recipe(run)
-    metrics = next(reversed(read_jsonl(run / "metrics.jsonl")), {})
+    metrics: dict[str, Any] = next(reversed(read_jsonl(run / "metrics.jsonl")), {})
     rate = ""
     if "pass_rate" in metrics:
         rate = f", pass rate {metrics['pass_rate']:.3f} in training"

@@ -11,7 +11,7 @@ from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
 from megatron_scalerl.checkpoints.jsonl import append_row, read_jsonl
 from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster.allocation import Request, allocate, assumed, check_plan
-from megatron_scalerl.cluster.cluster import Job, Partition, either, seconds_of
+from megatron_scalerl.cluster.cluster import Job, Partition, least_of, seconds_of
 from megatron_scalerl.cluster.job import MARGIN_S, JobPlan, render
 from megatron_scalerl.cluster.node import mount_of
 from megatron_scalerl.cluster.site import Site, read_site
@@ -273,7 +273,7 @@ def check_partition(names: str, partitions: Mapping[str, Partition]) -> Partitio
         if name not in partitions:
             text = unknown_key(name, partitions, expected="a partition of this cluster", kind="partitions")
             raise ValueError(f"--partition: {text}")
-    return either([partitions[name] for name in names.split(",")])
+    return least_of([partitions[name] for name in names.split(",")])
 
 
 def check_time(limit: str, partition: Partition, times: Times) -> None:

@@ -47,7 +47,7 @@ class EngineState(enum.StrEnum):
     """The engine has no process; it is started again unless it is given up."""
 
 
-_THERE = (EngineState.SERVING, EngineState.STALE, EngineState.HELD)
+_ANSWERING = (EngineState.SERVING, EngineState.STALE, EngineState.HELD)
 
 
 @record
@@ -144,7 +144,7 @@ class Membership:
     @property
     def there(self) -> list[EngineClient]:
         """Engines that answer, those that are held included, by number."""
-        return self._clients(*_THERE)
+        return self._clients(*_ANSWERING)
 
     @property
     def devices(self) -> float:
@@ -263,7 +263,7 @@ class Membership:
 
     def _find(self, client: EngineClient) -> int | None:
         """Number of the engine that answers through `client`; None if it is evicted."""
-        return next((i for i, m in enumerate(self._members) if m.client is client and m.state in _THERE), None)
+        return next((i for i, m in enumerate(self._members) if m.client is client and m.state in _ANSWERING), None)
 
     def _set(self, index: int, **changes: object) -> None:
         before = self._members[index]

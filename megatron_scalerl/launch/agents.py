@@ -134,7 +134,7 @@ class RemoteServer:
         answered = True
         try:
             if self.connected:
-                await self.tell(messages.Stop(grace_s=grace_s))
+                await self.send(messages.Stop(grace_s=grace_s))
                 _, unfinished = await asyncio.wait({self.ended}, timeout=limit_s)
                 answered = not unfinished
         finally:
@@ -149,14 +149,14 @@ class RemoteServer:
                 f"{self.name} ({self.where}): its agent is connected and did not end the server within {limit_s:g} s"
             )
 
-    async def tell(self, message: messages.ToAgent) -> None:
+    async def send(self, message: messages.ToAgent) -> None:
         """Send the agent a message, if it is connected and reads its messages."""
         if self.connected and not await self._socket.send(self.identity, sockets.encode(message), wait=False):
             self.end(DISCONNECTED)
 
     async def forget(self) -> None:
         """Refuse the agent from now on, connected or not; it ends its server then."""
-        await self.tell(sockets.Refused(reason="the controller has given this start up"))
+        await self.send(sockets.Refused(reason="the controller has given this start up"))
         self.end("was given up by the controller")
 
     def end(self, reason: str) -> None:
@@ -295,7 +295,7 @@ class Agents:
         server.hello.set_result(hello)
         if joins:
             self.joining.put_nowait(server)
-        await server.tell(server.welcome)
+        await server.send(server.welcome)
 
     def _objection(self, hello: messages.Hello) -> str | None:
         """Why this agent may not join, or None."""

@@ -321,7 +321,7 @@ async def test_a_server_that_was_not_started_is_reported_with_the_reason():
 async def test_an_agent_is_stopped_or_given_up():
     async with registry_of() as (registry, agent):
         link, one = await engine_0(registry, agent)
-        await link.tell(messages.Stop(grace_s=3.0))
+        await link.send(messages.Stop(grace_s=3.0))
         assert await one.answer() == messages.Stop(grace_s=3.0)
         await link.forget()
         assert await one.refusal() == "the controller has given this start up"

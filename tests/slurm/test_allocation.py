@@ -10,7 +10,7 @@ import pytest
 from megatron_scalerl.cluster import submission
 from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan
 from megatron_scalerl.cluster.cluster import Partition
-from megatron_scalerl.cluster.slurm_status import attempts, lost, seconds_left, spent, unfit
+from megatron_scalerl.cluster.slurm_status import attempts, failed_nodes, seconds_left, spent, unfit
 from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
@@ -167,7 +167,7 @@ def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):
 
 def test_nodes_that_failed_are_named():
     states = {"a": "mixed", "b": "down*", "c": "idle", "d": "mixed*", "e": "drained"}
-    assert list(lost("abcdef", "abde", states)) == [
+    assert list(failed_nodes("abcdef", "abde", states)) == [
         "b is down*: Slurm gets no answer from it",
         "c failed and has left the job; it is idle now",
         "d is mixed*: Slurm gets no answer from it",
