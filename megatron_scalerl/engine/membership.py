@@ -7,9 +7,9 @@ A new policy version of an engine that goes on serving is no change of its state
                  | '-- held <' '---------. |
                  '-----------------------'-'
 
-The launcher reports starts and ends of processes, and engines that join and leave (`launch.engines`), the weight
-update which engines hold the current policy version (`controller.weight_sync`), and whoever finds a fault evicts the
-engine: the watchdog, the weight update, or the caller of a completion. Rollouts, validation, probe and weight update
+The launcher (`launch.engines`) reports starts and ends of processes, and engines that join and leave. The weight
+update (`controller.weight_sync`) reports which engines hold the current policy version. Whoever finds a fault evicts
+the engine: the watchdog, the weight update, or the caller of a completion. Rollouts, validation, probe and updates
 take their engines from here for every piece of work and keep no lists.
 """
 

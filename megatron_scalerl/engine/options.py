@@ -176,8 +176,8 @@ def training_seeds(recipe: Recipe) -> bool:
 def check_options(options: dict[str, Any]) -> None:
     """Check the options of `engine.vllm`.
 
-    Raises ValueError for an unknown option, naming the nearest, for one that this package sets, for an option or an
-    installed vLLM plugin that changes the sampling distribution, and for a nested option of the wrong type.
+    Raises ValueError for an unknown option, naming the nearest, for one that this package sets, and for a nested
+    option of the wrong type. Also for an option or an installed plugin that changes the sampling distribution.
     """
     for name in options:
         if name in CHANGES_SAMPLING and options[name] is not None:
