@@ -117,14 +117,14 @@ async def _served(policy, *, toy):
     try:
         await engine.start()
         found = {batch: await step_seconds(engine.client, batch) for batch in BATCHES}
-        held = used_on_gpu()
+        occupied = used_on_gpu()
     finally:
         await engine.stop()
     end = time.monotonic() + _RELEASE_S
-    while held is not None and held - (used_on_gpu() or 0) < _KV_BYTES and time.monotonic() < end:
+    while occupied is not None and occupied - (used_on_gpu() or 0) < _KV_BYTES and time.monotonic() < end:
         await asyncio.sleep(0.5)
     after = used_on_gpu()
-    return found, None if held is None or after is None else held - after
+    return found, None if occupied is None or after is None else occupied - after
 
 
 def rates(tiny, large, parameters, *, gpu, freed):

@@ -118,7 +118,7 @@ class BareGemms:
                 self.seconds[name].append((time.perf_counter() - start) / count)
 
     def tflops(self):
-        """By way, from the median; the first measurement warmed up."""
+        """Rates by way, from the median; the first measurement warmed up."""
         return {name: self.flop / statistics.median(taken[1:]) / 1e12 for name, taken in self.seconds.items()}
 
 
@@ -185,16 +185,16 @@ class Bench:
             h, w = (t.detach()[:64].requires_grad_() for t in (self.h, self.w))
             contender.run(h, w, self.y[:64] % 64)[0].backward()
         before = self._reset_peak()
-        found = {}
+        measures = {}
         for name, backward in (("extra_mib_forward", False), ("extra_mib", True)):
             self._reset_peak()
             self.step(contender, backward=backward)
-            found[name] = (self._peak() - before) / 2**20
+            measures[name] = (self._peak() - before) / 2**20
         handed_out = self.h.numel() * 2
         if not contender.main_grad:
             handed_out += self.w.numel() * 2
-        found["block_mib"] = found["extra_mib"] - handed_out / 2**20
-        return found
+        measures["block_mib"] = measures["extra_mib"] - handed_out / 2**20
+        return measures
 
     def _reset_peak(self):
         if self.on_gpu:
@@ -343,10 +343,10 @@ def measured(options, names):
 
 def machine(bench):
     """The machine of this run, and how busy it was."""
-    found = harness.machine()
+    facts = harness.machine()
     if bench.on_gpu:
-        found["gpu"] = torch.get_device_module(bench.device).get_device_name()
-    return found
+        facts["gpu"] = torch.get_device_module(bench.device).get_device_name()
+    return facts
 
 
 def main(options):

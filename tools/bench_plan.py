@@ -105,9 +105,9 @@ def write_policy(kind, folder):
     """A random policy: dense Llama of 22 million parameters, or Llama 4 with 4 experts of 35 million."""
     from random_inputs import random_model
 
-    own = {"dense": dict(inner=1024, layers=10), "moe": dict(inner=768, layers=6, num_local_experts=4)}[kind]
+    sizes = {"dense": dict(inner=1024, layers=10), "moe": dict(inner=768, layers=6, num_local_experts=4)}[kind]
     common = dict(vocab=VOCABULARY, hidden=384, heads=6, groups=2, head_dim=64, max_position_embeddings=4096)
-    random_model(kind, **common, **own).save_pretrained(folder)
+    random_model(kind, **common, **sizes).save_pretrained(folder)
 
 
 def case_recipe(case):

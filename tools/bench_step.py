@@ -75,7 +75,7 @@ class ThdAttention(SdpaCoreAttention):
 
 
 class BareMegatron:
-    """What a pretraining loop does: GPTModel, cross-entropy averaged over tokens.
+    """The model and loss of a pretraining loop: GPTModel, cross-entropy averaged over tokens.
 
     `packed`: rows [1, N] of several sequences with PackedSeqParams; else rows [b, s] with padding.
     """
@@ -183,8 +183,8 @@ def measure(options, policy):
     bare, packed = (BareMegatron(recipe, parallel, packed=packed) for packed in (False, True))
     sides = {"ours": make_trainer(recipe, parallel).step, "bare": bare.step, "packed": packed.step}
     arms = {side: partial(harness.timed, partial(step, batch)) for side, step in sides.items()}
-    found = harness.in_rounds(arms, options.rounds, warm_up=2)
-    wall, cpu = ({side: [taken[i] for taken in of] for side, of in found.items()} for i in (0, 1))
+    taken_by_side = harness.in_rounds(arms, options.rounds, warm_up=2)
+    wall, cpu = ({side: [taken[i] for taken in of] for side, of in taken_by_side.items()} for i in (0, 1))
     seconds = harness.medians(wall)
     busy = harness.medians(cpu)
     return {

@@ -94,7 +94,7 @@ CASES = {
 
 
 def disassembled(compiled: Any, what: str) -> str:
-    """What cuobjdump says of a compiled kernel: -sass its machine code, -res-usage its registers and stack."""
+    """The output of cuobjdump for a compiled kernel: -sass its machine code, -res-usage its registers and stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()
@@ -109,12 +109,12 @@ def opcodes(compiled: Any) -> list[str]:
 
 
 def spills(names: list[str]) -> list[str]:
-    """Those that move a register to local memory or back."""
+    """Instructions that move a register to local memory or back."""
     return [name for name in names if name.startswith(("LDL", "STL"))]
 
 
 def facts(case: Case) -> dict[str, int | str]:
-    """One row of the table."""
+    """A row of the table."""
     compiled = case.compiled()
     names = opcodes(compiled)
     usage = disassembled(compiled, "-res-usage")

@@ -1,4 +1,4 @@
-"""What the logit projection should take on an H100, by arithmetic: an estimate, not a measurement.
+"""Seconds of the logit projection on an H100 by arithmetic: an estimate, not a measurement.
 
     python tools/estimate_logits.py
 

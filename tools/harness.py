@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, arms that take turns, statistics, the machine, child processes, output."""
+"""Shared parts of the benchmarks: options, arms that take turns, statistics, the machine, child processes, output."""
 
 import argparse
 import json
@@ -25,12 +25,12 @@ def options(text, **wanted):
     """
 
     def parser():
-        made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        built = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         for name, given in wanted.items():
             kind = given
-            text = None
+            help_text = None
             if isinstance(given, tuple):
-                kind, text = given
+                kind, help_text = given
             how = {"type": type(kind), "default": kind}
             if kind is False:
                 how = {"action": "store_true"}
@@ -38,14 +38,14 @@ def options(text, **wanted):
                 how = {"type": kind}
             elif isinstance(kind, list):
                 how = {"choices": kind, "default": kind[0]}
-            made.add_argument(f"--{name.replace('_', '-')}", help=text, **how)
-        return made
+            built.add_argument(f"--{name.replace('_', '-')}", help=help_text, **how)
+        return built
 
     return parser
 
 
 def benchmark(text, **wanted):
-    """The same with --json FILE, which `report` needs."""
+    """`options` with --json FILE, which `report` needs."""
     return options(text, **wanted, json=(Path, "append the figures to this file, too"))
 
 
@@ -63,7 +63,7 @@ def turns(arms, rounds):
 
 
 def in_rounds(arms, rounds, *, warm_up=1):
-    """What each arm gives in each round, without the first `warm_up` ones, which allocate."""
+    """Results of each arm in each round, without the first `warm_up` ones, which allocate."""
     found = {arm: [] for arm in arms}
     for number, arm in turns(list(arms), warm_up + rounds):
         value = arms[arm]()
@@ -91,7 +91,7 @@ def columns(rows):
 
 
 def medians(found):
-    """Of each arm's values."""
+    """Median of each arm's values."""
     return {arm: statistics.median(values) for arm, values in found.items()}
 
 
@@ -173,9 +173,9 @@ def table(heads, rows, title=None):
     with explained():
         from rich.console import Console
         from rich.table import Table
-    made = Table(title=title)
+    built = Table(title=title)
     for number, head in enumerate(heads):
-        made.add_column(head, justify="right" if number else "left")
+        built.add_column(head, justify="right" if number else "left")
     for row in rows:
-        made.add_row(*row)
-    Console().print(made)
+        built.add_row(*row)
+    Console().print(built)

@@ -63,7 +63,7 @@ ENGINES = {False: "stand-in", True: "real"}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What happens in a try."""
+    """A fault, its victim and its moment."""
 
     victim: str
     fault: str
@@ -82,20 +82,20 @@ class Case:
 
 def cases(tries, real):
     """All tries, in an order in which every victim comes early."""
-    found = [Case(victim=v, fault="KILL", at=AT[n % 2], number=n) for n in range(tries) for v in VICTIMS]
-    found += [
+    planned = [Case(victim=v, fault="KILL", at=AT[n % 2], number=n) for n in range(tries) for v in VICTIMS]
+    planned += [
         Case(victim=v, fault="KILL", at=s, number=0) for s in STATES for v in ("controller", "trainer-0", "engine-1")
     ]
-    found += [Case(victim="engine-1", fault=f, at="running", number=n) for n in range(3) for f in FAULTS]
-    found += [Case(victim=v, fault="STOP", at="running", number=n) for n in range(2) for v in VICTIMS]
-    found += [Case(victim=DISK, fault="full", at="running", number=n) for n in range(3)]
+    planned += [Case(victim="engine-1", fault=f, at="running", number=n) for n in range(3) for f in FAULTS]
+    planned += [Case(victim=v, fault="STOP", at="running", number=n) for n in range(2) for v in VICTIMS]
+    planned += [Case(victim=DISK, fault="full", at="running", number=n) for n in range(3)]
     kinds = ("controller", "trainer-0", "engine-1")
-    found += [Case(victim=v, fault="KILL", at=AT[n % 2], number=n, real=True) for n in range(real) for v in kinds]
-    return found
+    planned += [Case(victim=v, fault="KILL", at=AT[n % 2], number=n, real=True) for n in range(real) for v in kinds]
+    return planned
 
 
 class Try:
-    """One run with one fault."""
+    """A run with a fault."""
 
     def __init__(self, folder, tiny, *, real, steps=STEPS, disk=False):
         """disk: the run's folder is on a separate disk, and the run is not started again by its supervisor."""

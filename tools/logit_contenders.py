@@ -27,7 +27,7 @@ Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One implementation."""
+    """An implementation of the projection."""
 
     name: str
     run: Run

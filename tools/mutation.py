@@ -43,7 +43,7 @@ SLOW = "slow and not full and not gpu"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutant:
-    """One change to one module."""
+    """A change to a module."""
 
     module: Path
     """Relative to the root."""

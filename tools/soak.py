@@ -69,7 +69,7 @@ def size_of(folder):
 
 
 def sample(tried, seconds):
-    """One row, None while the controller is being started."""
+    """A row of samples, None while the controller is being started."""
     controller = tried.find("controller")
     if controller is None:
         return None
@@ -118,14 +118,14 @@ def slopes(samples):
         return dict.fromkeys(MEASURED, few)
     hours = np.array([row["seconds"] / 3600 for row in samples])
     first, second = np.triu_indices(len(samples), 1)
-    found = {}
+    texts = {}
     for key, unit in MEASURED.items():
         values = np.array([row[key] for row in samples])
         slope = float(np.median((values[second] - values[first]) / (hours[second] - hours[first])))
         if unit == "percent":
             slope *= 100 / float(np.median(values))
-        found[key] = f"{slope:+.3f} {unit} per hour"
-    return found
+        texts[key] = f"{slope:+.3f} {unit} per hour"
+    return texts
 
 
 def longest_pause_s(rows):
@@ -141,7 +141,7 @@ def longest_pause_s(rows):
 
 
 def wrong_in(run):
-    """What the journal and the records of a run have wrong, whatever its length."""
+    """The faults in the journal and the records of a run, whatever its length."""
     outcome = outcome_of(run)
     groups = [g for batch in outcome["batches"] for g in batch]
     steps = outcome["steps"]

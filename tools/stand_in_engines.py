@@ -60,7 +60,7 @@ def _float32(value):
 
 
 class StandInEngine:
-    """One server."""
+    """A server of responses."""
 
     def __init__(self, files, tokens, delay_s, source):
         """files: of the prepared responses."""

@@ -83,7 +83,7 @@ LAYOUTS = ((4, 2, 1, 2, 1), (8, 2, 2, 2, 2), (16, 4, 2, 4, 4), (32, 4, 2, 8, 8),
 
 
 def planned(model, ranks, bucket_mib, most_senders=MOST_SENDERS):
-    """What one update moves, with so many ranks of the trainer."""
+    """Figures of an update for a number of trainer ranks."""
     found = family(model.config, planned=True)
     layers = len(found.layers)
     stages = tuple(tuple(l for l in range(layers) if l * model.pp // layers == stage) for stage in range(model.pp))

@@ -65,15 +65,15 @@ class Worker:
         """Join both groups; bytes of the model's parameters."""
         from megatron_scalerl.weights.weight_receiver import needs_of
 
-        found = msgspec.convert(connection, Connection)
+        joined = msgspec.convert(connection, Connection)
         info = {"connection": connection, "places": [[0, 1]], "plans": [plan]}
         self.receiver.init_transfer_engine(self.receiver.parse_init_info(info))
         groups = self.receiver._groups
         self.receiver._groups = {}
-        setattr(self, found.group, groups)
-        if found.group != "whole":
+        setattr(self, joined.group, groups)
+        if joined.group != "whole":
             return 0
-        self.bare = gloo.Group(found, 1, sender=9)
+        self.bare = gloo.Group(joined, 1, sender=9)
         self.plan = plans.from_json(plan)
         needs_of(self.model, plans.manifest_to_json(self.plan.parameters))  # records the live parameters
         self.live = self.model._msrl_live
@@ -116,12 +116,12 @@ class Worker:
         else:
             self.receiver.update_weights({"version": version, "staged": arm == "staged"})
         self.receiver.finish_weight_update()
-        held = live_digest(self.model) if arm in VERIFIED else ""
+        values = live_digest(self.model) if arm in VERIFIED else ""
         self.paused = time.perf_counter() - begin
-        return held
+        return values
 
     def seconds_paused(self):
-        """Of the last update, with the digest of what the model holds."""
+        """Seconds of the last update's pause, with the digest of what the model holds."""
         return self.paused
 
     def buffer(self, size):
