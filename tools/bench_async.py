@@ -75,13 +75,13 @@ def read(out, settings):
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             row = json.loads(line)
-            found = {key: row[key] for key in settings}
+            run_settings = {key: row[key] for key in settings}
             key = int(row["round"]), str(row["arm"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{out} line {number}: expected a run of this benchmark, found {error!r}") from None
-        if found != settings:
+            raise ValueError(f"{out} line {number}: this is not a run of this benchmark ({error!r})") from None
+        if run_settings != settings:
             raise ValueError(
-                f"{out} line {number}: expected a run with {settings}, found {found}; give another --out"
+                f"{out} line {number}: this run had {run_settings}, and this one has {settings}; give another --out"
             )
         rows[key] = row
     return rows

@@ -49,7 +49,8 @@ class Steps:
     """Optimizer steps on batches of random tokens."""
 
     def __init__(self, trainer, samples):
-        self._trainer, self._samples = trainer, random_samples(samples, (24, 88), LLAMA_134M["vocab"])
+        self._trainer = trainer
+        self._samples = random_samples(samples, (24, 88), LLAMA_134M["vocab"])
 
     def one(self):
         """Make the next step."""
@@ -64,30 +65,33 @@ def size_of(trainer, folder):
     """Bytes of the files that ranks write for a checkpoint."""
     path = folder / "step_000000"
     save(path, trainer, {})
-    size = sum(each.stat().st_size for each in path.glob("*.distcp"))
+    size = sum(file.stat().st_size for file in path.glob("*.distcp"))
     shutil.rmtree(path)
     return size
 
 
 def one_round(trainer, steps, folder, copy):
     """Seconds of one round's parts, and `steps`: how many it made beside the writing."""
-    at_once, later = folder / "step_000001", folder / "step_000002"
-    found = {"at_once": seconds_of(lambda: save(at_once, trainer, {})), "copy": seconds_of(copy)}
+    at_once = folder / "step_000001"
+    later = folder / "step_000002"
+    figures = {"at_once": seconds_of(lambda: save(at_once, trainer, {})), "copy": seconds_of(copy)}
     begin = time.perf_counter()
     saving = AsyncSave(later, trainer, {})
-    found["copied"] = time.perf_counter() - begin
-    beside, committed, waited = [], None, 0.0
+    figures["copied"] = time.perf_counter() - begin
+    while_written = []
+    committed = None
+    waited = 0.0
     while committed is None:
-        beside.append(seconds_of(steps.one))
+        while_written.append(seconds_of(steps.one))
         begin = time.perf_counter()
         committed = saving.finish(wait=False)
         waited += time.perf_counter() - begin
-    found |= {"stopped": found["copied"] + waited, "written": committed, "steps": float(len(beside))}
-    found["step_beside"] = statistics.mean(beside)
-    found["step_alone"] = statistics.mean(seconds_of(steps.one) for _ in beside)
+    figures |= {"stopped": figures["copied"] + waited, "written": committed, "steps": float(len(while_written))}
+    figures["step_beside"] = statistics.mean(while_written)
+    figures["step_alone"] = statistics.mean(seconds_of(steps.one) for _ in while_written)
     for path in (at_once, later):
         shutil.rmtree(path)
-    return found
+    return figures
 
 
 def measure(options, policy, folder):
@@ -102,17 +106,18 @@ def measure(options, policy, folder):
     steps = Steps(trainer, options.samples)
     steps.one()  # makes the optimizer's state
     size = size_of(trainer, folder)
-    here, there = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    arm = partial(one_round, trainer, steps, folder, lambda: there.copy_(here))
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.ones(size, dtype=torch.uint8)
+    arm = partial(one_round, trainer, steps, folder, lambda: target.copy_(source))
     rounds = harness.columns(harness.in_rounds({"checkpoint": arm}, options.rounds)["checkpoint"])
-    found = harness.medians(rounds)
+    figures = harness.medians(rounds)
     return {
         "bench": "checkpoint",
-        "stopped_over_at_once": round(found["stopped"] / found["at_once"], 4),
-        "stopped_over_copy": round(found["stopped"] / found["copy"], 3),
-        "step_beside_over_alone": round(found["step_beside"] / found["step_alone"], 3),
+        "stopped_over_at_once": round(figures["stopped"] / figures["at_once"], 4),
+        "stopped_over_copy": round(figures["stopped"] / figures["copy"], 3),
+        "step_beside_over_alone": round(figures["step_beside"] / figures["step_alone"], 3),
         "bytes": size,
-        **harness.rounded(found),
+        **harness.rounded(figures),
         "spread": harness.extremes(rounds),
         **harness.asked(options, "rounds", "threads"),
         "machine": harness.machine(),

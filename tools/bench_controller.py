@@ -1,4 +1,4 @@
-"""How many tokens per second go through one controller, with stand-ins for engines and trainer on the same machine.
+"""Tokens per second that go through one controller, with stand-ins for engines and trainer on the same machine.
 
     python tools/bench_controller.py [--engines 20] [--in-flight 2048] [--tokens 14336] [--seconds 60] [--json FILE]
 
@@ -79,7 +79,8 @@ with explained():
     from megatron_scalerl.trainer.client import TrainerClient
     from megatron_scalerl.types import Prompt
 
-GROUP, ANSWER_TOKENS = 16, 2048
+GROUP = 16
+ANSWER_TOKENS = 2048
 
 
 def recipe_for(folder, o):
@@ -115,7 +116,8 @@ def recipe_for(folder, o):
 @contextlib.contextmanager
 def stand_in_engines(o):
     """(addresses, process ids) of the engines, five in a process."""
-    servers, left = [], o.engines
+    servers = []
+    left = o.engines
     try:
         while left:
             argv = [sys.executable, str(TOOLS / "stand_in_engines.py"), "--engines", str(min(5, left))]
@@ -156,8 +158,8 @@ async def trainer_of(folder, step_seconds):
 
 def prompts():
     """More prompts than a run draws."""
-    made = (Prompt(prompt_id=f"p{i}", text=str(i), answer="0", token_ids=(1,) * 100) for i in range(10**5))
-    return PromptSet(training=tuple(made), held_out=(), report=None)
+    created = (Prompt(prompt_id=f"p{i}", text=str(i), answer="0", token_ids=(1,) * 100) for i in range(10**5))
+    return PromptSet(training=tuple(created), held_out=(), report=None)
 
 
 @dataclass
@@ -181,7 +183,7 @@ class Running:
             raise RuntimeError(f"the controller ended: {self.task.result()}")
         if not done:
             published.cancel()
-            raise RuntimeError(f"expected a step within {limit_s:g} s, found none")
+            raise RuntimeError(f"the controller made no step within {limit_s:g} s")
 
     async def elapse(self, seconds):
         """Wait, unless the controller ends; then for the end of a step."""
@@ -200,13 +202,14 @@ async def controller_of(folder, recipe, prompts, o, **more):
     async with contextlib.AsyncExitStack() as stack:
         run = stack.enter_context(contextlib.closing(RunFolder(recipe)))
         urls, engine_pids = stack.enter_context(stand_in_engines(o))
-        made = [EngineClient(url=url, secret="bench", name=f"engine-{index}") for index, url in enumerate(urls)]
-        clients = [await stack.enter_async_context(client) for client in made]
+        created = [EngineClient(url=url, secret="bench", name=f"engine-{index}") for index, url in enumerate(urls)]
+        clients = [await stack.enter_async_context(client) for client in created]
         verifier = await stack.enter_async_context(VerifierPool(recipe.rewards))
         plans = Plans(recipe, tokenizer)
         decoders = await stack.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=folder))
         trainer, trainer_pid = await stack.enter_async_context(trainer_of(folder, o.step_seconds))
-        start, devices = resume_point(run.path), Devices(unit="device_hours", trainer=1, engine=o.engines)
+        start = resume_point(run.path)
+        devices = Devices(unit="device_hours", trainer=1, engine=o.engines)
         ledger = Ledger(run.path / "ledger.jsonl", "device_hours", incarnation="local.0")
         stack.enter_context(contextlib.closing(ledger))
         meter = Meter(ledger, devices, start)
@@ -239,10 +242,10 @@ async def controller_of(folder, recipe, prompts, o, **more):
 async def measure(folder, o):
     """Run the controller and observe it."""
     async with controller_of(folder, recipe_for(folder, o), prompts(), o) as running:
-        found = await observe(running, o)
-        rows = read_jsonl(running.folder / "metrics.jsonl")[-found["steps"] :]
+        figures = await observe(running, o)
+        rows = read_jsonl(running.folder / "metrics.jsonl")[-figures["steps"] :]
     waits = ("wait_for_batch_seconds", "send_seconds", "step_seconds")
-    return found | {name: round(statistics.fmean(row[name] for row in rows), 4) for name in waits}
+    return figures | {name: round(statistics.fmean(row[name] for row in rows), 4) for name in waits}
 
 
 async def observe(running, o):
@@ -250,11 +253,15 @@ async def observe(running, o):
     await running.elapse(o.warm_up)
     lag = Lag()
     watch = asyncio.create_task(lag.watch())
-    pids, clients = {"controller": [os.getpid()], **running.pids}, running.clients
-    begin, steps, received = time.monotonic(), running.sync.steps, sum(c.received_tokens for c in clients)
+    pids = {"controller": [os.getpid()], **running.pids}
+    clients = running.clients
+    begin = time.monotonic()
+    steps = running.sync.steps
+    received = sum(c.received_tokens for c in clients)
     used = {name: processor_s(group) for name, group in pids.items()}
     await running.elapse(o.seconds)
-    seconds, steps = time.monotonic() - begin, running.sync.steps - steps
+    seconds = time.monotonic() - begin
+    steps = running.sync.steps - steps
     used = {name: processor_s(group) - used[name] for name, group in pids.items()}
     received = sum(c.received_tokens for c in clients) - received
     watch.cancel()
@@ -275,27 +282,28 @@ async def observe(running, o):
     }
 
 
-def rows_of(found):
+def rows_of(figures):
     """The figures for people."""
-    lag, peaks = found["lag_ms"], found["peak_mib"]
+    lag = figures["lag_ms"]
+    peaks = figures["peak_mib"]
     processors = [
-        (f"processors used by {name}", f"{share:.2f} ({found['processor_us_per_token'][name]:.2f} us a token)")
-        for name, share in found["processors"].items()
+        (f"processors used by {name}", f"{share:.2f} ({figures['processor_us_per_token'][name]:.2f} us a token)")
+        for name, share in figures["processors"].items()
     ]
     return [
-        ("tokens/s through one controller (target 400,000)", f"{found['tokens_per_s']:,}"),
+        ("tokens/s through one controller (target 400,000)", f"{figures['tokens_per_s']:,}"),
         ("lag of the event loop, p50 (ms)", f"{lag['p50']:.1f}"),
         ("  p99 (target 50)", f"{lag['p99']:.1f}"),
         ("  max", f"{lag['max']:.1f}"),
         *processors,
         ("peak resident set, controller (MiB)", f"{peaks['controller']:,}"),
         ("  a decoder", f"{peaks['a decoder']:,}"),
-        ("open sockets", f"{found['sockets']:,}"),
-        ("optimizer steps", f"{found['steps']:,}"),
-        ("  seconds of each", f"{found['step_seconds']:.3f}"),
-        ("  trainer waits for a batch", f"{found['wait_for_batch_seconds']:.3f}"),
-        ("  trainer waits while it is planned and sent", f"{found['send_seconds']:.3f}"),
-        (f"GPUs that this feeds, at {TOKENS_PER_GPU:,} tokens/s per GPU", f"{found['gpus']:,}"),
+        ("open sockets", f"{figures['sockets']:,}"),
+        ("optimizer steps", f"{figures['steps']:,}"),
+        ("  seconds of each", f"{figures['step_seconds']:.3f}"),
+        ("  trainer waits for a batch", f"{figures['wait_for_batch_seconds']:.3f}"),
+        ("  trainer waits while it is planned and sent", f"{figures['send_seconds']:.3f}"),
+        (f"GPUs that this feeds, at {TOKENS_PER_GPU:,} tokens/s per GPU", f"{figures['gpus']:,}"),
     ]
 
 
@@ -303,11 +311,11 @@ def main(o):
     """Measure and print."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(measure(Path(folder), o))
+        figures = asyncio.run(measure(Path(folder), o))
     title = f"{o.in_flight} completions of {o.tokens} tokens in flight over {o.engines} stand-in engines"
-    harness.table(("what", "figure"), rows_of(found), title)
+    harness.table(("what", "figure"), rows_of(figures), title)
     more = {"bench": "controller", "options": harness.asked(o), "machine": harness.machine()}
-    harness.report(o, found | more, shown=False)
+    harness.report(o, figures | more, shown=False)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,8 @@ def main(arguments):
         source = Path(folder) / "hugging_face"
         size = str(round(arguments.gib * 2**30))
         written = harness.child(__file__, "--kind", arguments.kind, "--write", str(source), "--bytes", size)
-        nbytes, largest = written["nbytes"], written["largest"]
+        nbytes = written["nbytes"]
+        largest = written["largest"]
         console.print(
             f"{arguments.kind}: {nbytes / 2**30:.2f} GiB of bf16, largest tensor {largest / 2**20:.0f} MiB, "
             f"{os.cpu_count()} cores",
@@ -75,7 +76,9 @@ def main(arguments):
 def measure(source, nbytes, largest, rounds, console):
     """Seconds of every round, median ratios, and peak anonymous memory."""
     place = source.parent
-    megatron, back, copy = place / "megatron", place / "back", place / "copy"
+    megatron = place / "megatron"
+    back = place / "back"
+    copy = place / "copy"
     steps = [
         ("cp", source, copy, lambda: subprocess.run(["cp", "-r", source, copy], check=True)),
         ("to-megatron", source, megatron, lambda: to_megatron(source, megatron)),

@@ -19,8 +19,10 @@ import harness
 from checkout import explained
 
 BATCHES = (1, 64)
-SHORT, LONG = 16, 144
-"""Tokens of the two measurements, whose difference counts."""
+SHORT = 16
+"""Tokens of the first measurement, whose difference from the second one counts."""
+LONG = 144
+"""Tokens of the second measurement."""
 _KV_BYTES = 4 * 2**30
 _RELEASE_S = 5.0
 """For the driver to release the memory of an engine that has exited."""
@@ -115,14 +117,14 @@ async def _served(policy, *, toy):
     try:
         await engine.start()
         found = {batch: await step_seconds(engine.client, batch) for batch in BATCHES}
-        held = used_on_gpu()
+        occupied = used_on_gpu()
     finally:
         await engine.stop()
     end = time.monotonic() + _RELEASE_S
-    while held is not None and held - (used_on_gpu() or 0) < _KV_BYTES and time.monotonic() < end:
+    while occupied is not None and occupied - (used_on_gpu() or 0) < _KV_BYTES and time.monotonic() < end:
         await asyncio.sleep(0.5)
     after = used_on_gpu()
-    return found, None if held is None or after is None else held - after
+    return found, None if occupied is None or after is None else occupied - after
 
 
 def rates(tiny, large, parameters, *, gpu, freed):
@@ -131,7 +133,9 @@ def rates(tiny, large, parameters, *, gpu, freed):
     tiny, large: seconds of a decode step by batch size. parameters: of the large policy. freed: device memory (bytes)
     released when the large engine exited.
     """
-    key, read, rest = gpu_of_device(gpu), 2 * (parameters.total - parameters.embedding), large[1] - tiny[1]
+    key = gpu_of_device(gpu)
+    read = 2 * (parameters.total - parameters.embedding)
+    rest = large[1] - tiny[1]
     found = {"gpu": gpu, "engine_step_ms": tiny[1] * 1e3}
     if key is not None and rest > 0:
         found["hbm_efficiency"] = read / rest / GPUS[key].memory_bytes_per_second

@@ -42,8 +42,10 @@ from checkout import explained
 SIZES = ("tokens", "hidden", "vocab")
 SHAPES = {"cpu": (4096, 1024, 32768), "gpu": (16384, 4096, 128256)}
 """Tokens, hidden size and vocabulary of the targets."""
-FAILED, USER_ERROR = "failed", "user_error"
-"""Keys of the last event after a failure: a one-line reason, and whether it is the user's error."""
+FAILED = "failed"
+"""Key of the last event after a failure: a reason in one line."""
+USER_ERROR = "user_error"
+"""Another key of that event: whether it is the user's error."""
 SILENCE_S = 180.0
 """After which a contender failed."""
 parser = harness.benchmark(
@@ -83,13 +85,16 @@ class BareGemms:
 
     def __init__(self, bench):
         self.bench = bench
-        options, ways = bench.options, WAYS
+        options = bench.options
+        ways = WAYS
         if bench.on_gpu:
             pairs = [(bench.drawn(8192, 8192), bench.drawn(8192, 8192) * bench.spread)]
             ways = {"bf16": WAYS["bf16"]}
         else:
-            tokens, columns = min(BLOCK, options.tokens), min(BLOCK, options.vocab)
-            h, w = bench.drawn(tokens, options.hidden), bench.drawn(columns, options.hidden) * bench.spread
+            tokens = min(BLOCK, options.tokens)
+            columns = min(BLOCK, options.vocab)
+            h = bench.drawn(tokens, options.hidden)
+            w = bench.drawn(columns, options.hidden) * bench.spread
             dz = bench.drawn(tokens, columns)
             pairs = [(h, w.t()), (dz, w), (dz.t(), h)]
         self.flop = sum(2.0 * a.shape[0] * a.shape[1] * b.shape[1] for a, b in pairs)
@@ -113,7 +118,7 @@ class BareGemms:
                 self.seconds[name].append((time.perf_counter() - start) / count)
 
     def tflops(self):
-        """By way, from the median; the first measurement warmed up."""
+        """Rates by way, from the median; the first measurement warmed up."""
         return {name: self.flop / statistics.median(taken[1:]) / 1e12 for name, taken in self.seconds.items()}
 
 
@@ -124,8 +129,10 @@ class Bench:
         self.options = options
         self.on_gpu = options.device == "gpu"
         if self.on_gpu and not torch.accelerator.is_available():
-            raise ValueError("--device gpu: expected a GPU, found none that PyTorch sees")
-        self.device = torch.accelerator.current_accelerator() if self.on_gpu else torch.device("cpu")
+            raise ValueError("--device gpu: PyTorch sees no GPU")
+        self.device = torch.device("cpu")
+        if self.on_gpu:
+            self.device = torch.accelerator.current_accelerator()
         torch.set_num_threads(options.threads)
         self.generator = torch.Generator(self.device).manual_seed(0)
         # Logits of spread 4: a peaked distribution, |z| below 25.
@@ -142,7 +149,8 @@ class Bench:
         """Seconds of wall and processor for one pass, and log-probabilities if there are any."""
         self.forget(contender)
         self.wait()
-        wall, busy = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        busy = time.process_time()
         total, logprob = contender.run(self.h, self.w, self.y)
         if backward:
             total.backward()
@@ -176,14 +184,17 @@ class Bench:
         if not self.on_gpu:  # a few tokens first: code that is loaded once is nobody's memory
             h, w = (t.detach()[:64].requires_grad_() for t in (self.h, self.w))
             contender.run(h, w, self.y[:64] % 64)[0].backward()
-        before, found = self._reset_peak(), {}
+        before = self._reset_peak()
+        measures = {}
         for name, backward in (("extra_mib_forward", False), ("extra_mib", True)):
             self._reset_peak()
             self.step(contender, backward=backward)
-            found[name] = (self._peak() - before) / 2**20
-        handed_out = self.h.numel() * 2 + (0 if contender.main_grad else self.w.numel() * 2)
-        found["block_mib"] = found["extra_mib"] - handed_out / 2**20
-        return found
+            measures[name] = (self._peak() - before) / 2**20
+        handed_out = self.h.numel() * 2
+        if not contender.main_grad:
+            handed_out += self.w.numel() * 2
+        measures["block_mib"] = measures["extra_mib"] - handed_out / 2**20
+        return measures
 
     def _reset_peak(self):
         if self.on_gpu:
@@ -193,7 +204,9 @@ class Bench:
         return harness.memory_of("VmRSS")
 
     def _peak(self):
-        return torch.accelerator.max_memory_allocated() if self.on_gpu else harness.memory_of("VmHWM")
+        if self.on_gpu:
+            return torch.accelerator.max_memory_allocated()
+        return harness.memory_of("VmHWM")
 
 
 def group(options, *names):
@@ -227,12 +240,16 @@ def group(options, *names):
             line[f"{name}_seconds"] = statistics.median(walls)
             line[f"{name}_cpu_seconds"] = statistics.median(busy)
             line[f"{name}_spread"] = [min(walls), max(walls)]
-        gemms_forward = contender.gemms if contender.all_forward else 1
+        gemms_forward = 1
+        if contender.all_forward:
+            gemms_forward = contender.gemms
         line |= {"gemms": contender.gemms, "gemm_tflops": rate}
         line["gemm_share_forward"] = gemms_forward * gemm / line["forward_seconds"]
         line["gemm_share"] = contender.gemms * gemm / line["total_seconds"]
         line["necessary_share"] = 3 * gemm / line["total_seconds"]
-        send({"line": line | (bench.peak_extra(contender) if bench.on_gpu else {})})
+        if bench.on_gpu:
+            line |= bench.peak_extra(contender)
+        send({"line": line})
 
 
 def memory(options, name):
@@ -242,9 +259,9 @@ def memory(options, name):
 
 
 def contenders(options):
-    """Who takes part: ours, the naive paths, peers."""
-    found = contenders_on(options.device)
-    return [contender for contender in found if options.peers == "all" or not contender.peer]
+    """The implementations to compare: ours, the naive paths, peers."""
+    chosen = contenders_on(options.device)
+    return [contender for contender in chosen if options.peers == "all" or not contender.peer]
 
 
 def line_of(name, status):
@@ -257,7 +274,7 @@ def send(event):
 
 
 def apart(options, work, names):
-    """The events of `group` or `memory` in a process of its own, and {FAILED: why} if it ends in any other way.
+    """The events of `group` or `memory` in a separate process, and {FAILED: why} if it ends in any other way.
 
     It is killed, by SIGKILL, where it sends nothing for SILENCE_S.
     """
@@ -277,9 +294,11 @@ def apart(options, work, names):
                 yield json.loads(line)
         if code := child.wait():
             errors.seek(0)
-            said = [text.strip() for text in errors if text.strip()] or ["no message"]
-            how = f"its process was ended by {signal.Signals(-code).name}" if code < 0 else said[-1][:200]
-            yield {FAILED: how, USER_ERROR: code == 2}
+            lines = [text.strip() for text in errors if text.strip()] or ["no message"]
+            reason = lines[-1][:200]
+            if code < 0:
+                reason = f"its process was ended by {signal.Signals(-code).name}"
+            yield {FAILED: reason, USER_ERROR: code == 2}
 
 
 def measured(options, names):
@@ -291,30 +310,43 @@ def measured(options, names):
     head = {"gemm_tflops": None, "machine": None}
     lines = {}
     while left := [name for name in names if name not in lines]:
-        begun, why, user_error = None, "it ended without a result", False
+        begun = None
+        why = "it ended without a result"
+        user_error = False
         for event in apart(options, group, left):
-            begun, why = event.get("begin", begun), event.get(FAILED, why)
+            begun = event.get("begin", begun)
+            why = event.get(FAILED, why)
             user_error = event.get(USER_ERROR, user_error)
             if "line" in event:
                 lines[event["line"]["contender"]] = event["line"]
             elif "machine" in event:
                 head = event
         if begun is None and not lines:
-            raise ValueError(why) if user_error else RuntimeError(why)
+            if user_error:
+                raise ValueError(why)
+            raise RuntimeError(why)
         missing = [name for name in left if name not in lines]
-        blamed = missing if begun is None else [begun] if begun in missing else missing[:1]
+        blamed = missing
+        if begun in missing:
+            blamed = [begun]
+        elif begun is not None:
+            blamed = missing[:1]
         lines |= {name: line_of(name, f"failed: {why}") for name in blamed}
     for line in lines.values():
         if options.device == "cpu" and line["status"] == "measured":
             for event in apart(options, memory, [line["contender"]]):
-                line |= {"status": f"failed: {event[FAILED]}"} if FAILED in event else event
+                if FAILED in event:
+                    event = {"status": f"failed: {event[FAILED]}"}
+                line |= event
     return head, [rounded(lines[name]) for name in names]
 
 
 def machine(bench):
-    """What this ran on, and how busy it was."""
-    gpu = {"gpu": torch.get_device_module(bench.device).get_device_name()} if bench.on_gpu else {}
-    return harness.machine() | gpu
+    """The machine of this run, and how busy it was."""
+    facts = harness.machine()
+    if bench.on_gpu:
+        facts["gpu"] = torch.get_device_module(bench.device).get_device_name()
+    return facts
 
 
 def main(options):
@@ -332,8 +364,10 @@ def main(options):
     everybody = contenders(options)
     try:
         head, lines = measured(options, [c.name for c in everybody if not c.peer])
-    except (ValueError, RuntimeError) as error:
-        parser().exit(2 if isinstance(error, ValueError) else 1, f"bench_logits: {error}\n")
+    except ValueError as error:
+        parser().exit(2, f"bench_logits: {error}\n")
+    except RuntimeError as error:
+        parser().exit(1, f"bench_logits: {error}\n")
     shape = harness.asked(options, "device", "rounds", *SIZES, "threads")
     for line in ({"bench": "logits", "dtype": "bfloat16", **shape, **rounded(head)}, *lines):
         harness.report(options, line)

@@ -105,16 +105,17 @@ def write_policy(kind, folder):
     """A random policy: dense Llama of 22 million parameters, or Llama 4 with 4 experts of 35 million."""
     from random_inputs import random_model
 
-    own = {"dense": dict(inner=1024, layers=10), "moe": dict(inner=768, layers=6, num_local_experts=4)}[kind]
+    sizes = {"dense": dict(inner=1024, layers=10), "moe": dict(inner=768, layers=6, num_local_experts=4)}[kind]
     common = dict(vocab=VOCABULARY, hidden=384, heads=6, groups=2, head_dim=64, max_position_embeddings=4096)
-    random_model(kind, **common, **own).save_pretrained(folder)
+    random_model(kind, **common, **sizes).save_pretrained(folder)
 
 
 def case_recipe(case):
     """The recipe of one configuration."""
     from random_inputs import recipe_of
 
-    trainer, model = {"micro_batch_tokens": case["tokens"]}, {"model": case.get("model", {})}
+    trainer = {"micro_batch_tokens": case["tokens"]}
+    model = {"model": case.get("model", {})}
     return recipe_of(case["path"], dtype=case["dtype"], steps=2, trainer=trainer, megatron=model)
 
 
@@ -203,7 +204,8 @@ def queue_setting(recipe, lengths, rows, steps, skip):
     from megatron_scalerl.plan.engine import Decoding
     from megatron_scalerl.plan.simulate import QueueSettings
 
-    train_, publish = mean_of(rows, "train_seconds"), mean_of(rows, "engine_paused_seconds")
+    train_ = mean_of(rows, "train_seconds")
+    publish = mean_of(rows, "engine_paused_seconds")
     other = max(0.0, mean_of(rows, "step_seconds") - train_ - publish - mean_of(rows, WAIT))
     running = min(recipe.engine.vllm["max_num_seqs"], recipe.rollouts.max_in_flight)
 
@@ -233,7 +235,8 @@ def per_completion(setting, waited):
     """The speed at which the simulated synchronous run waits as long for a batch as the real one did."""
     from megatron_scalerl.plan.simulate import simulate
 
-    low, high = 1e-6, 1.0
+    low = 1e-6
+    high = 1.0
     for _ in range(30):
         middle = (low * high) ** 0.5
         timing = simulate(setting(middle, 0))

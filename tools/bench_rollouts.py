@@ -33,7 +33,10 @@ with explained():
     from megatron_scalerl.engine.interruption import Plan
     from megatron_scalerl.launch.process import EngineProcess
 
-VOCAB, PROMPT, SHORTEST, LONGEST = 512, 31, 64, 192
+VOCAB = 512
+PROMPT = 31
+SHORTEST = 64
+LONGEST = 192
 ENGINE = {
     "max_model_len": 512,
     "enforce_eager": True,

@@ -2,7 +2,7 @@
 
     python tools/bench_shapes.py [--shapes 8b,1b] [--layers te|plain] [--toy] [--assumptions FILE]
 
-Each shape trains a few steps in a process of its own, so that peaks are not affected by earlier work. Weights are
+Each shape trains a few steps in a separate process, so that peaks are not affected by earlier work. Weights are
 random and every micro-batch is full. With less memory than a shape needs, by the prediction, it has fewer layers.
 Prints one JSON line per shape. --toy: tiny widths, for a CPU. --assumptions: writes the constants for `plan`.
 """
@@ -35,8 +35,10 @@ _1B |= dict(head_dim=64, vocab_size=128256)
 _8B = _1B | dict(hidden_size=4096, intermediate_size=14336, head_dim=128)
 _SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-WARM_UP, MEASURED = 2, 5
-"""Steps; the first ones allocate and compile."""
+WARM_UP = 2
+"""Steps that are not measured: they allocate and compile."""
+MEASURED = 5
+"""Steps that are measured."""
 SPARE = 1.1
 """A shape is built if its predicted memory times this is free."""
 
@@ -104,7 +106,8 @@ def memory():
     from megatron_scalerl.distributed import device
 
     if not device.HAVE_GPU:
-        now, peak = harness.memory_of("VmRSS"), harness.memory_of("VmHWM")
+        now = harness.memory_of("VmRSS")
+        peak = harness.memory_of("VmHWM")
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         peaks = dict(peak_allocated=peak, peak_reserved=peak)
         return DeviceMemory(allocated=now, reserved=now, used=now, total=total, **peaks)
@@ -139,8 +142,10 @@ def reset_peaks():
 
 def used_on_gpu():
     """Bytes in use on this process's GPU, before it has a context there those of others; None if unknown."""
-    found = nvidia_smi("memory.used")
-    return int(found) * 2**20 if found is not None and found.isdecimal() else None
+    mib = nvidia_smi("memory.used") or ""
+    if not mib.isdecimal():
+        return None
+    return int(mib) * 2**20
 
 
 def peak_since(before):
@@ -162,7 +167,8 @@ def recipe_for(shape, folder):
     """The recipe that trains the policy in `folder`/config.json."""
     from random_inputs import recipe_of
 
-    trainer, model = {"micro_batch_tokens": shape.tokens}, {"model": dict(shape.recompute)}
+    trainer = {"micro_batch_tokens": shape.tokens}
+    model = {"model": dict(shape.recompute)}
     return recipe_of(folder, dtype=shape.dtype, trainer=trainer, megatron=model)
 
 
@@ -191,7 +197,7 @@ def fitting(shape, folder, free):
         if need <= free:
             return shape, predicted
         if shape.layers == 1:
-            raise ValueError(f"{shape.name}: one layer needs {need / GIB:.1f} GiB, {free / GIB:.1f} are free")
+            raise ValueError(f"{shape.name}: one layer needs {need / GIB:.1f} GiB, and {free / GIB:.1f} are free")
         shape = replace(shape, layers=shape.layers // 2)
 
 
@@ -231,11 +237,14 @@ def measure(shape, folder):
     parallel = init_parallel(recipe_for(shape, folder))
     reset_peaks()
     start = memory()
-    before = before if device.HAVE_GPU else start.used
+    name = ""
+    if device.HAVE_GPU:
+        name = torch.get_device_module(parallel.device).get_device_name(parallel.device)
+    else:
+        before = start.used
     shape, predicted = fitting(shape, folder, start.total - start.used)
     sizes = dict(count=shape.micro_batches * (shape.tokens // shape.sequence), length=shape.sequence)
     found = train(recipe_for(shape, folder), parallel, before, **sizes, steps=WARM_UP + MEASURED)
-    name = torch.get_device_module(parallel.device).get_device_name(parallel.device) if device.HAVE_GPU else ""
     rate = found["tokens"] / statistics.median(found["seconds"][WARM_UP:])
     return {
         "shape": shape.name,
@@ -284,19 +293,27 @@ def main():
     chosen = options.shapes.split(",")
     if options.here:
         shape = SHAPES[chosen[0]]
+        if options.toy:
+            shape = toy(shape)
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(measure(toy(shape) if options.toy else shape, Path(folder))))
+            print(json.dumps(measure(shape, Path(folder))))
         return
     lines = []
-    words, hidden = (["--toy"], {"CUDA_VISIBLE_DEVICES": ""}) if options.toy else ([], {})
+    words = []
+    variables = {"MSRL_LAYERS": options.layers}
+    if options.toy:
+        words.append("--toy")
+        variables["CUDA_VISIBLE_DEVICES"] = ""
     for name in chosen:
-        found = harness.child(__file__, "--here", "--shapes", name, *words, MSRL_LAYERS=options.layers, **hidden)
+        found = harness.child(__file__, "--here", "--shapes", name, *words, **variables)
         harness.report(options, found)
         lines.append(found)
     if options.assumptions:
         measured = [Measurement(layers=line["layers"], figures=line) for line in lines]
         if not write_constants(options.assumptions, measured, gpu=lines[0]["gpu"], source="tools/bench_shapes.py"):
-            raise RuntimeError(f"{options.assumptions}: expected constants of a GPU in bf16, found none to write")
+            raise RuntimeError(
+                f"{options.assumptions}: nothing is written, since no constant was measured on a GPU in bf16"
+            )
 
 
 if __name__ == "__main__":

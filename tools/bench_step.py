@@ -60,8 +60,10 @@ with explained():
     from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
 
-SHORTEST, LONGEST = 24, 88
-"""Tokens of a sample with its prompt, as the quickstart's."""
+SHORTEST = 24
+"""Fewest tokens of a sample with its prompt, as in the quickstart."""
+LONGEST = 88
+"""Most tokens of a sample with its prompt, likewise."""
 
 
 class ThdAttention(SdpaCoreAttention):
@@ -73,7 +75,7 @@ class ThdAttention(SdpaCoreAttention):
 
 
 class BareMegatron:
-    """What a pretraining loop does: GPTModel, cross-entropy averaged over tokens.
+    """The model and loss of a pretraining loop: GPTModel, cross-entropy averaged over tokens.
 
     `packed`: rows [1, N] of several sequences with PackedSeqParams; else rows [b, s] with padding.
     """
@@ -148,7 +150,8 @@ def padded(micro_batch):
     """The micro-batch's sequences as rows [b, s], padded to the longest."""
     starts = micro_batch.cu_seqlens.tolist()
     shape = (len(starts) - 1, max(b - a for a, b in zip(starts, starts[1:])))
-    tokens, targets = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    tokens = np.zeros(shape, np.int64)
+    targets = np.zeros(shape, np.int64)
     mask = np.zeros(shape, np.float32)
     for row, (a, b) in enumerate(zip(starts, starts[1:])):
         tokens[row, : b - a] = micro_batch.tokens[a:b]
@@ -180,9 +183,10 @@ def measure(options, policy):
     bare, packed = (BareMegatron(recipe, parallel, packed=packed) for packed in (False, True))
     sides = {"ours": make_trainer(recipe, parallel).step, "bare": bare.step, "packed": packed.step}
     arms = {side: partial(harness.timed, partial(step, batch)) for side, step in sides.items()}
-    found = harness.in_rounds(arms, options.rounds, warm_up=2)
-    wall, cpu = ({side: [taken[i] for taken in of] for side, of in found.items()} for i in (0, 1))
-    seconds, busy = harness.medians(wall), harness.medians(cpu)
+    taken_by_side = harness.in_rounds(arms, options.rounds, warm_up=2)
+    wall, cpu = ({side: [taken[i] for taken in of] for side, of in taken_by_side.items()} for i in (0, 1))
+    seconds = harness.medians(wall)
+    busy = harness.medians(cpu)
     return {
         "bench": "step",
         "ratio_packed": round(seconds["ours"] / seconds["packed"], 4),

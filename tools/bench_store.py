@@ -107,10 +107,10 @@ def main(options):
         print(json.dumps(asyncio.run(replay(options.replay))))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        found = asyncio.run(fill(Path(folder), options))
-        found |= harness.child(__file__, "--replay", folder)
+        figures = asyncio.run(fill(Path(folder), options))
+        figures |= harness.child(__file__, "--replay", folder)
     sizes = harness.asked(options, "batches", "groups", "group_size", "tokens", "ready")
-    harness.report(options, {**sizes, **found, "machine": harness.machine()})
+    harness.report(options, {**sizes, **figures, "machine": harness.machine()})
 
 
 if __name__ == "__main__":

@@ -100,7 +100,8 @@ class Trainer:
         parallel = init_parallel(recipe)
         trainer = make_trainer(recipe, parallel)
         self.source = MegatronWeightSource(trainer.chunks, parallel)
-        self.changes, self.parts = trainer.changes, parts_of(trainer.optimizer)
+        self.changes = trainer.changes
+        self.parts = parts_of(trainer.optimizer)
         self.written = Written() if options.compared else trainer.changes.written
         self.seconds = {arm: [] for arm in WRITES}
         self.size = sum(bucket.nbytes for bucket in plans.buckets(self.source.plan, options.bucket_mib))
@@ -181,7 +182,8 @@ class Child:
 
     def __init__(self, folder):
         command = [sys.executable, __file__, *sys.argv[1:], "--receive", str(folder)]
-        environment, pipe = os.environ | ENVIRONMENT, subprocess.PIPE
+        environment = os.environ | ENVIRONMENT
+        pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
     def ask(self, *command):
@@ -228,7 +230,8 @@ def measure(options, folder, rendezvous):
                 changed = trainer.step(version)
             begin = time.perf_counter()
             child.ask("update", arm, version, trainer.size)
-            sent, held = trainer.update(arm, version), child.answer()
+            sent = trainer.update(arm, version)
+            held = child.answer()
             if version:  # the first round allocates and compiles
                 seconds[arm].append(time.perf_counter() - begin)
                 if arm == "staged":

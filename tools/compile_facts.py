@@ -49,7 +49,8 @@ class Case:
 
     def compiled(self) -> Any:
         """The kernel for sm_90; whatever may be aligned to 16 bytes is."""
-        signature, aligned = {}, {}
+        signature = {}
+        aligned = {}
         for place, name in enumerate(self.kernel.arg_names):
             if name in self.constants:
                 signature[name] = "constexpr"
@@ -93,7 +94,7 @@ CASES = {
 
 
 def disassembled(compiled: Any, what: str) -> str:
-    """What cuobjdump says of a compiled kernel: -sass its machine code, -res-usage its registers and stack."""
+    """The output of cuobjdump for a compiled kernel: -sass its machine code, -res-usage its registers and stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()
@@ -108,14 +109,15 @@ def opcodes(compiled: Any) -> list[str]:
 
 
 def spills(names: list[str]) -> list[str]:
-    """Those that move a register to local memory or back."""
+    """Instructions that move a register to local memory or back."""
     return [name for name in names if name.startswith(("LDL", "STL"))]
 
 
 def facts(case: Case) -> dict[str, int | str]:
-    """One row of the table."""
+    """A row of the table."""
     compiled = case.compiled()
-    names, usage = opcodes(compiled), disassembled(compiled, "-res-usage")
+    names = opcodes(compiled)
+    usage = disassembled(compiled, "-res-usage")
     found = {word: re.findall(rf"\b{word}:(\d+)", usage)[-1] for word in ("REG", "STACK")}
     widest = {name[:3] for name in names if re.fullmatch(r"(LDG|STG|LDGSTS)\.E\S*\.128\S*", name)}
     return {

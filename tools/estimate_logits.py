@@ -1,4 +1,4 @@
-"""What the logit projection should take on an H100, by arithmetic: an estimate, not a measurement.
+"""Seconds of the logit projection on an H100 by arithmetic: an estimate, not a measurement.
 
     python tools/estimate_logits.py
 
@@ -35,9 +35,12 @@ with explained():
     from megatron_scalerl.logits import cuda_backend, row_kernels
     from megatron_scalerl.logits.api import token_logprobs, token_loss
 
-FLOPS, BANDWIDTH = 798e12, 3.0e12
-"""bf16 GEMMs of cuBLAS (FLOP/s) and memory (bytes/s) of an H100 SXM: round figures of what programs reach."""
-TILE, PROCESSORS = (128, 256), 132
+FLOPS = 798e12
+"""Rate of bf16 GEMMs of cuBLAS on an H100 SXM (FLOP/s): a round figure that programs reach."""
+BANDWIDTH = 3.0e12
+"""Rate of its memory (bytes/s), likewise."""
+TILE = (128, 256)
+PROCESSORS = 132
 SHAPES = {
     "tools/bench_logits.py": (16384, 4096, 128256),
     "8B recipe, TP 2": (16384, 4096, 128256 // 2),
@@ -55,7 +58,8 @@ class Sum(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.seconds, self.products = 0.0, 0
+        self.seconds = 0.0
+        self.products = 0
 
     def moved(self, *tensors):
         """Traffic alone."""

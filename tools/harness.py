@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, arms that take turns, statistics, the machine, child processes, output."""
+"""Shared parts of the benchmarks: options, arms that take turns, statistics, the machine, child processes, output."""
 
 import argparse
 import json
@@ -25,9 +25,12 @@ def options(text, **wanted):
     """
 
     def parser():
-        made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        built = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         for name, given in wanted.items():
-            kind, said = given if isinstance(given, tuple) else (given, None)
+            kind = given
+            help_text = None
+            if isinstance(given, tuple):
+                kind, help_text = given
             how = {"type": type(kind), "default": kind}
             if kind is False:
                 how = {"action": "store_true"}
@@ -35,14 +38,14 @@ def options(text, **wanted):
                 how = {"type": kind}
             elif isinstance(kind, list):
                 how = {"choices": kind, "default": kind[0]}
-            made.add_argument(f"--{name.replace('_', '-')}", help=said, **how)
-        return made
+            built.add_argument(f"--{name.replace('_', '-')}", help=help_text, **how)
+        return built
 
     return parser
 
 
 def benchmark(text, **wanted):
-    """The same with --json FILE, which `report` needs."""
+    """`options` with --json FILE, which `report` needs."""
     return options(text, **wanted, json=(Path, "append the figures to this file, too"))
 
 
@@ -60,7 +63,7 @@ def turns(arms, rounds):
 
 
 def in_rounds(arms, rounds, *, warm_up=1):
-    """What each arm gives in each round, without the first `warm_up` ones, which allocate."""
+    """Results of each arm in each round, without the first `warm_up` ones, which allocate."""
     found = {arm: [] for arm in arms}
     for number, arm in turns(list(arms), warm_up + rounds):
         value = arms[arm]()
@@ -71,7 +74,8 @@ def in_rounds(arms, rounds, *, warm_up=1):
 
 def timed(work):
     """Seconds of wall and of this process's processor; the latter tell more on a machine that others load."""
-    wall, busy = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    busy = time.process_time()
     work()
     return time.perf_counter() - wall, time.process_time() - busy
 
@@ -87,7 +91,7 @@ def columns(rows):
 
 
 def medians(found):
-    """Of each arm's values."""
+    """Median of each arm's values."""
     return {arm: statistics.median(values) for arm, values in found.items()}
 
 
@@ -108,22 +112,26 @@ def spread(values, digits=3):
 
 
 def rounded(found, digits=4, *, suffix=""):
-    """The figures with so many decimals, and `suffix` behind their names."""
+    """The figures with `digits` decimals, and `suffix` behind their names."""
     return {f"{name}{suffix}": round(value, digits) for name, value in found.items()}
 
 
 def processor():
-    """Its name."""
+    """Name of the processor."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
+    lines = []
+    if info.is_file():
+        lines = info.read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line[:10] == "model name"), platform.machine())
 
 
 def machine():
-    """What this runs on, and how busy it is."""
+    """The machine of this process, and how busy it is."""
     found = {"cpu": processor(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
     found["python"] = platform.python_version()
-    return found | ({"torch": sys.modules["torch"].__version__} if "torch" in sys.modules else {})
+    if "torch" in sys.modules:
+        found["torch"] = sys.modules["torch"].__version__
+    return found
 
 
 def memory_of(field, pid="self"):
@@ -165,9 +173,9 @@ def table(heads, rows, title=None):
     with explained():
         from rich.console import Console
         from rich.table import Table
-    made = Table(title=title)
+    built = Table(title=title)
     for number, head in enumerate(heads):
-        made.add_column(head, justify="right" if number else "left")
+        built.add_column(head, justify="right" if number else "left")
     for row in rows:
-        made.add_row(*row)
-    Console().print(made)
+        built.add_row(*row)
+    Console().print(built)

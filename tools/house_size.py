@@ -64,8 +64,8 @@ def row(name, counts):
     lines = max(1, counts["code lines"])
     habits = ("tuple assignments", "conditional expressions", "walrus")
     shown = ", ".join(f"{habit} {counts[habit] * 1000 / lines:.1f}" for habit in habits)
-    each = counts["tokens"] / max(1, counts["statements"])
-    size = f"{counts['files']:>4} files {lines:>7,} lines {counts['tokens']:>8,} tokens {each:5.2f} a statement"
+    mean = counts["tokens"] / max(1, counts["statements"])
+    size = f"{counts['files']:>4} files {lines:>7,} lines {counts['tokens']:>8,} tokens {mean:5.2f} a statement"
     comments = 100 * counts["comments"] / max(1, counts["all lines"])
     return f"{name:<14}{size}; per 1,000 lines: {shown}; comments {comments:.2f} % of all lines"
 

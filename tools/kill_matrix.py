@@ -51,17 +51,19 @@ with explained():
     from megatron_scalerl.rollouts.history import read_history
 
 ROOT = Path(__file__).parent.parent
-STEPS, LIMIT_S = 8, 420
+STEPS = 8
+LIMIT_S = 420
 VICTIMS = ("controller", "trainer-0", "trainer-1", "engine-1", "verifier", "decoder-0")
 DISK = "disk"
 FAULTS = ("garbage", "half", "wrong version", "nothing", "endless")
 AT = ("running", "random")
 STATES = ("importing", "update", "validation", "checkpoint")
+ENGINES = {False: "stand-in", True: "real"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What happens in a try."""
+    """A fault, its victim and its moment."""
 
     victim: str
     fault: str
@@ -74,32 +76,37 @@ class Case:
     @property
     def key(self):
         """Name of the try."""
-        kind = "real" if self.real else "stand-in"
+        kind = ENGINES[self.real]
         return f"{self.victim}:{self.fault}:{self.at}:{kind}:{self.number}"
 
 
 def cases(tries, real):
     """All tries, in an order in which every victim comes early."""
-    found = [Case(victim=v, fault="KILL", at=AT[n % 2], number=n) for n in range(tries) for v in VICTIMS]
-    found += [
+    planned = [Case(victim=v, fault="KILL", at=AT[n % 2], number=n) for n in range(tries) for v in VICTIMS]
+    planned += [
         Case(victim=v, fault="KILL", at=s, number=0) for s in STATES for v in ("controller", "trainer-0", "engine-1")
     ]
-    found += [Case(victim="engine-1", fault=f, at="running", number=n) for n in range(3) for f in FAULTS]
-    found += [Case(victim=v, fault="STOP", at="running", number=n) for n in range(2) for v in VICTIMS]
-    found += [Case(victim=DISK, fault="full", at="running", number=n) for n in range(3)]
+    planned += [Case(victim="engine-1", fault=f, at="running", number=n) for n in range(3) for f in FAULTS]
+    planned += [Case(victim=v, fault="STOP", at="running", number=n) for n in range(2) for v in VICTIMS]
+    planned += [Case(victim=DISK, fault="full", at="running", number=n) for n in range(3)]
     kinds = ("controller", "trainer-0", "engine-1")
-    found += [Case(victim=v, fault="KILL", at=AT[n % 2], number=n, real=True) for n in range(real) for v in kinds]
-    return found
+    planned += [Case(victim=v, fault="KILL", at=AT[n % 2], number=n, real=True) for n in range(real) for v in kinds]
+    return planned
 
 
 class Try:
-    """One run with one fault."""
+    """A run with a fault."""
 
     def __init__(self, folder, tiny, *, real, steps=STEPS, disk=False):
-        """disk: the run's folder is on a disk of its own, and the run is not started again by its supervisor."""
+        """disk: the run's folder is on a separate disk, and the run is not started again by its supervisor."""
         self.folder = folder
-        self.disk = SmallDisk(folder / "disk") if disk else None
-        output_dir = folder if self.disk is None else self.disk.folder
+        self.disk = None
+        self.restarts = 5
+        output_dir = folder
+        if disk:
+            self.disk = SmallDisk(folder / "disk")
+            self.restarts = 0
+            output_dir = self.disk.folder
         self.run = output_dir / "r"
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True, exist_ok=True)
@@ -114,10 +121,13 @@ class Try:
             "engine.first_token_timeout_s=4", "engine.max_restarts=20", "weights.timeout_s=30",
             "trainer.step_timeout_s=20", "weights.connect_timeout_s=20",
         ]  # fmt: skip
-        program = ["-m", "megatron_scalerl"] if real else [str(ROOT / "tests/fakes/run_with_stand_ins.py")]
-        deterministic = ["rollouts.deterministic=true", "rewards.verifier=coin:toss"]
-        settings += deterministic if real else ["interruption.enabled=false"]
         # the supervisor starts `python -m megatron_scalerl train`; with stand-ins this program supervises instead
+        if real:
+            program = ["-m", "megatron_scalerl"]
+            settings += ["rollouts.deterministic=true", "rewards.verifier=coin:toss"]
+        else:
+            program = [str(ROOT / "tests/fakes/run_with_stand_ins.py")]
+            settings.append("interruption.enabled=false")
         self.command = [sys.executable, *program, "train", "recipes/tiny_cpu.yaml", *settings]
         path = f"{ROOT}:{ROOT / 'tests/e2e'}"
         self.env = os.environ | {"STAND_IN_FAULTS": str(self.faults), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -130,21 +140,22 @@ class Try:
         code = "import sys, json; from pathlib import Path; "
         code += "from megatron_scalerl.commands.supervise import supervise; "
         code += "sys.exit(supervise(json.loads(sys.argv[1]), Path(sys.argv[2]), restarts=int(sys.argv[3])))"
-        restarts = "5" if self.disk is None else "0"
-        argv = [sys.executable, "-c", code, json.dumps(self.command), str(self.run), restarts]
+        argv = [sys.executable, "-c", code, json.dumps(self.command), str(self.run), str(self.restarts)]
         with open(self.folder / "output", "ab") as output:
             self.process = subprocess.Popen(tied_command(argv), cwd=ROOT, env=self.env, stdout=output, stderr=output)
 
     def steps(self):
         """Steps recorded so far."""
         rows = _rows(self.run / "metrics.jsonl")
-        return int(rows[-1]["step"]) if rows else 0
+        return max((int(row["step"]) for row in rows[-1:]), default=0)
 
     def since_first_step(self):
         """Seconds since the first step was recorded, as far as somebody asked; negative before."""
         if self.first_step is None and self.steps():
             self.first_step = time.monotonic()
-        return -1.0 if self.first_step is None else time.monotonic() - self.first_step
+        if self.first_step is None:
+            return -1.0
+        return time.monotonic() - self.first_step
 
     def find(self, victim):
         """The process of the victim, None if it does not run."""
@@ -204,12 +215,16 @@ class Try:
         """Wait for the end of a run whose disk is full, make space and start it again; what is wrong with the end."""
         assert self.disk is not None
         output = self.folder / "output"
-        code, said = self.end(), output.read_text(errors="replace")
+        code = self.end()
+        text = output.read_text(errors="replace")
         self.disk.free()
         self.start()
-        lines = [line for line in said.splitlines() if f"No space left on device: '{self.run}" in line]
-        wrong = [f"exit code with a full disk: expected 1, found {code}"] if code != 1 else []
-        return wrong if lines else [*wrong, f"{output}: expected a path that has no space, found none"]
+        wrong = []
+        if code != 1:
+            wrong.append(f"the exit code with a full disk is {code} instead of 1")
+        if f"No space left on device: '{self.run}" not in text:
+            wrong.append(f"{output} names no path that has no space")
+        return wrong
 
     def end(self):
         """Wait for the end; -1 if it takes too long."""
@@ -225,15 +240,19 @@ class Try:
 
 
 def _rows(path):
-    return read_jsonl(path) if path.exists() else []
+    if not path.exists():
+        return []
+    return read_jsonl(path)
 
 
 def _tail(path):
-    return path.read_text(errors="replace")[-2000:] if path.exists() else ""
+    if not path.exists():
+        return ""
+    return path.read_text(errors="replace")[-2000:]
 
 
 def outcome_of(run):
-    """What a run leaves, as far as it must be the same with every fault."""
+    """The results of a run that must be the same with every fault."""
     metrics = [row for row in _rows(run / "metrics.jsonl") if "skipped" not in row]
     validation = _rows(run / "validation.jsonl")
     return {
@@ -247,26 +266,27 @@ def outcome_of(run):
 
 
 def faults_of(run, expected, steps=STEPS):
-    """What is wrong with a run that ended; nothing if it is as it must be."""
-    found, wrong = outcome_of(run), []
-    groups = [g for batch in found["batches"] for g in batch]
-    if len(groups) != len(set(groups)) or len(found["batches"]) != steps:
-        wrong.append(f"batches: expected {steps} with every group once, found {found['batches']}")
-    if found["steps"] != list(range(1, steps + 1)):
-        wrong.append(f"metrics: expected each step once, found {found['steps']}")
-    if [row[0] for row in found["validation"]] != list(range(0, steps + 1, 4)):
-        wrong.append(f"validations: expected every fourth, found {found['validation']}")
+    """The faults of a run that ended, one text each."""
+    outcome = outcome_of(run)
+    wrong = []
+    groups = [g for batch in outcome["batches"] for g in batch]
+    if len(groups) != len(set(groups)) or len(outcome["batches"]) != steps:
+        wrong.append(f"batches: {outcome['batches']} are not {steps} with every group once")
+    if outcome["steps"] != list(range(1, steps + 1)):
+        wrong.append(f"metrics: {outcome['steps']} are not steps 1 to {steps}, each once")
+    if [row[0] for row in outcome["validation"]] != list(range(0, steps + 1, 4)):
+        wrong.append(f"validations: {outcome['validation']} are not those of every fourth step")
     axis = [row["device_hours"] for row in _rows(run / "metrics.jsonl")]
     if axis != sorted(axis):
-        wrong.append(f"compute axis: expected ascending, found {axis}")
-    for key in expected or {}:
-        if expected and expected[key] != found[key]:
-            wrong.append(f"{key}: expected {expected[key]}, found {found[key]}")
+        wrong.append(f"compute axis: {axis} does not ascend")
+    for key, value in (expected or {}).items():
+        if value != outcome[key]:
+            wrong.append(f"{key}: {outcome[key]}, without a fault {value}")
     return wrong
 
 
 def attempt(case, folder, tiny, expected, seconds, seed):
-    """One try; its row. A run with a disk of its own that went wrong is copied before the disk is detached."""
+    """Make a try; returns its row. A run on a separate disk that went wrong is copied before the disk is detached."""
     tried = Try(folder, tiny, real=case.real, disk=case.victim == DISK)
     try:
         row = _attempt(tried, case, expected, seconds, seed)
@@ -282,7 +302,9 @@ def _attempt(tried, case, expected, seconds, seed):
     moment_s = random.Random(f"{seed}/{case.key}").uniform(0.0, seconds.get(case.at, 0.0))
     tried.start()
     happened = tried.wait_for(case, moment_s)
-    step, at_s, wrong = tried.steps(), time.monotonic() - tried.begin, []
+    step = tried.steps()
+    at_s = time.monotonic() - tried.begin
+    wrong = []
     if happened:
         tried.inject(case)
         if tried.disk is not None:
@@ -290,7 +312,7 @@ def _attempt(tried, case, expected, seconds, seed):
     went_on_s = None
     while happened and tried.process is not None and tried.process.poll() is None:
         if tried.steps() > step:
-            went_on_s = time.monotonic() - tried.begin - at_s
+            went_on_s = round(time.monotonic() - tried.begin - at_s, 2)
             break
         if time.monotonic() - tried.begin > LIMIT_S:
             break
@@ -298,14 +320,15 @@ def _attempt(tried, case, expected, seconds, seed):
     with contextlib.suppress(FileNotFoundError):
         (tried.faults / case.victim).unlink()
     code = tried.end()
-    same_bits = not case.real or case.victim.startswith(("controller", "trainer"))
-    keys = tuple(expected) if same_bits else ("batches", "steps")
-    wrong += [f"exit code: expected 0, found {code}"] if code else []
-    wrong += faults_of(tried.run, {key: expected[key] for key in keys})
+    if case.real and not case.victim.startswith(("controller", "trainer")):  # the bits of engines may differ
+        expected = {key: expected[key] for key in ("batches", "steps")}
+    if code:
+        wrong.append(f"the exit code is {code}")
+    wrong += faults_of(tried.run, expected)
     return {
         "case": case.key, "victim": case.victim, "fault": case.fault, "at": case.at, "real": case.real,
         "happened": happened, "at_s": round(at_s, 2), "at_step": step, "code": code, "wrong": wrong,
-        "went_on_s": None if went_on_s is None else round(went_on_s, 2),
+        "went_on_s": went_on_s,
         "seconds": round(time.monotonic() - tried.begin, 1),
     }  # fmt: skip
 
@@ -320,7 +343,9 @@ def table(rows):
         same = [r for r in same if r["happened"]]
         seconds = sorted(r["went_on_s"] for r in same if r["went_on_s"] is not None)
         good = sum(not r["wrong"] for r in same)
-        spread = f"{statistics.median(seconds):.1f} s ({seconds[0]:.1f} to {seconds[-1]:.1f})" if seconds else "-"
+        spread = "-"
+        if seconds:
+            spread = f"{statistics.median(seconds):.1f} s ({seconds[0]:.1f} to {seconds[-1]:.1f})"
         engines = "vLLM" if real else "stand-in"
         name = f"SIG{fault}" if fault in ("KILL", "STOP") else fault
         lines.append(f"| {victim} | {name} | {engines} | {len(same)} | {good} | {spread} |")

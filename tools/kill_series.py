@@ -30,7 +30,9 @@ with explained():
 
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
-STEPS_PER_KILL, PAUSE_S, RECOVERY_S = 4, 4.0, 300.0
+STEPS_PER_KILL = 4
+PAUSE_S = 4.0
+RECOVERY_S = 300.0
 
 
 def wait_for_step(tried, step, limit_s):
@@ -53,7 +55,8 @@ def series(tried, victims, source, number):
         if tried.process is None or tried.process.poll() is not None or tried.find(victim) is None:
             continue
         case = Case(victim=victim, fault="KILL", at="series", number=number * 1000 + index)
-        begin, step = time.monotonic(), tried.steps()
+        begin = time.monotonic()
+        step = tried.steps()
         tried.inject(case)
         went_on = wait_for_step(tried, step, RECOVERY_S)
         seconds = round(time.monotonic() - begin, 2)
@@ -94,15 +97,16 @@ def main(arguments):
         rows = series(tried, wanted[: arguments.kills], source, number)
         assert tried.process is not None
         code = tried.process.wait()
-        wrong = [f"exit code: expected 0, found {code}"] if code else []
-        wrong += faults_of(tried.run, expected, steps)
+        wrong = faults_of(tried.run, expected, steps)
+        if code:
+            wrong.insert(0, f"the exit code is {code}")
         bad |= bool(wrong)
         with open(rows_file, "a", encoding="utf8") as file:
             for row in rows:
                 file.write(json.dumps(row | {"code": code, "wrong": wrong, "commit": commit}) + "\n")
         print(f"series {number}: {len(rows)} kills: {'; '.join(wrong) or 'as without the faults'}", flush=True)
         if not rows:
-            raise SystemExit(f"{folder}: expected kills, found a run that ended before the first")
+            raise SystemExit(f"{folder}: the run ended before the first kill")
         if not wrong:
             subprocess.run(["rm", "-rf", str(folder)], check=True)
 

@@ -12,9 +12,14 @@ from torch import Tensor
 
 from megatron_scalerl.logits.api import token_logprobs, token_loss
 
-NAIVE, CCE = "naive, fp32 logits", "cut_cross_entropy, no filter"
-THIRD, SIXTH, CHUNK = 512, 96, 512
-"""Workspaces on a CPU (MiB): a third and a sixth of the naive path's extra memory, and with the loss in the chunk."""
+NAIVE = "naive, fp32 logits"
+CCE = "cut_cross_entropy, no filter"
+THIRD = 512
+"""Workspace on a CPU (MiB): a third of the naive path's extra memory."""
+SIXTH = 96
+"""Workspace on a CPU (MiB): a sixth of that memory."""
+CHUNK = 512
+"""Workspace on a CPU with the loss in the chunk (MiB)."""
 
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """(hidden, weight, targets) -> the sum of log-probabilities or of their negatives, and each of them if available."""
@@ -22,7 +27,7 @@ Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One implementation."""
+    """An implementation of the projection."""
 
     name: str
     run: Run

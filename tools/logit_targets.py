@@ -30,12 +30,17 @@ def targets(lines, device):
     """Each target with the measured value; `met` is None if a contender was not measured."""
     by_name = {line["contender"]: line for line in lines if line["status"] == "measured"}
     result = []
-    for name, figure, other, limit in CPU_TARGETS if device == "cpu" else GPU_TARGETS:
+    for name, figure, other, limit in {"cpu": CPU_TARGETS}.get(device, GPU_TARGETS):
         found = met = None
-        if name in by_name and (other is None or other in by_name):
-            found = by_name[name][figure] / (1.0 if other is None else by_name[other][figure])
+        what = figure
+        divisor = by_name.get(other)
+        if other is None:
+            divisor = {figure: 1.0}
+        else:
+            what = f"{figure} over {other}"
+        if name in by_name and divisor is not None:
+            found = by_name[name][figure] / divisor[figure]
             met = found <= limit if limit > 0 else found >= -limit
-        what = figure if other is None else f"{figure} over {other}"
         bound = f"{'<=' if limit > 0 else '>='} {abs(limit):.4g}"
         result.append({"contender": name, "what": what, "target": bound, "found": rounded(found), "met": met})
     return result

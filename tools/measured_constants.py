@@ -31,7 +31,7 @@ def write_constants(path, measured, *, gpu, source):
     Without any, nothing is written. gpu: its name in CUDA.
     """
     layers = {m.layers for m in measured if m.layers and _usable(m.figures)}
-    kept = "te" if "te" in layers else "plain" if layers else None
+    kept = next((kind for kind in ("te", "plain") if kind in layers), None)
     found = {}
     for measurement in measured:
         if measurement.layers in (None, kept):

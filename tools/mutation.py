@@ -35,13 +35,15 @@ RECORDS = ROOT / "runs" / "mutation.jsonl"
 """One line per mutant."""
 sys.dont_write_bytecode = True  # a mutated file may have the size and the second of the one before it
 sys.path += [str(ROOT / ".venv-mutation"), str(ROOT / "tests")]
-FAST, SLOW = "not slow and not full and not gpu", "slow and not full and not gpu"
-"""Marks of CI's tests."""
+FAST = "not slow and not full and not gpu"
+"""Marks of CI's first tests."""
+SLOW = "slow and not full and not gpu"
+"""Marks of CI's slow tests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutant:
-    """One change to one module."""
+    """A change to a module."""
 
     module: Path
     """Relative to the root."""
@@ -80,7 +82,9 @@ def behavior(source):
         elif isinstance(node, ast.arguments):
             node.defaults += [default for default in node.kw_defaults if default]
             node.args = node.posonlyargs + node.args + node.kwonlyargs
-            node.posonlyargs, node.kwonlyargs, node.kw_defaults = [], [], []
+            node.posonlyargs = []
+            node.kwonlyargs = []
+            node.kw_defaults = []
     return ast.dump(tree)
 
 
@@ -134,7 +138,9 @@ def _pytest(tests, marks, seconds, log):
         os.dup2(file.fileno(), 2)
     options = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider", "--tb=line", "-o", "log_cli=false"]
     code = int(pytest.main([*options, *tests]))
-    os._exit(0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code)
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        code = 0
+    os._exit(code)
 
 
 def outcome(tests, *, seconds, log, marks=FAST):
@@ -145,13 +151,15 @@ def outcome(tests, *, seconds, log, marks=FAST):
     child = multiprocessing.get_context("fork").Process(target=_pytest, args=(tests, marks, seconds, log))
     child.start()
     child.join(10 * seconds)
-    late = child.is_alive()
-    if late:
+    if child.is_alive():
         os.killpg(child.pid or 0, signal.SIGKILL)
         child.join()
-    if late or child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
         return "timeout"
-    return "killed" if child.exitcode else "survived"
+    if child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "timeout"
+    if child.exitcode:
+        return "killed"
+    return "survived"
 
 
 def killer(log):
@@ -175,7 +183,7 @@ def run_part(part, config, options):
     if not modules:
         return []
     if outcome(part["tests"], seconds=config["cpu_seconds"], log=log) != "survived":
-        raise RuntimeError(f"{', '.join(part['tests'])}: expected to pass without a change, found\n{log.read_text()}")
+        raise RuntimeError(f"{', '.join(part['tests'])} do not pass without a change:\n{log.read_text()}")
     records = []
     for module in modules:
         for mutant in sample(module, seed=config["seed"], per_site=config["mutants_per_site"]):

@@ -1,4 +1,4 @@
-"""What processes use, and how late an event loop is: for benchmarks."""
+"""Resources that processes use, and the lag of an event loop: for benchmarks."""
 
 import asyncio
 import contextlib
@@ -43,8 +43,8 @@ def processor_s(pids):
 
 def open_sockets():
     """Sockets of this process."""
-    found = 0
+    sockets = 0
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            found += os.readlink(entry).startswith("socket:")
-    return found
+            sockets += os.readlink(entry).startswith("socket:")
+    return sockets

@@ -16,7 +16,9 @@ from collections import Counter
 from checkout import explained
 
 MAGIC = 0xBA55ED50
-PTX, CUBIN = 1, 2
+PTX = 1
+CUBIN = 2
+NAMES = {PTX: "ptx"}
 
 
 def section(path, name=".nv_fatbin"):
@@ -36,12 +38,14 @@ def containers(data, start, size):
         if magic != MAGIC:  # padding
             at += 8
             continue
-        entry, end, found = at + header, at + header + length, []
+        entry = at + header
+        end = at + header + length
+        found = []
         while entry < end:
             kind, _, head, payload = struct.unpack_from("<HHIQ", data, entry)
             (arch,) = struct.unpack_from("<I", data, entry + 28)
             if not head or not payload:
-                raise ValueError(f"expected a fat binary's entry at offset {entry:#x}, found none")
+                raise ValueError(f"the fat binary has no entry at offset {entry:#x}")
             found.append((kind, arch, entry + head, payload))
             entry += head + payload
         yield found
@@ -50,17 +54,19 @@ def containers(data, start, size):
 
 def prune(path, arch):
     """Zero what a chip of this architecture never reads; bytes by what they are for."""
-    held = Counter()
+    sizes = Counter()
     start, size = section(path)
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as data:
         for entries in containers(data, start, size):
-            ours = any(kind == CUBIN and of == arch for kind, of, *_ in entries)
-            for kind, of, place, payload in entries:
-                held[f"{'ptx' if kind == PTX else 'sm'}_{of}"] += payload
-                wanted = (kind == CUBIN and of == arch) if ours else (kind != CUBIN and of <= arch)
-                if not wanted:
-                    data[place : place + payload] = bytes(payload)
-    return held
+            # a chip runs code for itself; where there is none, the driver compiles PTX of it or an older one
+            readable = {(CUBIN, arch)}
+            if not any((kind, target) in readable for kind, target, *_ in entries):
+                readable = {(kind, target) for kind, target, *_ in entries if kind != CUBIN and target <= arch}
+            for kind, target, offset, payload in entries:
+                sizes[f"{NAMES.get(kind, 'sm')}_{target}"] += payload
+                if (kind, target) not in readable:
+                    data[offset : offset + payload] = bytes(payload)
+    return sizes
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ LLAMA_134M = dict(vocab=32_000, hidden=768, inner=2048, layers=12, heads=12, gro
 
 
 def llama_settings(*, vocab, hidden, inner, layers, heads, groups, **others):
-    """Of transformers' LlamaConfig and its like."""
+    """Arguments of transformers' LlamaConfig and its like."""
     found = dict(vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers)
     found |= dict(num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=False)
     return found | others
@@ -64,7 +64,8 @@ def random_samples(
 
     lengths: tokens of the shortest and of the longest. logprob: the engine's of each token.
     """
-    rng, found = random.Random(0), []
+    rng = random.Random(0)
+    found = []
     for _ in range(count):
         length = rng.randint(*lengths)
         ids = tuple(rng.randrange(vocab) for _ in range(length))

@@ -55,7 +55,8 @@ async def copy_batches(run, history, steps, folder):
 
 def main(options):
     """Write the archive and say its size."""
-    history, policy = read_history(options.run), Path(read_run_recipe(options.run)["policy"]["path"])
+    history = read_history(options.run)
+    policy = Path(read_run_recipe(options.run)["policy"]["path"])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(options.out, "w", zipfile.ZIP_LZMA) as archive:
         asyncio.run(copy_batches(options.run, history, {int(step) for step in options.steps.split(",")}, Path(name)))

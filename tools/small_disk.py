@@ -14,7 +14,8 @@ class SmallDisk:
     def __init__(self, folder):
         """Mount it. Raises CalledProcessError where that is not allowed."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self._filler = folder, folder / "filler"
+        self.folder = folder
+        self._filler = folder / "filler"
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "none", folder], check=True)
 
     def fill(self):

@@ -46,8 +46,12 @@ with explained():
     from megatron_scalerl.checkpoints.atomic_io import write_durably
     from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
 
-EVERY_S, FROM_S, ENOUGH = 5.0, 600.0, 60
-"""Seconds between samples, seconds that are left out at the start, samples that a slope needs."""
+EVERY_S = 5.0
+"""Seconds between samples."""
+FROM_S = 600.0
+"""Seconds that are left out at the start."""
+ENOUGH = 60
+"""Samples that a slope needs."""
 VICTIMS = ("engine-0", "engine-1", "trainer-0", "verifier", "decoder-0")
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)
 MEASURED = {"rss_mib": "percent", "files": "count", "threads": "count", "disk_mib": "MiB"}
@@ -65,7 +69,7 @@ def size_of(folder):
 
 
 def sample(tried, seconds):
-    """One row, None while the controller is being started."""
+    """A row of samples, None while the controller is being started."""
     controller = tried.find("controller")
     if controller is None:
         return None
@@ -84,7 +88,8 @@ def sample(tried, seconds):
 
 def kill(tried, source, seconds):
     """Kill or stop one process, with its group; the row, None if the process does not run at the moment."""
-    victim, number = source.choice(VICTIMS), source.choice(SIGNALS)
+    victim = source.choice(VICTIMS)
+    number = source.choice(SIGNALS)
     process = tried.find(victim)
     if process is None:
         return None
@@ -109,23 +114,25 @@ def measured(rows):
 def slopes(samples):
     """Change per hour of each measured value by Theil-Sen, as text with its unit; memory in percent of its median."""
     if len(samples) < ENOUGH:
-        few = f"too few samples after minute {FROM_S / 60:g}: {len(samples)}, expected {ENOUGH}"
+        few = f"{len(samples)} samples after minute {FROM_S / 60:g} are too few; a slope needs {ENOUGH}"
         return dict.fromkeys(MEASURED, few)
     hours = np.array([row["seconds"] / 3600 for row in samples])
     first, second = np.triu_indices(len(samples), 1)
-    found = {}
+    texts = {}
     for key, unit in MEASURED.items():
         values = np.array([row[key] for row in samples])
         slope = float(np.median((values[second] - values[first]) / (hours[second] - hours[first])))
-        slope *= 100 / float(np.median(values)) if unit == "percent" else 1
-        found[key] = f"{slope:+.3f} {unit} per hour"
-    return found
+        if unit == "percent":
+            slope *= 100 / float(np.median(values))
+        texts[key] = f"{slope:+.3f} {unit} per hour"
+    return texts
 
 
 def longest_pause_s(rows):
     """Longest time without a new step, after the first one; to the resolution of the samples."""
     samples = [row for row in rows if row.get("steps")]
-    last, longest = samples[0] if samples else {}, 0.0
+    last = next(iter(samples), {})
+    longest = 0.0
     for row in samples:
         longest = max(longest, row["seconds"] - last["seconds"])
         if row["steps"] > last["steps"]:
@@ -134,17 +141,18 @@ def longest_pause_s(rows):
 
 
 def wrong_in(run):
-    """What the journal and the records of a run have wrong, whatever its length."""
-    found = outcome_of(run)
-    groups, steps = [g for batch in found["batches"] for g in batch], found["steps"]
+    """The faults in the journal and the records of a run, whatever its length."""
+    outcome = outcome_of(run)
+    groups = [g for batch in outcome["batches"] for g in batch]
+    steps = outcome["steps"]
     wrong = []
     if len(groups) != len(set(groups)):
-        wrong.append(f"batches: expected every group once, found {len(groups) - len(set(groups))} again")
+        wrong.append(f"batches: {len(groups) - len(set(groups))} groups were trained twice")
     if steps != list(range(1, len(steps) + 1)):
-        wrong.append(f"metrics: expected steps 1 to {len(steps)}, each once, in order")
+        wrong.append(f"metrics: the rows are not steps 1 to {len(steps)}, each once, in order")
     hours = [row["device_hours"] for row in read_jsonl(run / "metrics.jsonl")]
     if hours != sorted(hours):
-        wrong.append("compute axis: expected it ascending")
+        wrong.append("compute axis: it does not ascend")
     return wrong
 
 
@@ -175,7 +183,7 @@ def plot(rows, path):
 def soak(tried, file, arguments):
     """Run until --minutes are reached, appending rows to `file`; the exit code if the run ended before, else None."""
     before = read_jsonl(file)
-    begin = time.monotonic() - (before[-1]["seconds"] if before else 0.0)
+    begin = time.monotonic() - sum(row["seconds"] for row in before[-1:])
     source = random.Random(f"{arguments.seed}/{len(before)}")
     mean_s = 60 * arguments.mean_minutes
     with contextlib.closing(JsonlWriter(file)) as writer:
@@ -208,11 +216,13 @@ def main(arguments):
     tried.command += [f"checkpoint.rollouts={arguments.rollouts}"]
     tried.command += ["validation.every_steps=20", "engine.max_restarts=1000", "trainer.max_restarts=1000"]
     code = soak(tried, file, arguments)
-    rows, wrong = read_jsonl(file), wrong_in(tried.run)
-    wrong += [] if code is None else [f"the run ended with exit code {code}, see {out / 'output'}"]
+    rows = read_jsonl(file)
+    wrong = wrong_in(tried.run)
+    if code is not None:
+        wrong.append(f"the run ended with exit code {code}, see {out / 'output'}")
     plot(rows, out / "soak.png")
     report = {
-        "minutes": round(rows[-1]["seconds"] / 60, 1) if rows else 0.0,
+        "minutes": round(sum(row["seconds"] for row in rows[-1:]) / 60, 1),
         "steps": tried.steps(),
         "kills": dict(Counter(f"{row['kill']} {row['signal']}" for row in rows if "kill" in row)),
         "controllers": len({row["pid"] for row in rows if "pid" in row}),
@@ -223,7 +233,7 @@ def main(arguments):
     }
     write_durably(out / "report.json", json.dumps(report, indent=1).encode())
     print(json.dumps(report, indent=1))
-    return 1 if wrong else 0
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

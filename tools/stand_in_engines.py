@@ -17,8 +17,10 @@ import sys
 
 VARIANTS = 16
 """Different responses of one process."""
-THINK_END, ANSWER = (4,), range(6, 16)
-"""Tokens of the closing tag, and those that answers consist of (`tiny.tokenizer`)."""
+THINK_END = (4,)
+"""Tokens of the closing tag (`tiny.tokenizer`)."""
+ANSWER = range(6, 16)
+"""Tokens of answers."""
 
 
 def accept(answer_text, reference, extra):
@@ -58,11 +60,14 @@ def _float32(value):
 
 
 class StandInEngine:
-    """One server."""
+    """A server of responses."""
 
     def __init__(self, files, tokens, delay_s, source):
         """files: of the prepared responses."""
-        self._files, self._tokens, self._delay_s, self._source = files, tokens, delay_s, source
+        self._files = files
+        self._tokens = tokens
+        self._delay_s = delay_s
+        self._source = source
         self.version = 0
 
     async def serve(self, reader, writer):
@@ -86,7 +91,8 @@ class StandInEngine:
             writer.close()
 
     async def _complete(self, writer):
-        version, file = self.version, self._source.choice(self._files)
+        version = self.version
+        file = self._source.choice(self._files)
         await asyncio.sleep(self._delay_s * self._source.uniform(0.5, 1.5))
         span = f'{{"choices":[{{"weight_versions":[{{"version":"{version}","start":0,"end":{self._tokens}}}],'
         size = len(span) + os.fstat(file).st_size

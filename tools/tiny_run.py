@@ -40,7 +40,7 @@ def warm_policy(folder):
     """The folder of --tiny. Ends the program where there is no policy in it."""
     if not Path(folder, "policy", "config.json").is_file():
         print(
-            f"--tiny: expected a folder with a warm policy, found {folder}; run examples/quickstart.sh",
+            f"--tiny: {folder} has no warm policy; run examples/quickstart.sh",
             file=sys.stderr,
         )
         sys.exit(2)

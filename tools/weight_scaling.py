@@ -40,8 +40,10 @@ with explained():
     from megatron_scalerl.weights.plan import volume
 
 
-GB_S, MOST_SENDERS = 50.0, 16
-"""Of every GPU's link in each direction; weights.max_senders."""
+GB_S = 50.0
+"""Rate of every GPU's link in each direction."""
+MOST_SENDERS = 16
+"""weights.max_senders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,8 @@ _SCOUT |= dict(intermediate_size_mlp=16_384, num_local_experts=16, interleave_mo
 _EXPERTS = dict(head_dim=128, num_experts_per_tok=8, mlp_only_layers=[])
 _30B = llama_settings(vocab=151_936, hidden=2048, inner=6144, layers=48, heads=32, groups=4, **_EXPERTS)
 _30B |= dict(moe_intermediate_size=768, num_experts=128)
-DENSE, SCOUT = LlamaConfig(**_8B), Llama4TextConfig(**_SCOUT)
+DENSE = LlamaConfig(**_8B)
+SCOUT = Llama4TextConfig(**_SCOUT)
 KIMI = read_hf_config(Path(__file__).parents[1] / "recipes" / "configs" / "Kimi-K2-Instruct", planned=True)
 MODELS = {
     "8B, dense": Model(config=DENSE, tp=2, engine_tp=1, gpus=(16, 64, 256, 1024, 4096)),
@@ -80,7 +83,7 @@ LAYOUTS = ((4, 2, 1, 2, 1), (8, 2, 2, 2, 2), (16, 4, 2, 4, 4), (32, 4, 2, 8, 8),
 
 
 def planned(model, ranks, bucket_mib, most_senders=MOST_SENDERS):
-    """What one update moves, with so many ranks of the trainer."""
+    """Figures of an update for a number of trainer ranks."""
     found = family(model.config, planned=True)
     layers = len(found.layers)
     stages = tuple(tuple(l for l in range(layers) if l * model.pp // layers == stage) for stage in range(model.pp))

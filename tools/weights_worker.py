@@ -20,16 +20,20 @@ def group_of(arm):
     """Name of the connection of an arm."""
     if arm == "changes":
         return "changes"
-    return "shm" if arm.endswith("shm") else "whole"
+    if arm.endswith("shm"):
+        return "shm"
+    return "whole"
 
 
 def no_digests(arm):
     """Replace the digests of buckets and of sent values by constants where the arm has none, or put them back."""
     from megatron_scalerl.weights.digest import digest, value_digest
 
-    without = arm in WITHOUT_DIGESTS
-    frames.digest = (lambda data: 0) if without else digest
-    sender.value_digest = (lambda *_: 0) if without else value_digest
+    frames.digest = digest
+    sender.value_digest = value_digest
+    if arm in WITHOUT_DIGESTS:
+        frames.digest = lambda data: 0
+        sender.value_digest = lambda *_: 0
 
 
 class Worker:
@@ -54,27 +58,27 @@ class Worker:
         )
         engine = llm.llm_engine
         worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
-        self.model, self.receiver = worker.model_runner.get_model(), worker.weight_transfer_engine
+        self.model = worker.model_runner.get_model()
+        self.receiver = worker.weight_transfer_engine
 
     def connect(self, connection, plan):
         """Join both groups; bytes of the model's parameters."""
-        found = msgspec.convert(connection, Connection)
-        info = {"connection": connection, "places": [[0, 1]], "plans": [plan]}
-        self.receiver.init_transfer_engine(self.receiver.parse_init_info(info))
-        groups, self.receiver._groups = self.receiver._groups, {}
-        setattr(self, found.group, groups)
-        if found.group != "whole":
-            return 0
-        self.bare = gloo.Group(found, 1, sender=9)
-        self.plan, self.live = plans.from_json(plan), self.model._msrl_live if self._known(plan) else None
-        assert self.live is not None and self.live[1] is not None, "the live parameters are not known"
-        return sum(p.numel() * p.element_size() for p in self.model.parameters())
-
-    def _known(self, plan):
         from megatron_scalerl.weights.weight_receiver import needs_of
 
-        needs_of(self.model, plans.manifest_to_json(plans.from_json(plan).parameters))
-        return True
+        joined = msgspec.convert(connection, Connection)
+        info = {"connection": connection, "places": [[0, 1]], "plans": [plan]}
+        self.receiver.init_transfer_engine(self.receiver.parse_init_info(info))
+        groups = self.receiver._groups
+        self.receiver._groups = {}
+        setattr(self, joined.group, groups)
+        if joined.group != "whole":
+            return 0
+        self.bare = gloo.Group(joined, 1, sender=9)
+        self.plan = plans.from_json(plan)
+        needs_of(self.model, plans.manifest_to_json(self.plan.parameters))  # records the live parameters
+        self.live = self.model._msrl_live
+        assert self.live[1] is not None, "the live parameters are not known"
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     def update(self, arm, version, size):
         """Take part in one update; the digest of what the model holds, where that is part of the arm."""
@@ -95,8 +99,12 @@ class Worker:
             live.finish()
             return ""
         self.receiver._groups = groups
-        self.receiver._holds = version - 1 if arm == "changes" and version else None
-        self.model._msrl_live = (self.live[0], None) if "loader" in arm or "reload" in arm else self.live
+        self.receiver._holds = None
+        if arm == "changes" and version:
+            self.receiver._holds = version - 1
+        self.model._msrl_live = self.live
+        if "loader" in arm or "reload" in arm:
+            self.model._msrl_live = (self.live[0], None)
         if arm == "staged":
             self.receiver.stage(version)
             while self.receiver.staged() is None:
@@ -108,12 +116,12 @@ class Worker:
         else:
             self.receiver.update_weights({"version": version, "staged": arm == "staged"})
         self.receiver.finish_weight_update()
-        held = live_digest(self.model) if arm in VERIFIED else ""
+        values = live_digest(self.model) if arm in VERIFIED else ""
         self.paused = time.perf_counter() - begin
-        return held
+        return values
 
     def seconds_paused(self):
-        """Of the last update, with the digest of what the model holds."""
+        """Seconds of the last update's pause, with the digest of what the model holds."""
         return self.paused
 
     def buffer(self, size):

@@ -1,4 +1,4 @@
-"""What a job asks Slurm for: nodes, and the GPUs or slots and the CPUs of each one."""
+"""The resources that a job requests from Slurm: nodes, and the GPUs or slots and the CPUs of each node."""
 
 import re
 from collections.abc import Sequence
@@ -9,13 +9,15 @@ from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
-ASSUMED_GPUS, ASSUMED_CPUS = 8, 12
-"""Without Slurm: GPUs of a node, and CPUs beside each. An assumption."""
+ASSUMED_GPUS = 8
+"""GPUs of a node that Slurm cannot be asked about. An assumption."""
+ASSUMED_CPUS = 12
+"""CPUs of such a node for each of its GPUs. An assumption."""
 
 
 @record
 class Request:
-    """What the user asks for: the options of `submit`. None for what follows from the recipe or the run's records."""
+    """The options of `submit`. None for an option that follows from the recipe or the run's records."""
 
     partition: str
     time: str
@@ -29,9 +31,9 @@ class Request:
     gpu_hours: float | None
     """Device-hours that the run may take in all, after which its job is not queued again; None without a budget."""
     check_seconds: float
-    """Within which each of several nodes has to report."""
+    """Seconds within which each of several nodes has to report."""
     any_file_system: bool
-    """Also where other nodes seem not to see the output folder."""
+    """True: submit although other nodes seem not to see the output folder."""
     site: Path | None
     """Path of the site file."""
     max_requeues: int
@@ -61,13 +63,16 @@ class Allocation:
 def allocate(
     recipes: Sequence[Recipe], partition: Partition, asked: Request, *, exclusive: bool = True
 ) -> Allocation:
-    """What the largest of the recipes needs. exclusive: whether whole nodes may be said to be. Raises ValueError."""
+    """The nodes that the largest of the recipes needs. exclusive: whether the job may take whole nodes.
+
+    Raises ValueError.
+    """
     if not 1 <= asked.nodes <= partition.nodes:
         raise ValueError(
             f"--nodes: {asked.nodes} is out of range: partition {partition.name} has {partition.nodes} nodes"
         )
     if asked.nodes == 1 and asked.slots is not None:
-        raise ValueError(f"--slots requires --nodes of at least 2: one node runs all, found {asked.slots}")
+        raise ValueError("--slots requires --nodes of at least 2: one node runs everything")
     gpus = max(_gpus(recipe, partition, asked) for recipe in recipes)
     slots = None
     if asked.nodes > 1:
@@ -79,31 +84,33 @@ def allocate(
                 "each, and the others would be idle"
             )
     cpus = asked.cpus
-    if cpus is None and not (exclusive and gpus and gpus == partition.gpus):  # else whole nodes
-        devices = max(recipe.devices for recipe in recipes)
-        share = partition.cpus * gpus // partition.gpus if gpus else 2 + 2 * (slots or devices)
+    # a job on all GPUs of a node takes the whole node, and says nothing about CPUs
+    if cpus is None and not (exclusive and gpus and gpus == partition.gpus):
+        share = 2 + 2 * (slots or max(recipe.devices for recipe in recipes))
+        if gpus:
+            share = partition.cpus * gpus // partition.gpus
         cpus = max(1, min(partition.cpus, share))
     elif cpus is not None and not 0 < cpus <= partition.cpus:
-        raise ValueError(f"--cpus: expected 1 to {partition.cpus}, what a node of {partition.name} has, found {cpus}")
+        raise ValueError(f"--cpus: {cpus} is out of range: a node of {partition.name} has {partition.cpus} CPUs")
     return Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=cpus)
 
 
 def assumed(asked: Request, gres: str) -> Partition:
     """A partition that Slurm cannot be asked about. gres: a node's GPUs by the site file."""
     number = asked.gpus_per_node or gpus_of(gres) or ASSUMED_GPUS
-    kind = re.search(r"(?:^|,)gpu:([A-Za-z][^:,]*)", gres)
+    types = re.findall(r"(?:^|,)gpu:([A-Za-z][^:,]*)", gres)
     return Partition(
         name=asked.partition,
         gpus=number,
         cpus=asked.cpus or ASSUMED_CPUS * number,
-        nodes=1 << 20,
-        gpu_type=kind[1] if kind else None,
+        nodes=1 << 20,  # no bound: nobody can be asked
+        gpu_type=next(iter(types), None),
         limit_s=None,
     )
 
 
 def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gpus: int) -> str:
-    """What `plan --check` says about a run on GPUs. gpus: of a node; 0 for a run on CPUs.
+    """The verdict of `plan --check` about a run on GPUs. gpus: of a node; 0 for a run on CPUs.
 
     Returns its verdict, or why it has none. Raises ValueError for a recipe that does not fit.
     """
@@ -114,8 +121,8 @@ def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gp
     kind = (partition.gpu_type or "").lower()
     models = [key for key in GPUS if key == kind or key.split("-")[0] == kind]
     if len(models) != 1:
-        known = ", ".join(GPUS)
-        return f"skipped: Slurm calls the GPUs of {partition.name} {kind or 'nothing'}, which is none of {known}"
+        names = ", ".join(GPUS)
+        return f"skipped: Slurm calls the GPUs of {partition.name} {kind or 'nothing'}, which is none of {names}"
     from megatron_scalerl.plan.assumptions import Assumptions
     from megatron_scalerl.plan.command import config_folder
     from megatron_scalerl.plan.planner import make_plan
@@ -130,31 +137,35 @@ def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gp
 
 def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
     """GPUs of a node: as given, else on one node one for each rank and engine device, on several all of a node's."""
-    devices, given = recipe.devices, asked.gpus_per_node
-    takes_gpus = given is None and partition.gpus > 0
+    devices = recipe.devices
+    takes_gpus = asked.gpus_per_node is None and partition.gpus > 0
+    # without --gpus-per-node a partition with GPUs gives the run GPUs; 0 keeps it on CPUs
     if takes_gpus and asked.slots is not None:
         raise ValueError("--slots requires --gpus-per-node 0: on GPUs a node's devices are its GPUs")
     if takes_gpus and asked.nodes == 1:
         if devices > partition.gpus:
             if recipe.engine.colocate:
                 raise ValueError(
-                    f"{recipe.name}: expected {devices} GPUs on one node (engine.colocate); a node of "
+                    f"{recipe.name}: engine.colocate takes {devices} GPUs on one node, and a node of "
                     f"{partition.name} has {partition.gpus}"
                 )
-            more = hosts_needed(recipe, partition.gpus)
-            advice = f"; --nodes {more}" if more else f"; one engine takes {recipe.engine.devices_per_engine}"
+            advice = f"one engine takes {recipe.engine.devices_per_engine}"
+            if more := hosts_needed(recipe, partition.gpus):
+                advice = f"--nodes {more}"
             raise ValueError(
                 f"{recipe.name}: {recipe.trainer.world_size} trainer and "
                 f"{devices - recipe.trainer.world_size} engine GPUs "
-                f"do not fit on one node: a node of {partition.name} has {partition.gpus}{advice}"
+                f"do not fit on one node: a node of {partition.name} has {partition.gpus}; {advice}"
             )
         return devices
-    gpus = partition.gpus if takes_gpus else given or 0
+    gpus = asked.gpus_per_node or 0
+    if takes_gpus:
+        gpus = partition.gpus
     if gpus and asked.slots is not None:
-        raise ValueError(f"--slots: expected a run on CPUs (on GPUs set --gpus-per-node), found {gpus} GPUs a node")
+        raise ValueError(f"--slots is for a run on CPUs, and this one takes {gpus} GPUs of a node; leave it out")
     if not 0 <= gpus <= partition.gpus:
         raise ValueError(
-            f"--gpus-per-node: expected 0 to {partition.gpus}, what a node of {partition.name} has, found {gpus}"
+            f"--gpus-per-node: {gpus} is out of range: a node of {partition.name} has {partition.gpus} GPUs"
         )
     if asked.nodes == 1 and 0 < gpus < devices:
         raise ValueError(f"--gpus-per-node: {gpus} is too few: ranks and engines take {devices} on one node")
@@ -162,7 +173,7 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
 
 
 def _fewest_slots(recipe: Recipe, nodes: int) -> int:
-    """The fewest devices of a node with which a run fits on so many nodes."""
+    """The fewest devices of a node with which a run fits on this number of nodes."""
     for slots in range(recipe.engine.devices_per_engine, recipe.devices):
         if (needed := hosts_needed(recipe, slots)) is not None and needed <= nodes:
             return slots
@@ -175,8 +186,8 @@ def _checked_need(recipe: Recipe, slots: int, nodes: int) -> int:
     engines = f"{recipe.engine.count} engines of {recipe.engine.devices_per_engine}"
     if needed is None:
         raise ValueError(
-            f"{recipe.name}: engine.devices_per_engine: expected at most {slots}, the devices of a node, which no "
-            f"engine leaves, found {recipe.engine.devices_per_engine}"
+            f"{recipe.name}: engine.devices_per_engine: {recipe.engine.devices_per_engine} is more than the {slots} "
+            "devices of a node, and no engine spans two nodes"
         )
     if needed > nodes:
         raise ValueError(

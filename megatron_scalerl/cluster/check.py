@@ -8,7 +8,8 @@ import msgspec
 from megatron_scalerl.processes.logs import printable
 
 Status = Literal["ok", "warning", "failed", "skipped"]
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,11 +19,11 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     """`warning`: a run can start, but may be slower or fail later. `skipped`: this node cannot be asked."""
     found: str
-    """One line: what was found, or why the check was skipped."""
+    """The state of the node in one line, or why the check was skipped."""
     expected: str = ""
-    """What was expected; "" where the check passed or was skipped."""
+    """The state that a run needs; "" where the check passed or was skipped."""
     remedy: str = ""
-    """What to do about it; "" where the check passed or was skipped."""
+    """Advice to the user; "" where the check passed or was skipped."""
 
 
 def ok(name: str, found: str) -> Check:
@@ -50,11 +51,13 @@ def guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
+        reason = error.strerror or str(error)
+        if error.filename:
+            reason = f"{error.filename}: {reason}"
         return failed(
             name,
             expected="an answer of the operating system",
-            found=f"{where}{error.strerror or error}",
+            found=reason,
             remedy="see whether the file system or the container denies it",
         )
 

@@ -1,4 +1,4 @@
-"""What the programs of Slurm are asked: partitions, jobs, submissions. Nothing needs accounting (sacct)."""
+"""Calls of Slurm's programs: partitions, jobs, submissions. Nothing needs accounting (sacct)."""
 
 import os
 import re
@@ -18,7 +18,7 @@ _UNKNOWN = ("N/A", "Unknown", "None", "(null)", "n/a")
 
 @record
 class Partition:
-    """One partition, as its largest node shows it."""
+    """A partition, described by its largest node."""
 
     name: str
     gpus: int
@@ -28,14 +28,14 @@ class Partition:
     nodes: int
     """Nodes, those that are down too."""
     gpu_type: str | None
-    """What Slurm calls the GPUs, such as h100; None if it has no name for them."""
+    """Slurm's name of the GPUs, such as h100; None if it has no name for them."""
     limit_s: int | None
     """Longest time limit of a job (s), None for none."""
 
 
 @record
 class Job:
-    """One job, or one task of an array, that is queued or running."""
+    """A job, or a task of an array, that is queued or running."""
 
     job_id: str
     """N, or N_TASK for a task of an array."""
@@ -56,32 +56,37 @@ def present() -> bool:
 
 def partitions() -> dict[str, Partition]:
     """Partitions by name. Raises RuntimeError if Slurm does not answer."""
-    found: dict[str, Partition] = {}
+    by_name: dict[str, Partition] = {}
+    # --exact: nodes share a line only if all their values are equal, else sinfo merges them as 64+
     for line in _ask("sinfo", "--noheader", "--exact", "-o", "%R|%G|%c|%l|%D").splitlines():
         name, gres, cpus, limit, count = line.strip().split("|")
-        before = found[name].nodes if name in found else 0
-        node = Partition(
+        limit_s = None if limit in ("infinite", *_UNKNOWN) else seconds_of(limit)
+        kind = Partition(
             name=name,
             gpus=gpus_of(gres),
             cpus=int(re.sub(r"\D.*", "", cpus) or 0),
-            nodes=before + int(count),
+            nodes=int(count),
             gpu_type=gpu_type_of(gres),
-            limit_s=None if limit == "infinite" or limit in _UNKNOWN else seconds_of(limit),
+            limit_s=limit_s,
         )
-        larger = name not in found or (node.gpus, node.cpus) > (found[name].gpus, found[name].cpus)
-        found[name] = node if larger else replace(found[name], nodes=node.nodes)
-    return found
+        # sinfo prints a line for each kind of node of a partition
+        other = by_name.get(name, kind)
+        largest = max(other, kind, key=lambda partition: (partition.gpus, partition.cpus))
+        if name in by_name:
+            largest = replace(largest, nodes=other.nodes + kind.nodes)
+        by_name[name] = largest
+    return by_name
 
 
-def either(found: Sequence[Partition]) -> Partition:
-    """What a job may count on that starts in one of several partitions, whichever is free first."""
-    limits, types = [each.limit_s for each in found if each.limit_s is not None], {each.gpu_type for each in found}
+def least_of(candidates: Sequence[Partition]) -> Partition:
+    """The least that a job gets which starts in one of several partitions, whichever is free first."""
+    limits = [partition.limit_s for partition in candidates if partition.limit_s is not None]
     return Partition(
-        name=",".join(each.name for each in found),
-        gpus=min(each.gpus for each in found),
-        cpus=min(each.cpus for each in found),
-        nodes=min(each.nodes for each in found),
-        gpu_type=types.pop() if len(types) == 1 else None,
+        name=",".join(partition.name for partition in candidates),
+        gpus=min(partition.gpus for partition in candidates),
+        cpus=min(partition.cpus for partition in candidates),
+        nodes=min(partition.nodes for partition in candidates),
+        gpu_type=_only({partition.gpu_type for partition in candidates}),
         limit_s=min(limits, default=None),
     )
 
@@ -101,7 +106,11 @@ def gpu_type_of(gres: str) -> str | None:
     >>> gpu_type_of("gpu:h100:8(S:0-1),tmp:1"), gpu_type_of("gpu:8"), gpu_type_of("gpu:a100:4,gpu:h100:4")
     ('h100', None, None)
     """
-    types = set(re.findall(r"(?:^|,)gpu:([^:,()]+):\d+", gres))
+    return _only(set(re.findall(r"(?:^|,)gpu:([^:,()]+):\d+", gres)))
+
+
+def _only(types: set[str | None]) -> str | None:
+    """The type of GPU, where there is one and only one."""
     return types.pop() if len(types) == 1 else None
 
 
@@ -115,54 +124,55 @@ def seconds_of(limit: str) -> int:
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if match is None:
-        raise ValueError(f"--time: expected MINUTES, H:MM:SS or D-HH:MM:SS, found {limit!r}")
-    days, parts = match[1], [int(part) for part in match.groups()[1:] if part is not None]
-    if days is not None:
+        raise ValueError(f"--time: {limit!r} is not a time limit; write MINUTES, H:MM:SS or D-HH:MM:SS")
+    parts = [int(part) for part in match.groups()[1:] if part is not None]
+    # behind days the first number is hours; without days a single number is minutes
+    if match[1] is not None:
         hours, minutes, seconds = [*parts, 0, 0][:3]
     else:
         hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
-    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+    return int(match[1] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 def queued() -> list[Job]:
     """This user's jobs that are queued or running, each task of an array for itself. Raises RuntimeError."""
     me = str(os.getuid())
+    # --array: without it all waiting tasks of an array are one line
     output = _ask("squeue", "--noheader", "--array", "--user", me, "-o", "%i|%T|%e|%o|%R")
     return [_job(line) for line in output.splitlines() if line.count("|") >= 4]
 
 
 def _job(line: str) -> Job:
-    job_id, state, end, script, reason = line.strip().split("|", 4)
-    return Job(
-        job_id=job_id,
-        state=state,
-        reason=reason.strip("()"),
-        end=None if end in _UNKNOWN else datetime.fromisoformat(end),
-        script=script,
-    )
+    job_id, state, limit, script, reason = line.strip().split("|", 4)
+    end = None if limit in _UNKNOWN else datetime.fromisoformat(limit)
+    return Job(job_id=job_id, state=state, reason=reason.strip("()"), end=end, script=script)
 
 
 def last_state(job_id: str) -> str | None:
     """State of a job that ended, as long as Slurm remembers it (its MinJobAge), else None."""
-    state = re.search(r"\bJobState=(\w+)", _shown(job_id))
-    return state[1] if state else None
+    states = re.findall(r"\bJobState=(\w+)", _shown(job_id))
+    return next(iter(states), None)
 
 
 def hostnames(nodes: str) -> list[str]:
     """The names in Slurm's short form, such as `node[1-3]`. Raises RuntimeError."""
-    return _ask("scontrol", "show", "hostnames", nodes).split() if nodes and nodes not in _UNKNOWN else []
+    if nodes in ("", *_UNKNOWN):
+        return []
+    return _ask("scontrol", "show", "hostnames", nodes).split()
 
 
 def nodes_of(job_id: str) -> list[str] | None:
     """The nodes that a job holds now; with --no-kill one that failed is no longer one of them. None without a job."""
     nodes = re.search(r" NodeList=(\S*)", _shown(job_id))
-    return hostnames(nodes[1]) if nodes else None
+    if nodes is None:
+        return None
+    return hostnames(nodes[1])
 
 
 def _shown(job_id: str) -> str:
-    """What scontrol shows of a job; empty for one that it does not know."""
+    """The line that scontrol shows of a job; empty for a job that it does not know."""
     done = _run("scontrol", "show", "job", "--oneliner", job_id)
-    return done.stdout if done.returncode == 0 else ""
+    return "" if done.returncode else done.stdout
 
 
 def node_states(names: Sequence[str]) -> dict[str, str]:
@@ -175,20 +185,21 @@ def node_states(names: Sequence[str]) -> dict[str, str]:
 
 
 def test_only(script: Path) -> str:
-    """What Slurm expects of the job; nothing is submitted. Raises ValueError with Slurm's reason for a refusal."""
+    """Slurm's estimate for the job; nothing is submitted. Raises ValueError with Slurm's reason for a refusal."""
     done = _run("sbatch", "--test-only", str(script))
-    said = (done.stderr + done.stdout).strip()
+    # the estimate is on stderr, as errors are
+    answer = _reason(done.stderr + done.stdout)
     if done.returncode:
-        raise ValueError(f"{script}: expected a job that the cluster accepts, found: {_reason(said)}")
-    return _reason(said)
+        raise ValueError(f"{script}: the cluster does not accept this job: {answer}")
+    return answer
 
 
 def submit(script: Path, options: Sequence[str] = ()) -> str:
     """Submit a job script; returns the job's id. Raises RuntimeError with Slurm's reason."""
     done = _run("sbatch", "--parsable", *options, str(script))
     if done.returncode:
-        raise RuntimeError(f"{script}: sbatch failed: {_reason((done.stderr + done.stdout).strip())}")
-    return done.stdout.strip().split(";")[0]
+        raise RuntimeError(f"{script}: sbatch failed: {_reason(done.stderr + done.stdout)}")
+    return done.stdout.strip().split(";")[0]  # --parsable: ID, or ID;CLUSTER
 
 
 def cancel(job_ids: Iterable[str]) -> None:
@@ -201,17 +212,17 @@ def check_syntax(script: Path) -> None:
     """Raises ValueError for a script that bash cannot parse."""
     done = _run("bash", "-n", str(script))
     if done.returncode:
-        raise ValueError(f"{script}: expected a script that bash can parse, found: {_reason(done.stderr)}")
+        raise ValueError(f"{script}: bash cannot parse this script: {_reason(done.stderr)}")
 
 
-def _reason(said: str) -> str:
-    return " ".join(said.replace("sbatch: error: ", "").replace("sbatch: ", "").split())
+def _reason(output: str) -> str:
+    return " ".join(output.replace("sbatch: error: ", "").replace("sbatch: ", "").split())
 
 
 def _ask(*argv: str) -> str:
     done = _run(*argv)
     if done.returncode:
-        raise RuntimeError(f"{argv[0]} failed: {_reason((done.stderr + done.stdout).strip())}")
+        raise RuntimeError(f"{argv[0]} failed: {_reason(done.stderr + done.stdout)}")
     return done.stdout
 
 
@@ -221,4 +232,4 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{argv[0]}: expected an answer within {TIMEOUT_S:g} s, found none") from None
+        raise RuntimeError(f"{argv[0]} did not answer within {TIMEOUT_S:g} s") from None

@@ -45,13 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT|-", help="write the report as JSON too; - prints only the JSON")
     several = parser.add_argument_group("all nodes of a Slurm job, from its first one")
     several.add_argument("--hosts", choices=["slurm"], help="check and compare the nodes of this allocation")
-    several.add_argument("--reports", metavar="FOLDER", help="where the nodes write their reports; seen by all")
+    several.add_argument("--reports", metavar="FOLDER", help="folder that all nodes see, for their reports")
     several.add_argument(
         "--within",
         type=float,
         default=WITHIN_S,
         metavar="S",
-        help="a node whose report is not there after so many seconds is unfit (default: %(default)g)",
+        help="a node without a report after S seconds is unfit (default: %(default)g)",
     )
 
 
@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     _check(arguments)
     from megatron_scalerl.recipe.file import load_recipe
 
+    # checked before any node is asked
     recipe = load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
     if arguments.hosts:
         return _examine_nodes(arguments, console)
@@ -75,12 +76,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     report = examine(recipe, arguments.recipe, arguments.gpus)
     written = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
     if arguments.json == "-":
-        print(written.decode(), end="")
-        return 1 if report.failed else 0
+        print(written.decode(), end="")  # not by the console, which breaks long lines
+        return int(report.failed)
     _show(report, console)
     if arguments.json:
         write_durably(Path(arguments.json), written)
-    return 1 if report.failed else 0
+    return int(report.failed)
 
 
 def _show(report: NodeReport, console: Console) -> None:
@@ -90,8 +91,10 @@ def _show(report: NodeReport, console: Console) -> None:
     ordered = sorted(report.checks, key=lambda check: list(_COLORS).index(check.status))
     console.print(f"{report.host}, {report.time}")
     for check in ordered:
-        advice = f"expected {check.expected}, found {check.found}; {check.remedy}" if check.expected else check.found
-        line = Text.assemble((check.status, _COLORS[check.status]), f" {check.name}: {advice}")
+        result = check.found
+        if check.expected:
+            result = f"expected {check.expected}, found {check.found}; {check.remedy}"
+        line = Text.assemble((check.status, _COLORS[check.status]), f" {check.name}: {result}")
         console.print(line)
     counts = [f"{sum(check.status == status for check in ordered)} {status}" for status in _COLORS]
     console.print(", ".join(counts))
@@ -100,27 +103,35 @@ def _show(report: NodeReport, console: Console) -> None:
 def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.cluster import doctor_nodes
 
-    nodes, folder = doctor_nodes.allocated(), Path(arguments.reports).absolute()
-    words = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
-    words += [] if arguments.gpus is None else ["--gpus", str(arguments.gpus)]
+    nodes = doctor_nodes.allocated()
+    folder = Path(arguments.reports).absolute()
+    words = []
+    if arguments.recipe:
+        words = [arguments.recipe, *arguments.overrides]
+    if arguments.gpus is not None:
+        words += ["--gpus", str(arguments.gpus)]
     bad = doctor_nodes.examine_nodes(nodes, folder, words, within_s=arguments.within)
     for line in doctor_nodes.verdict(folder, nodes, bad):
         console.print(line)
-    return 1 if bad else 0
+    return int(bool(bad))
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for arguments that contradict each other or cannot be used."""
-    if (arguments.hosts is None) != (arguments.reports is None):
-        given, missing = ("hosts", "reports") if arguments.hosts else ("reports", "hosts")
-        raise ValueError(f"--{given} requires --{missing}")
+    if arguments.hosts and arguments.reports is None:
+        raise ValueError("--hosts requires --reports")
+    if arguments.reports is not None and arguments.hosts is None:
+        raise ValueError("--reports requires --hosts")
     if arguments.hosts and arguments.json is not None:
-        raise ValueError("--json: expected --reports alone with --hosts, since every node writes a report")
+        raise ValueError(
+            "--json cannot be given with --hosts: every node writes its report to the folder of --reports"
+        )
     if not arguments.within > 0:
-        raise ValueError(f"--within: expected more than 0 seconds, found {arguments.within:g}")
+        raise ValueError(f"--within is {arguments.within:g}; it has to be more than 0 seconds")
     if arguments.gpus is not None and arguments.gpus < 0:
-        raise ValueError(f"--gpus: expected at least 0, found {arguments.gpus}")
-    target = Path(arguments.json) if arguments.json not in (None, "-") else None
-    if target is not None and (target.is_dir() or not target.parent.is_dir()):
-        kind = "a folder" if target.is_dir() else f"no folder {target.parent}"
-        raise ValueError(f"--json: expected a file in an existing folder, found {kind}")
+        raise ValueError(f"--gpus is {arguments.gpus}; it has to be at least 0")
+    if arguments.json in (None, "-"):
+        return
+    target = Path(arguments.json)
+    if target.is_dir() or not target.parent.is_dir():
+        raise ValueError(f"--json: {target} has to be a file in a folder that exists")

@@ -1,6 +1,6 @@
 """Checks every node of an allocation at once, from its first node, and says which of them are unfit and why.
 
-Each node runs `doctor` in a Slurm step of its own, so that one whose step never starts holds up none of the others.
+Each node runs `doctor` in a separate Slurm step, so that a node whose step never starts does not hold up the others.
 The folder of the reports gets NODE.json, its report; NODE.log, what its step printed; and `bad`, if nodes are unfit:
 one line a node, its name, a tab, why.
 """
@@ -39,23 +39,25 @@ _LONGEST = 500
 
 def allocated() -> list[str]:
     """The nodes of this Slurm allocation, this one first. Raises ValueError outside of one."""
-    here = os.environ.get("SLURMD_NODENAME")
-    return sorted(hosts_of_allocation(), key=lambda node: node != here)
+    this_node = os.environ.get("SLURMD_NODENAME")
+    return sorted(hosts_of_allocation(), key=lambda node: node != this_node)
 
 
 def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, within_s: float) -> dict[str, str]:
     """Check all nodes at once; returns why, for each one that is unfit.
 
-    nodes: the first one is this one. folder: of the reports. words: of `doctor` on a node. within_s: a node whose
-    report is not there after so many seconds is unfit. Raises OSError.
+    nodes: the first one is this node. folder: of the reports. words: of `doctor` on a node. within_s: a node without
+    a report after this time is unfit. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     started = {}
-    late = set()
+    ends = {}
     try:
         for node in nodes:
-            step = step_words(node) if node != nodes[0] else []
-            argv = [*step, *PROGRAM, "doctor", *words, f"--json={folder / node}.json"]
+            argv = [*PROGRAM, "doctor", *words, f"--json={folder / node}.json"]
+            if node != nodes[0]:
+                argv = [*step_words(node), *argv]
+            # each step leads a process group, which `_end` signals: srun and what it has started
             with open(folder / f"{node}.log", "wb") as log:
                 started[node] = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -63,21 +65,25 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
         deadline = time.monotonic() + within_s
         for node, process in started.items():
             try:
-                process.wait(max(0.0, deadline - time.monotonic()))
+                ends[node] = f"its step ended with exit code {process.wait(max(0.0, deadline - time.monotonic()))}"
             except subprocess.TimeoutExpired:
-                late.add(node)
+                ends[node] = f"within {within_s:g} s"
     finally:
         _end(process for process in started.values() if process.returncode is None)
     reports = {}
     silent = {}
-    for node, process in started.items():
+    for node in started:
         try:
             reports[node] = _report(folder / f"{node}.json")
         except ValueError:
-            how = f"within {within_s:g} s" if node in late else f"its step ended with exit code {process.returncode}"
-            silent[node] = f"no report ({how}): {_last_words(folder / f'{node}.log')}"
-    if hca := {report.facts.get(ADAPTERS, "") for report in reports.values()} - {""}:
-        write_durably(folder / HCA, f"{min(hca) if len(hca) == 1 and min(hca)[0] == '=' else ''}\n".encode())
+            silent[node] = f"no report ({ends[node]}): {_last_words(folder / f'{node}.log')}"
+    # "=" begins a list of adapters; a node that cannot read them has a reason in its place
+    adapters = {report.facts.get(ADAPTERS, "") for report in reports.values()} - {""}
+    if adapters:
+        common = min(adapters)
+        if len(adapters) > 1 or common[0] != "=":
+            common = ""
+        write_durably(folder / HCA, f"{common}\n".encode())
     return unfit(reports, silent, head=nodes[0])
 
 
@@ -102,16 +108,17 @@ def unfit(reports: Mapping[str, NodeReport], silent: Mapping[str, str], *, head:
     for fact in dict.fromkeys(fact for report in reports.values() for fact in report.facts):
         values = {node: report.facts.get(fact, "") for node, report in reports.items()}
         counts = Counter(values.values())
+        # the value of most nodes is right; of two equally frequent ones, the head's, on which the controller runs
         usual = max(counts, key=lambda value: (counts[value], value == values.get(head)))
         for node, value in values.items():
             if value != usual:
-                most = f"{usual or 'none'}, as on {counts[usual]} of {len(values)} nodes"
-                reasons[node].append(f"{fact}: expected {most}, found {value or 'none'}")
+                most = f"{counts[usual]} of {len(values)} nodes have {usual or 'none'}"
+                reasons[node].append(f"{fact}: {value or 'none'}, where {most}")
     return {node: printable("; ".join(why)) for node, why in reasons.items() if why}
 
 
 def verdict(folder: Path, nodes: Sequence[str], bad: Mapping[str, str]) -> list[str]:
-    """One line for each unfit node, and the file with them.
+    """Lines for the user, one for each unfit node; writes the file with these nodes.
 
     Without the file if all nodes are unfit: then no other node would help. Raises OSError.
     """
@@ -126,6 +133,7 @@ def verdict(folder: Path, nodes: Sequence[str], bad: Mapping[str, str]) -> list[
 def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     """SIGTERM, with which srun ends its step, then SIGKILL."""
     running = list(processes)
+    # one deadline for all of them, whatever their number
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in running:
             with contextlib.suppress(ProcessLookupError):
@@ -138,7 +146,7 @@ def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 
 
 def _last_words(log: Path) -> str:
-    """What a step says about its failure: failed checks, else its own or its last line."""
+    """The failure of a step by its log: failed checks, else `own_line`."""
     wrong = [line for line in log_tail(log).splitlines() if line.startswith("failed ")]
     return printable("; ".join(wrong))[:_LONGEST] or own_line(log)
 
@@ -146,5 +154,5 @@ def _last_words(log: Path) -> str:
 def own_line(log: Path) -> str:
     """The last line of the program itself in a log, else its last line at all."""
     lines = [line.strip() for line in log_tail(log).splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith(OWN)]
-    return printable((own or lines or ["no output"])[-1].removeprefix(OWN))[:_LONGEST]
+    of_program = [line for line in lines if line.startswith(OWN)]
+    return printable((of_program or lines or ["no output"])[-1].removeprefix(OWN))[:_LONGEST]

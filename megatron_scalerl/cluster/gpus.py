@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 
 class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What NVML says about this node. Produced by `examine_gpus` and `gpus_in_process`."""
+    """NVML's answers about this node. Produced by `examine_gpus` and `gpus_in_process`."""
 
     checks: list[Check]
     names: str = ""
     """Number and model of the GPUs that the run may use, such as "8 x NVIDIA H100 80GB HBM3"."""
     driver: str = ""
-    """Its version; "" if it is not known."""
+    """The driver's version; "" if it is not known."""
     cuda_version: str = ""
     """The newest CUDA that the driver supports, such as "13.0"; "" if it is not known."""
 
@@ -51,12 +51,14 @@ def gpus_in_process(needed: int | None, limit_s: float = LIMIT_S) -> GpuReport:
     """`examine_gpus` in another process, which is killed after `limit_s`."""
     wrapper = ["-m", "megatron_scalerl.processes.parent_death", str(os.getpid())]
     argv = [sys.executable, *wrapper, sys.executable, "-m", "megatron_scalerl.cluster.gpus"]
-    argv += [] if needed is None else [str(needed)]
+    if needed is not None:
+        argv.append(str(needed))
     process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         output, log = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         process.kill()
+        # inside a broken driver it may outlive the signal: then it is left behind
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_KILLED_S)
         return _failure(f"NVML did not answer within {limit_s:g} s")
@@ -69,7 +71,7 @@ def gpus_in_process(needed: int | None, limit_s: float = LIMIT_S) -> GpuReport:
 
 def main() -> None:
     """The process: print the report as JSON. Its only argument is `needed`."""
-    needed = int(sys.argv[1]) if len(sys.argv) > 1 else None
+    needed = next(map(int, sys.argv[1:]), None)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         import pynvml
@@ -104,21 +106,27 @@ def examine_gpus(nvml: Any, *, needed: int | None, visible: str | None) -> GpuRe
 
 def _examined(nvml: Any, needed: int | None, visible: str | None) -> GpuReport:
     version = _answer(nvml, nvml.nvmlSystemGetDriverVersion)
+    # CUDA 13.0 is 13000, 12.8 is 12080
     number = int(_answer(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2) or 0)
-    cuda = f"{number // 1000}.{number % 1000 // 10}" if number else ""
+    cuda = ""
+    if number:
+        cuda = f"{number // 1000}.{number % 1000 // 10}"
     count = nvml.nvmlDeviceGetCount()
     gpus, unknown = visible_gpus(nvml, range(count), visible)
     if not gpus and not unknown:
         why = f"CUDA_VISIBLE_DEVICES is {visible!r}" if count else "NVML lists none"
         return GpuReport(checks=_without_gpus(why, needed), driver=version, cuda_version=cuda)
-    answers, broken, lacking = _asked(nvml, gpus, nvml.nvmlDeviceGetName)
+    # a GPU that does not tell its name is counted: it is on the bus, and its check fails
+    answers, broken, lacking = _queried(nvml, gpus, nvml.nvmlDeviceGetName)
     unnamed = {gpu: f"(unnamed: {why})" for gpu, why in (broken | lacking).items()}
     names = Counter((answers | unnamed)[gpu] for gpu in gpus)
     summary = ", ".join(f"{number} x {name}" for name, number in names.items())
     count_check = _count(len(gpus), len(names), summary, unknown, needed, unnamed=bool(unnamed))
     checks = [count_check, *(_checked(nvml, rule, gpus) for rule in _RULES), _links(nvml, gpus)]
-    shown = f"{version}, for CUDA up to {cuda or '(unknown)'}"
-    checks.append(ok("driver", shown) if version else skipped("driver", "it does not say its version"))
+    driver = skipped("driver", "it does not say its version")
+    if version:
+        driver = ok("driver", f"{version}, for CUDA up to {cuda or '(unknown)'}")
+    checks.append(driver)
     return GpuReport(checks=checks, names=summary, driver=version, cuda_version=cuda)
 
 
@@ -133,7 +141,7 @@ def _answer(nvml: Any, query: Callable[[], Any]) -> str:
 
 
 def _failure(found: str) -> GpuReport:
-    """NVML as a whole does not answer."""
+    """The report where NVML as a whole does not answer."""
     remedy = "run nvidia-smi; a driver that does not answer needs a reboot of the node"
     return GpuReport(checks=[failed(GPUS, expected="NVML's answer", found=found, remedy=remedy)])
 
@@ -152,17 +160,21 @@ def visible_gpus(nvml: Any, gpus: Sequence[int], visible: str | None) -> tuple[l
     """
     if visible is None:
         return list(gpus), []
-    uuids, _, _ = _asked(nvml, gpus, nvml.nvmlDeviceGetUUID)
-    known, unknown = [], []
-    for entry in (text.strip() for text in visible.split(",") if text.strip()):
-        by_uuid = entry.startswith("GPU-")
-        named = [gpu for gpu in gpus if (uuids.get(gpu, "").startswith(entry) if by_uuid else entry == str(gpu))]
-        known += named[:1]
-        unknown += [] if named else [entry]
-    return known, unknown
+    # an entry may be the beginning of a UUID, as CUDA allows
+    uuids, _, _ = _queried(nvml, gpus, nvml.nvmlDeviceGetUUID)
+    indices = []
+    unknown = []
+    for entry in filter(None, map(str.strip, visible.split(","))):
+        named = [gpu for gpu in gpus if entry == str(gpu)]
+        if entry.startswith("GPU-"):
+            named = [gpu for gpu in gpus if uuids.get(gpu, "").startswith(entry)]
+        indices += named[:1]
+        if not named:
+            unknown.append(entry)
+    return indices, unknown
 
 
-def _asked(
+def _queried(
     nvml: Any, gpus: Sequence[int], query: Callable[[Any], T]
 ) -> tuple[dict[int, T], dict[int, str], dict[int, str]]:
     """(answers, errors, errors that only say that a GPU or the driver does not have the query), by NVML's index.
@@ -176,7 +188,10 @@ def _asked(
         try:
             answers[gpu] = query(nvml.nvmlDeviceGetHandleByIndex(gpu))
         except nvml.NVMLError as error:
-            (lacking if _is_lacking(nvml, error) else broken)[gpu] = str(error)
+            errors = broken
+            if _is_lacking(nvml, error):
+                errors = lacking
+            errors[gpu] = str(error)
     return answers, broken, lacking
 
 
@@ -188,9 +203,9 @@ def _is_lacking(nvml: Any, error: Any) -> bool:
 def _count(number: int, models: int, summary: str, unknown: list[str], needed: int | None, *, unnamed: bool) -> Check:
     if unknown:
         expected = "GPUs of this node in CUDA_VISIBLE_DEVICES"
-        found = f"{summary or 'none'}; no GPU is called {listed(unknown, 4)}"
+        names = f"{summary or 'none'}; no GPU is called {listed(unknown, 4)}"
         remedy = "a GPU fell off the bus, or the variable is another node's"
-        return failed(GPUS, expected=expected, found=found, remedy=remedy)
+        return failed(GPUS, expected=expected, found=names, remedy=remedy)
     if needed and number < needed:
         remedy = f"ask for more GPUs, or pass --gpus with what the run takes here; if one is lost, {_OTHER_NODE}"
         return failed(GPUS, expected=f"{needed} GPUs", found=summary, remedy=remedy)
@@ -208,23 +223,26 @@ class _Rule:
 
     name: str
     judge: Callable[[Any, Any], tuple[Status, str]]
-    """Of pynvml and a GPU's handle: (status, what was found). Raises NVMLError."""
+    """Takes pynvml and a GPU's handle; returns a status and the reason for it. Raises NVMLError."""
     expected: str
     remedy: str
 
 
 def _checked(nvml: Any, rule: _Rule, gpus: Sequence[int]) -> Check:
-    """The worst of all GPUs; skipped if none of them has the query."""
-    judged, broken, lacking = _asked(nvml, gpus, lambda handle: rule.judge(nvml, handle))
-    worst = "failed" if broken or any(status == "failed" for status, _ in judged.values()) else "warning"
-    faults = {gpu: found for gpu, (status, found) in judged.items() if status == worst}
-    faults |= broken
-    if faults:
-        make = failed if worst == "failed" else warning
-        return make(rule.name, expected=rule.expected, found="; ".join(_lines(faults)), remedy=rule.remedy)
+    """A rule's result for all GPUs, the worst of theirs; skipped if none of them has the query."""
+    judged, broken, lacking = _queried(nvml, gpus, lambda handle: rule.judge(nvml, handle))
+    faults: dict[str, dict[int, str]] = {"failed": dict(broken), "warning": {}, "ok": {}}
+    for gpu, (status, text) in judged.items():
+        faults[status][gpu] = text
+    for status, make in (("failed", failed), ("warning", warning)):
+        if faults[status]:
+            lines = "; ".join(_lines(faults[status]))
+            return make(rule.name, expected=rule.expected, found=lines, remedy=rule.remedy)
     if len(lacking) == len(gpus):
         return skipped(rule.name, _lines(lacking)[0])
-    return ok(rule.name, rule.expected + (f" (not known: {listed(_lines(lacking), 4)})" if lacking else ""))
+    if lacking:
+        return ok(rule.name, f"{rule.expected} (not known: {listed(_lines(lacking), 4)})")
+    return ok(rule.name, rule.expected)
 
 
 def _lines(texts: Mapping[int, str]) -> list[str]:
@@ -232,7 +250,10 @@ def _lines(texts: Mapping[int, str]) -> list[str]:
 
 
 def _judge_memory(nvml: Any, handle: Any) -> tuple[Status, str]:
-    """In a container the driver counts memory of processes that it does not list."""
+    """Whether other processes use the GPU's memory.
+
+    In a container the driver counts memory of processes that it does not list.
+    """
     used = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used // MIB  # without the driver's own
     if used < FOREIGN_MIB:
         return "ok", ""
@@ -244,15 +265,19 @@ def _judge_memory(nvml: Any, handle: Any) -> tuple[Status, str]:
 
 
 def _judge_errors(nvml: Any, handle: Any) -> tuple[Status, str]:
-    kind, counter = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    count = nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter)
+    count = nvml.nvmlDeviceGetTotalEccErrors(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
     return _fault(count, f"{count} uncorrected errors")
 
 
 def _judge_remapping(nvml: Any, handle: Any) -> tuple[Status, str]:
+    # (corrected rows, uncorrected rows, a remapping waits for a reset, a remapping failed)
     pending, broken = nvml.nvmlDeviceGetRemappedRows(handle)[2:]
-    found = [text for text, is_so in (("row remapping failed", broken), ("row remapping pending", pending)) if is_so]
-    return _fault(found, " and ".join(found))
+    faults = []
+    if broken:
+        faults.append("row remapping failed")
+    if pending:
+        faults.append("row remapping pending")
+    return _fault(faults, " and ".join(faults))
 
 
 def _judge_clocks(nvml: Any, handle: Any) -> tuple[Status, str]:
@@ -264,12 +289,15 @@ def _judge_clocks(nvml: Any, handle: Any) -> tuple[Status, str]:
         mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)  # its name before driver 535
     hardware = [text for bit, text in _HARDWARE.items() if mask & bit]
     thermal = [text for bit, text in _THERMAL.items() if mask & bit]
-    status: Status = "failed" if hardware else "warning" if thermal else "ok"
-    return status, ", ".join(hardware + thermal)
+    if thermal and not hardware:
+        return "warning", ", ".join(thermal)
+    return _fault(hardware, ", ".join(hardware + thermal))
 
 
 def _fault(is_so: object, text: str) -> tuple[Status, str]:
-    return ("failed", text) if is_so else ("ok", "")
+    if is_so:
+        return "failed", text
+    return "ok", ""
 
 
 _RULES = (
@@ -297,7 +325,7 @@ _RULES = (
         expected="not lowered for heat or power supply",
         remedy=f"the slowest GPU sets the pace of a step: {_OTHER_NODE}",
     ),
-    _Rule(
+    _Rule(  # NVML returns (the current mode, the mode after a reset)
         name="MIG",
         judge=lambda nvml, gpu: _fault(nvml.nvmlDeviceGetMigMode(gpu)[0] == 1, "enabled"),
         expected="disabled: a rank takes a whole GPU",
@@ -307,16 +335,18 @@ _RULES = (
 
 
 def _links(nvml: Any, gpus: Sequence[int]) -> Check:
-    """A link that is down on one GPU and up on the others is a fault."""
+    """A check of NVLink: a link that is down on one GPU and up on the others is a fault."""
     name = "NVLink"
-    states, broken, _ = _asked(nvml, gpus, lambda handle: _link_states(nvml, handle))
+    states, broken, _ = _queried(nvml, gpus, lambda handle: _link_states(nvml, handle))
     active = {gpu: sum(links) for gpu, links in states.items()}
     most = max(active.values(), default=0)
     short = {gpu: f"{active[gpu]} of {len(states[gpu])} links active" for gpu in active if active[gpu] < most}
     if broken or short:
-        found = "; ".join(_lines(broken | short))
-        return failed(name, expected="as many active links on every GPU", found=found, remedy=_OTHER_NODE)
-    return ok(name, f"{most} active links on every GPU") if most else skipped(name, "no GPU has an active link")
+        lines = "; ".join(_lines(broken | short))
+        return failed(name, expected="as many active links on every GPU", found=lines, remedy=_OTHER_NODE)
+    if not most:
+        return skipped(name, "no GPU has an active link")
+    return ok(name, f"{most} active links on every GPU")
 
 
 def _link_states(nvml: Any, handle: Any) -> list[bool]:

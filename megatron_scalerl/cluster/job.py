@@ -45,7 +45,9 @@ class JobPlan:
     def outputs(self) -> str:
         """Name of the job's output files, in Slurm's notation."""
         folder = str(self.script.parent).replace("%", "%%")
-        return f"{folder}/%A_%a.out" if self.request.throttle else f"{folder}/%j.out"
+        if self.request.throttle:
+            return f"{folder}/%A_%a.out"
+        return f"{folder}/%j.out"
 
 
 def render(plan: JobPlan) -> str:
@@ -73,6 +75,8 @@ def render(plan: JobPlan) -> str:
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     template = Path(plan.site.template or TEMPLATES / "job.sbatch")
+    # exported for srun, which does not read the job's; not where the site binds their number to the GPUs
+    cpus = None if "cpus-per-gpu" in plan.site.sbatch else plan.nodes.cpus
     try:
         return environment.from_string(template.read_text(encoding="utf8")).render(
             modules=plan.site.modules,
@@ -84,7 +88,7 @@ def render(plan: JobPlan) -> str:
             nodes=plan.nodes.nodes,
             chain=asked.chain,
             max_requeues=asked.max_requeues,
-            cpus=None if "cpus-per-gpu" in plan.site.sbatch else plan.nodes.cpus,
+            cpus=cpus,
             gpu_hours=asked.gpu_hours,
             startup_s=plan.startup_s,
             save_s=plan.lead_s - MARGIN_S,
@@ -96,14 +100,16 @@ def render(plan: JobPlan) -> str:
             preflight=_command(plan, check),
             budget=_command(plan, budget),
         )
+    except TemplateSyntaxError as error:
+        raise ValueError(f"{template}, line {error.lineno}: {error}") from None
     except TemplateError as error:
-        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        raise ValueError(f"{template}{line}: {error}") from None
+        raise ValueError(f"{template}: {error}") from None
 
 
 def _options(plan: JobPlan) -> list[str]:
-    """What follows #SBATCH, line by line. Raises ValueError."""
-    asked, nodes = plan.request, plan.nodes
+    """The options that follow #SBATCH, line by line. Raises ValueError."""
+    asked = plan.request
+    nodes = plan.nodes
     options: dict[str, str | bool] = {
         "job-name": plan.name,
         "partition": asked.partition,
@@ -115,14 +121,17 @@ def _options(plan: JobPlan) -> list[str]:
     if nodes.gpus:
         options["gpus-per-node"] = str(nodes.gpus)
     if nodes.cpus is None:
-        options |= {"exclusive": True, "mem": "0"}
+        options |= {"exclusive": True, "mem": "0"}  # all memory of the node
     else:
         options["cpus-per-task"] = str(nodes.cpus)
     options |= {
         "no-requeue" if asked.chain else "requeue": True,
+        # B: to the batch shell alone, which hands it on to the controller
         "signal": f"B:USR1@{plan.lead_s}",
+        # a job that is queued again has the same id, and thus the same file
         "open-mode": "append",
         "output": plan.outputs,
+        # only these, since the shell of the submission may hold secrets
         "export": ",".join(EXPORTED),
     }
     if asked.throttle:
@@ -133,9 +142,13 @@ def _options(plan: JobPlan) -> list[str]:
 def _command(plan: JobPlan, words: Sequence[str]) -> str:
     """A command of the program, in the site's container; a path follows it."""
     inside = plan.site.container != "none"
-    default = ("megatron-scalerl",) if inside else (sys.executable, "-m", "megatron_scalerl")
-    program = " ".join(_quoted(word, plan.site) for word in (*(plan.site.program or default), *words))
-    return f'"${{inside[@]}}" {program}' if inside else program
+    program: Sequence[str] = (sys.executable, "-m", "megatron_scalerl")
+    if inside:
+        program = ("megatron-scalerl",)
+    command = " ".join(_quoted(word, plan.site) for word in (*(plan.site.program or program), *words))
+    if inside:
+        return f'"${{inside[@]}}" {command}'
+    return command
 
 
 def _container(plan: JobPlan) -> str:
@@ -152,9 +165,11 @@ def _container(plan: JobPlan) -> str:
         ]
         words.append(f"--container-mounts={','.join(folders)}")
     elif site.container == "apptainer":
+        words = ["apptainer", "exec"]
+        if plan.nodes.gpus:
+            words.append("--nv")
         bound = [word for folder in folders for word in ("--bind", folder)]
-        gpus = ["--nv"] if plan.nodes.gpus else []
-        words = ["apptainer", "exec", *gpus, "--pwd", str(plan.cwd), *bound, _local(str(site.image), site)]
+        words += ["--pwd", str(plan.cwd), *bound, _local(str(site.image), site)]
     else:
         words = [word.replace("{cwd}", str(plan.cwd)) for word in site.container]
     return " ".join(_quoted(word, site) for word in words)
@@ -171,6 +186,7 @@ def _local(word: str, site: Site) -> str:
 def _quoted(word: str, site: Site) -> str:
     """A word of the script, where {run}, {local} and {staged} are folders."""
     quoted = shlex.quote(_local(word, site))
+    # the variables have to be outside of the single quotes, which end before each and begin again behind it
     for name, variable in (("run", "run"), ("local", "MSRL_LOCAL%/*"), ("staged", "MSRL_STAGED")):
         quoted = quoted.replace(f"{{{name}}}", f"'\"${{{variable}}}\"'")
     return quoted

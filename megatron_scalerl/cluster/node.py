@@ -1,7 +1,7 @@
 """All checks of this node, and the facts in which the nodes of a run have to agree.
 
-GPUs are NVML's matter (`gpus`), packages are read in a process of its own (`probe`). The rest is here: versions, the
-policy and the prompts, and a file that is written, synced and read where the run's folder will be.
+`gpus` checks GPUs, `probe` reads packages in a separate process. The rest is here: versions, the policy and the
+prompts, and a file that is written, synced and read where the run's folder will be.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from megatron_scalerl.recipe.file import check_policy, check_prompts, dump_recip
 
 PACKAGE = Path(megatron_scalerl.__file__).parent
 _DIGITS = 16
-"""Of a digest, hexadecimal."""
+"""Hexadecimal digits of a digest."""
 ADAPTERS = "NCCL_IB_HCA"
 """The fact that the job sets for all nodes where they agree."""
 RDMA = Path("/sys/class/infiniband")
@@ -43,7 +43,7 @@ SPACE = {"temporary folder": Path(tempfile.gettempdir()), "shared memory": Path(
 SPACE_BYTES = GIB
 """For rendezvous files and compilers; for an engine of several processes and NCCL. Assumptions."""
 SPACE_LEAST = GIB // 16
-"""What Docker gives a container as shared memory: too little for both."""
+"""Shared memory of a Docker container by default (64 MiB): too little for engines and for NCCL."""
 STATE_BYTES = {"float32": 12, "bfloat16": 14}
 """Bytes of a checkpoint per parameter by policy.dtype: weights, fp32 main weights if they are others, two moments."""
 _ANOTHER = "choose an output_dir on another file system, or make space there"
@@ -51,7 +51,7 @@ _INSTALL = "make the environment again with tools/install.sh, on a file system t
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `doctor` found on one node. Produced by `examine`; `--json` writes it."""
+    """The report of `doctor` about one node. Produced by `examine`; `--json` writes it."""
 
     format: Literal[1] = 1
     """Version of the JSON file."""
@@ -59,7 +59,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     time: str
     """UTC, ISO 8601."""
     facts: dict[str, str]
-    """In which the nodes of a run have to agree; "" for what a node does not have."""
+    """Facts in which the nodes of a run have to agree; "" for what a node does not have."""
     checks: list[Check]
 
     @property
@@ -73,15 +73,22 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) ->
 
     Raises nothing for what a node lacks: that is a failed check.
     """
+    # packages first: whether the environment is one for GPUs decides how many GPUs the run needs
     machine = _machine()
     on_gpus = isinstance(machine, Machine) and is_gpu_environment(machine)
     needed = gpus_needed(recipe, gpus, gpu_environment=on_gpus)
-    reading = GpuReport(checks=[skipped(GPUS, "the run takes none here")]) if needed == 0 else gpus_in_process(needed)
+    reading = GpuReport(checks=[skipped(GPUS, "the run takes none here")])
+    if needed != 0:
+        reading = gpus_in_process(needed)
     checks = list(reading.checks)
-    checks += version_checks(machine, reading.cuda_version) if isinstance(machine, Machine) else [machine]
+    if isinstance(machine, Machine):
+        checks += version_checks(machine, reading.cuda_version)
+    else:
+        checks.append(machine)
     checks += [guarded(name, partial(node_space, name)) for name in SPACE]
     if recipe is not None:
-        run_dir, need = recipe.run_dir, _checkpoint_bytes(recipe, recipe_file)
+        run_dir = recipe.run_dir
+        need = _checkpoint_bytes(recipe, recipe_file)
         checks.append(_inputs(recipe))
         checks.append(guarded("output folder", lambda: canary(place_of(run_dir))))
         checks.append(guarded("output folder: space", lambda: output_space(run_dir, need)))
@@ -99,7 +106,9 @@ def gpus_needed(recipe: Recipe | None, given: int | None, *, gpu_environment: bo
     """
     if given is not None or recipe is None:
         return given
-    return recipe.devices if gpu_environment or recipe.weights.transport == "nccl" else 0
+    if gpu_environment or recipe.weights.transport == "nccl":
+        return recipe.devices
+    return 0
 
 
 def _machine() -> Machine | Check:
@@ -146,31 +155,36 @@ def _packages(installed: Mapping[str, str], extra: str) -> Check:
     }
     if wrong:
         expected = ", ".join(f"{package}{wanted[package]}" for package in wrong)
-        found = ", ".join(f"{package} {version}" for package, version in wrong.items())
-        return failed("packages", expected=expected, found=found, remedy=_INSTALL)
+        versions = ", ".join(f"{package} {version}" for package, version in wrong.items())
+        return failed("packages", expected=expected, found=versions, remedy=_INSTALL)
     return ok("packages", present)
 
 
 def _cuda(built: str, supported: str) -> Check:
-    """A driver runs programs of its own major version of CUDA and of earlier ones."""
+    """A check of torch's CUDA: a driver runs programs of its own major version and of earlier ones."""
     if not supported:
         return skipped("CUDA", f"torch was built for CUDA {built}; no driver says what it supports")
     have, want = (tuple(int(part) for part in text.split(".")[:2]) for text in (supported, built))
     if have >= want:
         return ok("CUDA", f"torch's {built}, the driver's {supported}")
-    expected, found = f"a driver for CUDA {built}, for which torch was built", f"a driver for CUDA {supported}"
-    remedy = "nodes with a newer driver, or a CUDA compatibility package on LD_LIBRARY_PATH"
-    make = failed if have[0] < want[0] else warning  # kernels that are compiled at run time may fail
-    return make("CUDA", expected=expected, found=found, remedy=remedy)
+    # of the same major version, only kernels that are compiled at run time may fail
+    make = failed if have[0] < want[0] else warning
+    return make(
+        "CUDA",
+        expected=f"a driver for CUDA {built}, for which torch was built",
+        found=f"a driver for CUDA {supported}",
+        remedy="nodes with a newer driver, or a CUDA compatibility package on LD_LIBRARY_PATH",
+    )
 
 
 def _nccl(machine: Machine) -> Check:
-    """The library that is loaded, which a module's LD_LIBRARY_PATH may have put before torch's own package."""
-    packages, loaded = machine.details["packages"], str(machine.details["nccl"])
+    """A check of the NCCL that is loaded: a module's LD_LIBRARY_PATH may have put it before torch's package."""
+    packages = machine.details["packages"]
+    loaded = str(machine.details["nccl"])
     package = next((packages[name] for name in NCCL if name in packages), None)
     if package and package.split(".")[:3] != loaded.split(".")[:3]:
         remedy = "unset LD_LIBRARY_PATH and LD_PRELOAD, which modules of a cluster may set"
-        expected = f"{package}, installed beside torch"
+        expected = f"{package}, installed with torch"
         return failed("NCCL", expected=expected, found=f"{loaded} is loaded", remedy=remedy)
     return ok("NCCL", loaded)
 
@@ -178,12 +192,12 @@ def _nccl(machine: Machine) -> Check:
 def node_space(name: str) -> Check:
     """Free space of a folder of SPACE. Raises OSError."""
     free = _free(SPACE[name])
-    found = f"{SPACE[name]}: {size(free)} free"
+    space = f"{SPACE[name]}: {size(free)} free"
     if free >= SPACE_BYTES:
-        return ok(name, found)
+        return ok(name, space)
     make = failed if free <= SPACE_LEAST else warning
     remedy = "see what fills it; set TMPDIR, or in a container --ipc=host or --shm-size"
-    return make(name, expected=f"{size(SPACE_BYTES)} free (assumed)", found=found, remedy=remedy)
+    return make(name, expected=f"{size(SPACE_BYTES)} free (assumed)", found=space, remedy=remedy)
 
 
 def _inputs(recipe: Recipe) -> Check:
@@ -205,11 +219,12 @@ def place_of(run_dir: Path) -> Path:
 
 def canary(place: Path) -> Check:
     """A file that is written, synced, renamed and read, and a lock, in a new folder. Raises OSError."""
-    name, content = "output folder", secrets.token_bytes(65536)
+    name = "output folder"
+    content = secrets.token_bytes(65536)
     with tempfile.TemporaryDirectory(prefix=".megatron-scalerl-doctor-", dir=place) as folder:
         path = Path(folder) / "canary"
         write_durably(path, content)
-        os.close(lock_file(Path(folder) / "lock"))
+        os.close(lock_file(Path(folder) / "lock"))  # a run's folder is locked by its controller
         if path.read_bytes() != content:
             return failed(name, expected="the bytes that were written", found="other bytes", remedy=_ANOTHER)
     return ok(name, f"{place}: {len(content):,} bytes written, synced, renamed and read again; a lock taken")
@@ -222,7 +237,8 @@ def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
     try:
         folder = config_folder(recipe.policy.path, recipe_file or "recipe.yaml")
 
-        from megatron_scalerl.plan.counting import count, load_family  # these imports take seconds
+        # imported behind the first refusal: these modules take seconds
+        from megatron_scalerl.plan.counting import count, load_family
 
         parameters = count(*load_family(folder)[:1]).total
     except (ValueError, OSError) as error:
@@ -232,9 +248,11 @@ def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
 
 def output_space(run_dir: Path, need: int | str) -> Check:
     """Free space for the checkpoints of a run. need: their bytes, or why that is unknown. Raises OSError."""
-    name, free = "output folder: space", _free(place_of(run_dir))
+    name = "output folder: space"
+    free = _free(place_of(run_dir))
     if isinstance(need, str):
         return skipped(name, f"{size(free)} free; what the run needs is unknown: {need}")
+    # checkpoints that exist already do not have to be written again
     files = (path for path in (run_dir / "checkpoints").rglob("*") if path.is_file() and not path.is_symlink())
     need -= sum(path.lstat().st_size for path in files)
     if free < need:
@@ -288,15 +306,17 @@ def adapters(root: Path = RDMA) -> dict[str, float]:
     for port in sorted(root.glob("*/ports/*")):
         with contextlib.suppress(OSError):  # of a port that cannot say it
             if (port / "state").read_text().strip().endswith("ACTIVE"):
-                rate = re.search(r"[\d.]+", (port / "rate").read_text())
-                rates[f"{port.parent.parent.name}:{port.name}"] = float(rate[0]) if rate else 0.0
+                rate = re.findall(r"[\d.]+", (port / "rate").read_text())
+                rates[f"{port.parent.parent.name}:{port.name}"] = float(next(iter(rate), 0))
     return rates
 
 
 def fastest(rates: Mapping[str, float]) -> str:
     """NCCL_IB_HCA of the ports with the highest rate, exactly these; empty without ports."""
-    names = [name for name, rate in rates.items() if rate == max(rates.values())]
-    return f"={','.join(names)}" if names else ""
+    if not rates:
+        return ""
+    highest = max(rates.values())
+    return "=" + ",".join(name for name, rate in rates.items() if rate == highest)
 
 
 def mount_of(path: Path, table: str | None = None) -> tuple[str, str]:
@@ -304,13 +324,17 @@ def mount_of(path: Path, table: str | None = None) -> tuple[str, str]:
 
     table: as /proc/self/mounts, by default this process's. The last of several mounts at one point hides the others.
     """
-    place, kind, nearest = path.resolve(), "unknown", "/"
-    for line in (MOUNTS.read_text(encoding="utf8", errors="replace") if table is None else table).splitlines():
-        _, point, of_point, _ = line.split(" ", 3)  # the source may be empty
+    if table is None:
+        table = MOUNTS.read_text(encoding="utf8", errors="replace")
+    place = path.resolve()
+    nearest = ("unknown", "/")
+    for line in table.splitlines():
+        _, point, kind, _ = line.split(" ", 3)  # the source may be empty
+        # the kernel writes a space in a path as \\040
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
-        if place.is_relative_to(point) and Path(point).is_relative_to(nearest):
-            kind, nearest = of_point, point
-    return kind, nearest
+        if place.is_relative_to(point) and Path(point).is_relative_to(nearest[1]):
+            nearest = (kind, point)
+    return nearest
 
 
 def code_digest(package: Path = PACKAGE) -> str:

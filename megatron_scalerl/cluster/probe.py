@@ -1,4 +1,4 @@
-"""GPUs and packages of this machine, as JSON from a process of its own: the caller never imports torch."""
+"""GPUs and packages of this machine, as JSON from a separate process: the caller never imports torch."""
 
 import json
 import os
@@ -44,7 +44,9 @@ class Machine:
 
 def probe_machine(*, hide_gpus: bool) -> Machine:
     """Query GPUs and packages in a separate process. Raises RuntimeError if that fails, e.g. without torch."""
-    env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {})
+    env = dict(os.environ)
+    if hide_gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "megatron_scalerl.cluster.probe"]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_PROBE_S)
@@ -53,8 +55,9 @@ def probe_machine(*, hide_gpus: bool) -> Machine:
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise RuntimeError(f"environment: {sys.executable} cannot import torch: {why}")
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return Machine(gpus=tuple(found.pop("gpus")), details=found)
+    # libraries may print lines before it while they are imported
+    details = json.loads(done.stdout.strip().splitlines()[-1])
+    return Machine(gpus=tuple(details.pop("gpus")), details=details)
 
 
 def nvidia_smi(field: str) -> str | None:
@@ -62,10 +65,9 @@ def nvidia_smi(field: str) -> str | None:
 
     The GPU is number LOCAL_RANK of the visible ones, the first by default.
     """
-    place = int(os.environ.get("LOCAL_RANK", "0"))
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    which = visible[place] if place < len(visible) else str(place)
-    argv = ["nvidia-smi", "-i", which, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    rank = os.environ.get("LOCAL_RANK", "0")
+    visible = dict(enumerate(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))))
+    argv = ["nvidia-smi", "-i", visible.get(int(rank), rank), f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -82,10 +84,17 @@ def main() -> None:
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         gpus = [module.get_device_name(index) for index in range(torch.accelerator.device_count())]
         driver = nvidia_smi("driver_version")
-    found: dict[str, Any] = {"gpus": gpus, "driver": driver, "cuda_version": torch.version.cuda}
-    found |= {"nccl": _nccl(torch), "packages": installed_versions(_PACKAGES)}
-    found |= {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()}
-    print(json.dumps(found))
+    machine = {
+        "gpus": gpus,
+        "driver": driver,
+        "cuda_version": torch.version.cuda,
+        "nccl": _nccl(torch),
+        "packages": installed_versions(_PACKAGES),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+    print(json.dumps(machine))
 
 
 def _nccl(torch: Any) -> str | None:

@@ -22,7 +22,7 @@ _NO_NAME = re.compile(r"=|\b(ALL|NONE|NIL|TRUE|FALSE)\b", re.IGNORECASE)
 _LOGIN = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 _PRINTED = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]"
 Line = Annotated[str, StringConstraints(pattern=f"^{_PRINTED}+$")]
-"""One line of text."""
+"""A single line of text."""
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Options = Mapping[str, str | bool]
@@ -42,7 +42,7 @@ _FIXED = (
     *("signal", "output", "open-mode", "no-kill", "ntasks", "ntasks-per-node", "chdir", "wrap", "wait", "test-only"),
     *("parsable", "gpus-per-task", "export-file", "ntasks-per-gpu", "time-min", "clusters"),
 )
-"""Those without which the job could not save itself, be queued again or be watched."""
+"""Options without which the job could not save itself, be queued again or be watched."""
 _REPLACED = {
     "gres": "gpus-per-node",
     "mem-per-gpu": "mem",
@@ -69,11 +69,12 @@ _EXPECTED = {
 
 def _by_name(given: Any) -> Any:
     """Options that are listed as they follow #SBATCH, by name; lists of values as Slurm writes them."""
-    if isinstance(given, list) and all(isinstance(each, str) and re.match("--[a-z]", each) for each in given):
-        words = [each[2:].partition("=") for each in given]
+    if isinstance(given, list) and all(isinstance(line, str) and re.match("--[a-z]", line) for line in given):
+        words = [line[2:].partition("=") for line in given]
         given = {name: value if equals else True for name, equals, value in words}
     if isinstance(given, dict):
-        return {name: ",".join(map(str, it)) if isinstance(it, list) else it for name, it in given.items()}
+        lists = {name: ",".join(map(str, value)) for name, value in given.items() if isinstance(value, list)}
+        return given | lists
     return given
 
 
@@ -97,8 +98,8 @@ class Site(BaseModel):
     template: Line | None = None
     """Template (Jinja) of the job script, relative to the site file, which may extend job.sbatch; None for that."""
     container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"
-    """What runs the program, on every node; words: a command in front of it, in which {run}, {cwd} and {local} stand
-    for the run's folder, that of the submission and that for compiled and staged files."""
+    """The container of the program, on every node; words: a command in front of the program, in which {run}, {cwd}
+    and {local} stand for the folders of the run, of the submission, and of compiled and staged files."""
     image: Line | None = None
     """Image of the container of pyxis or Apptainer."""
     mounts: tuple[Line, ...] = ()
@@ -115,7 +116,7 @@ class Site(BaseModel):
         return str(self.sbatch.get("gres") or "gpu:" + str(self.sbatch.get("gpus-per-node") or ""))
 
     def options(self, own: Options, *, gpus: int) -> list[str]:
-        """What follows #SBATCH: the job's `own` options and the site's. Raises ValueError for too few GPUs.
+        """The text behind each #SBATCH: the job's `own` options and the site's. Raises ValueError for too few GPUs.
 
         gpus: of a node, which are added to a type without a number.
         """
@@ -128,30 +129,35 @@ class Site(BaseModel):
             given["export"] = f"{own['export']},{given['export']}"
         replaced = {_REPLACED.get(name) for name, value in given.items() if name != "gres" or _of_gpus(name, value)}
         kept = {name: value for name, value in own.items() if name not in replaced} | given
-        return [
-            f"--{name}" + ("" if value is True else f"={escaped(str(value))}")
-            for name, value in kept.items()
-            if value
-        ]
+        lines = []
+        for name, value in kept.items():
+            if value is True:
+                lines.append(f"--{name}")
+            elif value:
+                lines.append(f"--{name}={escaped(str(value))}")
+        return lines
 
 
 def escaped(text: str) -> str:
     """A value as it follows #SBATCH. Raises ValueError for characters that sbatch reads as its own."""
     if set(text) & set("\"'\\"):
         raise ValueError(f"submit: sbatch does not take quotes and backslashes in a path or a name: {text}")
-    return f'"{text}"' if set(text) & set(" #") else text
+    if set(text) & set(" #"):
+        return f'"{text}"'
+    return text
 
 
 def _of_gpus(name: str, value: object) -> bool:
-    """Whether an option asks for GPUs, or for something beside each."""
+    """Whether an option requests GPUs, or another resource for each GPU."""
     return "gpu" in name or (name == "gres" and re.search(r"(?:^|,)gpu(?:[:,]|$)", str(value)) is not None)
 
 
 def _numbered(gres: str, gpus: int) -> str:
     """Generic resources with the number of GPUs behind a type that has none. Raises ValueError for too few."""
-    whole = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda found: f"{found[0]}:{gpus}", gres)
+    # `gpu` and `gpu:h100`, but neither `gpu:4` nor `gpu:h100:4`
+    whole = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda match: f"{match[0]}:{gpus}", gres)
     if gpus_of(whole) < gpus:
-        raise ValueError(f"site file: sbatch: expected at least {gpus} GPUs of a node, found {gres}")
+        raise ValueError(f"site file: sbatch: {gres} gives fewer GPUs of a node than the {gpus} that the run takes")
     return whole
 
 
@@ -162,35 +168,45 @@ def read_site(path: Path | None) -> Site:
     data = {key: value for key, value in read_yaml(path).items() if value is not None}
     expected = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
     check_keys(str(path), data, Site.model_fields, expected=expected)
-    variables = data["environment"] if isinstance(data.get("environment"), dict) else {}
-    for name, value in variables.items():
-        if PRIVATE.search(str(name)) or _LOGIN.search(str(value)):
-            raise ValueError(
-                f"{path}: environment: expected no secret, since the job script is readable by others, found {name}; "
-                "let the program read it from a file that only you can read"
-            )
     try:
         site = Site.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        key = str(first["loc"][0])
-        where = f"{path}: {'.'.join(map(str, first['loc'][: 1 if key == 'container' else 2]))}"
-        raise ValueError(f"{where}: expected {_EXPECTED[key]}, found {first['input']!r}") from None
-    staged = {Path(each).name for each in site.stage if os.path.normpath(f"/.{each}") == each} - {""}
+        key, *inner = map(str, first["loc"])
+        expected = _EXPECTED[key]
+        if key != "container":
+            key = ".".join([key, *inner[:1]])
+        raise ValueError(f"{path}: {key}: expected {expected}, found {first['input']!r}") from None
+    for variable, text in site.environment.items():
+        if PRIVATE.search(variable) or _LOGIN.search(text):
+            raise ValueError(
+                f"{path}: environment: {variable} looks like a secret, and others can read the job script; let the "
+                "program read it from a file that only you can read"
+            )
+    staged = {Path(place).name for place in site.stage if os.path.normpath(f"/.{place}") == place} - {""}
     if len(staged) < len(site.stage):
-        raise ValueError(f"{path}: stage: expected absolute paths with different last names, found {[*site.stage]}")
+        raise ValueError(
+            f"{path}: stage: the paths {[*site.stage]} have to be absolute and to differ in their last names"
+        )
+    # sbatch takes the beginning of a long option for the option, so that `no-requeu` would turn requeueing off
     for name, value in site.sbatch.items():
-        if name in BY_SUBMIT or name in _FIXED:
-            how = f"the option {BY_SUBMIT[name]} of submit" if name in BY_SUBMIT else "the job itself"
-            raise ValueError(f"{path}: sbatch: {name} is set by {how}")
-        if name not in _WHOLE and any(each.startswith(name) for each in _WHOLE):
-            raise ValueError(f"{path}: sbatch: expected whole names of options, found {name}")
+        if name in BY_SUBMIT:
+            raise ValueError(f"{path}: sbatch: {name} is set by the option {BY_SUBMIT[name]} of submit")
+        if name in _FIXED:
+            raise ValueError(f"{path}: sbatch: {name} is set by the job itself")
+        if name not in _WHOLE and any(whole.startswith(name) for whole in _WHOLE):
+            raise ValueError(
+                f"{path}: sbatch: {name} is only the beginning of an option's name; write the whole name"
+            )
         if name in ("export", "gpus-per-node") and _NO_NAME.search(str(value)):
-            raise ValueError(f"{path}: sbatch.{name}: expected names, found {value}")
+            raise ValueError(f"{path}: sbatch.{name}: {value} is not a list of names")
     if (site.container in _NAMED[1:]) != (site.image is not None):
-        raise ValueError(f"{path}: image: expected with pyxis or apptainer, and only then, found {site.container}")
+        raise ValueError(
+            f"{path}: image: containers of pyxis and apptainer need one, and nothing else takes one; container is "
+            f"{site.container}"
+        )
     if site.template is not None:
         site = site.model_copy(update={"template": str(path.absolute().parent / site.template)})
         if not Path(str(site.template)).is_file():
-            raise ValueError(f"{path}: template: expected a file, found none at {site.template}")
+            raise ValueError(f"{path}: template: {site.template} is not a file")
     return site

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings that override the recipe's; overlay=FILE: those of a file",
     )
     what.add_argument("--array", metavar="FOLDER", help="every recipe (*.yaml) of a folder, as one job array")
-    what.add_argument("--base", metavar="RECIPE", help="with --array: what the folder's overlays are laid over")
+    what.add_argument("--base", metavar="RECIPE", help="with --array: the recipe that the folder's overlays change")
     what.add_argument("--seeds", type=int, metavar="N", help="with --array: runs of each recipe, seeds 1 to N")
     what.add_argument("--throttle", type=int, metavar="N", help="with --array: runs at a time (default: all)")
     what.add_argument(
@@ -70,7 +70,7 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
     ):
         job.add_argument(*names, type=int, metavar="N", help=text)
     job.add_argument(
-        "--gpu-hours", type=float, metavar="H", help="budget: what all attempts together may hold, by the ledger"
+        "--gpu-hours", type=float, metavar="H", help="budget: device-hours of all attempts together, by the ledger"
     )
     job.add_argument(
         "--any-file-system",
@@ -101,7 +101,7 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
         type=float,
         default=WITHIN_S,
         metavar="S",
-        help="with several nodes: one that has not passed its check by then is excluded (default: %(default)g)",
+        help="with several nodes: one that has not passed its check after S s is excluded (default: %(default)g)",
     )
     job.add_argument("--startup-seconds", type=float, metavar="S", help="time to the first step (default: measured)")
     job.add_argument("--save-seconds", type=float, metavar="S", help="time of one checkpoint (default: measured)")
@@ -115,10 +115,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _lines(arguments: argparse.Namespace) -> Iterator[str]:
-    """Do what is asked; what to tell the user."""
+    """The lines for the user, while the command does its work."""
     for name in ("status", "seconds_left"):
-        if getattr(arguments, name) is not None and not _alone(arguments, name):
-            raise ValueError(f"{_option(name)}: expected its value alone, found a recipe or a folder, too")
+        if getattr(arguments, name) is not None and not _stands_alone(arguments, name):
+            raise ValueError(f"{_option(name)} stands alone; leave out the recipe or the folder")
     if arguments.status is not None:
         from megatron_scalerl.cluster.slurm_status import status
 
@@ -134,14 +134,15 @@ def _lines(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _submit(arguments: argparse.Namespace) -> Iterator[str]:
-    if arguments.array is not None and "=" in (arguments.recipe or ""):  # an override in the recipe's place
+    # argparse takes the first override for the recipe, which an array does not have
+    if arguments.array is not None and "=" in (arguments.recipe or ""):
         arguments.overrides.insert(0, arguments.recipe)
         arguments.recipe = None
     request = _request(arguments)
     from megatron_scalerl.cluster import cluster
 
     if not cluster.present() and not arguments.dry_run:
-        raise ValueError("sbatch: expected it on the path (submit from a login node, or --dry-run), found none")
+        raise ValueError("sbatch is not on the path; submit from a login node, or add --dry-run")
     from megatron_scalerl.cluster.submission import array_name, recipes_of, submit
 
     array = arguments.array is not None
@@ -151,12 +152,11 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     if array and request.throttle is None:
         request = replace(request, throttle=len(recipes))
     name = array_name(source, arguments.base) if array else recipes[0].name
-    recipe_file = None if array else source
-    yield from submit(recipes, name, request, recipe_file=recipe_file, dry_run=arguments.dry_run)
+    yield from submit(recipes, name, request, recipe_file=arguments.recipe, dry_run=arguments.dry_run)
 
 
-def _alone(arguments: argparse.Namespace, name: str) -> bool:
-    """Whether nothing else says what is to be done."""
+def _stands_alone(arguments: argparse.Namespace, name: str) -> bool:
+    """Whether an option is the only one that names a run or a recipe."""
     others = ("recipe", "array", "status", "seconds_left")
     return all(getattr(arguments, other) is None for other in others if other != name)
 
@@ -166,10 +166,10 @@ def _request(arguments: argparse.Namespace) -> Request:
     from megatron_scalerl.cluster.allocation import Request
 
     if (arguments.recipe is None) == (arguments.array is None):
-        raise ValueError("expected one of RECIPE, --array FOLDER and --status RUN")
+        raise ValueError("give one of RECIPE, --array FOLDER and --status RUN")
     for key in ("partition", "time"):
         if getattr(arguments, key) is None:
-            raise ValueError(f"--{key}: expected a value, found none")
+            raise ValueError(f"--{key} is missing; every job needs a partition and a time limit")
     for key in ("throttle", "base", "seeds"):
         if getattr(arguments, key) is not None and arguments.array is None:
             raise ValueError(f"{_option(key)} requires --array")
@@ -177,9 +177,9 @@ def _request(arguments: argparse.Namespace) -> Request:
     more = ("max_requeues", "max_failures", "startup_seconds", "save_seconds")
     for key, least in (at_least | dict.fromkeys(more, 0)).items():
         if (value := getattr(arguments, key)) is not None and not value >= least:
-            raise ValueError(f"{_option(key)}: expected at least {least}, found {value}")
+            raise ValueError(f"{_option(key)} is {value}; it has to be at least {least}")
     if (hours := arguments.gpu_hours) is not None and not 0 < hours < float("inf"):
-        raise ValueError(f"--gpu-hours: expected more than 0, found {hours:g}")
+        raise ValueError(f"--gpu-hours is {hours:g}; it has to be more than 0 and finite")
     return Request(**{field.name: getattr(arguments, field.name) for field in fields(Request)})
 
 

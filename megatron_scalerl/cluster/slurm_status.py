@@ -17,11 +17,11 @@ from megatron_scalerl.recipe.file import load_recipe, read_run_recipe
 from megatron_scalerl.record import record
 
 ROLES = ("setup", "preflight", "controller")
-"""What an attempt starts, in this order; each leaves ROLE.exit and ROLE.log."""
+"""Programs that an attempt starts, in this order; each leaves ROLE.exit and ROLE.log."""
 HOSTS = "hosts"
 """In the folder of an attempt: the nodes that the job had at its start, one a line."""
 FIRST_NODE = "first-node.log"
-"""There, too: what the other nodes noted when the first one was lost."""
+"""In the same folder: a note of the other nodes that the first one was lost."""
 _LONGEST = 500
 """Characters of a reason that are shown."""
 
@@ -37,7 +37,7 @@ class Spent:
 
 
 def spent(run: Path) -> Spent:
-    """What a run has been charged so far; 0 before its first start."""
+    """The charges of a run so far; 0 before its first start."""
     header, *rows = read_jsonl(run / "ledger.jsonl") or [{}]
     hours = sum(row["hours"] for row in rows if "role" in row)
     if rows and "heartbeat" in rows[-1]:
@@ -56,15 +56,17 @@ def status(run_dir: Path) -> Iterator[str]:
     run = run_dir.absolute()
     submissions = read_jsonl(run / SLURM / JOBS)
     if not submissions and not (run / SLURM / "job.sbatch").exists():
-        raise ValueError(f"{run_dir}: expected a run that was submitted to Slurm, found no {SLURM}/job.sbatch")
-    newest = submissions[-1] if submissions else None
-    jobs = jobs_of(run, cluster.queued()) if cluster.present() else []
-    yield from _job_lines(run, newest, jobs) if cluster.present() else _attempt_lines(run, newest)
+        raise ValueError(f"{run_dir}: this run was not submitted to Slurm; it has no {SLURM}/job.sbatch")
+    newest: dict[str, Any] = next(reversed(submissions), {})
+    jobs = []
+    if cluster.present():
+        jobs = jobs_of(run, cluster.queued())
+        yield from _job_lines(run, newest, jobs)
+    else:
+        yield from _attempt_lines(run, newest)
     yield from node_lines(run, jobs)
-    running = any(job.state == "RUNNING" for job in jobs)
-    yield from _progress(run, (newest or {}).get("gpu_hours"), running=running)
-    error = last_error(run)
-    if error is not None:
+    yield from _progress(run, newest.get("gpu_hours"), running=any(job.state == "RUNNING" for job in jobs))
+    if (error := last_error(run)) is not None:
         yield f"last error: {error}"
 
 
@@ -75,17 +77,18 @@ def node_lines(run: Path, jobs: Iterable[cluster.Job]) -> Iterator[str]:
         for node, why in unfit(attempt).items():
             yield f"attempt {attempt.name}: {node} was unfit: {why[:_LONGEST]}"
         yield from (f"attempt {attempt.name}: {line}" for line in _lines(attempt / FIRST_NODE))
-    had = _lines(since[-1] / HOSTS) if since else []
+    had = [host for attempt in since[-1:] for host in _lines(attempt / HOSTS)]
     for job in jobs:
         if job.state == "RUNNING" and had:
             holds = cluster.nodes_of(job.job_id)
-            yield from lost(had, had if holds is None else holds, cluster.node_states(had))
+            # None: the job has ended since squeue listed it
+            yield from failed_nodes(had, had if holds is None else holds, cluster.node_states(had))
 
 
 def attempts(run: Path) -> list[Path]:
     """Folders of the attempts since the last submission, in the order of their starts.
 
-    Their names are no help: the jobs of an array have other numbers inside than outside.
+    They are found by time, not by name: a job of an array has one id for squeue and another one in its environment.
     """
     script = run / SLURM / "job.sbatch"
     submitted = os.path.getmtime(script) if script.exists() else 0.0
@@ -98,33 +101,36 @@ def unfit(attempt: Path) -> dict[str, str]:
     return dict(line.split("\t", 1) for line in _lines(attempt / "nodes" / BAD) if "\t" in line)
 
 
-def lost(had: Iterable[str], holds: Iterable[str], states: Mapping[str, str]) -> Iterator[str]:
+def failed_nodes(had: Iterable[str], holds: Iterable[str], states: Mapping[str, str]) -> Iterator[str]:
     """A line for each node of the attempt that failed: it left the job, or it is down or silent in it.
 
     had: nodes at the start. holds: nodes of the job now. states: as `cluster.node_states`.
     """
     still = set(holds)
+    # with --no-kill a node that failed leaves the job, which goes on without it; * ends the state of a silent node
     for node in had:
         state = states.get(node, "unknown")
         if node not in still:
             yield f"{node} failed and has left the job; it is {state} now"
-        elif state.endswith("*") or state.startswith(("down", "fail")):
-            yield f"{node} is {state}" + (": Slurm gets no answer from it" if state.endswith("*") else "")
+        elif state.endswith("*"):
+            yield f"{node} is {state}: Slurm gets no answer from it"
+        elif state.startswith(("down", "fail")):
+            yield f"{node} is {state}"
 
 
 def _lines(file: Path) -> list[str]:
     return file.read_text(encoding="utf8", errors="replace").splitlines() if file.is_file() else []
 
 
-def _job_lines(run: Path, newest: dict[str, Any] | None, jobs: list[cluster.Job]) -> Iterator[str]:
+def _job_lines(run: Path, newest: dict[str, Any], jobs: list[cluster.Job]) -> Iterator[str]:
     ended = read_jsonl(run / END)
     for job in jobs:
         yield f"job {job.job_id}: {job.state} ({job.reason}), {_requeues(run, newest)}"
         if job.state == "RUNNING" and job.end is not None:
-            left = job.end - datetime.now() - timedelta(seconds=newest["lead_s"] if newest else 0)
-            what = "saves and goes on in the next job" if newest and newest["chain"] else "saves and is queued again"
-            yield f"{what} in {timedelta(seconds=max(0, int(left.total_seconds())))}"
-    if not jobs and newest is not None:
+            left = job.end - datetime.now() - timedelta(seconds=newest.get("lead_s", 0))
+            then = "goes on in the next job" if newest.get("chain") else "is queued again"
+            yield f"saves and {then} in {timedelta(seconds=max(0, int(left.total_seconds())))}"
+    if not jobs and newest:
         job = newest["jobs"][-1]
         state = cluster.last_state(job) or "no longer known to Slurm"
         yield f"job {job}: {state}, {_requeues(run, newest)}"
@@ -134,24 +140,22 @@ def _job_lines(run: Path, newest: dict[str, Any] | None, jobs: list[cluster.Job]
         yield f"finished: {ended[-1].get('reason')}"
 
 
-def _attempt_lines(run: Path, newest: dict[str, Any] | None) -> Iterator[str]:
-    """What the folder says by itself."""
+def _attempt_lines(run: Path, newest: dict[str, Any]) -> Iterator[str]:
+    """The state of the newest attempt by the run's folder alone."""
     yield "no sbatch on the path: the state of the job is unknown, what follows is from the run's folder"
     for attempt in attempts(run)[-1:]:
-        exits = [
-            f"{role} {file.read_text().strip()}" for role in ROLES if (file := attempt / f"{role}.exit").exists()
-        ]
+        exits = [f"{role} {code}" for role, code in _exit_codes(attempt).items()]
         ended = f"exit codes: {', '.join(exits)}" if exits else "no exit code yet, or killed"
         yield f"attempts: {len(attempts(run))}, {_requeues(run, newest)}; the last, {attempt.name}: {ended}"
     yield from (f"finished: {row.get('reason')}" for row in read_jsonl(run / END)[-1:])
 
 
-def _requeues(run: Path, newest: dict[str, Any] | None) -> str:
-    file = run / SLURM / "requeues"
-    mine = {job.split("_")[0] for job in newest["jobs"]} if newest else set()
-    count = sum(line.split()[0] in mine for line in file.read_text().splitlines() if line) if file.exists() else 0
-    bound = f" of at most {newest['max_requeues']} times" if newest else " times"
-    return f"queued again {count}{bound}"
+def _requeues(run: Path, newest: dict[str, Any]) -> str:
+    jobs = {job.split("_")[0] for job in newest.get("jobs", ())}
+    count = len([line for line in _lines(run / SLURM / "requeues") if line.partition(" ")[0] in jobs])
+    if not newest:
+        return f"queued again {count} times"
+    return f"queued again {count} of at most {newest['max_requeues']} times"
 
 
 def _progress(run: Path, budget: float | None, *, running: bool) -> Iterator[str]:
@@ -159,18 +163,21 @@ def _progress(run: Path, budget: float | None, *, running: bool) -> Iterator[str
         yield "not started yet"
         return
     recipe = read_run_recipe(run)
-    metrics = read_jsonl(run / "metrics.jsonl")
-    rate = f", pass rate {metrics[-1]['pass_rate']:.3f} in training" if metrics and "pass_rate" in metrics[-1] else ""
-    yield f"step {metrics[-1]['step'] if metrics else 0} of {recipe.get('steps')}{rate}"
-    if validations := read_jsonl(run / "validation.jsonl"):
-        last = validations[-1]
-        yield f"held-out pass rate {last['pass_rate']:.3f} at step {last['step']}"
+    metrics: dict[str, Any] = next(reversed(read_jsonl(run / "metrics.jsonl")), {})
+    rate = ""
+    if "pass_rate" in metrics:
+        rate = f", pass rate {metrics['pass_rate']:.3f} in training"
+    yield f"step {metrics.get('step', 0)} of {recipe.get('steps')}{rate}"
+    for row in read_jsonl(run / "validation.jsonl")[-1:]:
+        yield f"held-out pass rate {row['pass_rate']:.3f} at step {row['step']}"
     if running and metrics:  # the controller's event loop writes to the ledger every HEARTBEAT_S
         since = timedelta(seconds=max(0, int(time.time() - os.path.getmtime(run / "ledger.jsonl"))))
-        lag = metrics[-1].get("loop_lag_seconds", 0.0)
+        lag = metrics.get("loop_lag_seconds", 0.0)
         yield f"last heartbeat {since} ago; the event loop was up to {lag:.1f} s late in the last batch"
     cost = spent(run)
-    left = f", {max(0.0, budget - cost.hours):.4g} left of {budget:g}" if budget else ""
+    left = ""
+    if budget:
+        left = f", {max(0.0, budget - cost.hours):.4g} left of {budget:g}"
     yield f"{cost.hours:.4g} {cost.unit} spent{money(cost.hours, recipe['cost'])}{left}"
 
 
@@ -180,10 +187,17 @@ def last_error(run: Path) -> str | None:
     Exit codes 0 and 75 (saved) are good ends. The first role that failed is the cause: nothing starts after it.
     """
     started = sorted((run / SLURM).glob("*/started"), key=os.path.getmtime)
-    for role in ROLES if started else ():
-        file = started[-1].with_name(f"{role}.exit")
-        if file.exists() and (code := file.read_text().strip()) not in ("0", "75"):
-            log = file.with_suffix(".log")
-            more = (run / "logs" / "controller.log") if role == "controller" else file.with_name("nodes")
-            return f"{role}: exit code {code}: {own_line(log)} ({log}, {more})"
+    details = {"controller": run / "logs" / "controller.log"}
+    for newest in started[-1:]:
+        for role, code in _exit_codes(newest.parent).items():
+            if code not in ("0", "75"):
+                log = newest.with_name(f"{role}.log")
+                more = details.get(role, newest.with_name("nodes"))
+                return f"{role}: exit code {code}: {own_line(log)} ({log}, {more})"
     return None
+
+
+def _exit_codes(attempt: Path) -> dict[str, str]:
+    """Exit codes of an attempt's roles that have ended, in the order of their starts."""
+    files = {role: attempt / f"{role}.exit" for role in ROLES}
+    return {role: file.read_text().strip() for role, file in files.items() if file.exists()}

@@ -11,7 +11,7 @@ from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
 from megatron_scalerl.checkpoints.jsonl import append_row, read_jsonl
 from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster.allocation import Request, allocate, assumed, check_plan
-from megatron_scalerl.cluster.cluster import Job, Partition, either, seconds_of
+from megatron_scalerl.cluster.cluster import Job, Partition, least_of, seconds_of
 from megatron_scalerl.cluster.job import MARGIN_S, JobPlan, render
 from megatron_scalerl.cluster.node import mount_of
 from megatron_scalerl.cluster.site import Site, read_site
@@ -22,8 +22,10 @@ from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 from megatron_scalerl.recipe.other_names import unknown_key
 from megatron_scalerl.record import record
 
-STARTUP_S, SAVE_S = 600.0, 300.0
-"""Assumed seconds until the first step, and of a step and its checkpoint, where the run has no records of them."""
+STARTUP_S = 600.0
+"""Assumed seconds until the first step, where the run has no records of it."""
+SAVE_S = 300.0
+"""Assumed seconds of a step and its checkpoint, likewise."""
 _RECENT = 100
 """Steps whose slowest one counts."""
 _PRIVATE = ("tmpfs", "ramfs", "devtmpfs", "overlay", "squashfs")
@@ -51,15 +53,20 @@ def recipes_of(
     folders: dict[Path, Path] = {}
     items = listed([source])
     same = same_recipes({item.name: resolve(item, base, overrides) for item in items if item.overlay})
-    for item in (each for each in items if each.name not in same):
-        own = resolve_seeds(item, base, overrides, range(1, seeds + 1)) if seeds else [resolve(item, base, overrides)]
-        for recipe in own:
+    for item in items:
+        if item.name in same:
+            continue
+        if seeds:
+            variants = resolve_seeds(item, base, overrides, range(1, seeds + 1))
+        else:
+            variants = [resolve(item, base, overrides)]
+        for recipe in variants:
             other = folders.setdefault(recipe.run_dir.absolute(), item.file)
             if other != item.file:
                 raise ValueError(
                     f"{item.file}: has the same run folder as {other} ({recipe.run_dir}); give it another name"
                 )
-        recipes += own
+        recipes += variants
     return recipes, same
 
 
@@ -78,26 +85,29 @@ def submit(
     ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
     site = read_site(request.site)
-    partitions = {}
-    missing = "" if cluster.present() else "this machine has no Slurm"
+    partition = assumed(request, site.gres)
+    missing = "this machine has no Slurm"
     try:
-        partitions = {} if missing else cluster.partitions()
+        if cluster.present():
+            partition = check_partition(request.partition, cluster.partitions())
+            missing = ""
     except RuntimeError as error:
         if not dry_run:
             raise
         missing = str(error)
-    here = not missing
-    partition = check_partition(request.partition, partitions) if here else assumed(request, site.gres)
+    has_slurm = not missing
     plan = _plan(recipes, name, request, site, partition)
     if request.throttle is not None:
         check_script(plan.script, plan.runs)
-    resolved, lines = _resolved(recipes, plan, partition, recipe_file, here=here)
+    resolved, lines = _resolved(recipes, plan, partition, recipe_file, has_slurm=has_slurm)
     yield from lines
     with contextlib.ExitStack() as stack:
+        # the script's folder is that of the run, or of the array: nobody takes a lock twice
         for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
             (run / SLURM).mkdir(parents=True, exist_ok=True)
             stack.enter_context(submitting(run))
-        queued = cluster.queued() if here else None
+        # asked under the locks, so that the job of a submission that has just ended is in the queue
+        queued = cluster.queued() if has_slurm else None
         for run in plan.runs:
             check_free(run, queued)
         for recipe, run in zip(resolved, plan.runs, strict=True):
@@ -106,7 +116,7 @@ def submit(
         write_durably(plan.script, render(plan).encode())
         cluster.check_syntax(plan.script)
         yield f"job script: {plan.script}"
-        if here:
+        if has_slurm:
             yield f"sbatch --test-only: {cluster.test_only(plan.script)}"
         else:
             nodes = f"{partition.gpus} GPUs and {partition.cpus} CPUs"
@@ -125,7 +135,7 @@ def submit(
 
 
 def _resolved(
-    recipes: Sequence[Recipe], plan: JobPlan, partition: Partition, recipe_file: str | None, *, here: bool
+    recipes: Sequence[Recipe], plan: JobPlan, partition: Partition, recipe_file: str | None, *, has_slurm: bool
 ) -> tuple[list[Recipe], list[str]]:
     """The recipes as their runs record them, and what to tell the user. Raises ValueError for user errors."""
     from megatron_scalerl.controller.preflight import check_inputs  # imports transformers
@@ -141,12 +151,14 @@ def _resolved(
             check_recipe(whole)
             fits = check_plan(recipe, recipe_file, partition, plan.nodes.gpus)
         except ValueError as error:
-            if here:
+            # a dry run on another machine may lack the policy and the prompts: it still writes the script
+            if has_slurm:
                 raise
             checks = f"not finished here: {error}"
         resolved.append(whole)
-        anywhere = plan.request.any_file_system or not here
-        if line := check_shared(run, several=plan.nodes.nodes > 1, anywhere=anywhere):
+        anywhere = plan.request.any_file_system or not has_slurm
+        line = check_shared(run, several=plan.nodes.nodes > 1, anywhere=anywhere)
+        if line is not None:
             warnings[f"warning: {line}"] = None
     return resolved, [*warnings, f"checks of settings, policy and prompts: {checks}", f"plan --check: {fits}"]
 
@@ -162,9 +174,11 @@ def _plan(
     if request.nodes > 1 and any(recipe.engine.colocate for recipe in recipes):
         raise ValueError(f"--nodes: {request.nodes} is too many: engine.colocate runs on one node")
     times = [times_of(run, startup_s=request.startup_seconds, save_s=request.save_seconds) for run in runs]
-    for own_times in times:
-        check_time(request.time, partition, own_times)
-    folder = runs[0] if request.throttle is None else runs[0].parent / f"{name}.array"
+    for times_of_run in times:
+        check_time(request.time, partition, times_of_run)
+    folder = runs[0]
+    if request.throttle is not None:
+        folder = folder.parent / f"{name}.array"
     return JobPlan(
         name=name,
         script=folder / SLURM / "job.sbatch",
@@ -172,8 +186,8 @@ def _plan(
         cwd=Path.cwd(),
         request=request,
         nodes=allocate(recipes, partition, request, exclusive=site.exclusive),
-        lead_s=max(own.lead_s for own in times),
-        startup_s=int(max(own.startup_s for own in times)),
+        lead_s=max(times_of_run.lead_s for times_of_run in times),
+        startup_s=int(max(times_of_run.startup_s for times_of_run in times)),
         site=site,
     )
 
@@ -181,10 +195,13 @@ def _plan(
 def _submit(plan: JobPlan) -> list[str]:
     """Submit the job, or the jobs of its chain; all of them are recorded, or canceled."""
     asked = plan.request
-    jobs: list[str] = []
+    jobs = []
     try:
-        for _ in range(1 + (asked.max_requeues if asked.chain else 0)):
-            jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"] if jobs else []))
+        jobs.append(cluster.submit(plan.script))
+        if asked.chain:
+            # afterany: whatever the end of the job before, the next one goes on from the newest checkpoint
+            for _ in range(asked.max_requeues):
+                jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"]))
         row = {
             "script": str(plan.script),
             "lead_s": plan.lead_s,
@@ -194,8 +211,8 @@ def _submit(plan: JobPlan) -> list[str]:
             "gpu_hours": asked.gpu_hours,
         }
         for index, run in enumerate(plan.runs):
-            mine = [f"{job}_{index}" for job in jobs] if asked.throttle else jobs
-            append_row(run / SLURM / JOBS, {"jobs": mine, **row, "unix_time": time.time()})
+            of_run = [f"{job}_{index}" for job in jobs] if asked.throttle else jobs
+            append_row(run / SLURM / JOBS, {"jobs": of_run, **row, "unix_time": time.time()})
     except BaseException:
         cluster.cancel(jobs)  # none remains that is not recorded
         raise
@@ -204,7 +221,7 @@ def _submit(plan: JobPlan) -> list[str]:
 
 @contextlib.contextmanager
 def submitting(run: Path) -> Iterator[None]:
-    """One submission of a run at a time. Raises ValueError if another one is in progress."""
+    """A block in which no other process submits this run. Raises ValueError if another submission is in progress."""
     try:
         handle = lock_file(run / SLURM / "lock")
     except BlockingIOError:
@@ -232,19 +249,20 @@ class Times:
 
 def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Times:
     """The slowest start, step and checkpoint in the run's records, else the assumed ones; those given before both."""
-    records = read_jsonl(run / SAVES)
-    saves = [row["seconds"] for row in records]
-    # an asynchronous one that is being written is waited for before the last one begins
-    pending = max((row["seconds"] - row.get("stopped_seconds", row["seconds"]) for row in records), default=0.0)
-    rows = read_jsonl(run / "metrics.jsonl")[-_RECENT:] if saves else []
-    step = max(
-        (sum(row.get(f"{what}_seconds", 0.0) for what in ("train", "pinned", "publish")) for row in rows), default=0.0
-    )
-    starts = [row["seconds"] for row in read_jsonl(run / "ledger.jsonl") if row.get("phase") == "startup"]
-    return Times(
-        startup_s=startup_s if startup_s is not None else max(starts, default=STARTUP_S),
-        save_s=save_s if save_s is not None else step + max(saves) + pending if saves else SAVE_S,
-    )
+    if startup_s is None:
+        starts = [row["seconds"] for row in read_jsonl(run / "ledger.jsonl") if row.get("phase") == "startup"]
+        startup_s = max(starts, default=STARTUP_S)
+    saves = read_jsonl(run / SAVES)
+    if save_s is None and not saves:
+        save_s = SAVE_S
+    if save_s is None:
+        # an asynchronous checkpoint that is being written is waited for before the last one begins
+        pending = max(row["seconds"] - row.get("stopped_seconds", row["seconds"]) for row in saves)
+        keys = ("train_seconds", "pinned_seconds", "publish_seconds")
+        rows = read_jsonl(run / "metrics.jsonl")[-_RECENT:]
+        step = max((sum(row.get(key, 0.0) for key in keys) for row in rows), default=0.0)
+        save_s = step + max(row["seconds"] for row in saves) + pending
+    return Times(startup_s=startup_s, save_s=save_s)
 
 
 def check_partition(names: str, partitions: Mapping[str, Partition]) -> Partition:
@@ -255,12 +273,13 @@ def check_partition(names: str, partitions: Mapping[str, Partition]) -> Partitio
         if name not in partitions:
             text = unknown_key(name, partitions, expected="a partition of this cluster", kind="partitions")
             raise ValueError(f"--partition: {text}")
-    return either([partitions[name] for name in names.split(",")])
+    return least_of([partitions[name] for name in names.split(",")])
 
 
 def check_time(limit: str, partition: Partition, times: Times) -> None:
     """A time limit of the partition in which a run starts and saves."""
-    seconds, least = seconds_of(limit), times.startup_s + times.lead_s
+    seconds = seconds_of(limit)
+    least = times.startup_s + times.lead_s
     if seconds < least:
         raise ValueError(
             f"--time: {seconds} s is too short for start-up ({times.startup_s:.0f} s), a step and its checkpoint "
@@ -279,30 +298,33 @@ def job_ids(run: Path) -> list[str]:
 
 
 def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
-    """Those of the `jobs` that are the run's: submitted by the command, or its script by hand. Running ones first."""
-    submitted, script = set(job_ids(run)), str(run / SLURM / "job.sbatch")
-    mine = [job for job in jobs if job.job_id in submitted or job.script == script]
-    return sorted(mine, key=lambda job: job.state != "RUNNING")
+    """The run's own among the `jobs`: submitted by the command, or its script by hand. Running ones come first."""
+    # a script that was submitted by hand has left no line in jobs.jsonl
+    submitted = set(job_ids(run))
+    script = str(run / SLURM / "job.sbatch")
+    of_run = [job for job in jobs if job.job_id in submitted or job.script == script]
+    return sorted(of_run, key=lambda job: job.state != "RUNNING")
 
 
 def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
-    """Whether other nodes can see the run's folder, by the type of its file system, as far as this node can say.
+    """A check by its file system that other nodes can see the run's folder, as far as this node can tell.
 
     Returns a warning or None. Raises ValueError for a folder that no other node sees, if the job has several nodes
     and not `anywhere`.
     """
     place = next(place for place in (run, *run.parents) if place.is_dir())
+    # each node has its own of these, and a local disk may be exported under the same path
     kind, point = mount_of(place)
     private = kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
     if not private and kind not in _LOCAL_DISKS:
         return None
-    found = f"{place}, {kind} at {point}"
+    folder = f"{place}, {kind} at {point}"
     if private and several and not anywhere:
         raise ValueError(
-            f"output_dir: the other nodes seem not to see {found}; use a shared folder, or submit all the same with "
+            f"output_dir: the other nodes seem not to see {folder}; use a shared folder, or submit all the same with "
             "--any-file-system"
         )
-    return f"output_dir: do the job's nodes see it under the same path? It is {found}"
+    return f"output_dir: do the job's nodes see it under the same path? It is {folder}"
 
 
 def check_free(run: Path, jobs: Iterable[Job] | None) -> None:
@@ -319,6 +341,6 @@ def check_script(script: Path, runs: Iterable[Path]) -> None:
         text = script.read_text(encoding="utf8")
         if not any(f"{shlex.quote(str(run))}\n" in text for run in runs):
             raise ValueError(
-                f"{script.parent.parent}: expected the script of these runs, found that of others; move it away, or "
-                "rename the array's folder or base"
+                f"{script.parent.parent}: its job script is that of other runs; move it away, or rename the array's "
+                "folder or base"
             )

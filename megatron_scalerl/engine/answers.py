@@ -66,7 +66,7 @@ class EngineInfo:
     weight_version: str
     """Label of the weights in use."""
     weight_digests: tuple[str, ...]
-    """Of each worker: digest of the bytes that it got in the last update, empty before the first."""
+    """Digests of the bytes that each worker received in the last update, empty before the first."""
     attention_temperature: bool | None = None
     """Whether layers without RoPE scale their queries by position; None where the policy has no such layers."""
 
@@ -131,9 +131,7 @@ def decode(content: bytes, kind: type[T], where: str) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
-        raise EngineError(
-            f"{where}: expected a whole JSON answer, found {content[:80]!r} ({ascii(str(err))[1:-1]})"
-        ) from None
+        raise EngineError(f"{where}: the answer is not valid: {content[:80]!r} ({ascii(str(err))[1:-1]})") from None
 
 
 def convert(value: Any, kind: type[T], where: str) -> T:
@@ -141,7 +139,7 @@ def convert(value: Any, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.MsgspecError as err:
-        raise EngineError(f"{where}: expected {kind.__name__}, found {str(value)[:200]} ({err})") from None
+        raise EngineError(f"{where}: the answer is not a valid {kind.__name__}: {str(value)[:200]} ({err})") from None
 
 
 def completion(content: bytes, *, plan: Plan | None, seed: int, where: str) -> RolloutArrays:
@@ -152,7 +150,7 @@ def completion(content: bytes, *, plan: Plan | None, seed: int, where: str) -> R
     """
     answer = decode(content, _Answer, where)
     if len(answer.choices) != 1:
-        raise EngineError(f"{where}: expected one completion, found {len(answer.choices)}")
+        raise EngineError(f"{where}: the answer has {len(answer.choices)} completions instead of one")
     return arrays_of(answer.choices[0], plan=plan, seed=seed, where=where)
 
 
@@ -163,35 +161,45 @@ def prompt_logprobs(content: bytes, token_ids: Sequence[int], where: str) -> tup
     """
     rows = decode(content, _Answer, where).prompt_logprobs or []
     if len(rows) != len(token_ids):
-        raise EngineError(f"{where}: expected log-probs of {len(token_ids)} prompt tokens, found {len(rows)}")
-    found = [(row or {}).get(str(token), _Token()) for row, token in zip(rows[1:], token_ids[1:])]
-    values = _values(found)
-    if (unusable := _first_unusable(values)) is not None:
-        raise EngineError(f"{where}: prompt token {unusable + 1}: {_expectation(found[unusable])}")
+        raise EngineError(f"{where}: the prompt has {len(token_ids)} tokens, and the answer log-probs of {len(rows)}")
+    tokens = [(row or {}).get(str(token), _Token()) for row, token in zip(rows[1:], token_ids[1:])]
+    values = _values(tokens)
+    if (index := _first_unusable(values)) is not None:
+        raise EngineError(f"{where}: prompt token {index + 1}: {_unusable(tokens[index])}")
     return tuple(values.tolist())
 
 
 def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> RolloutArrays:
-    """One choice of a response; arguments and errors as for `completion`."""
+    """The completion in a choice of a response; arguments and errors as for `completion`."""
     tokens = np.array(choice.token_ids, dtype=np.uint32)
     length = kept = len(tokens)
     if choice.finish_reason not in ("stop", "length"):
-        raise EngineError(f"{where}: completion ended with {choice.finish_reason!r} after {length} tokens")
-    scored = choice.logprobs.content if choice.logprobs is not None else []
+        raise EngineError(f"{where}: the completion ended with {choice.finish_reason!r} after {length} tokens")
+    scored = [] if choice.logprobs is None else choice.logprobs.content
     if not length or len(scored) != length:
-        raise EngineError(f"{where}: expected a log-prob for each of {length} tokens, found {len(scored)}")
+        raise EngineError(
+            f"{where}: the completion has {length} tokens and {len(scored)} log-probs; it has to have one for each"
+        )
     truncated = choice.finish_reason == "length"
-    mask, interrupted = np.ones(length, dtype=bool), False
+    mask = np.ones(length, dtype=bool)
+    interrupted = False
+    cut = 0
     if plan is not None:
         try:
             tags = tag(tokens, plan)
         except ValueError as err:
             raise EngineError(f"{where}: {err}") from None
-        kept, mask, interrupted = tags.kept_length, tags.loss_mask, tags.interrupted
+        kept = tags.kept_length
+        mask = tags.loss_mask
+        interrupted = tags.interrupted
         truncated |= tags.truncated
+        cut = plan.cut
     values = np.where(mask, _values(scored[:kept]), 0.0)
-    if (unusable := _first_unusable(values)) is not None:
-        raise CompletionLost(f"{where}: token {unusable}: {_expectation(scored[unusable])}", reason=NO_LOGPROBS)
+    if (index := _first_unusable(values)) is not None:
+        raise CompletionLost(f"{where}: token {index}: {_unusable(scored[index])}", reason=NO_LOGPROBS)
+    experts = None
+    if choice.routed_experts is not None:
+        experts = _expert_choices(choice.routed_experts, where)
     return RolloutArrays(
         token_ids=tokens[:kept],
         rollout_logprobs=narrowest(values),
@@ -199,9 +207,9 @@ def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> R
         loss_mask=mask,
         interrupted=interrupted,
         truncated=truncated,
-        thinking_cut=plan.cut if plan else 0,
+        thinking_cut=cut,
         seed=seed,
-        expert_choices=None if choice.routed_experts is None else _expert_choices(choice.routed_experts, where),
+        expert_choices=experts,
     )
 
 
@@ -216,8 +224,8 @@ def _first_unusable(values: np.ndarray) -> int | None:
     return None if usable.all() else int(np.argmin(usable))
 
 
-def _expectation(token: _Token) -> str:
-    return f"expected a log-probability above {MISSING_LOGPROB:g} and at most 0, found {token.logprob}"
+def _unusable(token: _Token) -> str:
+    return f"{token.logprob} is not a log-probability above {MISSING_LOGPROB:g} and at most 0"
 
 
 def _expert_choices(encoded: str, where: str) -> ExpertChoices:
@@ -229,40 +237,44 @@ def _expert_choices(encoded: str, where: str) -> ExpertChoices:
             raise ValueError(f"version {version}")
         shape, fortran_order, dtype = _READ_HEADER[version](stream)
     except Exception as err:  # a header is a Python literal: parsing a broken one raises almost anything
-        what = f"{type(err).__name__}: {str(err)[:200]}"
-        raise EngineError(f"{where}: routed_experts: expected a base64 .npy array, found {what}") from None
+        reason = f"{type(err).__name__}: {str(err)[:200]}"
+        raise EngineError(f"{where}: routed_experts: the text is not a base64 .npy array ({reason})") from None
     if len(shape) != 3 or min(shape) < 0 or dtype not in (np.uint8, np.uint16):
         raise EngineError(
-            f"{where}: routed_experts: expected uint8 or uint16 [tokens, layers, experts], found {dtype} {shape}"
+            f"{where}: routed_experts: {dtype} {shape} is not uint8 or uint16 [tokens, layers, experts]"
         )
-    # before an array of that size is allocated
-    data, size = stream.getbuffer()[stream.tell() :], math.prod(shape) * dtype.itemsize
+    # compared before an array of that size is allocated
+    data = stream.getbuffer()[stream.tell() :]
+    size = math.prod(shape) * dtype.itemsize
     if len(data) != size:
-        raise EngineError(f"{where}: routed_experts: expected {size} bytes for shape {shape}, found {len(data)}")
+        raise EngineError(f"{where}: routed_experts: shape {shape} takes {size} bytes, and {len(data)} were sent")
     array = np.frombuffer(data, dtype).reshape(shape, order="F" if fortran_order else "C")
     width: Literal[1, 2] = 1 if dtype == np.uint8 else 2
+    # little-endian whatever the host: the bytes go to other processes and into the journal
     return ExpertChoices(layers=shape[1], topk=shape[2], width=width, data=array.astype(f"<u{width}").tobytes())
 
 
 def _versions(spans: list[_Span] | None, length: int, where: str) -> np.ndarray:
     """[T] int64 policy version of every token. Raises EngineError if a token has none."""
-    versions, end = np.empty(length, dtype=np.int64), 0
+    versions = np.empty(length, dtype=np.int64)
+    end = 0
     for span in spans or []:
         label = span.version
         if not (label.isascii() and label.isdecimal() and len(label) <= _VERSION_DIGITS):
-            expected = f"expected a number of at most {_VERSION_DIGITS} digits"
-            raise EngineError(f"{where}: policy version: {expected}, found {label[:80]!r}")
+            raise EngineError(
+                f"{where}: policy version: {label[:80]!r} is not a number of at most {_VERSION_DIGITS} digits"
+            )
         if span.start != end or not span.start < span.end <= length:
             raise EngineError(
-                f"{where}: policy versions: expected a span from token {end} within {length}, "
-                f"found {span.start} to {span.end}"
+                f"{where}: policy versions: tokens {span.start} to {span.end} are no span that begins at token {end} "
+                f"and ends by {length}"
             )
         if end and int(label) < versions[end - 1]:
             raise EngineError(
-                f"{where}: policy versions: expected none below {versions[end - 1]} from token {end}, found {label}"
+                f"{where}: policy versions: token {end} has {label}, older than {versions[end - 1]} before it"
             )
         versions[end : span.end] = int(label)
         end = span.end
     if end != length:
-        raise EngineError(f"{where}: policy versions: expected one per token ({length}), found {end}")
+        raise EngineError(f"{where}: policy versions: {end} of {length} tokens have one")
     return versions

@@ -8,16 +8,19 @@ from megatron_scalerl.processes.child_process import time_limit
 TOKEN_BYTES = 1024
 """Limit of a generation's response per token; vLLM 0.32 writes at most 200 bytes."""
 EXPERT_TOKEN_BYTES = 4096
-"""The same for the expert choices of a token, which are base64: up to 1,536 numbers of two bytes."""
+"""Limit for the expert choices of a token, which are base64: up to 1,536 numbers of two bytes."""
 SLACK_BYTES = 1 << 20
-"""Beside the tokens. The whole limit of a response that has none is OTHER_BYTES."""
+"""Limit for the rest of a generation's response."""
 OTHER_BYTES = 64 << 20
+"""Limit of a response without a completion."""
 
 
 def generation_limit(*, prompt_tokens: int, max_tokens: int, routed_experts: bool) -> int:
     """Most bytes of a response to a generation request."""
-    tokens = prompt_tokens + max_tokens
-    return SLACK_BYTES + TOKEN_BYTES * tokens + (EXPERT_TOKEN_BYTES * tokens if routed_experts else 0)
+    token_bytes = TOKEN_BYTES
+    if routed_experts:
+        token_bytes += EXPERT_TOKEN_BYTES
+    return SLACK_BYTES + token_bytes * (prompt_tokens + max_tokens)
 
 
 async def read_body(response: aiohttp.ClientResponse, *, limit: int, timeout_s: float, where: str) -> bytes:
@@ -30,12 +33,14 @@ async def read_body(response: aiohttp.ClientResponse, *, limit: int, timeout_s: 
         async with time_limit(timeout_s):
             return await _read(response, limit, where)
     except TimeoutError:
-        expected = f"expected the whole response within {timeout_s:g} s of its header (engine.stall_timeout_s)"
-        raise EngineError(f"{where}: {expected}, found a part") from None
+        raise EngineError(
+            f"{where}: only a part of the response came within {timeout_s:g} s of its header (engine.stall_timeout_s)"
+        ) from None
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int, where: str) -> bytes:
-    size, parts = response.content_length or 0, []
+    size = response.content_length or 0
+    parts = []
     if size <= limit:
         size = 0
         while part := await response.content.readany():
@@ -44,5 +49,5 @@ async def _read(response: aiohttp.ClientResponse, limit: int, where: str) -> byt
             if size > limit:
                 break
     if size > limit:
-        raise EngineError(f"{where}: expected a response of at most {limit} bytes, found {size} or more")
+        raise EngineError(f"{where}: the response has {size} bytes or more, and its limit is {limit}")
     return b"".join(parts)

@@ -1,6 +1,6 @@
 """HTTP client of one engine: generate (tokens in, tokens out), pause and resume, info. Runs in the controller.
 
-Every request carries the run's secret. A generation has no timeout of its own until its response begins:
+Every request carries the run's secret. A generation has no timeout until its response begins:
 `engine.watchdog` detects an engine that stops producing tokens, `launch.process` one that exits, and `abort` then
 ends every request. A response is limited in size and time (`engine.bodies`).
 """
@@ -90,10 +90,10 @@ class SamplingSpec:
 
 
 class Decoder(Protocol[T_co]):
-    """What makes a completion out of a response."""
+    """A parser of completions."""
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """Held from before the body of a response is read until it is decoded: bounds the bodies in memory."""
+        """A block from before the body of a response is read until it is decoded: bounds the bodies in memory."""
 
     async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[T_co, int]:
         """(the completion, its tokens); arguments and errors as for `answers.completion`."""
@@ -129,7 +129,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EngineClient:
-    """One engine's HTTP interface. Keeps its connections open until `close`."""
+    """The HTTP interface of an engine. Keeps its connections open until `close`."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class EngineClient:
     async def generate(
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec, decoder: Decoder[Any] = _HERE
     ) -> Any:
-        """One completion as `decoder` returns it, by default as a Rollout that is decoded in this process.
+        """A completion as `decoder` returns it, by default as a Rollout that is decoded in this process.
 
         Cancelling the call aborts the request in the engine. Raises CompletionLost for a completion without
         log-probabilities or without a decoder process, EngineError for any other failure and for
@@ -226,7 +226,9 @@ class EngineClient:
         """Decode; many completions in a row without log-probabilities are an EngineError."""
         where = self._where(_GENERATE)
         try:
-            found, tokens = await decoder.decode(content, plan=sampling.interruption, seed=sampling.seed, where=where)
+            decoded, tokens = await decoder.decode(
+                content, plan=sampling.interruption, seed=sampling.seed, where=where
+            )
         except CompletionLost as lost:
             if lost.reason != NO_LOGPROBS:
                 raise
@@ -234,12 +236,12 @@ class EngineClient:
             if self._lost_in_a_row < self._max_lost:
                 raise
             raise EngineError(
-                f"{self.name}: {self._lost_in_a_row} completions in a row without usable log-probabilities "
-                f"(engine.max_lost_in_a_row), the last one: {lost}"
+                f"{self.name}: {self._lost_in_a_row} completions in a row had no usable log-probabilities "
+                f"(engine.max_lost_in_a_row); the last one: {lost}"
             ) from None
         self._lost_in_a_row = 0
         self.received_tokens += tokens
-        return found
+        return decoded
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (nats) of token_ids[1:], each given the tokens before it. Raises EngineError."""
@@ -265,14 +267,16 @@ class EngineClient:
         common = {"world_size": world.world_size, "weight_version": label.weight_version}
         workers = [convert(answer, dict, where) for answer in answers]
         if not workers:
-            raise EngineError(f"{where}: expected the answer of a worker, found none")
+            raise EngineError(f"{where}: no worker has answered")
         digests = [worker.pop("weight_digest", None) for worker in workers]
         return convert({**workers[0], **common, "weight_digests": digests}, EngineInfo, where)
 
     async def rpc(self, method: str, *args: str) -> list[Any]:
         """Call a method of every worker; their answers in rank order. Raises EngineError."""
         body = await self.post("/collective_rpc", {"method": method, "args": args})
-        return decode(body, _Results, self._where("/collective_rpc")).results if body else []
+        if not body:
+            return []
+        return decode(body, _Results, self._where("/collective_rpc")).results
 
     async def pause(self, *, clear_cache: bool) -> None:
         """Stop between two steps and keep every request; clear_cache: recompute their KV cache on resume."""
@@ -326,9 +330,11 @@ class EngineClient:
         if self._aborted is not None:  # closed: it must not open a session again
             raise EngineLost(f"{self.name}: {self._aborted}")
         data = None if body is None else _encode(body)
-        # the server drops a connection after an internal error, and the next request on it would fail: only
-        # generations, which are many, reuse connections
-        headers = {} if path == _GENERATE else {"Connection": "close"}
+        headers = {}
+        if path != _GENERATE:
+            # the server drops a connection after an internal error, and the next request on it would fail: only
+            # generations, which are many, reuse connections
+            headers["Connection"] = "close"
         try:
             async with (
                 self._until_aborted(),
@@ -377,22 +383,28 @@ def _reason(content: bytes) -> str:
         answer = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return content[:300].decode(errors="replace")
-    error = answer.get("error", answer) if isinstance(answer, dict) else answer
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:1000]
+    for key in ("error", "message"):
+        if isinstance(answer, dict):
+            answer = answer.get(key, answer)
+    return str(answer)[:1000]
 
 
 def _sampling(spec: SamplingSpec) -> dict[str, Any]:
     plan = spec.interruption
-    ends = {*spec.end_ids, *([] if plan is None else [plan.eos_id])}
+    ends = set(spec.end_ids)
     params = WHOLE_DISTRIBUTION | {
-        "max_tokens": spec.max_tokens if plan is None else min(spec.max_tokens, plan.max_tokens),
+        "max_tokens": spec.max_tokens,
         "temperature": spec.temperature,
-        "stop_token_ids": [] if spec.ignore_eos else sorted(ends),
+        "stop_token_ids": [],
         "seed": spec.seed if spec.seeded else None,
         "logprobs": 0,
         "detokenize": False,
         "ignore_eos": spec.ignore_eos,
     }
     if plan is not None:
+        params["max_tokens"] = min(spec.max_tokens, plan.max_tokens)
         params["extra_args"] = plan.to_extra_args()
+        ends.add(plan.eos_id)
+    if not spec.ignore_eos:
+        params["stop_token_ids"] = sorted(ends)
     return params

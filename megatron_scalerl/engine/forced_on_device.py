@@ -1,8 +1,10 @@
 """Forced interruption in vLLM's V2 model runner, whose tokens are on the device only (vLLM 0.32.0, v1/worker/gpu).
 
+    validate_params (server) --> add_request: a plan enters a slot --> apply_staged_writes: its row of the table
+    --> apply, once per step: rows that end their thinking, and tokens that are forced
+
 The rules are those of `engine.interruption.Forcing`, here for all rows of a batch at once. The host waits for the
-device only where a request enters a slot.
-vLLM's server process loads the class, too, to validate requests.
+device only where a request enters a slot. vLLM's server process loads the class, too, to validate requests.
 """
 
 from typing import Any, ClassVar
@@ -56,8 +58,12 @@ class ForcedTokens(LogitsProcessor):
             return
         rows = []
         for slot, plan in self._added.items():
-            (self._planned.discard if plan is None else self._planned.add)(slot)
-            rows.append([-1] * 5 if plan is None else self._row(slot, plan))
+            if plan is None:
+                self._planned.discard(slot)
+                rows.append([-1] * 5)
+            else:
+                self._planned.add(slot)
+                rows.append(self._row(slot, plan))
         device = self._states.device
         slots = torch.tensor(list(self._added), device=device)
         self._table[slots] = torch.tensor(rows, dtype=torch.int64, device=device)
@@ -67,20 +73,17 @@ class ForcedTokens(LogitsProcessor):
         if self._eos < 0:
             self._take_words(plan)
         first, end = (int(length.np[slot]) for length in (self._states.prompt_len, self._states.prefill_len))
-        whole = -1 if plan.whole_budget is None else plan.whole_budget
-        start, forced = -1, end - first > plan.cut
+        row = [plan.cut, plan.answer_budget, plan.whole_budget or -1, -1, -1]
         if end > first:
             tokens = self._states.all_token_ids.gpu[slot, first : min(end, first + plan.cut)].cpu().numpy()
-            natural = plan.thinking_end(tokens)
-            forced = forced and natural is None
-            start = plan.cut + len(plan.phrase_ids) if forced else -1 if natural is None else natural
-        return [
-            plan.cut,
-            plan.answer_budget,
-            whole,
-            start,
-            -1 if start < 0 else plan.budget_end(start, forced=forced),
-        ]
+            start = plan.thinking_end(tokens)
+            forced = start is None and end - first > plan.cut
+            if forced:
+                start = plan.cut + len(plan.phrase_ids)
+            if start is not None:
+                row[_ANSWER_START] = start
+                row[_BUDGET_END] = plan.budget_end(start, forced=forced)
+        return row
 
     def _take_words(self, plan: Plan) -> None:
         device = self._states.device
@@ -101,11 +104,13 @@ class ForcedTokens(LogitsProcessor):
             return logits
         slots = ctx.expanded_idx_mapping.long()
         row = self._table[slots]
-        cut, start = row[:, _CUT], row[:, _ANSWER_START]
+        cut = row[:, _CUT]
+        start = row[:, _ANSWER_START]
         length = ctx.pos + 1 - self._states.prompt_len.gpu[slots]  # of the completion so far, [rows]
         width = len(self._tag)
-        at = ctx.pos[:, None] + torch.arange(1 - width, 1, device=logits.device)
-        last = self._states.all_token_ids.gpu[slots[:, None], at.clamp(min=0)].long()
+        # a completion shorter than the tag has no such positions: clamped ones are ruled out by `length >= width`
+        positions = ctx.pos[:, None] + torch.arange(1 - width, 1, device=logits.device)
+        last = self._states.all_token_ids.gpu[slots[:, None], positions.clamp(min=0)].long()
         closed = self._tag[torch.arange(width, device=logits.device), last].all(dim=1)
         thinking = (cut >= 0) & (start < 0)
         natural = thinking & closed & (length >= width) & (length <= cut)

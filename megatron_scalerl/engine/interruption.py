@@ -32,13 +32,13 @@ _EXTRA_ARG = "msrl_interruption"
 def draw_cut(seed: int, group_id: int, index: int, low: int, high: int) -> int:
     """The cut of one completion: uniform over low..high (tokens, inclusive), a function of the arguments alone."""
     if not 1 <= low <= high:
-        raise ValueError(f"interruption.thinking_tokens: expected 1 <= low <= high, found [{low}, {high}]")
+        raise ValueError(f"interruption.thinking_tokens: [{low}, {high}] has to be a range of at least 1 token")
     return random.Random(f"cut/{seed}/{group_id}/{index}").randint(low, high)
 
 
 @record
 class Plan:
-    """What may be forced on one completion."""
+    """The tokens that may be forced on a completion."""
 
     cut: int
     """Thinking tokens after which the phrase is forced, at least 1."""
@@ -61,18 +61,18 @@ class Plan:
     def __post_init__(self) -> None:
         if self.cut < 1 or self.answer_budget < 1:
             raise ValueError(
-                f"interruption: expected cut and answer budget of at least 1, found {self.cut}, {self.answer_budget}"
+                f"interruption: cut {self.cut} and answer budget {self.answer_budget} have to be at least 1"
             )
         least = self.cut + self.answer_budget
         if self.whole_budget is not None and self.whole_budget < least:
             raise ValueError(
-                f"interruption: expected a whole budget of at least cut + answer budget, {least}, "
-                f"found {self.whole_budget}"
+                f"interruption: the whole budget of {self.whole_budget} tokens is less than cut and answer budget "
+                f"together, {least}"
             )
         if not self.think_end_ids or not self.ends_thinking(self.phrase_ids, len(self.phrase_ids)):
             raise ValueError(
-                f"interruption.phrase: expected tokens that end with those of the closing tag {self.think_end_ids}, "
-                f"found {self.phrase_ids}"
+                f"interruption.phrase: the tokens {self.phrase_ids} do not end with those of the closing tag, "
+                f"{self.think_end_ids}"
             )
 
     def ends_thinking(self, tokens: Sequence[int] | np.ndarray, end: int) -> bool:
@@ -114,7 +114,7 @@ class Plan:
         try:
             return msgspec.convert(extra[_EXTRA_ARG], cls)
         except msgspec.ValidationError as err:
-            raise ValueError(f"extra_args: expected an interruption plan, found {extra} ({err})") from None
+            raise ValueError(f"extra_args: {extra} is not an interruption plan ({err})") from None
 
 
 def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -126,25 +126,26 @@ def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ..
     """
     end_ids = _encode(tokenizer, think_end)
     if not end_ids:
-        raise ValueError("prompts.think_end: expected at least one token, found none")
-    if (back := _decode(tokenizer, end_ids)).strip() != think_end.strip():
-        raise ValueError(
-            f"prompts.think_end: expected a text that survives encode and decode, {think_end!r}, found {back!r}"
-        )
+        raise ValueError(f"prompts.think_end: {think_end!r} has no tokens; it has to have at least one")
+    back = _decode(tokenizer, end_ids)
+    if back.strip() != think_end.strip():
+        raise ValueError(f"prompts.think_end: {think_end!r} does not survive encode and decode; it becomes {back!r}")
     first, last = tag_variants(tokenizer, end_ids)
     text = phrase + think_end
-    found = _encode(tokenizer, text)
-    for ids in (found, _encode(tokenizer, phrase) + end_ids):
+    whole = _encode(tokenizer, text)
+    for ids in (whole, _encode(tokenizer, phrase) + end_ids):
         if _decode(tokenizer, ids) == text and _closes(ids, len(ids), end_ids, first, last):
             return ids, end_ids
     raise ValueError(
-        f"interruption.phrase: expected a text that survives encode and decode, {text!r}, "
-        f"found {_decode(tokenizer, found)!r}"
+        f"interruption.phrase: {text!r} does not survive encode and decode with the closing tag at its end; it "
+        f"becomes {_decode(tokenizer, whole)!r}"
     )
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
+    if not text:
+        return ()
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -178,15 +179,20 @@ def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozen
     if len(think_end_ids) < 2:
         return frozenset(), frozenset()
     pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    first, last = pieces[think_end_ids[0]].lstrip("\u2581"), pieces[think_end_ids[-1]]
-
-    def marks(piece: str) -> bool:
-        return bool(piece) and not any(c.isalnum() for c in piece)
-
-    named = [(i, piece) for i, piece in enumerate(pieces) if piece]
-    before = {i for i, piece in named if piece.endswith(first)} if marks(first) else set()
-    after = {i for i, piece in named if piece.startswith(last)} if marks(last) else set()
+    first = pieces[think_end_ids[0]].lstrip("\u2581")
+    last = pieces[think_end_ids[-1]]
+    before: set[int] = set()
+    after: set[int] = set()
+    if _is_mark(first):
+        before = {index for index, piece in enumerate(pieces) if piece and piece.endswith(first)}
+    if _is_mark(last):
+        after = {index for index, piece in enumerate(pieces) if piece and piece.startswith(last)}
     return frozenset(before - {think_end_ids[0]}), frozenset(after - {think_end_ids[-1]})
+
+
+def _is_mark(piece: str) -> bool:
+    """Whether a piece of a vocabulary has neither letters nor digits."""
+    return bool(piece) and not any(character.isalnum() for character in piece)
 
 
 class Forcing:
@@ -209,14 +215,15 @@ class Forcing:
 
         tokens: [n] the completion so far, sampled and forced.
         """
-        plan, n = self.plan, len(tokens)
+        plan = self.plan
+        length = len(tokens)
         if self._answer_start < 0:
             self._read_thinking(tokens)
-        if self._answer_start < 0:
-            return plan.phrase_ids[0] if n == plan.cut else None
-        if n < self._answer_start:
-            return plan.phrase_ids[n - plan.cut]
-        return plan.eos_id if n >= self._budget_end else None
+        if self._answer_start < 0 and length < plan.cut:
+            return None
+        if self._answer_start < 0 or length < self._answer_start:
+            return plan.phrase_ids[length - plan.cut]
+        return plan.eos_id if length >= self._budget_end else None
 
     def _read_thinking(self, tokens: Sequence[int]) -> None:
         plan = self.plan
@@ -236,7 +243,7 @@ class Forcing:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tags:
-    """What was forced on a finished completion."""
+    """The forced tokens of a finished completion."""
 
     loss_mask: np.ndarray
     """[kept_length] bool, False where a token was forced."""
@@ -251,7 +258,7 @@ class Tags:
 
 
 def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:
-    """What was forced on a finished completion, and whether a budget ended it.
+    """The forced tokens of a finished completion, and whether a budget ended it.
 
     token_ids: [T] as the engine returned it, the forced end of sequence included. Raises ValueError if the
     engine did not force what the plan says (it ran without the plugin, or with another plan).
@@ -263,18 +270,21 @@ def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:
     truncated = False
     if answer_start is None and length > plan.cut:
         forced_until = min(length, plan.cut + len(plan.phrase_ids))
-        found = tuple(tokens[plan.cut : forced_until].tolist())
-        if found != plan.phrase_ids[: len(found)]:
-            raise ValueError(f"completion tokens from {plan.cut}: expected the forced phrase, found {found}")
-        truncated = len(found) < len(plan.phrase_ids)
-        answer_start = None if truncated else forced_until
-    budget_end = length if answer_start is None else plan.budget_end(answer_start, forced=forced_until > plan.cut)
+        forced = tuple(tokens[plan.cut : forced_until].tolist())
+        if forced != plan.phrase_ids[: len(forced)]:
+            raise ValueError(f"completion tokens from {plan.cut}: {forced} is not the forced phrase")
+        truncated = len(forced) < len(plan.phrase_ids)
+        if not truncated:
+            answer_start = forced_until
+    budget_end = length
+    if answer_start is not None:
+        budget_end = plan.budget_end(answer_start, forced=forced_until > plan.cut)
     if length > budget_end:
         kept = budget_end
         beyond = tuple(tokens[kept:].tolist())
         if beyond != (plan.eos_id,):
             raise ValueError(
-                f"completion tokens from {kept}: expected the forced end of sequence {plan.eos_id}, found {beyond}"
+                f"completion tokens from {kept}: {beyond} is not the forced end of sequence, {plan.eos_id}"
             )
         truncated = True
     loss_mask = np.ones(kept, dtype=bool)

@@ -7,10 +7,10 @@ A new policy version of an engine that goes on serving is no change of its state
                  | '-- held <' '---------. |
                  '-----------------------'-'
 
-The launcher reports starts and ends of processes, and engines that join and leave (`launch.engines`), the weight
-update which engines hold the current policy version (`controller.weight_sync`), and whoever finds a fault evicts the
-engine: the watchdog, the weight update, or the caller of a completion. Rollouts, validation, probe and weight update
-take their engines from here for every piece of work and keep no list of their own.
+The launcher (`launch.engines`) reports starts and ends of processes, and engines that join and leave. The weight
+update (`controller.weight_sync`) reports which engines hold the current policy version. Whoever finds a fault evicts
+the engine: the watchdog, the weight update, or the caller of a completion. Rollouts, validation, probe and updates
+take their engines from here for every piece of work and keep no lists.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(enum.StrEnum):
-    """What an engine can be used for."""
+    """The use of an engine."""
 
     STARTING = "starting"
-    """Its server is being started."""
+    """The engine's server is being started."""
     STALE = "stale"
-    """It answers and does not hold the current policy version."""
+    """The engine answers and does not hold the current policy version."""
     SERVING = "serving"
-    """It holds the current policy version and takes requests."""
+    """The engine holds the current policy version and takes requests."""
     HELD = "held"
-    """It keeps an older policy version for a measurement of it, and takes no other requests and no weight update; an
-    eviction ends that, too."""
+    """The engine keeps an older policy version for a measurement, and takes no other requests and no weight update.
+    An eviction ends this, too."""
     DRAINING = "draining"
-    """It is evicted: its requests are aborted and its processes are being ended."""
+    """The engine is evicted: its requests are aborted and its processes are being ended."""
     LOST = "lost"
-    """It has no process; it is started again unless it is given up."""
+    """The engine has no process; it is started again unless it is given up."""
 
 
-_THERE = (EngineState.SERVING, EngineState.STALE, EngineState.HELD)
+_ANSWERING = (EngineState.SERVING, EngineState.STALE, EngineState.HELD)
 
 
 @record
 class Member:
-    """One engine at one epoch."""
+    """An engine at an epoch."""
 
     name: str
     """engine-N; of an engine that joined, extra-..."""
@@ -60,7 +60,7 @@ class Member:
     epoch: int
     """Number of changes of all engines up to its last one."""
     client: EngineClient | None = None
-    """Of its running server; a server that is started again has another one."""
+    """Client of the running server; a server that is started again has another one."""
     version: int | None = None
     """Policy version that it holds, None before its first weight update."""
     reason: str = ""
@@ -144,7 +144,7 @@ class Membership:
     @property
     def there(self) -> list[EngineClient]:
         """Engines that answer, those that are held included, by number."""
-        return self._clients(*_THERE)
+        return self._clients(*_ANSWERING)
 
     @property
     def devices(self) -> float:
@@ -156,13 +156,13 @@ class Membership:
 
         It has the same number each time it joins. Its name must not be that of an engine that is there.
         """
-        known = [index for index, member in enumerate(self._members) if member.name == name]
-        if not known:
+        names = [member.name for member in self._members]
+        if name not in names:
             self._members.append(Member(name=name, state=EngineState.LOST, epoch=0, joined=True))
-        index = known[0] if known else len(self._members) - 1
+        index = [*names, name].index(name)
         before = self._members[index]
         assert before.joined and before.state is EngineState.LOST, before
-        self._set(index, state=EngineState.STARTING, devices=devices, restarts=before.restarts + len(known))
+        self._set(index, state=EngineState.STARTING, devices=devices, restarts=before.restarts + names.count(name))
         return index
 
     def start(self, index: int) -> None:
@@ -214,7 +214,9 @@ class Membership:
 
     def lose(self, index: int, reason: str, *, given_up: bool = False, host_gone: bool = False) -> None:
         """Engine `index` has no process. given_up: it is not started again. host_gone: nor are its devices held."""
-        before = self._members[index]
+        devices = self._members[index].devices
+        if self._members[index].joined or (given_up and host_gone):
+            devices = 0
         self._set(
             index,
             state=EngineState.LOST,
@@ -222,7 +224,7 @@ class Membership:
             version=None,
             reason=_line(reason),
             given_up=given_up,
-            devices=0 if before.joined or (given_up and host_gone) else before.devices,
+            devices=devices,
         )
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -239,7 +241,7 @@ class Membership:
         """Wait until fewer engines than the minimum are left, then raise EngineDied with the reasons."""
         await self.until(lambda: self.left < self._minimum)
         raise EngineDied(
-            f"engine.min_engines: expected at least {self._minimum} engines that can serve, found {self.left} "
+            f"engine.min_engines: {self.left} engines are left, and the run needs {self._minimum} "
             f"({self.given_up_because})"
         )
 
@@ -247,7 +249,9 @@ class Membership:
     def left(self) -> int:
         """Number of engines that are not given up; one that joined counts while it is there."""
         gone = (EngineState.DRAINING, EngineState.LOST)
-        return sum(m.state not in gone if m.joined else not m.given_up for m in self._members)
+        started = [m for m in self._members if not m.joined and not m.given_up]
+        joined = [m for m in self._members if m.joined and m.state not in gone]
+        return len(started) + len(joined)
 
     @property
     def given_up_because(self) -> str:
@@ -259,7 +263,7 @@ class Membership:
 
     def _find(self, client: EngineClient) -> int | None:
         """Number of the engine that answers through `client`; None if it is evicted."""
-        return next((i for i, m in enumerate(self._members) if m.client is client and m.state in _THERE), None)
+        return next((i for i, m in enumerate(self._members) if m.client is client and m.state in _ANSWERING), None)
 
     def _set(self, index: int, **changes: object) -> None:
         before = self._members[index]
@@ -272,6 +276,7 @@ class Membership:
         member = self._members[index] = replace(member, epoch=self.epoch)
         why = f" ({member.reason})" if member.reason else ""
         logger.info("epoch %d: %s is %s%s", self.epoch, member.name, member.state, why)
+        # a set event wakes whoever waits now; the next change has an event that is not set
         self._changed.set()
         self._changed = asyncio.Event()
         if member.devices != before.devices:

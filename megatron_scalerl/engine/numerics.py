@@ -15,18 +15,22 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
     to do.
     """
     logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
-    temperature = None if info.attention_temperature is None else attention_temperature(recipe)
+    temperature = info.attention_temperature
+    if temperature is not None:  # the engine's policy has such layers
+        temperature = attention_temperature(recipe)
     required_len = recipe.longest_sequence(phrase_tokens=0)
-    for error, key, expected, found in (
+    for error, key, trainer, engine in (
         (EngineError, "policy.dtype", recipe.policy.dtype, info.dtype),
         (EngineError, "rollouts.temperature", logprobs_mode(recipe), info.logprobs_mode),
         (RecipeError, f"policy.logits {recipe.policy.logits}", logits, info.head_dtype),
         (RecipeError, "config.json: attn_temperature_tuning", temperature, info.attention_temperature),
     ):
-        if expected != found:
-            raise error(f"{key}: expected {expected} in trainer and engine, found {found} in the engine")
+        if trainer != engine:
+            raise error(f"{key}: the trainer has {trainer}, and the engine {engine}; they have to be equal")
     if info.max_model_len < required_len:
-        raise RecipeError(f"engine.vllm.max_model_len: expected at least {required_len}, found {info.max_model_len}")
+        raise RecipeError(
+            f"engine.vllm.max_model_len: {info.max_model_len} is too short for sequences of {required_len} tokens"
+        )
 
 
 def logprobs_mode(recipe: Recipe) -> str:
@@ -37,6 +41,10 @@ def logprobs_mode(recipe: Recipe) -> str:
 def attention_temperature(recipe: Recipe) -> bool | None:
     """Whether the policy scales the queries of layers without RoPE by position (Llama 4); None for other families."""
     path = Path(recipe.policy.path) / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return None
+    config = json.loads(path.read_text())
     text = config.get("text_config") or config
-    return bool(text.get("attn_temperature_tuning", True)) if text.get("model_type") == "llama4_text" else None
+    if text.get("model_type") != "llama4_text":
+        return None
+    return bool(text.get("attn_temperature_tuning", True))

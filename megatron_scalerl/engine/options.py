@@ -139,7 +139,7 @@ def vllm_options() -> frozenset[str]:
     """Names of vLLM's engine and server options. Raises ValueError where vLLM is not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError("engine: expected vllm to be installed (tools/install.sh), found none")
+        raise ValueError("engine: vllm is not installed; install it with tools/install.sh")
     root = Path(next(iter(spec.submodule_search_locations)))
     classes = {"engine/arg_utils.py": "EngineArgs", "entrypoints/launchers/cli_args.py": "FrontendArgs"}
     names = set()
@@ -176,36 +176,34 @@ def training_seeds(recipe: Recipe) -> bool:
 def check_options(options: dict[str, Any]) -> None:
     """Check the options of `engine.vllm`.
 
-    Raises ValueError for an unknown option, naming the nearest, for one that this package sets, for an option or an
-    installed vLLM plugin that changes the sampling distribution, and for a nested option of the wrong type.
+    Raises ValueError for an unknown option, naming the nearest, for one that this package sets, and for a nested
+    option of the wrong type. Also for an option or an installed plugin that changes the sampling distribution.
     """
     for name in options:
         if name in CHANGES_SAMPLING and options[name] is not None:
-            raise ValueError(
-                f"engine.vllm.{name}: expected options that do not change sampling, found one that "
-                f"{CHANGES_SAMPLING[name]}"
-            )
+            raise ValueError(f"engine.vllm.{name} cannot be set: it {CHANGES_SAMPLING[name]}")
         if name in OURS:
-            by = f"set by {OURS[name]}" if OURS[name] else "fixed"
-            raise ValueError(f"engine.vllm.{name}: expected none (it is {by}), found {options[name]!r}")
-    known = sorted(vllm_options() - OURS.keys())
+            key = OURS[name]
+            decided = f"set by {key}" if key else "fixed"
+            raise ValueError(f"engine.vllm.{name}: {options[name]!r} cannot be set here; the option is {decided}")
+    names = sorted(vllm_options() - OURS.keys())
     check_keys(
-        "engine.vllm", options, known, expected="an option of vLLM", in_recipe=True, listed="vllm serve --help=all"
+        "engine.vllm", options, names, expected="an option of vLLM", in_recipe=True, listed="vllm serve --help=all"
     )
     head = _nested(options, "hf_overrides").get("head_dtype")
     if head is not None:
-        raise ValueError(f"engine.vllm.hf_overrides: expected no head_dtype (set policy.logits), found {head!r}")
+        raise ValueError(f"engine.vllm.hf_overrides: head_dtype {head!r} cannot be set here; set policy.logits")
     others = _nested(options, "override_generation_config").keys() - _GENERATION_CONFIG_KEYS
     if others:
         raise ValueError(
-            f"engine.vllm.override_generation_config: expected no key but {', '.join(_GENERATION_CONFIG_KEYS)} "
-            f"(sampling is set in the rollouts section), found {', '.join(sorted(others))}"
+            f"engine.vllm.override_generation_config: {', '.join(sorted(others))} cannot be set here, only "
+            f"{', '.join(_GENERATION_CONFIG_KEYS)}; sampling is set in the rollouts section"
         )
     plugins = [f"{point.name} = {point.value}" for point in importlib.metadata.entry_points(group=_PROCESSOR_PLUGINS)]
     if plugins:
         raise ValueError(
-            f"{_PROCESSOR_PLUGINS}: expected no installed plugin (vLLM applies it to every request, the trainer does "
-            f"not), found {', '.join(plugins)}"
+            f"{_PROCESSOR_PLUGINS}: vLLM applies the installed {', '.join(plugins)} to every request, and the "
+            "trainer does not; uninstall it"
         )
 
 
@@ -238,8 +236,7 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
         del options["disable_log_stats"]  # a flag of vLLM without a negative form
     # the last one is the outermost: the user's middleware sees no request without the secret
     options["middleware"] = [*_as_list(options.get("middleware")), f"{PLUGIN}.SecretMiddleware"]
-    processor = DEVICE_PROCESSOR if recipe.rollouts.routing_replay else PLUGIN
-    options["logits_processors"] = [f"{processor}:ForcedTokens"]
+    options["logits_processors"] = [f"{PLUGIN}:ForcedTokens"]
     head = "float32" if recipe.policy.logits == "fp32" else "model"
     options["hf_overrides"] = {**_nested(options, "hf_overrides"), "head_dtype": head}
     temperature = attention_temperature(recipe)
@@ -266,11 +263,11 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
     if tls is not None:
         options |= {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
     if recipe.rollouts.routing_replay:
-        options |= _routing_options()
+        options |= _routing_options() | {"logits_processors": [f"{DEVICE_PROCESSOR}:ForcedTokens"]}
     if recipe.engine.vllm.get("enable_expert_parallel") and recipe.engine.vllm.get("data_parallel_size", 1) != 1:
         raise ValueError(
-            "engine.vllm.enable_expert_parallel: expected data_parallel_size 1 beside it, since vLLM says of the "
-            f"first data-parallel rank alone which experts it has, found {recipe.engine.vllm['data_parallel_size']!r}"
+            "engine.vllm.enable_expert_parallel works with data_parallel_size 1 alone, since vLLM only says of the "
+            f"first rank which experts it has; data_parallel_size is {recipe.engine.vllm['data_parallel_size']!r}"
         )
     if recipe.rollouts.deterministic:
         options |= _deterministic_options(recipe.engine.vllm)
@@ -281,8 +278,8 @@ def _routing_options() -> dict[str, Any]:
     """Required by vLLM to report expert choices (vllm/config/vllm.py, _verify_aux_output_compatibility)."""
     if on_cpu():
         raise ValueError(
-            "rollouts.routing_replay: expected vLLM for GPUs, whose V2 model runner reports expert choices, found "
-            "the CPU build"
+            "rollouts.routing_replay: the V2 model runner of vLLM for GPUs reports expert choices, and the CPU build "
+            "is installed"
         )
     return {"enable_return_routed_experts": True, "enable_prefix_caching": True}
 
@@ -292,27 +289,36 @@ def _deterministic_options(given: dict[str, Any]) -> dict[str, Any]:
     for name, expected in {"async_scheduling": False, "data_parallel_size": 1}.items():
         if given.get(name, expected) != expected:
             raise ValueError(
-                f"engine.vllm.{name}: expected {str(expected).lower()} with rollouts.deterministic, found "
-                f"{given[name]!r}"
+                f"engine.vllm.{name}: {given[name]!r} does not go with rollouts.deterministic, which needs "
+                f"{str(expected).lower()}"
             )
     return {"async_scheduling": False}
 
 
 def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def _argument(name: str, value: Any) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    if isinstance(value, bool):
-        return [flag if value else "--no-" + name.replace("_", "-")]
+    words = name.replace("_", "-")
+    flag = f"--{words}"
     if value is None:
         return []
+    if value is True:
+        return [flag]
+    if value is False:
+        return [f"--no-{words}"]
     if name == "middleware":
         return [text for item in value for text in (flag, item)]
     if isinstance(value, list):
         return [flag, *map(str, value)]
-    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    if isinstance(value, dict):
+        return [flag, json.dumps(value)]
+    return [flag, str(value)]
 
 
 def engine_command(arguments: list[str]) -> list[str]:
@@ -355,11 +361,9 @@ def engine_environment(
     # an engine is on one host: vLLM's processes listen for each other on loopback only. On several hosts the weight
     # group goes beyond: NCCL has one interface for all of a process's groups, gloo's is chosen per group
     # (`distributed.rendezvous.gloo_device`).
-    between_hosts = os.environ.get("NCCL_SOCKET_IFNAME") if interface != LOOPBACK else None
-    env |= listen_only_at(LOOPBACK) | {
-        "NCCL_SOCKET_IFNAME": between_hosts or interface,
-        "VLLM_HOST_IP": "127.0.0.1",
-    }
+    if interface != LOOPBACK:
+        interface = os.environ.get("NCCL_SOCKET_IFNAME") or interface
+    env |= listen_only_at(LOOPBACK) | {"NCCL_SOCKET_IFNAME": interface, "VLLM_HOST_IP": "127.0.0.1"}
     if on_cpu():
         env |= {
             "OMP_NUM_THREADS": str(recipe.engine.threads),

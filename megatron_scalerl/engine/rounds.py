@@ -2,7 +2,7 @@
 
 Used by `rollouts.deterministic`. The last bits of what an engine computes for a request depend on the requests that
 share its batches, and the batches on the order and the time of arrival. In a round neither varies: the engines are
-paused, every request is submitted with a priority of its own to an engine that depends on its rank alone, and the
+paused, every request is submitted with another priority to an engine that depends on its rank alone, and the
 engines continue once they hold all of them. vLLM then forms the same batches each time (scheduling by priority,
 neither prefix cache nor asynchronous scheduling, see `engine.options`).
 
@@ -25,7 +25,7 @@ _POLL_S = 0.01
 
 
 class Round:
-    """One round, with its engines paused."""
+    """A round, with its engines paused."""
 
     def __init__(self, engines: Membership, members: Sequence[EngineClient], timeout_s: float):
         self._engines = engines
@@ -50,17 +50,17 @@ class Round:
         await asyncio.gather(*(self._go(engine, counts[engine]) for engine in self._members))
 
     async def _go(self, engine: EngineClient, count: int) -> None:
-        held = 0
+        received = 0
         try:
             async with time_limit(self._timeout_s):
-                while (held := await _held(engine)) < count:
+                while (received := await _received(engine)) < count:
                     await asyncio.sleep(_POLL_S)
                 await engine.resume()
         except TimeoutError:
             self._engines.evict(
                 engine,
-                f"{engine.name}: expected it to hold {count} requests and to resume within {self._timeout_s:g} s of "
-                f"their submission, found {held} requests (weights.timeout_s)",
+                f"{engine.name}: it holds {received} of {count} requests and has not resumed within "
+                f"{self._timeout_s:g} s of their submission (weights.timeout_s)",
             )
         except EngineError as error:
             self._engines.evict(engine, str(error))
@@ -98,6 +98,6 @@ class Rounds:
             self._engines.evict(engine, str(error))
 
 
-async def _held(engine: EngineClient) -> int:
+async def _received(engine: EngineClient) -> int:
     """Requests that an engine has received and not finished."""
     return sum(core.waiting + core.decoding for core in (await engine.progress()).cores)

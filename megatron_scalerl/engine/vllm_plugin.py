@@ -5,6 +5,15 @@
   --api-key leaves /collective_rpc, /pause and /update_weights open. It serves /msrl/progress itself.
 - `ForcedTokens` (--logits-processors), in the workers: forced interruption, see `engine.interruption`.
 - `WorkerExtension` (--worker-extension-cls), in the workers: reports what the engine actually computes.
+
+Life of a server:
+
+    every process: register
+    server: SecretMiddleware --> start-up complete: one byte to the parent (`launch.local_server`) --> requests
+    worker, once the server is up: msrl_info, which probes the precision of the logits
+    worker, when the engines have changed: msrl_abandon_update --> msrl_weight_needs --> a new group of senders
+    worker, for each weight update: vLLM's start, update and finish (before them msrl_stage_weights and
+        msrl_staged_weights where the weights are sent ahead) --> msrl_live_digest
 """
 
 import hmac
@@ -66,7 +75,7 @@ class SecretMiddleware:
         self._app = app
         self._secret = os.environ.get("MSRL_SECRET", "").encode()
         if not self._secret:
-            raise ValueError("MSRL_SECRET: expected the run's secret in the environment, found none")
+            raise ValueError("MSRL_SECRET: the environment does not hold the run's secret")
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -139,16 +148,17 @@ class ForcedTokens(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """logits: [batch, vocabulary]; in a row whose next token is forced, every other token becomes -inf."""
-        rows, tokens = [], []
+        rows = []
+        tokens = []
         for row, (forcing, output) in self._rows.items():
             token = forcing.next_token(output)
             if token is not None:
                 rows.append(row)
                 tokens.append(token)
         if rows:
-            at = torch.tensor(rows, device=self._device)
-            logits[at] = float("-inf")
-            logits[at, torch.tensor(tokens, device=self._device)] = 0.0
+            forced = torch.tensor(rows, device=self._device)
+            logits[forced] = float("-inf")
+            logits[forced, torch.tensor(tokens, device=self._device)] = 0.0
         return logits
 
 
@@ -179,7 +189,7 @@ class WorkerExtension:
         }
 
     def msrl_weight_needs(self, manifest: str) -> str:
-        """What this worker needs of the tensors of a manifest (`plan.manifest_to_json`), as `plan.needs_to_json`.
+        """This worker's needs (`plan.needs_to_json`) of the tensors of a manifest (`plan.manifest_to_json`).
 
         If they are not those of its model: REFUSED and the reason.
         """
@@ -207,7 +217,7 @@ class WorkerExtension:
     def msrl_abandon_update(self) -> None:
         """Forget a weight update that was started and not finished; without one, this has no effect.
 
-        vLLM 0.32.0 refuses to start another one beside it, and has no call that ends it. The model's state is
+        vLLM 0.32.0 refuses to start another one before its end, and has no call that ends it. The model's state is
         discarded when the next one starts (`weights.weight_receiver`).
         """
         self._weight_update_active = False
@@ -216,8 +226,10 @@ class WorkerExtension:
 
 def _attention_temperature(model: torch.nn.Module) -> bool | None:
     """Whether Llama 4's layers without RoPE scale their queries; None without such layers."""
-    found = {bool(layer.attn_temperature_tuning) for layer in model.modules() if getattr(layer, "nope", False)}
-    return None if not found else found == {True}
+    settings = [bool(layer.attn_temperature_tuning) for layer in model.modules() if getattr(layer, "nope", False)]
+    if not settings:
+        return None
+    return all(settings)
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Counts tokens in vLLM's server process, where it receives them from the engine's cores.
 
 `python -m megatron_scalerl.engine.server` is one server process with one or more cores (data-parallel ranks), each a
-process of its own, even where VLLM_ENABLE_V1_MULTIPROCESSING is 0. Counting needs neither vLLM's statistics, which
+separate process, even where VLLM_ENABLE_V1_MULTIPROCESSING is 0. Counting needs neither vLLM's statistics, which
 are disabled because they cost a seventh of the throughput, nor a response from a core, which may hang.
 """
 
@@ -31,15 +31,20 @@ def count_tokens() -> None:
 def progress(engine: Any) -> EngineProgress:
     """Progress of the cores. engine: the server's AsyncLLM."""
     client = engine.engine_core
-    assert isinstance(client, AsyncMPClient), f"expected cores behind sockets, found {type(client).__name__}"
+    assert isinstance(client, AsyncMPClient), f"cores of {type(client).__name__} are not behind sockets"
     ranks = client.engine_ranks_managed
     of_request = getattr(client, "reqs_in_flight", {})  # only where the client chooses among several cores
     waiting: Counter[int] = Counter()
     decoding: Counter[int] = Counter()
     for request_id, state in engine.output_processor.request_states.items():
         identity = of_request.get(request_id)
-        rank = ranks[0] if identity is None else int.from_bytes(identity, "little")
-        (waiting if state.is_prefilling else decoding)[rank] += 1
+        rank = ranks[0]
+        if identity is not None:
+            rank = int.from_bytes(identity, "little")
+        if state.is_prefilling:
+            waiting[rank] += 1
+        else:
+            decoding[rank] += 1
     cores = (
         CoreProgress(core=rank, tokens=_tokens[rank], waiting=waiting[rank], decoding=decoding[rank])
         for rank in ranks

@@ -1,9 +1,13 @@
 """Detects an engine that hangs: requests in flight, and no token for too long, or too many. Runs in the controller.
 
-It polls the token count of each engine core, which the server process keeps (`engine.vllm_progress`): a hanging core
-cannot delay the response. No limit of time applies to a completion as a whole, only its budget of tokens. Time in
-which the engine is paused does not count, nor does time in which the controller did not run (a suspended job). After
-EngineDied the engine is evicted, its processes are ended, and it is started again (`launch.engines`).
+    poll --> no answer for stall_timeout_s, or a core has exited       \\
+         --> StallClock: a core has requests and produces no token      > EngineDied --> evicted, started again
+         --> BudgetClock: many tokens, and no request has ended         |                (`launch.engines`)
+         --> LagClock: the engine is slower than the others            /
+
+A poll reads the token count of each engine core, which the server process keeps (`engine.vllm_progress`): a hanging
+core cannot delay the response. No limit of time applies to a completion as a whole, only its budget of tokens. Time
+in which the engine is paused does not count, nor does time in which the controller did not run (a suspended job).
 """
 
 import asyncio
@@ -22,7 +26,9 @@ _POLLS = 20
 _MAX_INTERVAL_S = 5.0
 """Longest time between two polls."""
 _BUDGETS = 2.0
-"""An engine is hung once it has generated so many times what its requests may have, and none of them has ended."""
+"""An engine hangs if it has generated twice the tokens that its requests may have, and none of them has ended."""
+_OTHERS = 2
+"""Engines with a rate, besides the one that is judged, for LagClock to judge it."""
 
 
 class EngineDied(RuntimeError):
@@ -50,11 +56,15 @@ class StallClock:
             busy = stuck or core.waiting + core.decoding > 0
             advanced = core.tokens != self._tokens.get(core.core)
             self._tokens[core.core] = core.tokens
-            idle = advanced or paused or not busy
-            stalled_s = 0.0 if idle else self._stalled_s.get(core.core, 0.0) + elapsed_s
+            stalled_s = self._stalled_s.get(core.core, 0.0) + elapsed_s
+            if advanced or paused or not busy:
+                stalled_s = 0.0
             self._stalled_s[core.core] = stalled_s
-            key = "stall_timeout_s" if core.decoding else "first_token_timeout_s"
-            limit = self._limit_s if core.decoding else self._first_token_limit_s
+            key = "first_token_timeout_s"
+            limit = self._first_token_limit_s
+            if core.decoding:
+                key = "stall_timeout_s"
+                limit = self._limit_s
             if stalled_s >= limit:
                 return (
                     f"produced no token for {stalled_s:.3g} s with requests in flight (core {core.core}: "
@@ -77,7 +87,8 @@ class BudgetClock:
         tokens: generated in total. ended: requests that have ended, in total. budget: `client.budget_since_end`.
         """
         if ended != self._ended:
-            self._ended, self._tokens = ended, None
+            self._ended = ended
+            self._tokens = None
             return None
         if self._tokens is None:
             self._tokens = tokens
@@ -93,15 +104,13 @@ class LagClock:
     The rate is tokens per second and decoding request. By itself it does not depend on the lengths of completions but
     it does on the number of requests that an engine decodes at once: the more, the fewer tokens each gets a second.
     The stream gives work to the engine with the least of it (`rollouts.stream`), which keeps the numbers alike
-    while there is work for all; engine.min_relative_rate has to leave room for the rest, such as a full engine beside
-    others with the last completions of a batch.
+    while there is work for all; engine.min_relative_rate has to leave room for the rest, such as a full engine while
+    the others have the last completions of a batch.
     """
 
-    _OTHERS = 2
-    """Engines with a rate, besides the one that is judged."""
-
     def __init__(self, settings: EngineSection):
-        self._share, self._limit_s = settings.min_relative_rate, settings.stall_timeout_s
+        self._share = settings.min_relative_rate
+        self._limit_s = settings.stall_timeout_s
         self._rates: dict[str, float] = {}
         self._lagging_s: dict[str, float] = {}
 
@@ -114,7 +123,7 @@ class LagClock:
             return None
         rate = self._rates[name] = tokens / decoding / elapsed_s
         others = [value for other, value in self._rates.items() if other != name]
-        if len(others) < self._OTHERS or rate >= self._share * statistics.median(others):
+        if len(others) < _OTHERS or rate >= self._share * statistics.median(others):
             self._lagging_s[name] = 0.0
             return None
         self._lagging_s[name] = self._lagging_s.get(name, 0.0) + elapsed_s
@@ -136,7 +145,8 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
     """Poll one engine's progress forever. Raises EngineDied, naming it, once it hangs, lags or does not respond."""
     limit = settings.stall_timeout_s
     interval = min(limit / _POLLS, _MAX_INTERVAL_S)
-    clock, budgets = StallClock(settings), BudgetClock()
+    clock = StallClock(settings)
+    budgets = BudgetClock()
     polled = answered = time.monotonic()
     tokens = client.produced_tokens
     while True:
@@ -155,7 +165,8 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
             raise EngineDied(f"{client.name} lost a core")
         answered = time.monotonic()
         # where this process was suspended, that time does not count against the engine
-        elapsed, polled = min(answered - polled, limit / 4), answered
+        elapsed = min(answered - polled, limit / 4)
+        polled = answered
         paused = client.paused
         stall = clock.update(progress.cores, in_flight=client.in_flight, paused=paused, elapsed_s=elapsed)
         stall = stall or budgets.update(progress.tokens, ended=client.ended, budget=client.budget_since_end)

@@ -1,8 +1,8 @@
-"""What a run starts on another host: `python -m megatron_scalerl.launch.agent NAME`.
+"""The program that a run starts on another host: `python -m megatron_scalerl.launch.agent NAME`.
 
     trainer-HOST   the trainer's ranks on this host (with MSRL_RANKS)
     engine-3       one start of an engine that the controller starts
-    extra-77-0     the same of one that joins (`megatron-scalerl engine --join RUN`)
+    extra-77-0     one start of an engine that joins (`megatron-scalerl engine --join RUN`)
 
 Environment: `control_folder.public_environment`, then of ranks what `start_ranks` reads, of an engine
 MSRL_START, by which the controller that requested this start recognizes it, and MSRL_DEVICES. MSRL_BIND_HOST:
@@ -65,7 +65,7 @@ EXIT_FAILED = 1
 LONGEST = 1 << 17
 """Bytes of the longest message. ZeroMQ closes the connection of a peer that sends a longer one."""
 HOW_CHARACTERS = 1_000
-"""Of what an agent says about the end of its server."""
+"""Characters of an agent's report about the end of its server."""
 _NAME = r"^(engine-[0-9]{1,6}|extra-[A-Za-z0-9._-]{1,64})$"
 _URL = r"^https://(\[[0-9A-Fa-f:.%a-z]{2,64}\]|[0-9.]{7,15}):[0-9]{1,5}$"
 JOINING = "extra-"
@@ -93,11 +93,11 @@ class Welcome(sockets.Welcome, tag=True, frozen=True, kw_only=True):
     key: str
     """PEM; secret."""
     port: int = 0
-    """0: a free one."""
+    """Port of the server; 0: a free one."""
     positions: Sequence[int] | None = None
     """The engine's devices, as indices into its host's visible GPUs; None without GPUs."""
     share: str = ""
-    """Its share of its host (`own_share`)."""
+    """The engine's share of its host (`own_share`)."""
 
 
 class Up(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -111,7 +111,7 @@ class Exited(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Agent to controller: there is no server, and the agent exits next."""
 
     how: Annotated[str, msgspec.Meta(max_length=HOW_CHARACTERS)]
-    """How the server ended, as in "engine-3 (host b) exited with code 1"."""
+    """The end of the server, as in "exited with code 1": continues the name of the engine."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -139,14 +139,15 @@ def decode_for_controller(frames: Sequence[Buffer]) -> ToController:
 
 
 class Agent:
-    """One start of one engine: `join` its controller, then `serve`."""
+    """A single start of an engine: `join` its controller, then `serve`."""
 
     link: sockets.ControllerLink
     welcome: Welcome | None = None
-    """From `join` on."""
+    """The controller's answer; None before `join`."""
 
     def __init__(self, name: str, environment: Mapping[str, str]):
-        self._name, self._environment = name, environment
+        self._name = name
+        self._environment = environment
 
     def join(self) -> None:
         """Wait for the controller's answer to Hello. Raises RefusedError without one."""
@@ -204,7 +205,7 @@ class Agent:
         return LocalServer(recipe, place, name=self._name, secret=self._secret, log_path=log)
 
     async def _until_ended(self, server: LocalServer) -> str:
-        """Start the server and wait for its end; how, or why it was not started."""
+        """Start the server and wait for its end; returns the reason for either."""
         try:
             await self._send(Up(url=await server.start()))
             return await server.wait()
@@ -261,15 +262,17 @@ async def start_ranks(environment: Mapping[str, str], logs: Path, threads: int) 
 
 async def serve_ranks(environment: Mapping[str, str], secret: str) -> int:
     """Start the host's ranks and wait until all have exited; the exit code. Raises OSError."""
-    given = {"MSRL_SECRET": secret, "MSRL_BIND_HOST": own_address(controller_address(environment))}
     threads = load_recipe(environment["MSRL_RECIPE"]).trainer.threads
+    address = own_address(controller_address(environment))
+    environment = {**environment, "MSRL_SECRET": secret, "MSRL_BIND_HOST": address}
     ranks = []
     try:
-        async for rank in start_ranks({**environment, **given}, Path(environment["MSRL_LOGS"]), threads):
+        async for rank in start_ranks(environment, Path(environment["MSRL_LOGS"]), threads):
             ranks.append(rank)
         exits = {asyncio.create_task(rank.wait()): rank for rank in ranks}
         for first in asyncio.as_completed(exits):
             if await first:
+                # as_completed does not say which task has ended
                 failed, code = next((exits[task], task.result()) for task in exits if task.done() and task.result())
                 logger.error("%s exited with code %d%s", failed.name, code, log_end(failed.log))
                 # the controller names a rank that exits unheard, which one that is ended here would do
@@ -292,9 +295,12 @@ def main() -> int:
         code = run_until_signal(agent.serve())
     except Stopped as stopped:
         code = stopped.exit_code
+    except sockets.RefusedError as error:
+        logger.error("%s", error)
+        code = sockets.EXIT_REFUSED
     except (RuntimeError, ValueError, OSError) as error:
         logger.error("%s", error)
-        code = sockets.EXIT_REFUSED if isinstance(error, sockets.RefusedError) else EXIT_FAILED
+        code = EXIT_FAILED
     if agent.welcome is not None:
         agent.link.exit(code)
     return code

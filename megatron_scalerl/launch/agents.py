@@ -26,7 +26,7 @@ from megatron_scalerl.engine.certificate import make_certificate
 from megatron_scalerl.launch import agent as messages
 from megatron_scalerl.launch.control_folder import public_environment, start_agent, write_controller
 from megatron_scalerl.launch.hosts import Hosts, takes_gpus
-from megatron_scalerl.launch.local_server import STOP_S, ServerEnded
+from megatron_scalerl.launch.local_server import STOP_S, ServerEnded, engine_port
 from megatron_scalerl.launch.placement import Attempt, EnginePlace
 from megatron_scalerl.processes.child_process import ChildProcess, log_end, race
 from megatron_scalerl.recipe import Recipe
@@ -56,8 +56,8 @@ class RemoteServer:
     """
 
     def __init__(self, agents: Agents, *, name: str, host: str, start_id: str, launch: Launch | None):
-        """start_id: by which the agent is recognized, and launch: starts the command that starts it; both are missing
-        of an agent that has joined."""
+        """start_id: identifies the agent. launch: starts the command that starts it. An agent that has joined has
+        neither."""
         future = asyncio.get_running_loop().create_future
         self.name = name
         self.host = host
@@ -65,17 +65,17 @@ class RemoteServer:
         """Part of an error message."""
         self.start_id = start_id
         self.log_path = agents.logs / f"{name}.log"
-        """Of the server, in a folder that both hosts see."""
+        """Log of the server, in a folder that both hosts see."""
         self.tls = agents.tls
         self.welcome = agents.welcome
-        """What the agent gets."""
+        """The controller's answer to the agent."""
         self.identity = b""
-        """ZeroMQ's of its agent, from Hello on."""
+        """ZeroMQ's name of the agent's connection, empty before Hello."""
         self.hello: asyncio.Future[messages.Hello] = future()
         self.up: asyncio.Future[str] = future()
         """URL of the server."""
         self.ended: asyncio.Future[str] = future()
-        """How, as in "engine-3 (host b) REASON"."""
+        """The reason, which continues "engine-3 (host b)"."""
         self.command: ChildProcess | None = None
         self._socket = agents.socket
         self._launch = launch
@@ -100,8 +100,8 @@ class RemoteServer:
                 await self._unless_ended(self.hello)
         except TimeoutError:
             raise ServerEnded(
-                f"no message from the agent within {HELLO_S:g} s: the command that starts it hangs, or it does not "
-                "reach the controller"
+                f"sent no message through its agent within {HELLO_S:g} s: the command that starts the agent hangs, "
+                "or the agent does not reach the controller"
             ) from None
         await self._unless_ended(self.up)
         return self.up.result()
@@ -119,8 +119,9 @@ class RemoteServer:
 
     def log_end(self) -> str:
         """The last lines of the server's log or, where the agent never connected, of the command's."""
-        command = None if self.reached else self.command
-        return log_end(self.log_path if command is None else command.log)
+        if self.command is None or self.reached:
+            return log_end(self.log_path)
+        return log_end(self.command.log)
 
     async def stop(self, grace_s: float = STOP_S) -> None:
         """Let the agent end its server, after `grace_s` by SIGKILL, then end the command. May be called twice.
@@ -133,28 +134,29 @@ class RemoteServer:
         answered = True
         try:
             if self.connected:
-                await self.tell(messages.Stop(grace_s=grace_s))
+                await self.send(messages.Stop(grace_s=grace_s))
                 _, unfinished = await asyncio.wait({self.ended}, timeout=limit_s)
                 answered = not unfinished
         finally:
             await self.forget()
             if self.command is not None:
-                with contextlib.suppress(TimeoutError):  # the agent exits; a signal would look like a failure
-                    await asyncio.wait_for(self.command.wait(), EXIT_S if answered and self.reached else 0.0)
+                if answered and self.reached:  # the agent exits; a signal would look like a failure
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self.command.wait(), EXIT_S)
                 await self.command.stop(STOP_S)
         if not answered:
             raise RuntimeError(
                 f"{self.name} ({self.where}): its agent is connected and did not end the server within {limit_s:g} s"
             )
 
-    async def tell(self, message: messages.ToAgent) -> None:
+    async def send(self, message: messages.ToAgent) -> None:
         """Send the agent a message, if it is connected and reads its messages."""
         if self.connected and not await self._socket.send(self.identity, sockets.encode(message), wait=False):
             self.end(DISCONNECTED)
 
     async def forget(self) -> None:
         """Refuse the agent from now on, connected or not; it ends its server then."""
-        await self.tell(sockets.Refused(reason="the controller has given this start up"))
+        await self.send(sockets.Refused(reason="the controller has given this start up"))
         self.end("was given up by the controller")
 
     def end(self, reason: str) -> None:
@@ -193,7 +195,10 @@ class Agents:
         Binds the socket to the controller's address among `hosts`. Raises ValueError for one that is not this host's.
         """
         assert hosts.address is not None, hosts
-        self._recipe, self._hosts, self._attempt, self._objection_to_joining = recipe, hosts, attempt, objection
+        self._recipe = recipe
+        self._hosts = hosts
+        self._attempt = attempt
+        self._objection_to_joining = objection
         certificate = make_certificate()
         self.tls = certificate.trusting()
         self.welcome = messages.Welcome(certificate=certificate.certificate, key=certificate.key)
@@ -213,15 +218,16 @@ class Agents:
         write_controller(self._attempt.folder, self._environment)
 
     def engine(self, index: int, place: EnginePlace) -> RemoteServer:
-        """One start of engine `index` on another host."""
-        name, start, port = f"engine-{index}", uuid.uuid4().hex, self._recipe.engine.port
-        devices = str(self._recipe.engine.devices_per_engine)
-        environment = self._environment | {"MSRL_START": start, "MSRL_DEVICES": devices}
+        """The server of the next start of engine `index` on another host."""
+        engine = self._recipe.engine
+        name = f"engine-{index}"
+        start = uuid.uuid4().hex
+        environment = self._environment | {"MSRL_START": start, "MSRL_DEVICES": str(engine.devices_per_engine)}
         log = self.logs / f"agent-{index}.log"  # the other host writes the server's
         launch = partial(start_agent, self._hosts, place.host, name, environment, log)
         server = self.expect(name, place.host.name, start, launch)
         server.welcome = msgspec.structs.replace(
-            self.welcome, port=port + index if port else 0, positions=place.positions, share=place.share
+            self.welcome, port=engine_port(engine, index), positions=place.positions, share=place.share
         )
         return server
 
@@ -263,19 +269,20 @@ class Agents:
         elif isinstance(message, messages.Exited) and server is not None:
             server.end(message.how)
         else:
-            await self._refuse(sender, server, f"expected another message now, found {type(message).__name__}")
+            await self._refuse(sender, server, f"the agent may not send {type(message).__name__} now")
 
     async def _greet(self, sender: bytes, hello: messages.Hello) -> None:
         joins = hello.name.startswith(messages.JOINING)
         waiting = [server for server in self._servers if not server.reached and not server.ended.done()]
-        server = next((one for one in waiting if (one.name, one.start_id) == (hello.name, hello.start)), None)
+        starts = {(server.name, server.start_id): server for server in reversed(waiting)}
+        server = starts.get((hello.name, hello.start))
         reason = hello.objection(self._attempt.run_id, self._attempt.incarnation)
         if reason is None and any(server.name == hello.name for server in self._connected()):
-            reason = f"{hello.name}: expected one agent, found a second"
+            reason = f"{hello.name}: an agent of this name is connected already"
         if reason is None and joins:
             reason = self._objection(hello)
         elif reason is None and server is None:
-            reason = f"{hello.name}: not expected (any more)"
+            reason = f"{hello.name}: the controller does not wait for this start of the engine"
         if reason is not None:
             await self._refuse(sender, None, reason)
             return
@@ -283,16 +290,17 @@ class Agents:
             server = self.expect(hello.name, hello.host)
             if takes_gpus(self._recipe.weights.transport):
                 server.welcome = msgspec.structs.replace(self.welcome, positions=list(range(hello.devices)))
+        # before the future: whoever waits for Hello may send at once
         server.identity = sender
         server.hello.set_result(hello)
         if joins:
             self.joining.put_nowait(server)
-        await server.tell(server.welcome)
+        await server.send(server.welcome)
 
     def _objection(self, hello: messages.Hello) -> str | None:
         """Why this agent may not join, or None."""
         if hello.start:
-            return f"{hello.name}: expected no start of an engine that joins, found {hello.start}"
+            return f"{hello.name}: an engine that joins names no start, and this one names {hello.start}"
         if self.joining.full():
             return f"{MAX_JOINING} engines are joining already"
         return self._objection_to_joining(hello)
@@ -309,10 +317,12 @@ class Agents:
     async def _probe(self) -> None:
         """End the servers of agents that are not connected any more, and forget all that have ended."""
         lost = [server for server in self._connected() if not await self.socket.connected(server.identity)]
-        for _ in range(_DRAINED if lost else 0):
-            if not await self.socket.poll(0):
-                break
-            await self._read()
+        # an agent that exits in order has sent Exited, which may still be unread: it says why
+        if lost:
+            for _ in range(_DRAINED):
+                if not await self.socket.poll(0):
+                    break
+                await self._read()
         for server in lost:
             server.end(DISCONNECTED)
         self._servers = [server for server in self._servers if not server.ended.done()]

@@ -27,9 +27,7 @@ from megatron_scalerl.processes.secret_file import read_secret
 SECRET_S = 60.0
 """Seconds in which the secret of this start of the controller must appear."""
 _READ_AGAIN_S = 2.0
-"""Between two looks for it (seconds)."""
-
-
+"""Seconds between two looks for the secret."""
 CONTROLLER_VARIABLES = (
     *("MSRL_CONTROLLER", "MSRL_CONTROLLER_KEY", "MSRL_SECRET_FILE", "MSRL_RUN_ID", "MSRL_INCARNATION"),
     *("MSRL_RECIPE", "MSRL_LOGS"),
@@ -38,7 +36,7 @@ CONTROLLER_VARIABLES = (
 
 
 def public_environment(attempt: Attempt, endpoint: str, secret: str, purpose: Purpose) -> dict[str, str]:
-    """What a program on another host has to know. It holds no secret: every user of both hosts may see it."""
+    """Environment of a program on another host. It holds no secret: every user of both hosts may see it."""
     return {
         "MSRL_CONTROLLER": endpoint,
         "MSRL_CONTROLLER_KEY": controller_key(secret, purpose),
@@ -67,7 +65,7 @@ def find_secret(environment: Mapping[str, str], purpose: Purpose) -> str:
     path = Path(environment["MSRL_SECRET_FILE"])
     end = time.monotonic() + SECRET_S
     while True:
-        problem = f"{path}: expected the secret of the controller that started this, found another one"
+        problem = f"{path}: this is not the secret of the controller that started this program"
         try:
             secret = read_secret(path)
             if controller_key(secret, purpose) == environment["MSRL_CONTROLLER_KEY"]:
@@ -92,13 +90,14 @@ def controller_file(run: Path) -> Path:
 def withdraw(run: Path, secret: str) -> None:
     """Delete both files at the end of a controller, unless they are of a later start. secret: its own one."""
     with contextlib.suppress(OSError, ValueError):  # there are none, or they are not readable: nothing of ours
+        # a supervisor may have started the next controller already
         if read_secret(secret_file(run)) == secret:
             secret_file(run).unlink()
             controller_file(run).unlink()
 
 
 def write_controller(run: Path, environment: Mapping[str, str]) -> None:
-    """Write controller.json beside the secret. Raises OSError."""
+    """Write controller.json to the folder of the secret. Raises OSError."""
     write_durably(controller_file(run), msgspec.json.encode(environment), private=True)
 
 
@@ -106,11 +105,9 @@ def read_controller(run: Path) -> dict[str, str]:
     """The content of controller.json. Raises OSError, and ValueError if there is none and for another content."""
     path = controller_file(run)
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-        return {name: found[name] for name in CONTROLLER_VARIABLES}
+        content = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        return {name: content[name] for name in CONTROLLER_VARIABLES}
     except FileNotFoundError:
-        raise ValueError(f"{run}: expected a controller that runs, found no {path}") from None
+        raise ValueError(f"{run}: this run has no controller now; {path} does not exist") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError) as error:
-        raise ValueError(
-            f"{path}: expected the address of a run's controller, found another content ({error})"
-        ) from None
+        raise ValueError(f"{path}: this file does not hold the address of a controller ({error})") from None

@@ -1,12 +1,15 @@
 """The engines of a run: started, watched, ended when they are evicted, and started again, on whichever host.
 
+    start: _start --> _until_evicted --> _restart: stop, delay, _start --> _until_evicted ...
+                                             '--> given up: its supervisor ends
+
 One supervisor task per engine (`_supervise`). Consumes: the exits, stalls and evictions of its engine. Waits for: one
 of these; then for the end of the engine's processes, for the delay, and for the new server. Unblocked by: the
 watchdog (`engine.watchdog`), or whoever evicts the engine (`engine.membership`). It ends when the engine is given up.
 
-With several hosts there are two tasks more: one reads the socket to the agents (`launch.agents`), the other takes in
-engines that join (`_take_in`), each with a task of its own until it is evicted or leaves (`_serve_joined`). The run
-does not start such an engine again: its own host does (`commands.engine`).
+With several hosts there are two tasks more. The first reads the socket to the agents (`launch.agents`). The second
+takes in engines that join (`_take_in`), and serves each in a task until it is evicted or leaves (`_serve_joined`).
+The run does not start such an engine again: the engine's host does (`commands.engine`).
 """
 
 import asyncio
@@ -30,16 +33,18 @@ from megatron_scalerl.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
-"""Delay before the first restart in a row, which doubles with each, and its bound (seconds)."""
+FIRST_DELAY_S = 1.0
+"""Delay before the first restart in a row (seconds); it doubles with each further one."""
+LONGEST_DELAY_S = 60.0
+"""Bound of that delay (seconds)."""
 HEALTHY_S = 600.0
-"""An engine that ran for so long, besides the longest time in which a fault is found, starts a new row of restarts
-(seconds)."""
+"""An engine that ran for this time (seconds) and the longest one in which a fault is found begins a new row of
+restarts."""
 MOST_BARREN = 2
 """Starts in a row of an engine that died with requests before any engine of the run had completed one: what kills it
 is not chance, and more starts would take minutes each."""
 UNREACHED_S = 600.0
-"""Starts on a host that cannot be reached do not count as restarts for so long (seconds): it may be starting up."""
+"""Seconds for which starts on a host that cannot be reached do not count as restarts: it may be starting up."""
 
 
 class Engines:
@@ -64,7 +69,10 @@ class Engines:
         self.members = Membership(
             engine.count, minimum=engine.min_engines, devices=engine.charged_devices, record=record
         )
-        self._recipe, self._placement, self._hosts, self._secret = recipe, placement, hosts, secret
+        self._recipe = recipe
+        self._placement = placement
+        self._hosts = hosts
+        self._secret = secret
         self._logs = attempt.folder / "logs"
         self._lag = LagClock(recipe.engine)
         self._agents: Agents | None = None
@@ -122,6 +130,7 @@ class Engines:
 
     def _make(self, index: int) -> EngineProcess:
         place = self._placement.engines[index]
+        interface = LOOPBACK if self._agents is None else self._agents.interface
         if not place.host.here:
             assert self._agents is not None, place
             return EngineProcess(self._recipe, self._agents.engine(index, place), secret=self._secret)
@@ -132,7 +141,7 @@ class Engines:
             log_path=self._logs / f"engine-{index}.log",
             positions=place.positions,
             share=place.share,
-            interface=LOOPBACK if self._agents is None else self._agents.interface,
+            interface=interface,
         )
 
     async def _start(self, index: int) -> None:
@@ -143,22 +152,30 @@ class Engines:
 
     async def _supervise(self, index: int) -> None:
         """Keep one engine running until it is given up."""
-        failures, barren, started = 0, 0, time.monotonic()
+        failures = 0
+        barren = 0
+        started = time.monotonic()
         while True:
             reason = await self._until_evicted(self._processes[index])
-            client = self._processes[index].client
-            barren = barren + 1 if client.ended and not self._completes else 0
+            barren += 1
+            # an engine without a request has not failed at its work
+            if not self._processes[index].client.ended or self._completes:
+                barren = 0
             if barren == MOST_BARREN:
-                reason = f"{reason}; {barren} starts without a completion, of any engine"
+                reason = f"{reason}; in {barren} starts of it no engine has completed a request"
                 failures = self._recipe.engine.max_restarts  # no more
-            failures = 1 if time.monotonic() - started > self._healthy_s and barren < MOST_BARREN else failures + 1
-            delay, lost = FIRST_DELAY_S * 2 ** (failures - 1), time.monotonic()
+            elif time.monotonic() - started > self._healthy_s:
+                failures = 0
+            failures += 1
+            lost = time.monotonic()
+            delay = FIRST_DELAY_S * 2 ** (failures - 1)
             while not await self._restart(index, failures, reason, delay=min(delay, LONGEST_DELAY_S)):
                 if self.members.members[index].given_up:
                     return
                 if self._processes[index].server.reached or time.monotonic() - lost > UNREACHED_S:
                     failures += 1
-                delay, reason = 2 * delay, self.members.members[index].reason
+                reason = self.members.members[index].reason
+                delay *= 2
             started = time.monotonic()
 
     @property
@@ -170,25 +187,20 @@ class Engines:
     @property
     def _healthy_s(self) -> float:
         """An engine that ran for longer (s) had no fault at its start: one is found within the longest limit."""
-        engine, weights = self._recipe.engine, self._recipe.weights
-        return HEALTHY_S + max(engine.stall_timeout_s, engine.first_token_timeout_s, weights.timeout_s)
+        engine = self._recipe.engine
+        return HEALTHY_S + max(engine.stall_timeout_s, engine.first_token_timeout_s, self._recipe.weights.timeout_s)
 
     async def _until_evicted(self, process: EngineProcess) -> str:
         """Wait until the engine fails or is evicted; it is evicted then. Returns the reason."""
         async with race(process.watch(self._lag), self.members.evicted(process.client)) as (watch, evicted):
             if watch.done() and (error := watch.exception()) is not None:
-                line, *_ = str(error).splitlines()
-                # of one that was killed the log does not say why
-                cause = "" if "exited with code -" in line else fatal_error(process.server.log_path)
-                said = f" ({cause})" if "exited with code " in line else f"; the last error in its log: {cause}"
-                reason = f"{line.partition(LOG_END)[0]}{said}" if cause else str(error)
+                reason = _with_cause(str(error), process)
                 self.members.evict(process.client, reason)
                 return reason
             reason = await evicted
-            if "EngineCore" in reason:
-                # vLLM's server only says that its core has died, and the core wrote why into the log that both share
-                cause = fatal_error(process.server.log_path)
-                reason += f" ({cause})" if cause else ""
+            # vLLM's server only says that its core has died, and the core wrote why into the log that both share
+            if "EngineCore" in reason and (cause := fatal_error(process.server.log_path)):
+                return f"{reason} ({cause})"
             return reason
 
     async def _restart(self, index: int, failures: int, reason: str, *, delay: float) -> bool:
@@ -203,11 +215,14 @@ class Engines:
         host_gone = not process.server.reached
         host = self._placement.engines[index].host.name
         if host_gone and host in await asyncio.to_thread(self._hosts.have_left):
-            given_up, reason = True, f"its host has left the job ({reason})"
+            given_up = True
+            reason = f"its host has left the job ({reason})"
         try:
             await process.stop(0.0)  # it may be stopped or hang, and nothing of it is worth saving
         except (RuntimeError, OSError) as error:
-            given_up, host_gone, reason = True, False, str(error)
+            given_up = True
+            host_gone = False
+            reason = str(error)
         self._lag.forget(process.name)
         self.members.lose(index, reason, given_up=given_up, host_gone=host_gone)
         if given_up:
@@ -226,7 +241,7 @@ class Engines:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 server = await agents.joining.get()
-                if self._held(server.name):
+                if self._in_run(server.name):  # two agents of one name were in the queue
                     await server.forget()
                     continue
                 index = self.members.add(server.name, server.hello.result().devices)
@@ -256,22 +271,38 @@ class Engines:
             self.members.lose(index, reason)
             logger.warning("%s has left: %s", process.name, reason)
 
-    def _held(self, name: str) -> bool:
-        """Whether an engine of this name is there."""
+    def _in_run(self, name: str) -> bool:
+        """Whether an engine of this name has devices in the run."""
         return any(member.name == name and member.devices for member in self.members.members)
 
     def _objection_to_joining(self, hello: Hello) -> str | None:
         """Why this engine may not join now, or None."""
         if self._recipe.rollouts.deterministic:
-            return "rollouts.deterministic: expected the same engines throughout the run, found one that joins"
-        if self._held(hello.name):
+            return "rollouts.deterministic: the run keeps the engines that it started with, and none may join"
+        if self._in_run(hello.name):
             return f"{hello.name}: the engine of this name has not left yet"
-        here = 1 + sum(member.joined and member.devices > 0 for member in self.members.members)
-        needed = files_needed(self._recipe, joined=here)
+        joined = [member for member in self.members.members if member.joined and member.devices > 0]
+        needed = files_needed(self._recipe, joined=len(joined) + 1)
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if allowed != resource.RLIM_INFINITY and allowed < needed:
-            return f"open files: expected a limit of at least {needed} in the controller, found {allowed} (ulimit -n)"
+            return (
+                f"open files: with one more engine the controller needs {needed}, and may have {allowed} (ulimit -n)"
+            )
         return None
+
+
+def _with_cause(error: str, process: EngineProcess) -> str:
+    """The first line of an error with the last fatal error in the engine's log; the whole error without one."""
+    line, *_ = error.splitlines()
+    if "exited with code -" in line:  # it was killed, and its log does not say why
+        return error
+    cause = fatal_error(process.server.log_path)
+    if not cause:
+        return error
+    end = line.partition(LOG_END)[0]
+    if "exited with code " in line:
+        return f"{end} ({cause})"
+    return f"{end}; the last error in its log: {cause}"
 
 
 def _log_failed_stop(process: EngineProcess, error: BaseException) -> None:

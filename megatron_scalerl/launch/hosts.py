@@ -44,7 +44,16 @@ PRIVATE = re.compile(
 """Variables whose values no other user may see; where a secret is, everybody may."""
 _TIMEOUT_S = 60.0
 _LOOK_S = 5.0
-"""While a run goes on: its end waits for the answer."""
+"""Time limit of a question while a run goes on (seconds): the run's end waits for the answer."""
+PER_COMPLETION = 2
+"""Connections per slot: every engine may have a validation in flight in addition to the training completions."""
+PER_PROCESS = 8
+"""Pipes, sockets and log of one child process, and the descriptors by which asyncio watches it."""
+TARGET = 65536
+"""The soft limit is raised to this if the hard limit allows. Beyond the run's own need, because unauthenticated
+connections to the controller's socket count too, until libzmq drops them after 30 s."""
+MARGIN = 1024
+"""Files of the journal and of checkpoints, libraries, and the event loop."""
 
 
 class HostsLeft(RuntimeError):
@@ -55,11 +64,11 @@ class HostsLeft(RuntimeError):
 
 @record
 class Host:
-    """One host of a run."""
+    """A host of a run."""
 
     name: str
     here: bool = False
-    """True for the controller's own one."""
+    """True for the host of the controller."""
 
 
 @record
@@ -94,11 +103,13 @@ class Hosts:
         if self.words or self.address is None or job is None:
             return set()
         try:
-            found = re.findall(r" NodeList=([^\s(]+)", _scontrol("job", "--oneliner", job, within_s=_LOOK_S))
-            held = _scontrol("hostnames", ",".join(found), within_s=_LOOK_S).split() if found else []
+            nodes = re.findall(r" NodeList=([^\s(]+)", _scontrol("job", "--oneliner", job, within_s=_LOOK_S))
+            if not nodes:
+                return set()
+            names = _scontrol("hostnames", ",".join(nodes), within_s=_LOOK_S).split()
         except (OSError, subprocess.SubprocessError):
             return set()
-        return {host.name for host in self.hosts if found and host.name not in held}
+        return {host.name for host in self.hosts} - set(names)
 
 
 ONE_HOST = Hosts(hosts=(Host(name="localhost", here=True),), slots=None, address=None)
@@ -139,36 +150,39 @@ def hosts_of(
     in_slurm = names == SLURM
     ray = re.fullmatch(r"ray(?::([1-9]\d*))?", names)
     if run_on is not None and (ray or in_slurm):
-        raise ValueError(f"--run-on: expected none with --hosts {names}, found {run_on!r}")
+        raise ValueError(f"--run-on: {run_on!r} is not used with --hosts {names}; leave it out")
     if ray:
         if transport not in ("nccl", "gloo"):
             raise ValueError(
-                f"weights.transport: expected nccl (GPUs) or gloo (GPUs if this host has some, else CPUs) with "
-                f"--hosts {names}, since this host may lack what the nodes have, found {transport}"
+                f"weights.transport: {transport} does not say whether the nodes of --hosts {names} have GPUs; set "
+                "nccl for GPUs, or gloo for GPUs if this host has some, else CPUs"
             )
-        return _of_ray("GPU" if takes_gpus(transport) else "CPU", int(ray[1]) if ray[1] else None, slots, address)
-    listed = hosts_of_allocation() if in_slurm else _listed(names)
-    own = _names_of_this_host()
-    hosts = tuple(Host(name=name, here=_bare(name) in own) for name in listed)
+        return _of_ray("GPU" if takes_gpus(transport) else "CPU", int(ray[1] or 0) or None, slots, address)
+    words: tuple[str, ...] = ()
+    if in_slurm:
+        listed = hosts_of_allocation()
+        if slots is None:
+            slots = _gpus_of_node()
+    else:
+        listed = _listed(names)
+        words = tuple(shlex.split(run_on or DEFAULT_COMMAND))
+    this_host = _names_of_this_host()
+    # users and Slurm write a host with and without its domain
+    hosts = tuple(Host(name=name, here=_bare(name) in this_host) for name in listed)
     others = [host.name for host in hosts if not host.here]
-    slots = slots if slots is not None or not in_slurm else _gpus_of_node()
     if slots is not None and slots < 1:
-        raise ValueError(f"--slots: expected at least 1, found {slots}")
+        raise ValueError(f"--slots is {slots}; it has to be at least 1")
     if others and slots is None:
-        raise ValueError("--slots: expected the number of devices of each host, found none")
-    words = () if in_slurm else tuple(shlex.split(run_on or DEFAULT_COMMAND))
+        raise ValueError("--slots is missing; give the number of devices of each host")
     if others and not in_slurm and not any("{host}" in word for word in words):
-        raise ValueError(f"--run-on: expected a command with {{host}} in it, found {run_on!r}")
-    return Hosts(
-        hosts=hosts,
-        slots=slots,
-        address=(address or _address_towards(others[0])) if others else None,
-        words=words,
-    )
+        raise ValueError(f"--run-on: {run_on!r} has no {{host}}, which stands for the name of the host")
+    if not others:
+        return Hosts(hosts=hosts, slots=slots, address=None, words=words)
+    return Hosts(hosts=hosts, slots=slots, address=address or _address_towards(others[0]), words=words)
 
 
 def _of_ray(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None, address: str | None) -> Hosts:
-    """The controller's own node runs its programs through Ray, too, which then knows what uses its devices."""
+    """The nodes that Ray reserves. The controller's node runs its programs through Ray, too, which counts devices."""
     names, slots, words = ray_hosts.reserve(kind, count, slots)
     hosts = tuple(Host(name=name) for name in names)
     return Hosts(hosts=hosts, slots=slots, address=address or _address_towards(names[0]), words=words)
@@ -177,9 +191,11 @@ def _of_ray(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None, a
 def _listed(names: str) -> list[str]:
     listed = [name.strip() for name in names.split(",")]
     if not all(re.fullmatch(r"[\w.@:-]+", name) and name[0] != "-" for name in listed):
-        raise ValueError(f"--hosts: expected names of hosts, separated by commas, or {SLURM}, found {names!r}")
+        raise ValueError(
+            f"--hosts: {names!r} is no list of host names; write names with commas between them, {SLURM} or ray"
+        )
     if len(set(listed)) < len(listed):
-        raise ValueError(f"--hosts: expected each host once, found {names!r}")
+        raise ValueError(f"--hosts: {names!r} names a host twice")
     return listed
 
 
@@ -198,8 +214,10 @@ def step_words(host: str) -> list[str]:
     Where its nodes differ, as many CPUs as the smallest has.
     """
     per_node = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")  # 128,64(x2)
-    cpus = [int(number) for number in re.findall(r"(?:^|,)(\d+)", per_node)]
-    return [*_SRUN, f"--nodelist={host}", *([f"--cpus-per-task={min(cpus)}"] if cpus else [])]
+    words = [*_SRUN, f"--nodelist={host}"]
+    if cpus := re.findall(r"(?:^|,)(\d+)", per_node):
+        words.append(f"--cpus-per-task={min(map(int, cpus))}")
+    return words
 
 
 def hosts_of_allocation() -> list[str]:
@@ -208,15 +226,19 @@ def hosts_of_allocation() -> list[str]:
     Raises ValueError outside of an allocation and in a heterogeneous one.
     """
     if not os.environ.get("SLURM_JOB_NODELIST"):
-        raise ValueError(f"--hosts {SLURM}: expected an allocation (SLURM_JOB_NODELIST), found none")
+        raise ValueError(f"--hosts {SLURM}: this process is in no allocation; SLURM_JOB_NODELIST is not set")
     if "SLURM_HET_SIZE" in os.environ:
         raise ValueError(f"--hosts {SLURM}: heterogeneous jobs are not supported; use one job of one kind of node")
     return _hostnames(os.environ["SLURM_JOB_NODELIST"])
 
 
 def _this_job() -> str | None:
-    """As scontrol knows it: of the last task of an array, SLURM_JOB_ID means all of them. None outside of a job."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    """The job's id for scontrol; None outside of a job.
+
+    A task of an array is named by both numbers: SLURM_JOB_ID of the last task means all tasks.
+    """
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
 
 
@@ -224,11 +246,11 @@ def _hostnames(nodes: str) -> list[str]:
     try:
         return _scontrol("hostnames", nodes).split()
     except (OSError, subprocess.SubprocessError) as error:
-        raise ValueError(f"--hosts {SLURM}: expected scontrol to list the hosts of {nodes}, found: {error}") from None
+        raise ValueError(f"--hosts {SLURM}: scontrol does not list the hosts of {nodes}: {error}") from None
 
 
 def _scontrol(*words: str, within_s: float = _TIMEOUT_S) -> str:
-    """What `scontrol show` says. Raises OSError and SubprocessError."""
+    """The output of `scontrol show`. Raises OSError and SubprocessError."""
     argv = ["scontrol", "show", *words]
     return subprocess.run(argv, capture_output=True, text=True, timeout=within_s, check=True).stdout
 
@@ -241,30 +263,19 @@ def _names_of_this_host() -> set[str]:
 def _bare(name: str) -> str:
     """The name without user and domain; an address stays as it is."""
     host = name.rpartition("@")[2]
-    return host if re.fullmatch(r"[\d.]+", host) or ":" in host else host.partition(".")[0]
+    is_address = ":" in host or re.fullmatch(r"[\d.]+", host)
+    return host if is_address else host.partition(".")[0]
 
 
 def _address_towards(other: str) -> str:
     """This host's address on the route to another one. Raises ValueError if there is none."""
     name = other.rpartition("@")[2]
     try:
-        found = own_address(name)
+        return own_address(name)
     except OSError as error:
         raise ValueError(
-            f"--address: expected an address that {name} reaches, found none ({error}); give it with --address"
+            f"--address: this host has no route to {name} ({error}); give the address at which {name} reaches it"
         ) from None
-    return found
-
-
-PER_COMPLETION = 2
-"""Connections per slot: a validation may be in flight on every engine beside the training completions."""
-PER_PROCESS = 8
-"""Pipes, sockets and log of one child process, and the descriptors by which asyncio watches it."""
-TARGET = 65536
-"""The soft limit is raised to this if the hard limit allows. Beyond the run's own need, because unauthenticated
-connections to the controller's socket count too, until libzmq drops them after 30 s."""
-MARGIN = 1024
-"""Files of the journal and of checkpoints, libraries, and the event loop."""
 
 
 def files_needed(recipe: Recipe, joined: int = 0) -> int:
@@ -285,8 +296,8 @@ def allow_open_files(recipe: Recipe) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ValueError(
-            f"open files: expected a hard limit of at least {needed} for engine.count {recipe.engine.count} x "
-            f"rollouts.max_in_flight {recipe.rollouts.max_in_flight}, found {hard} (ulimit -Hn)"
+            f"open files: the hard limit of {hard} (ulimit -Hn) is too low: engine.count {recipe.engine.count} x "
+            f"rollouts.max_in_flight {recipe.rollouts.max_in_flight} take {needed}"
         )
     target = max(needed, TARGET)
     if hard != resource.RLIM_INFINITY:

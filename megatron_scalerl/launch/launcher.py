@@ -30,7 +30,9 @@ class Launcher:
     """The processes of one run: its engines, and the trainer of the current attempt."""
 
     def __init__(self, recipe: Recipe, attempt: Attempt, secret: str, hosts: Hosts, record: Callable[[Member], None]):
-        self._recipe, self._secret, self._hosts = recipe, secret, hosts
+        self._recipe = recipe
+        self._secret = secret
+        self._hosts = hosts
         self._placement = Placement.of(recipe, hosts)
         if hosts.address is not None:
             write_secret(secret_file(attempt.folder), secret)
@@ -45,6 +47,7 @@ class Launcher:
 
     async def start(self, trainer: TrainerRanks) -> Fleet:
         """Start the trainer and, the first time, the engines; wait until all are ready. Raises the first failure."""
+        # the engines of a run outlive an attempt of its trainer: a second attempt finds them running
         if self._starting is None:
             self._starting = asyncio.create_task(self.engines.start(), name="engines")
 

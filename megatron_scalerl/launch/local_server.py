@@ -1,4 +1,6 @@
-"""One vLLM server as a child process. Runs in the controller and, on other hosts, in the engine's agent.
+"""A vLLM server as a child process. Runs in the controller and, on other hosts, in the engine's agent.
+
+    __init__: bind the address --> start: spawn, wait for the plugin's byte --> wait: its exit --> stop
 
 The parent binds the server's address and passes the listening socket on (`engine.server`), so that nobody takes a
 free port between its choice and its use. The server reports through a pipe that it is up (`engine.vllm_plugin`). It
@@ -19,6 +21,7 @@ from megatron_scalerl.engine.options import engine_arguments, engine_command, en
 from megatron_scalerl.launch.own_share import own_variables
 from megatron_scalerl.processes.child_process import ChildProcess, log_end, race
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.record import record
 
 STOP_S = 20.0
@@ -37,15 +40,15 @@ class ServerPlace:
     host: str
     """Address of this host."""
     port: int = 0
-    """0: a free one is chosen."""
+    """Port of the server; 0: a free one is chosen."""
     positions: Sequence[int] | None = None
-    """Its devices, as indices into this host's visible GPUs; None without GPUs."""
+    """The server's devices, as indices into this host's visible GPUs; None without GPUs."""
     interface: str = LOOPBACK
     """Name of the interface to the other members of a weight group over NCCL."""
     share: str = ""
-    """Its share of the host (`own_share`)."""
+    """The server's share of the host (`own_share`)."""
     tls: Certificate | None = None
-    """None: HTTP without TLS, for loopback."""
+    """Certificate and key; None: HTTP without TLS, for loopback."""
 
 
 class LocalServer:
@@ -57,17 +60,21 @@ class LocalServer:
 
     def __init__(self, recipe: Recipe, place: ServerPlace, *, name: str, secret: str, log_path: str | Path):
         """Binds the address. Raises ValueError for an option that vLLM does not know and for a port in use."""
-        self.name, self.log_path = name, Path(log_path)
-        self._recipe, self._place, self._secret = recipe, place, secret
+        self.name = name
+        self.log_path = Path(log_path)
+        self._recipe = recipe
+        self._place = place
+        self._secret = secret
         self._devices = gpus_at(place.positions)
+        # bound before the arguments, which name the port; every failure below has to release it
         self._socket = bind_server(place.host, place.port)
         self.port: int = self._socket.getsockname()[1]
         self.where = f"port {self.port}"
         """Part of an error message."""
         self._certificate = contextlib.ExitStack()  # its files, until the server has read them
         try:
-            tls = None if place.tls is None else self._certificate.enter_context(certificate_files(place.tls))
-            self._arguments = engine_arguments(recipe, host=place.host, port=self.port, tls=tls)
+            files = self._certificate.enter_context(certificate_files(place.tls)) if place.tls else None
+            self._arguments = engine_arguments(recipe, host=place.host, port=self.port, tls=files)
         except BaseException:
             self._certificate.close()
             self._socket.close()
@@ -87,10 +94,11 @@ class LocalServer:
         await self._ready(await self._launch())
         self._certificate.close()
         host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
-        return f"{'https' if self._place.tls else 'http'}://{host}:{self.port}"
+        scheme = "https" if self._place.tls else "http"
+        return f"{scheme}://{host}:{self.port}"
 
     async def wait(self) -> str:
-        """Wait until the process has exited; how."""
+        """Wait until the process has exited; returns "exited with code N"."""
         assert self._process is not None, "started"
         return f"exited with code {await self._process.wait()}"
 
@@ -154,11 +162,18 @@ def gpus_at(positions: Sequence[int] | None) -> str:
     """
     if positions is None:
         return ""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(number) for number in range(max(positions) + 1)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(positions) + 1)))
+    names = visible.split(",")
     if max(positions) >= len(names):
-        raise ValueError(f"CUDA_VISIBLE_DEVICES: expected at least {max(positions) + 1} GPUs, found {visible}")
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES: {visible} names fewer GPUs than the {max(positions) + 1} that the run takes"
+        )
     return ",".join(names[position] for position in positions)
+
+
+def engine_port(engine: EngineSection, index: int) -> int:
+    """Port of engine `index`: each has its own; 0 for any free one."""
+    return engine.port + index if engine.port else 0
 
 
 def bind_server(host: str, port: int) -> socket.socket:
@@ -168,5 +183,5 @@ def bind_server(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as err:
         if err.errno != errno.EADDRINUSE:
-            raise ValueError(f"engine.host: expected an address of this machine, found {host} ({err})") from None
-        raise ValueError(f"engine.port: expected a free port, found {host}:{port} in use") from None
+            raise ValueError(f"engine.host: {host} is not an address of this machine ({err})") from None
+        raise ValueError(f"engine.port: {host}:{port} is in use; choose a free port") from None

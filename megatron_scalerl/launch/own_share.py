@@ -1,4 +1,4 @@
-"""What one rank or engine has of its host: the CPUs beside its devices, and folders for what it compiles.
+"""The share of a rank or an engine in its host: the CPUs near its devices, and folders for compiled code.
 
 A share is written `2,3/8`: the devices 2 and 3 of the 8 that the run uses there. The CPUs are divided in a Slurm job
 alone (MSRL_BIND_CPUS=1 of the job script), among all processes of a host or none; the process takes them before its
@@ -19,42 +19,45 @@ _warn = functools.cache(logging.getLogger(__name__).warning)
 """Says each text once."""
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 LEAST_CPUS = 4
-"""Of a device's process, which has threads of its own beside those that compute: two cores of two threads."""
+"""CPUs of a device's process, which has more threads than those that compute: two cores of two threads."""
 Core = tuple[int, ...]
-"""Its CPUs."""
-_PCI, _CPU = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/cpu")
+"""The CPUs of a core."""
+_PCI = Path("/sys/bus/pci/devices")
+_CPU = Path("/sys/devices/system/cpu")
 
 
-def share_of(devices: Sequence[int], of: int) -> str:
-    """A share as it is written."""
-    return f"{','.join(map(str, devices))}/{of}"
+def share_of(devices: Sequence[int], total: int) -> str:
+    """A share in its written form. total: devices that the run uses on the host."""
+    return f"{','.join(map(str, devices))}/{total}"
 
 
 def own_variables(name: str, share: str) -> dict[str, str]:
     """Variables of a process on this host. name: engine-3, trainer-0. share: may be empty."""
     local = os.environ.get("MSRL_LOCAL", "")
-    keys = [key for key in CACHES if key not in os.environ] if local and _own(Path(local)) else []
-    found = {key: f"{local}/{name}/{CACHES[key]}" for key in keys}
+    variables = {}
+    if local and _is_private(Path(local)):
+        caches = {key: f"{local}/{name}/{folder}" for key, folder in CACHES.items()}
+        variables = {key: folder for key, folder in caches.items() if key not in os.environ}
     if share and os.environ.get("MSRL_BIND_CPUS") == "1":
-        devices, _, of = share.partition("/")
-        if shares := shares_of(near_devices(int(of))):
-            own = sorted(cpu for device in devices.split(",") for cpu in shares[int(device)])
-            found[CPUS] = ",".join(map(str, own))
+        devices, _, total = share.partition("/")
+        if shares := shares_of(near_devices(int(total))):
+            cpus = sorted(cpu for device in devices.split(",") for cpu in shares[int(device)])
+            variables[CPUS] = ",".join(map(str, cpus))
         else:
-            _warn(f"no process is bound to CPUs: expected {LEAST_CPUS} near each of {of} devices, in groups apart")
-    return found
+            _warn(f"no process is bound to CPUs: {total} devices need {LEAST_CPUS} near each, in separate groups")
+    return variables
 
 
-def _own(folder: Path) -> bool:
-    """Whether a folder, made here, and the one above it are this user's alone: what is compiled there is executed."""
-    own = False
+def _is_private(folder: Path) -> bool:
+    """Make a folder; whether it and its parent are this user's alone, since what is compiled there is executed."""
+    private = False
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = [path.lstat() for path in (folder, folder.parent)]
-        own = all(each.st_uid == os.getuid() and not each.st_mode & 0o022 for each in found)
-    if not own:
-        _warn(f"nothing is compiled below MSRL_LOCAL: expected {folder} and its parent to be this user's alone")
-    return own
+        states = [path.lstat() for path in (folder, folder.parent)]
+        private = all(state.st_uid == os.getuid() and not state.st_mode & 0o022 for state in states)
+    if not private:
+        _warn(f"nothing is compiled below MSRL_LOCAL: {folder} and its parent have to be this user's alone")
+    return private
 
 
 def shares_of(near: Sequence[Sequence[Core]]) -> list[set[int]]:
@@ -68,11 +71,13 @@ def shares_of(near: Sequence[Sequence[Core]]) -> list[set[int]]:
     shares = []
     for device, cores in enumerate(near):
         alike = [other for other, theirs in enumerate(near) if theirs == cores]
-        part, count = alike.index(device), len(alike)
-        own = cores[len(cores) * part // count : len(cores) * (part + 1) // count]
-        shares.append({cpu for core in own for cpu in core})
-    cores = [core for group in {tuple(cores) for cores in near} for core in group]
-    return shares if len(cores) == len(set(cores)) and min(map(len, shares)) >= LEAST_CPUS else []
+        first = len(cores) * alike.index(device) // len(alike)
+        end = len(cores) * (alike.index(device) + 1) // len(alike)
+        shares.append({cpu for core in cores[first:end] for cpu in core})
+    groups = {tuple(cores) for cores in near}
+    # two groups that share a core would give it to devices of both
+    overlap = sum(map(len, groups)) > len(set().union(*groups))
+    return [] if overlap or min(map(len, shares)) < LEAST_CPUS else shares
 
 
 def near_devices(count: int) -> list[list[Core]]:
@@ -83,8 +88,8 @@ def near_devices(count: int) -> list[list[Core]]:
     allowed = os.sched_getaffinity(0)
     cores = sorted({tuple(sorted(allowed & _siblings(cpu))) for cpu in allowed})
     near = [cores] * count
-    every = ",".join(map(str, range(count)))
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",") if name]
+    numbers = ",".join(map(str, range(count)))
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",") if name]
     if len(visible) < count:
         return near
     try:
@@ -94,9 +99,14 @@ def near_devices(count: int) -> list[list[Core]]:
     with contextlib.suppress(pynvml.NVMLError, OSError, ValueError):
         pynvml.nvmlInit()
         for device, name in enumerate(visible[:count]):
-            by_name = pynvml.nvmlDeviceGetHandleByIndex if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
-            bus = pynvml.nvmlDeviceGetPciInfo(by_name(int(name) if name.isdigit() else name)).busId
-            address = (bus.decode() if isinstance(bus, bytes) else bus).lower()[-12:]  # NVML's domain has 8 digits
+            if name.isdigit():
+                handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
+            else:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+            bus = pynvml.nvmlDeviceGetPciInfo(handle).busId
+            if isinstance(bus, bytes):
+                bus = bus.decode()
+            address = bus.lower()[-12:]  # NVML's domain has 8 digits, the kernel's 4
             local = cpus_in((_PCI / address / "local_cpulist").read_text())
             near[device] = [core for core in cores if local & {*core}] or cores
     return near

@@ -37,19 +37,19 @@ class HostRanks:
     first: int
     """The lowest rank."""
     count: int
-    of: int = field(default=0, compare=False)
+    slots: int = field(default=0, compare=False)
     """Devices of the host that the run uses."""
 
 
 @record
 class EnginePlace:
-    """One engine's place."""
+    """The place of an engine."""
 
     host: Host
     positions: tuple[int, ...] | None
-    """Its devices, as indices into the host's visible GPUs; None without GPUs."""
+    """The engine's devices, as indices into the host's visible GPUs; None without GPUs."""
     share: str = field(default="", compare=False)
-    """As `own_share` has it."""
+    """The engine's share of the host (`own_share`)."""
 
 
 @record
@@ -61,30 +61,35 @@ class Placement:
 
     @classmethod
     def of(cls, recipe: Recipe, hosts: Hosts, *, trainer: bool = True) -> Placement:
-        """The places on these hosts. trainer: whether there is one, beside the engines.
+        """The places on these hosts. trainer: whether there are ranks in addition to the engines.
 
         Raises ValueError if they have too few devices, or an engine needs more than one of them has.
         """
         world_size = recipe.trainer.world_size if trainer else 0
         if recipe.weights.transport == "shm" and len(hosts.hosts) > 1:
-            raise ValueError(f"weights.transport: shm: expected one host, found {len(hosts.hosts)}")
+            raise ValueError(f"weights.transport: shm works on one host alone, and the run has {len(hosts.hosts)}")
         if recipe.engine.colocate and len(hosts.hosts) > 1:
-            raise ValueError(f"engine.colocate: expected one host, found {len(hosts.hosts)}")
+            raise ValueError(f"engine.colocate works on one host alone, and the run has {len(hosts.hosts)}")
         gpus = takes_gpus(recipe.weights.transport)
         if not gpus and not any(host.here for host in hosts.hosts):
             logger.warning(
                 "the run takes no GPUs: this host has none; if the others have some, say so by "
                 "weights.transport: nccl"
             )
-        slots = hosts.slots or (len(visible_gpus()) if gpus else recipe.devices)
-        if gpus and any(host.here for host in hosts.hosts) and slots > (visible := len(visible_gpus())):
-            raise ValueError(f"--slots: expected at most {visible}, the GPUs visible on this host, found {slots}")
+        slots = hosts.slots or recipe.devices
+        if gpus and any(host.here for host in hosts.hosts):
+            visible = len(visible_gpus())
+            slots = hosts.slots or visible
+            if slots > visible:
+                raise ValueError(f"--slots: {slots} is more than the {visible} GPUs visible on this host")
+        # each host takes `slots` ranks, the last one the rest; hosts behind it have no rank
         ranks = tuple(
-            HostRanks(host=host, first=first, count=min(slots, world_size - first), of=slots)
+            HostRanks(host=host, first=first, count=min(slots, world_size - first), slots=slots)
             for host, first in zip(hosts.hosts, range(0, world_size, max(1, slots)))
         )
-        engines = _engines(recipe, hosts, () if recipe.engine.colocate else ranks, slots, gpus=gpus)
-        if sum(here.count for here in ranks) < world_size or len(engines) < recipe.engine.count:
+        in_use = () if recipe.engine.colocate else ranks
+        engines = _engines(recipe, hosts, in_use, slots, gpus=gpus)
+        if sum(part.count for part in ranks) < world_size or len(engines) < recipe.engine.count:
             raise ValueError(_too_few(recipe, hosts, slots, gpus=gpus, trainer=trainer))
         return cls(trainer=ranks, engines=tuple(engines))
 
@@ -98,9 +103,9 @@ class Placement:
             ("trainer ranks", {ranks.host.name for ranks in self.trainer}),
             ("engines", {place.host.name for place in self.engines}),
         ):
-            gone, there = left & names, sum(place.host.name not in left for place in self.engines)
-            if gone and (what != "engines" or there < engines):
-                nodes = ", ".join(sorted(gone))
+            remaining = [place for place in self.engines if place.host.name not in left]
+            if left & names and (what != "engines" or len(remaining) < engines):
+                nodes = ", ".join(sorted(left & names))
                 raise HostsLeft(f"{nodes}: Slurm removed this node, which had {what}, from the job")
 
 
@@ -117,19 +122,17 @@ def visible_gpus() -> list[str]:
 def _engines(
     recipe: Recipe, hosts: Hosts, trainer: Sequence[HostRanks], slots: int, *, gpus: bool
 ) -> list[EnginePlace]:
-    """As many as fit."""
-    each, places, number = recipe.engine.devices_per_engine, hosts.hosts, 0
-    used = [sum(ranks.count for ranks in trainer if ranks.host == host) for host in places]
-    placed = []
-    for _ in range(recipe.engine.count):
-        while number < len(used) and used[number] + each > slots:
-            number += 1
-        if number == len(used):
-            break
-        devices = tuple(range(used[number], used[number] + each))
-        share = share_of(devices, slots)
-        placed.append(EnginePlace(host=places[number], positions=devices if gpus else None, share=share))
-        used[number] += each
+    """Places of the run's engines, of as many as fit."""
+    size = recipe.engine.devices_per_engine
+    placed: list[EnginePlace] = []
+    for host in hosts.hosts:
+        used = sum(ranks.count for ranks in trainer if ranks.host == host)
+        for first in range(used, slots - size + 1, size):
+            if len(placed) == recipe.engine.count:
+                break
+            devices = tuple(range(first, first + size))
+            positions = devices if gpus else None
+            placed.append(EnginePlace(host=host, positions=positions, share=share_of(devices, slots)))
     return placed
 
 
@@ -140,7 +143,7 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: b
     )
     engines = recipe.engine.count * recipe.engine.devices_per_engine
     if hosts.slots is None:
-        too_few = f"engine.count: too few GPUs are visible, {slots}: the engines take {engines}"
+        too_few = f"engine.count: {slots} visible GPUs are too few: the engines take {engines}"
         if recipe.engine.colocate or not trainer:
             return too_few
         return (
@@ -149,14 +152,17 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: b
         )
     what = "GPUs" if gpus else "devices"
     if recipe.engine.colocate:
-        return f"--slots: expected at least {recipe.devices} {what} on the host (engine.colocate), found {slots}"
+        return f"--slots: {slots} {what} are too few: with engine.colocate the host needs {recipe.devices}"
     wanted = hosts_needed(recipe, slots)
     if wanted is None:
         return (
-            f"--slots: expected at least {recipe.engine.devices_per_engine} {what} on a host, which one engine needs "
-            f"(engine.devices_per_engine), found {slots}"
+            f"--slots: {slots} {what} of a host are too few for one engine, which takes "
+            f"{recipe.engine.devices_per_engine} (engine.devices_per_engine)"
         )
-    return f"--hosts: expected at least {wanted} hosts with {slots} {what} each for {fleet}, found {len(hosts.hosts)}"
+    return (
+        f"--hosts: {len(hosts.hosts)} hosts with {slots} {what} each are too few: {fleet} take at least "
+        f"{wanted} hosts"
+    )
 
 
 @record
@@ -166,9 +172,9 @@ class Devices:
     unit: ComputeUnit
     """gpu_hours if the devices are GPUs, device_hours if they are processes on CPUs."""
     trainer: float
-    """Devices of the trainer; of those that it shares with engines, the half."""
+    """Devices of the trainer; half of them if it shares them with engines."""
     engine: float
-    """Devices of all engines together, likewise."""
+    """Devices of all engines together; half of them if they share them with the trainer."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Devices:
@@ -182,10 +188,10 @@ class Devices:
 
 @record
 class Attempt:
-    """One start of a run, as its processes identify it. Produced by `controller.run_folder`."""
+    """A start of a run, as its processes identify it. Produced by `controller.run_folder`."""
 
     run_id: str
-    """The same in every attempt of the run."""
+    """Id of the run, which all of its attempts share."""
     incarnation: str
     """`JOB_ID.RESTART_COUNT` on Slurm, otherwise `local.N`; processes of an earlier attempt are refused by it."""
     folder: Path
@@ -205,10 +211,12 @@ class Fleet:
 
 
 def hosts_needed(recipe: Recipe, slots: int) -> int | None:
-    """Hosts with so many devices each that a run needs; None if one engine needs more devices than one host has."""
-    each, ranks = recipe.engine.devices_per_engine, recipe.trainer.world_size
-    if each > slots:
+    """Hosts that a run needs; None if an engine needs more devices than a host has. slots: devices of a host."""
+    size = recipe.engine.devices_per_engine
+    ranks = recipe.trainer.world_size
+    if size > slots:
         return None
-    rest = -ranks % slots  # devices that the ranks leave free on the last of their hosts
-    engines = max(0, recipe.engine.count - rest // each)
-    return -(-ranks // slots) + -(-engines // (slots // each))
+    # devices that the ranks leave free on the last of their hosts go to the first engines
+    rest = -ranks % slots
+    engines = max(0, recipe.engine.count - rest // size)
+    return -(-ranks // slots) + -(-engines // (slots // size))

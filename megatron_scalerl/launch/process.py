@@ -17,16 +17,17 @@ from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.numerics import check_engine
 from megatron_scalerl.engine.watchdog import EngineDied, LagClock, watch_progress
 from megatron_scalerl.launch.agents import RemoteServer
-from megatron_scalerl.launch.local_server import STOP_S, LocalServer, ServerEnded, ServerPlace
+from megatron_scalerl.launch.local_server import STOP_S, LocalServer, ServerEnded, ServerPlace, engine_port
 from megatron_scalerl.processes.child_process import race, time_limit
 from megatron_scalerl.recipe import Recipe
 
 
 class EngineProcess:
-    """One engine. `start` it, then use `client`; `watch` never returns; `stop` may be called at any time."""
+    """An engine. `start` it, then use `client`; `watch` never returns; `stop` may be called at any time."""
 
     def __init__(self, recipe: Recipe, server: LocalServer | RemoteServer, *, secret: str):
-        self._recipe, self.server = recipe, server
+        self._recipe = recipe
+        self.server = server
         self.name = server.name
         self.client = EngineClient(url="", secret=secret, name=self.name, settings=recipe.engine, tls=server.tls)
 
@@ -36,12 +37,12 @@ class EngineProcess:
     ) -> EngineProcess:
         """An engine whose server is a child of this process, as the recipe has it.
 
-        index: number of the engine from 0. place: fields of `ServerPlace` beside its address. Raises ValueError for
-        an option that vLLM does not know and for a port in use.
+        index: number of the engine from 0. place: fields of `ServerPlace` but its address. Raises ValueError for an
+        option that vLLM does not know and for a port in use.
         """
         engine = recipe.engine
-        at = ServerPlace(host=engine.host, port=engine.port + index if engine.port else 0, **place)
-        server = LocalServer(recipe, at, name=f"engine-{index}", secret=secret, log_path=log_path)
+        address = ServerPlace(host=engine.host, port=engine_port(engine, index), **place)
+        server = LocalServer(recipe, address, name=f"engine-{index}", secret=secret, log_path=log_path)
         return cls(recipe, server, secret=secret)
 
     async def start(self, *, version: int = 0) -> EngineInfo:
@@ -59,10 +60,10 @@ class EngineProcess:
                 info = await self.client.info()
             check_engine(info, self._recipe)
         except BaseException as error:
-            late = self._died(f"was not up within {limit:g} s (engine.start_timeout_s)")
+            timeout = self._died(f"was not up within {limit:g} s (engine.start_timeout_s)")  # has the log's end
             await self.stop()
             if isinstance(error, TimeoutError):
-                raise late from None
+                raise timeout from None
             if isinstance(error, ServerEnded):
                 raise self._died(str(error)) from None
             raise

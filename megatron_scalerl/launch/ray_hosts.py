@@ -54,16 +54,16 @@ def reserve(
     folder = tempfile.mkdtemp(prefix="msrl-ray-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     argv = [sys.executable, "-m", _MODULE, "--keep", folder, json.dumps([kind, count, slots])]
-    logger.warning("waiting for the Ray cluster to have the %ss free", kind)
-    # a session of its own: a terminal's SIGINT reaches the controller, which ends the run in order
+    logger.warning("waiting until the Ray cluster has free %ss", kind)
+    # in a new session: a terminal's SIGINT reaches the controller, which ends the run in order
     keeper = subprocess.Popen(tied_command(argv), stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert keeper.stdout is not None
-    said = keeper.stdout.readline()
-    if not said.startswith("{"):
-        raise ValueError(f"--hosts ray: {said.strip() or f'its driver ended with exit code {keeper.wait()}'}")
-    found = json.loads(said)
+    line = keeper.stdout.readline()
+    if not line.startswith("{"):
+        raise ValueError(f"--hosts ray: {line.strip() or f'its driver ended with exit code {keeper.wait()}'}")
+    reserved = json.loads(line)
     words = (sys.executable, "-m", _MODULE, str(Path(folder) / "socket"), "{host}")
-    return found["hosts"], found["slots"], words
+    return reserved["hosts"], reserved["slots"], words
 
 
 class Node:
@@ -102,24 +102,25 @@ class Node:
 
 
 class _Program(socketserver.StreamRequestHandler):
-    """One program of the controller: asked for by a process of its own, whose end ends it."""
+    """A program of the controller, requested by a separate process (`_run`), whose end ends the program."""
 
     def handle(self) -> None:
         import ray
 
-        asked, name = json.loads(self.rfile.readline()), uuid.uuid4().hex
-        node = self.server.nodes[asked["host"]]  # type: ignore[attr-defined]
+        request = json.loads(self.rfile.readline())
+        name = uuid.uuid4().hex
+        node = self.server.nodes[request["host"]]  # type: ignore[attr-defined]
         threading.Thread(target=self._end_with_caller, args=(node, name), daemon=True).start()
         try:
-            for said in node.run.options(num_returns="streaming").remote(name, asked["program"]):
-                self._tell(ray.get(said))
+            for message in node.run.options(num_returns="streaming").remote(name, request["program"]):
+                self._send(ray.get(message))
         except ray.exceptions.RayError as error:
-            self._tell({"output": f"Ray lost {asked['host']}: {str(error).splitlines()[0]}\n"})
-            self._tell({"code": 1})
+            self._send({"output": f"Ray lost {request['host']}: {str(error).splitlines()[0]}\n"})
+            self._send({"code": 1})
 
-    def _tell(self, said: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the caller is gone
-            self.wfile.write(json.dumps(said).encode() + b"\n")
+            self.wfile.write(json.dumps(message).encode() + b"\n")
 
     def _end_with_caller(self, node: Any, name: str) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -140,18 +141,18 @@ def _keep(folder: str, kind: str, count: int | None, slots: int | None) -> None:
     slots = slots or int(max((node.get(kind, 0) for node in alive), default=0))
     count = count or sum(node.get(kind, 0) >= slots for node in alive)
     if not slots or not count:
-        raise ValueError(f"expected nodes with {slots or 'any'} {kind}s, found {len(alive)} nodes without")
+        raise ValueError(f"the Ray cluster has {len(alive)} nodes, and none has {slots or 'any'} {kind}s")
     bundles = [{kind: slots} for _ in range(count)]
     group = placement_group(bundles, strategy="STRICT_SPREAD")
     if not group.wait(RESERVED_S):
         raise ValueError(f"{count} nodes with {slots} {kind}s each were not free within {RESERVED_S:g} s")
-    holds = {"num_gpus": slots} if kind == "GPU" else {"num_cpus": slots}
+    holds = {"num_cpus": 0, f"num_{kind.lower()}s": slots}
     nodes = [
         ray.remote(Node)
         .options(
             max_concurrency=_PROGRAMS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-            **{"num_cpus": 0, **holds},
+            **holds,
         )
         .remote()
         for number in range(count)
@@ -173,10 +174,10 @@ def _run(path: str, host: str, program: str) -> int:
         connection.sendall(json.dumps({"host": host, "program": program}).encode() + b"\n")
         with connection.makefile("rb") as lines:
             for line in lines:
-                said = json.loads(line)
-                if "code" in said:
-                    return int(said["code"])
-                sys.stdout.write(said["output"])
+                message = json.loads(line)
+                if "code" in message:
+                    return int(message["code"])
+                sys.stdout.write(message["output"])
                 sys.stdout.flush()
     return 1  # the keeper is gone
 
@@ -188,7 +189,7 @@ def main() -> int:
     try:
         _keep(sys.argv[2], *json.loads(sys.argv[3]))
     except ImportError:
-        print("expected the package ray in this environment (pip install 'megatron_scalerl[ray]'), found none")
+        print("the package ray is not installed in this environment; pip install 'megatron_scalerl[ray]'")
     except (ValueError, OSError, RuntimeError) as error:
         print(str(error).splitlines()[0])
     return 2

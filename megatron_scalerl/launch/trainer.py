@@ -38,27 +38,32 @@ class TrainerRanks:
 
     def __init__(self, recipe: Recipe, attempt: Attempt, client: TrainerClient, hosts: Hosts, placement: Placement):
         self.client = client
-        self._recipe, self._attempt = recipe, attempt
-        self._hosts, self._placement = hosts, placement
+        self._recipe = recipe
+        self._attempt = attempt
+        self._hosts = hosts
+        self._placement = placement
         self._children: list[ChildProcess] = []
         self._elsewhere: set[str] = set()
         """Names of the children that start ranks on other hosts."""
-        self._watches: list[asyncio.Task[NoReturn]] = []  # one per child; each ends by raising
+        self._watches: list[asyncio.Task[NoReturn]] = []  # for each child, which end by raising
         self._started = asyncio.Event()
 
     async def start(self) -> TrainerInfo:
         """Start all ranks and wait until they are ready. Raises the first failure."""
-        logs, address = self._attempt.folder / "logs", self._hosts.address
+        logs = self._attempt.folder / "logs"
         joining = self.client.worker_env(0)
         public = public_environment(self._attempt, self.client.endpoint, joining["MSRL_SECRET"], Purpose.TRAINER)
         public["WORLD_SIZE"] = joining["WORLD_SIZE"]
         for name, value in environment_of_ranks(self._recipe).items():
             public[name] = os.environ.get(name, value)  # the user's own value
+        # only MSRL_RANKS differs between the hosts
         for ranks in self._placement.trainer:
-            public["MSRL_RANKS"] = f"{ranks.first}:{ranks.count}:{ranks.of or ranks.count}"
+            public["MSRL_RANKS"] = f"{ranks.first}:{ranks.count}:{ranks.slots or ranks.count}"
             if ranks.host.here:
-                bind = {"MSRL_BIND_HOST": address} if address else {}
-                async for child in start_ranks(joining | public | bind, logs, self._recipe.trainer.threads):
+                environment = joining | public
+                if self._hosts.address is not None:
+                    environment["MSRL_BIND_HOST"] = self._hosts.address
+                async for child in start_ranks(environment, logs, self._recipe.trainer.threads):
                     self._add(child)
             else:
                 name = f"trainer-{ranks.host.name}"

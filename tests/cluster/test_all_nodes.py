@@ -40,8 +40,8 @@ def test_failed_checks_and_missing_reports_name_their_node():
 def test_the_few_that_differ_are_unfit():
     found = judged(report("a", driver="570"), report("b"), report("c"), report("d", GPUs=""))
     assert found == {
-        "a": "driver: expected 580, as on 3 of 4 nodes, found 570",
-        "d": "GPUs: expected 8 x H100, as on 3 of 4 nodes, found none",
+        "a": "driver: 570, where 3 of 4 nodes have 580",
+        "d": "GPUs: none, where 3 of 4 nodes have 8 x H100",
     }
 
 
@@ -63,7 +63,7 @@ node = options["json"].rsplit("/", 1)[1].removesuffix(".json")
 if node == "hangs":
     time.sleep(600)
 if node == "fails":
-    print("some output"); print("megatron-scalerl: --json: expected a folder"); sys.exit(2)
+    print("some output"); print("megatron-scalerl: --json: no folder"); sys.exit(2)
 if node == "half":
     open(options["json"], "w").write('{"format": 1'); sys.exit(0)
 checks = [{"name": "GPUs", "status": "failed", "found": "7", "expected": "8", "remedy": "r"}] * (node == "seven")
@@ -91,7 +91,7 @@ def test_every_node_is_asked_at_once_and_the_silent_ones_are_named(steps, monkey
     found = examine_nodes(names, steps, ["recipe.yaml", "--gpus"], within_s=600.0)
     assert found == {
         "seven": "GPUs: expected 8, found 7",
-        "fails": "no report (its step ended with exit code 2): --json: expected a folder",
+        "fails": "no report (its step ended with exit code 2): --json: no folder",
         "half": "no report (its step ended with exit code 0): no output",
         "hangs": "no report (within 600 s): no output",
     }
@@ -119,7 +119,7 @@ def test_the_nodes_of_an_allocation_begin_with_this_one(monkeypatch, tmp_path):
     ("words", "said"),
     [
         (["--hosts", "slurm"], "--hosts requires --reports"),
-        (["--hosts", "slurm", "--reports", "f"], "--hosts slurm: expected an allocation"),
+        (["--hosts", "slurm", "--reports", "f"], "--hosts slurm: this process is in no allocation"),
     ],
 )
 def test_wrong_options_are_one_line(words, said, monkeypatch, capsys):

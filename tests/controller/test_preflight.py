@@ -124,7 +124,10 @@ def test_too_long_prompts_are_skipped_counted_and_named(tiny, tmp_path):
             "engine.vllm.max_model_len=89",
             "engine.vllm.max_model_len: 89 is too short for the longest sequence, 91 tokens",
         ),
-        ('engine.vllm.hf_overrides={"head_dtype": "model"}', "expected no head_dtype .set policy.logits."),
+        (
+            'engine.vllm.hf_overrides={"head_dtype": "model"}',
+            "head_dtype 'model' cannot be set here; set policy.logits",
+        ),
     ],
 )
 def test_settings_that_cannot_work(tiny, override, message):
@@ -151,7 +154,7 @@ def test_a_port_in_use(tiny):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert refusal(tiny, f"engine.port={port}").endswith(f"127.0.0.1:{port} in use")
+        assert refusal(tiny, f"engine.port={port}") == f"engine.port: 127.0.0.1:{port} is in use; choose a free port"
 
 
 def code_file(tmp_path, *answers):

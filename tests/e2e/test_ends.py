@@ -119,7 +119,7 @@ def test_a_stopped_run_goes_on_and_a_hung_engine_ends_it(tiny_dense, tmp_path):
         named(again.children(), "EngineCore")[0].suspend()
         code, error = again.end()
     assert code == 1
-    assert "engine.min_engines: expected at least 1 engines that can serve, found 0 (engine-0: " in error
+    assert "engine.min_engines: 0 engines are left, and the run needs 1 (engine-0: " in error
     assert "engine-0 produced no token for" in error or "engine-0: pause: no answer" in error
     assert gone(again.groups)
 

@@ -102,5 +102,5 @@ def test_an_engine_with_another_attention_temperature_is_refused(tmp_path, monke
     make_run("llama4_tied", tmp_path)
     other = 'engine.vllm.override_generation_config={"attn_temperature_tuning": false}'
     done = train("llama4_tied", tmp_path, other, check=False)
-    expected = "config.json: attn_temperature_tuning: expected True in trainer and engine, found False in the engine"
+    expected = "config.json: attn_temperature_tuning: the trainer has True, and the engine False"
     assert done.returncode == 2 and expected in done.stderr

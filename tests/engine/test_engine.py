@@ -174,7 +174,7 @@ def test_an_invalid_plan_is_refused(engine, run):
         "token_ids": PROMPT,
         "sampling_params": {"max_tokens": 4, "extra_args": {"msrl_interruption": {"cut": 3}}},
     }
-    with pytest.raises(EngineError, match=r"400 .*expected an interruption plan"):
+    with pytest.raises(EngineError, match=r"400 .*is not an interruption plan"):
         run(engine.client.post("/inference/v1/generate", body))
 
 
@@ -294,7 +294,7 @@ def test_a_cancelled_completion_is_aborted(engine, run):
 
 def test_a_port_in_use_is_refused_in_one_line(engine, policies, tmp_path):
     recipe = recipe_for(policies["dense_a"], engine={"port": engine.server.port})
-    line = rf"engine\.port: expected a free port, found 127\.0\.0\.1:{engine.server.port} in use"
+    line = rf"engine\.port: 127\.0\.0\.1:{engine.server.port} is in use; choose a free port"
     with pytest.raises(ValueError, match=line):
         EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "log")
 
@@ -303,10 +303,10 @@ async def broken_weights_lose_completions(engine, policy):
     """A policy of NaN: vLLM reports -9999 for what it cannot compute."""
     await engine.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(policy)}})
     for _ in range(2):
-        with pytest.raises(CompletionLost, match=r"token 0: expected a log-prob.*found -9999") as lost:
+        with pytest.raises(CompletionLost, match=r"token 0: -9999.* is not a log-prob") as lost:
             await engine.client.generate(PROMPT, sampling=free(0, 5))
         assert lost.value.reason == "no_logprobs"
-    with pytest.raises(EngineError, match="engine-0: 3 completions in a row without usable log-probabilities"):
+    with pytest.raises(EngineError, match="engine-0: 3 completions in a row had no usable log-probabilities"):
         await engine.client.generate(PROMPT, sampling=free(0, 5))
 
 
@@ -364,11 +364,11 @@ def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, 
     assert all((i.world_size, i.weight_version, i.weight_digests) == (1, "3", ("",)) for i in infos.values())
     for logits, info in infos.items():
         check_engine(info, both[logits])
-    with pytest.raises(ValueError, match=r"policy\.logits fp32: expected float32 in trainer.*found bfloat16"):
+    with pytest.raises(ValueError, match=r"policy\.logits fp32: the trainer has float32, and the engine bfloat16"):
         check_engine(infos["model"], both["fp32"])
-    with pytest.raises(ValueError, match=r"policy\.logits model: expected bfloat16 in trainer.*found float32"):
+    with pytest.raises(ValueError, match=r"policy\.logits model: the trainer has bfloat16, and the engine float32"):
         check_engine(infos["fp32"], both["model"])
-    with pytest.raises(ValueError, match=r"engine\.vllm\.max_model_len: expected at least 1965, found 100"):
+    with pytest.raises(ValueError, match=r"engine\.vllm\.max_model_len: 100 is too short for sequences of 1965"):
         check_engine(dataclasses.replace(infos["fp32"], max_model_len=100), both["fp32"])
 
 

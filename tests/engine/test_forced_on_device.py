@@ -126,5 +126,5 @@ def test_vllm_loads_it_and_refuses_what_it_cannot_force(monkeypatch):
     other = Plan(cut=2, answer_budget=1, eos_id=EOS, phrase_ids=(5, 4), think_end_ids=(4,))
     with pytest.raises(VLLMValidationError, match="has forced another phrase"):
         validate(SamplingParams(extra_args=other.to_extra_args()))
-    with pytest.raises(VLLMValidationError, match="expected an interruption plan"):
+    with pytest.raises(VLLMValidationError, match="is not an interruption plan"):
         validate(SamplingParams(extra_args={"msrl_interruption": {"cut": 0}}))

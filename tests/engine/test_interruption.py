@@ -150,14 +150,14 @@ def test_the_longest_completion_is_reached_and_not_passed(changes, longest):
 
 @pytest.mark.parametrize("changes", [{"cut": 0}, {"answer_budget": 0}, {"cut": 0, "answer_budget": 0}])
 def test_a_plan_without_room_for_thinking_or_an_answer_is_refused(changes):
-    with pytest.raises(ValueError, match="expected cut and answer budget of at least 1, found"):
+    with pytest.raises(ValueError, match=r"cut \d and answer budget \d have to be at least 1"):
         plan(**changes)
 
 
 def test_a_completion_the_engine_did_not_interrupt_is_refused():
-    with pytest.raises(ValueError, match="expected the forced phrase, found"):
+    with pytest.raises(ValueError, match="is not the forced phrase"):
         tag([A] * 6, plan())
-    with pytest.raises(ValueError, match="expected the forced end of sequence 2, found"):
+    with pytest.raises(ValueError, match="is not the forced end of sequence, 2"):
         tag([A, END, B, B, B], plan())
 
 
@@ -165,11 +165,11 @@ def test_a_plan_survives_json_and_is_checked():
     assert Plan.from_extra_args(plan().to_extra_args()) == plan()
     assert Plan.from_extra_args(None) is None and Plan.from_extra_args({"other": 1}) is None
     assert Plan.from_extra_args(plan(whole_budget=9).to_extra_args()) == plan(whole_budget=9)
-    with pytest.raises(ValueError, match="expected an interruption plan"):
+    with pytest.raises(ValueError, match="is not an interruption plan"):
         Plan.from_extra_args({"msrl_interruption": {"cut": 3}})
-    with pytest.raises(ValueError, match="end with those of the closing tag"):
+    with pytest.raises(ValueError, match="do not end with those of the closing tag"):
         plan(phrase_ids=(5,))
-    with pytest.raises(ValueError, match="whole budget of at least cut \\+ answer budget, 5, found 4"):
+    with pytest.raises(ValueError, match="whole budget of 4 tokens is less than cut and answer budget together, 5"):
         plan(whole_budget=4)
 
 
@@ -192,7 +192,7 @@ def test_a_natural_end_leaves_the_rest_of_the_whole_budget(wishes, tokens, trunc
     tags = tag(found, whole)
     assert (found[: tags.kept_length], tags.truncated) == (tokens, truncated)
     if truncated:
-        with pytest.raises(ValueError, match="expected the forced end of sequence 2"):
+        with pytest.raises(ValueError, match="is not the forced end of sequence, 2"):
             tag([*tokens, B, B], whole)
 
 
@@ -204,7 +204,7 @@ def test_cuts_are_uniform_reproducible_and_independent():
     # 4,800 draws over 9 values: chi-square with 8 degrees of freedom stays below 26.1 but once in a thousand
     assert sum((c - 4800 / 9) ** 2 / (4800 / 9) for c in counts) < 26.1
     assert draw_cut(2, 0, 0, 1, 10**9) != draw_cut(1, 0, 0, 1, 10**9)
-    with pytest.raises(ValueError, match=r"expected 1 <= low <= high, found \[0, 3\]"):
+    with pytest.raises(ValueError, match=r"thinking_tokens: \[0, 3\] has to be a range"):
         draw_cut(1, 0, 0, 0, 3)
 
 
@@ -229,9 +229,9 @@ class _Letters:
 def test_phrase_and_tag_must_survive_the_tokenizer():
     assert plan_ids(_Letters(), "ab", "</>") == ((97, 98, 60, 47, 62), (60, 47, 62))
     assert plan_ids(_Letters(), "@ .", "</>")[0] == (64, 32, 46, 60, 47, 62)
-    with pytest.raises(ValueError, match=r"prompts\.think_end: expected a text that survives"):
+    with pytest.raises(ValueError, match=r"prompts\.think_end: .* does not survive"):
         plan_ids(_Letters(), "ab", "</z>")
-    with pytest.raises(ValueError, match=r"prompts\.think_end: expected at least one token"):
+    with pytest.raises(ValueError, match=r"prompts\.think_end: .* has no tokens"):
         plan_ids(_Letters(), "ab", "")
 
 

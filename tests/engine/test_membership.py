@@ -103,7 +103,7 @@ def test_engines_that_leave_are_never_too_few_but_one_that_is_there_counts():
         await passes()
         assert not few.done() and members.left == 2
         members.lose(index, "left")
-        with pytest.raises(EngineDied, match=r"at least 2 engines that can serve, found 1 \(engine-0: broken\)"):
+        with pytest.raises(EngineDied, match=r"1 engines are left, and the run needs 2 \(engine-0: broken\)"):
             await asyncio.wait_for(few, 120)
 
     asyncio.run(scenario())

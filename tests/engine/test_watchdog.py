@@ -223,7 +223,7 @@ def test_progress_is_parsed_and_an_invalid_response_is_refused():
         server.tokens = 7
         progress = await server.client.progress()
         server.tokens = "many"
-        with pytest.raises(EngineError, match="engine-4: /msrl/progress: expected a whole JSON answer"):
+        with pytest.raises(EngineError, match="engine-4: /msrl/progress: the answer is not valid"):
             await server.client.progress()
         return progress
 

@@ -134,9 +134,9 @@ async def test_a_wrong_key_gets_no_answer(peer):
     [
         ({"run_id": "other"}, "its run id is other, .* run$"),
         ({"incarnation": "0.0"}, "its incarnation is 0.0, .* 1.0$"),
-        ({"start": "earlier"}, r"engine-0: not expected \(any more\)"),
-        ({"name": "engine-1"}, r"engine-1: not expected \(any more\)"),
-        ({"name": "extra-7-0"}, "extra-7-0: expected no start of an engine that joins, found s"),
+        ({"start": "earlier"}, "engine-0: the controller does not wait for this start"),
+        ({"name": "engine-1"}, "engine-1: the controller does not wait for this start"),
+        ({"name": "extra-7-0"}, "extra-7-0: an engine that joins names no start, and this one names s"),
         ({"name": "extra-7/../0"}, "the .* bytes that have arrived are no message"),
         ({"devices": 0}, "the .* bytes that have arrived are no message"),
         ({"host": "b\x1b[2J"}, "the .* bytes that have arrived are no message"),
@@ -156,11 +156,11 @@ async def test_two_agents_with_one_name():
         link, _ = await engine_0(registry, agent)
         second, third, fourth = (agent() for _ in range(3))
         await second.hello()
-        assert await second.refusal() == "engine-0: expected one agent, found a second"
+        assert await second.refusal() == "engine-0: an agent of this name is connected already"
         await third.join()
         assert await third.answer() == registry.welcome
         await fourth.join()
-        assert await fourth.refusal() == "extra-7-0: expected one agent, found a second"
+        assert await fourth.refusal() == "extra-7-0: an agent of this name is connected already"
         third.close()
         await ended(registry.joining.get_nowait())
         fifth = agent()
@@ -321,7 +321,7 @@ async def test_a_server_that_was_not_started_is_reported_with_the_reason():
 async def test_an_agent_is_stopped_or_given_up():
     async with registry_of() as (registry, agent):
         link, one = await engine_0(registry, agent)
-        await link.tell(messages.Stop(grace_s=3.0))
+        await link.send(messages.Stop(grace_s=3.0))
         assert await one.answer() == messages.Stop(grace_s=3.0)
         await link.forget()
         assert await one.refusal() == "the controller has given this start up"
@@ -330,7 +330,7 @@ async def test_an_agent_is_stopped_or_given_up():
         never = registry.expect("engine-1", "b", "late")
         await never.forget()
         await late.hello(name="engine-1", start="late")
-        assert "not expected" in await late.refusal()
+        assert "does not wait for this start" in await late.refusal()
 
 
 def command(script, tmp_path):
@@ -342,7 +342,7 @@ def command(script, tmp_path):
     ("script", "within_s", "said"),
     [
         ("echo no route to host; exit 255", 240.0, r"lost the command that started its agent, .* code 255"),
-        ("echo no route to host; sleep 100", 0.5, r"no message from the agent within 0\.5 s"),
+        ("echo no route to host; sleep 100", 0.5, r"sent no message through its agent within 0\.5 s"),
     ],
     ids=["ends", "hangs"],
 )

@@ -47,7 +47,7 @@ def test_the_soft_limit_is_raised_for_the_children_too_and_beyond_the_need_if_al
 def test_a_hard_limit_below_the_need_is_refused_in_one_line(recipe):
     done = limited(recipe, 1024)
     line = (
-        f"refused: open files: expected a hard limit of at least {files_needed(recipe)} for engine.count 4 x "
-        "rollouts.max_in_flight 256, found 1024 (ulimit -Hn)"
+        "refused: open files: the hard limit of 1024 (ulimit -Hn) is too low: engine.count 4 x "
+        f"rollouts.max_in_flight 256 take {files_needed(recipe)}"
     )
     assert (done.returncode, done.stderr.strip()) == (1, line)

@@ -57,7 +57,7 @@ async def test_a_server_behind_an_agent_speaks_tls_and_dies_with_it(policy, tmp_
         assert not Path(key).parent.exists(), "the key is deleted once the server has read it"
         processes[0].kill()
         await none_left(processes)
-        with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(host b\) lost "):
+        with pytest.raises(EngineDied, match=r"engine\.min_engines: 0 .* \(engine-0: engine-0 \(host b\) lost "):
             await engines.watch()
     server, agent = (Path(tmp_path, "logs", f"{name}-0.log").read_text() for name in ("engine", "agent"))
     assert re.search(r"INFO +engine-0 vllm\.", server) and "accepted by the controller" in agent

@@ -10,7 +10,7 @@ import pytest
 from megatron_scalerl.cluster import submission
 from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan
 from megatron_scalerl.cluster.cluster import Partition
-from megatron_scalerl.cluster.slurm_status import attempts, lost, seconds_left, spent, unfit
+from megatron_scalerl.cluster.slurm_status import attempts, failed_nodes, seconds_left, spent, unfit
 from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
@@ -85,15 +85,15 @@ def test_nodes_are_alike_and_filled(fleet, partition, wanted, found):
         ((16, 8, 2), H100, asked(5), "--nodes: 5 is too many: the fleet fills 4 with 8 devices each"),
         ((16, 8, 2), H100, asked(11), "--nodes: 11 is out of range: partition gpu has 10 nodes"),
         ((16, 8, 2), H100, asked(), "engine GPUs do not fit on one node: a node of gpu has 8; --nodes 4"),
-        ((2, 2, 4), H100, asked(2, gpus_per_node=2), "engine.devices_per_engine: expected at most 2, the devices of"),
+        ((2, 2, 4), H100, asked(2, gpus_per_node=2), "engine.devices_per_engine: 4 is more than the 2 devices"),
         ((2, 1, 16), H100, asked(), "one engine takes 16"),
-        ((2, 2, 1), H100, asked(2, gpus_per_node=9), "--gpus-per-node: expected 0 to 8"),
-        ((2, 2, 1), H100, asked(2, gpus_per_node=-1), "--gpus-per-node: expected 0 to 8"),
-        ((2, 2, 1), H100, asked(2, gpus_per_node=2, slots=2), "--slots: expected a run on CPUs (on GPUs set "
-         "--gpus-per-node), found 2 GPUs a node"),
+        ((2, 2, 1), H100, asked(2, gpus_per_node=9), "--gpus-per-node: 9 is out of range: a node of gpu has 8"),
+        ((2, 2, 1), H100, asked(2, gpus_per_node=-1), "--gpus-per-node: -1 is out of range: a node of gpu has 8"),
+        ((2, 2, 1), H100, asked(2, gpus_per_node=2, slots=2), "--slots is for a run on CPUs, and this one takes "
+         "2 GPUs of a node"),
         ((2, 2, 1), H100, asked(2, slots=2), "--slots requires --gpus-per-node 0"),
         ((2, 2, 1), CPUS, asked(slots=2), "--slots requires --nodes of at least 2"),
-        ((2, 2, 1), CPUS, asked(2, cpus=33), "--cpus: expected 1 to 32"),
+        ((2, 2, 1), CPUS, asked(2, cpus=33), "--cpus: 33 is out of range: a node of"),
         ((2, 2, 1), H100, asked(gpus_per_node=2), "--gpus-per-node: 2 is too few: ranks and engines take 4"),
     ],
 )  # fmt: skip
@@ -167,7 +167,7 @@ def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):
 
 def test_nodes_that_failed_are_named():
     states = {"a": "mixed", "b": "down*", "c": "idle", "d": "mixed*", "e": "drained"}
-    assert list(lost("abcdef", "abde", states)) == [
+    assert list(failed_nodes("abcdef", "abde", states)) == [
         "b is down*: Slurm gets no answer from it",
         "c failed and has left the job; it is idle now",
         "d is mixed*: Slurm gets no answer from it",

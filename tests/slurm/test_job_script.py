@@ -78,8 +78,8 @@ def test_the_script_of_an_array_is_not_that_of_other_runs(tmp_path):
         with pytest.raises(ValueError) as refused:
             check_script(script, [Path("/r/a"), Path("/r/it")])
         assert str(refused.value) == (
-            f"{tmp_path / 'study.array'}: expected the script of these runs, found that of others; move it away, or "
-            "rename the array's folder or base"
+            f"{tmp_path / 'study.array'}: its job script is that of other runs; move it away, or rename the array's "
+            "folder or base"
         )
 
 
@@ -130,7 +130,7 @@ def test_options_of_the_site_take_the_place_of_the_jobs_own(tmp_path, sbatch, ha
 
 def test_fewer_gpus_than_the_run_takes_are_refused_and_a_run_on_cpus_asks_for_none():
     site = Site(sbatch={"gres": "gpu:h100:4", "mem-per-gpu": "64G", "account": "lab"})
-    with pytest.raises(ValueError, match="expected at least 8 GPUs of a node, found gpu:h100:4"):
+    with pytest.raises(ValueError, match="sbatch: gpu:h100:4 gives fewer GPUs of a node than the 8"):
         render(changed(PLAN, site=site))
     text = render(changed(PLAN, site=site, gpus=0, cpus=4))
     assert "--account=lab" in text and "gres" not in text and "mem-per-gpu" not in text
@@ -220,9 +220,9 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
             "container: docker",
             "container: expected one of none, pyxis, apptainer, or a list of words, found 'docker'",
         ),
-        ("container: pyxis", "image: expected with pyxis or apptainer"),
+        ("container: pyxis", "image: containers of pyxis and apptainer need one"),
         *(
-            (f"environment: {{{name}: abc}}", f"since the job script is readable by others, found {name};")
+            (f"environment: {{{name}: abc}}", f"environment: {name} looks like a secret")
             for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "GITHUB_PAT", "DB_PASS", "API_KEY_2", "AZURE_CLIENT_SECRET")
         ),
         ("environment: {A: [1]}", "environment.A: expected names of variables with one line of text each, found [1]"),
@@ -230,19 +230,16 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
         ('sbatch: {comment: "a\\nrm -rf /"}', "sbatch.comment: expected options of sbatch by their long names"),
         ('modules: ["a\\nb"]', "modules.0: expected a list of texts, found 'a\\nb'"),
         ("sbatch: {nodes: 3}", "sbatch: nodes is set by the option --nodes of submit"),
-        ("environment: {https_proxy: 'http://me:pass@proxy:80'}", "expected no secret"),
+        ("environment: {https_proxy: 'http://me:pass@proxy:80'}", "environment: https_proxy looks like a secret"),
         ("local: $(id)/x", "local: expected an absolute path, or one that begins with a variable"),
-        ("template: my.sbatch", "template: expected a file, found none at "),
-        ("sbatch: {no-requeu: true}", "sbatch: expected whole names of options, found no-requeu"),
+        ("template: my.sbatch", "my.sbatch is not a file"),
+        ("sbatch: {no-requeu: true}", "sbatch: no-requeu is only the beginning of an option's name"),
         ("sbatch: {time-min: 5}", "sbatch: time-min is set by the job itself"),
-        ("sbatch: {gpus-per-node: false}", "sbatch.gpus-per-node: expected names, found False"),
-        ("sbatch: {export: [A, ALL]}", "sbatch.export: expected names, found A,ALL"),
-        ("sbatch: {export: A=b}", "sbatch.export: expected names, found A=b"),
-        (
-            "stage: [env]",
-            "stage: expected absolute paths with different last names, found ['env']",
-        ),
-        ("stage: [/a/env, /b/env]", "stage: expected absolute paths"),
+        ("sbatch: {gpus-per-node: false}", "sbatch.gpus-per-node: False is not"),
+        ("sbatch: {export: [A, ALL]}", "sbatch.export: A,ALL is not"),
+        ("sbatch: {export: A=b}", "sbatch.export: A=b is not"),
+        ("stage: [env]", "stage: the paths ['env'] have to be absolute"),
+        ("stage: [/a/env, /b/env]", "stage: the paths ['/a/env', '/b/env'] have to be absolute"),
     ],
 )
 def test_a_wrong_site_file_is_refused(tmp_path, text, said):
@@ -271,7 +268,7 @@ def test_no_sbatch_on_the_path_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["submit", "r.yaml", "--partition", "gpu", "--time", "60"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "megatron-scalerl: sbatch: expected it on the path (submit from a login node, or --dry-run), found none"
+        "megatron-scalerl: sbatch is not on the path; submit from a login node, or add --dry-run"
     ]
 
 
@@ -355,16 +352,22 @@ def test_the_status_of_a_folder_without_slurm(tmp_path, tiny, without_slurm, cap
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "expected one of RECIPE, --array FOLDER and --status RUN"),
-        (["r.yaml", "--array", "f"], "expected one of RECIPE"),
-        (["r.yaml", "--time", "60"], "--partition: expected a value"),
-        (["r.yaml", "--partition", "p"], "--time: expected a value"),
+        ([], "give one of RECIPE, --array FOLDER and --status RUN"),
+        (["r.yaml", "--array", "f"], "give one of RECIPE"),
+        (["r.yaml", "--time", "60"], "--partition is missing"),
+        (["r.yaml", "--partition", "p"], "--time is missing"),
         (["r.yaml", "--partition", "p", "--time", "60", "--throttle", "2"], "--throttle requires --array"),
-        (["--array", "f", "--partition", "p", "--time", "60", "--throttle", "0"], "--throttle: expected at least 1"),
-        (["r.yaml", "--status", "f"], "--status: expected its value alone"),
+        (
+            ["--array", "f", "--partition", "p", "--time", "60", "--throttle", "0"],
+            "--throttle is 0; it has to be at least 1",
+        ),
+        (["r.yaml", "--status", "f"], "--status stands alone"),
         (["--seconds-left", "f"], "--seconds-left requires --gpu-hours"),
-        (["r.yaml", "--partition", "p", "--time", "60", "--gpu-hours", "0"], "--gpu-hours: expected more than 0"),
-        (["r.yaml", "--partition", "p", "--time", "60", "--nodes", "0"], "--nodes: expected at least 1"),
+        (
+            ["r.yaml", "--partition", "p", "--time", "60", "--gpu-hours", "0"],
+            "--gpu-hours is 0; it has to be more than 0",
+        ),
+        (["r.yaml", "--partition", "p", "--time", "60", "--nodes", "0"], "--nodes is 0; it has to be at least 1"),
     ],
 )
 def test_options_that_contradict_each_other_are_one_line(words, said, capsys):
@@ -375,7 +378,7 @@ def test_options_that_contradict_each_other_are_one_line(words, said, capsys):
 
 @pytest.mark.parametrize("limit", ["", "1:2:3:4", "1-"])
 def test_a_time_limit_is_written_as_slurm_does(limit):
-    with pytest.raises(ValueError, match="--time: expected MINUTES"):
+    with pytest.raises(ValueError, match=f"--time: {limit!r} is not a time limit"):
         cluster.seconds_of(limit)
 
 
@@ -513,7 +516,7 @@ def test_nothing_is_copied_through_a_link(tmp_path):
     (tmp_path / "local" / f"megatron-scalerl-{os.getuid()}").symlink_to("elsewhere")
     (tmp_path / "local" / "elsewhere").mkdir()
     done = alone(tmp_path, "true", stage=(str(tmp_path / "bin"),))
-    assert done.returncode == 1 and "expected a folder of this user, found l" in last_error(tmp_path)
+    assert done.returncode == 1 and "has to be a folder of this user: l" in last_error(tmp_path)
 
 
 def test_the_script_alone_forwards_the_signal_and_queues_the_job_again(tmp_path):

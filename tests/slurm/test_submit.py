@@ -44,7 +44,7 @@ def refusal(words, capsys):
     [
         (["--partition", "gqu"], "gqu is not a partition of this cluster; the nearest is gpu"),
         (["--partition", "k"], "k is not a partition of this cluster; partitions here: gpu, others"),
-        (["--gpus", "9"], "--gpus-per-node: expected 0 to 8, what a node of gpu has, found 9"),
+        (["--gpus", "9"], "--gpus-per-node: 9 is out of range: a node of gpu has 8"),
         (["--gpus-per-node", "2"], "--gpus-per-node: 2 is too few: ranks and engines take 3"),
         (["--time", "1"], "use at least 75 s"),
         (["--time", "2-0"], "more than the limit of partition gpu, 86400 s"),
@@ -78,7 +78,7 @@ def test_what_cannot_run_is_refused(stand_in, capsys, options, said):
 def test_what_slurm_refuses_is_refused_by_the_dry_run(stand_in, tmp_path, capsys):
     words, _ = stand_in("0", "--dry-run")
     write_site(tmp_path / "site.yaml", STAND_IN_PROGRAM, sbatch=["--constraint=nosuch"])
-    assert "expected a job that the cluster accepts" in refusal(words, capsys)
+    assert "job.sbatch: the cluster does not accept this job" in refusal(words, capsys)
 
 
 def test_a_dry_run_submits_nothing(stand_in, capsys):
