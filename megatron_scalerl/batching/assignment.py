@@ -85,8 +85,7 @@ def plan_step(
     for index, length in enumerate(lengths):
         if length > micro_batch_tokens:
             raise ValueError(
-                f"trainer.micro_batch_tokens: expected at least {length}, the length of sample {index}, "
-                f"found {micro_batch_tokens}"
+                f"trainer.micro_batch_tokens: {micro_batch_tokens} are too few for sample {index} of {length} tokens"
             )
     bins = [_first_fit(members, lengths, micro_batch_tokens) for members in _balance(lengths, dp_size)]
     count = max(map(len, bins))

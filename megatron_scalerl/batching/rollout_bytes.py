@@ -130,26 +130,32 @@ def write(rollout: Rollout | RolloutArrays) -> bytes:
 def read(data: bytes | memoryview) -> RolloutArrays:
     """The completion in `data`; its token ids and log-probs are views of it. Raises ValueError for other bytes."""
     if len(data) < _HEADER.size:
-        raise ValueError(f"rollout: expected at least {_HEADER.size} bytes, found {len(data)}")
+        raise ValueError(f"rollout: {len(data)} bytes are shorter than a header of {_HEADER.size}")
     fields = _HEADER.unpack_from(data)
     layout, flags, unused, tokens, runs, ranges, cut, seed, layers, topk, width, expert_bytes = fields
     if layout != _FORMAT or flags >= 16 or unused:
-        raise ValueError(f"rollout: expected format {_FORMAT}, found {layout} (flags {flags}, {unused})")
+        raise ValueError(
+            f"rollout: format {layout} with flags {flags}, {unused} cannot be read; this is format {_FORMAT}"
+        )
     value = np.dtype("<f8" if flags & _FLOAT64 else "<f4")
     sizes = [runs * _VERSION_RUN.itemsize, ranges * _FORCED_RANGE.itemsize, tokens * 4, tokens * value.itemsize]
     starts = np.cumsum([_HEADER.size, *sizes, expert_bytes]).tolist()
     if starts[-1] != len(data):
-        raise ValueError(f"rollout: expected {starts[-1]} bytes, found {len(data)}")
+        raise ValueError(f"rollout: {len(data)} bytes arrived, the header says {starts[-1]}")
     version_runs = np.frombuffer(data, _VERSION_RUN, runs, starts[0])
     forced = np.frombuffer(data, _FORCED_RANGE, ranges, starts[1])
     lengths = version_runs["tokens"].astype(np.int64)
     if lengths.sum() != tokens or (lengths == 0).any():
-        raise ValueError(f"rollout: expected policy versions of {tokens} tokens, found {lengths.sum()}")
+        raise ValueError(
+            f"rollout: runs of policy versions have to fill {tokens} tokens, theirs are {lengths.tolist()[:8]}"
+        )
     if experts := bool(flags & _EXPERTS):
         if width not in (1, 2) or not layers or not topk or expert_bytes % (width * layers * topk):
-            raise ValueError(f"rollout: expected whole expert choices, found {expert_bytes} bytes of {width} each")
+            raise ValueError(
+                f"rollout: {expert_bytes} bytes are no expert choices of {layers} x {topk} x {width} bytes"
+            )
     elif expert_bytes:
-        raise ValueError(f"rollout: expected no expert choices, found {expert_bytes} bytes")
+        raise ValueError(f"rollout: it has {expert_bytes} bytes of expert choices, but no flag for them")
     choices = (
         ExpertChoices(layers=layers, topk=topk, width=cast(Literal[1, 2], width), data=bytes(data[starts[4] :]))
         if experts
@@ -193,7 +199,7 @@ def _mask(forced: np.ndarray, tokens: int) -> np.ndarray:
     bounds = np.stack([forced["start"], forced["end"]], axis=1).ravel().astype(np.int64)
     if len(bounds) and (bounds[-1] > tokens or (np.diff(bounds) <= 0).any()):
         raise ValueError(
-            f"rollout: expected ascending forced ranges within {tokens} tokens, found {bounds.tolist()[:8]}"
+            f"rollout: forced ranges have to ascend within {tokens} tokens, these are {bounds.tolist()[:8]}"
         )
     mask = np.ones(tokens, dtype=bool)
     for start, end in bounds.reshape(-1, 2).tolist():

@@ -1,6 +1,6 @@
 """Checks of a projection's arguments, before any rank waits for another.
 
-Every mistake is a ValueError with expected and found. In a group the first exchange is a fixed number of integers
+Every mistake is a ValueError that names the argument. In a group the first exchange is a fixed number of integers
 per rank: the rank's own error, and what must be equal on all. So all ranks raise the same error. The trainer compares
 its batches once a step (`trainer.agreement`) and turns this exchange off with `Settings.trusted`.
 """
@@ -94,7 +94,7 @@ def _call(
     rows = weight.shape[0]
     true_size = rows * size if settings.vocab_size is None else settings.vocab_size
     if not 0 < true_size <= rows * size:
-        raise ValueError(f"vocab_size: expected 1 to {rows * size} ({rows} rows on {size} ranks), found {true_size}")
+        raise ValueError(f"vocab_size is {true_size}; it has to be 1 to {rows * size} ({rows} rows on {size} ranks)")
     kept = settings.places if settings.loss_mask is None else settings.loss_mask.nonzero()[:, 0]
     selected = targets if kept is None else targets.index_select(0, kept)
     if not settings.trusted:
@@ -119,7 +119,7 @@ def _call(
     if shape.workspace_bytes < need:
         mib = math.ceil(need / 2**20 * 1000) / 1000
         raise ValueError(
-            f"workspace_mb: expected at least {mib} for one block of logits, found {settings.workspace_mb:g}"
+            f"workspace_mb is {settings.workspace_mb:g}; it has to be at least {mib}, for one block of logits"
         )
     return Call(
         backend=backend,
@@ -144,45 +144,46 @@ def _check_options(settings: Settings) -> None:
     for name, kind in (("logits", Precision), ("entropy", Entropy), ("grad_logits", GradLogits)):
         value, known = getattr(settings, name), get_args(kind)
         if value not in known:
-            raise ValueError(f"{name}: expected {', '.join(known[:-1])} or {known[-1]}, found {value!r}")
+            raise ValueError(f"{name} is {value!r}; it has to be {', '.join(known[:-1])} or {known[-1]}")
 
 
 def _check_operands(hidden: Tensor, weight: Tensor) -> None:
     if type(weight) not in (Tensor, torch.nn.Parameter) or weight.dtype not in DTYPES:
         kind = type(weight).__name__ if type(weight) not in (Tensor, torch.nn.Parameter) else weight.dtype
         raise ValueError(
-            "weight: expected a plain tensor in bfloat16, float32 or float64 (a quantized head has no exact logits), "
-            f"found {kind}"
+            f"weight is {kind}; it has to be a plain tensor in bfloat16, float32 or float64, since a quantized head "
+            "has no exact logits"
         )
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"expected hidden [T, H] and weight [V/p, H], found {list(hidden.shape)} and {list(weight.shape)}"
+            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}; they have to be [T, H] and [V/p, H]"
         )
     if hidden.dtype != weight.dtype or hidden.device != weight.device:
         raise ValueError(
-            f"weight: expected {hidden.dtype} on {hidden.device}, as hidden, found {weight.dtype} on {weight.device}"
+            f"weight is {weight.dtype} on {weight.device}, but hidden is {hidden.dtype} on {hidden.device}"
         )
 
 
 def _check_tokens(tokens: int, targets: Tensor, settings: Settings, shares: int) -> None:
     per_rank = f" ({shares} ranks have {tokens // shares} tokens each)" if shares > 1 else ""
     if list(targets.shape) != [tokens]:
-        raise ValueError(f"expected targets [{tokens}], found {list(targets.shape)}{per_rank}")
+        raise ValueError(f"targets is {list(targets.shape)}; it has to be [{tokens}]{per_rank}")
     if targets.dtype != torch.int64:
-        raise ValueError(f"targets: expected int64, found {targets.dtype}")
+        raise ValueError(f"targets is {targets.dtype}; it has to be int64")
     mask, places, temperature = settings.loss_mask, settings.places, settings.temperature
-    if places is not None and (mask is not None or places.dim() != 1 or places.dtype != torch.int64):
-        given = "beside loss_mask" if mask is not None else f"{list(places.shape)} in {places.dtype}"
-        raise ValueError(f"expected places [C] in int64 instead of loss_mask, found {given}")
+    if places is not None and mask is not None:
+        raise ValueError("places and loss_mask are both set; leave one of them out")
+    if places is not None and (places.dim() != 1 or places.dtype != torch.int64):
+        raise ValueError(f"places is {list(places.shape)} in {places.dtype}; it has to be [C] in int64")
     if mask is not None and (list(mask.shape) != [tokens] or mask.dtype != torch.bool):
-        raise ValueError(f"expected loss_mask [{tokens}] in bool, found {list(mask.shape)} in {mask.dtype}")
+        raise ValueError(f"loss_mask is {list(mask.shape)} in {mask.dtype}; it has to be [{tokens}] in bool")
     if isinstance(temperature, Tensor) and list(temperature.shape) not in ([], [tokens]):
-        raise ValueError(f"expected temperature a number or [{tokens}], found {list(temperature.shape)}")
+        raise ValueError(f"temperature is {list(temperature.shape)}; it has to be a number or [{tokens}]")
     if isinstance(temperature, Tensor) and settings.trusted:
         return
     lowest = float(temperature.min() if isinstance(temperature, Tensor) else temperature)
     if not lowest > 0:
-        raise ValueError(f"temperature: expected above 0, found {lowest}")
+        raise ValueError(f"temperature is {lowest}; it has to be above 0")
 
 
 def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> None:
@@ -191,8 +192,8 @@ def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> Non
         first = int(outside[0])
         place = first if kept is None else int(kept[first])
         raise ValueError(
-            f"targets: expected ids from 0 to {vocabulary - 1}, found {int(targets[first])} at position {place} "
-            f"({outside.numel()} such)"
+            f"targets: id {int(targets[first])} at position {place} is outside the vocabulary of {vocabulary} ids "
+            f"(the first of {outside.numel()})"
         )
 
 
@@ -207,8 +208,8 @@ def _into_main_grad(weight: Tensor, requested: bool | None) -> bool:
     )
     if requested and not able:
         raise ValueError(
-            f"main_grad: expected a weight whose main_grad {list(weight.shape)} Megatron's DDP has made, found "
-            f"{'none' if grad is None else list(grad.shape)}"
+            f"main_grad is true, but the weight {list(weight.shape)} has "
+            f"{'none' if grad is None else list(grad.shape)} and not the one that Megatron's DDP makes"
         )
     return able and requested is not False
 
@@ -247,4 +248,4 @@ def _agree(group: dist.ProcessGroup, device: torch.device, problem: str, shared:
     for place, name in enumerate(shared, _MESSAGE):
         values = [row[place] for row in rows]
         if len(set(values)) > 1:
-            raise ValueError(f"{name}: expected the same on all ranks of the tensor-parallel group, found {values}")
+            raise ValueError(f"{name}: the ranks of the tensor-parallel group differ, they have {values}")

@@ -34,7 +34,9 @@ def token_weights(lengths: Sequence[Sequence[int]], reduction: Reduction) -> lis
         elif reduction == "token_mean":
             weights = [_inverse(total)] * len(group)
         else:
-            raise ValueError(f"loss.reduction: expected prompt_mean, sequence_mean, token_mean; found {reduction!r}")
+            raise ValueError(
+                f"loss.reduction is {reduction!r}; it has to be prompt_mean, sequence_mean or token_mean"
+            )
         result.append([w if length else 0.0 for w, length in zip(weights, group)])
     return result
 

@@ -26,8 +26,8 @@ def check_tokens(micro_batches: Sequence[MicroBatch], vocab_size: int) -> None:
             outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
             if len(outside):
                 raise ValueError(
-                    f"micro-batch {number}: {name}: expected ids from 0 to {vocab_size - 1}, found "
-                    f"{ids[outside[0]]} at position {places[outside[0]]} ({len(outside)} such)"
+                    f"micro-batch {number}: {name}: id {ids[outside[0]]} at position {places[outside[0]]} is outside "
+                    f"the vocabulary of {vocab_size} ids (the first of {len(outside)})"
                 )
 
 
@@ -47,14 +47,14 @@ def agree(micro_batches: Sequence[MicroBatch], parallel: Parallel, *, step: int)
     for rank, (dp_rank, its_step, count, digest) in enumerate(everyone):
         if (its_step, count) != tuple(everyone[0][1:3]):
             raise RuntimeError(
-                f"rank {rank}: expected step {everyone[0][1]} with {everyone[0][2]} micro-batches, as rank 0, found "
-                f"step {its_step} with {count}"
+                f"rank {rank} has {count} micro-batches for step {its_step}, rank 0 has {everyone[0][2]} for step "
+                f"{everyone[0][1]}"
             )
         known, rank_known = first_of.setdefault(dp_rank, (digest, rank))
         if known != digest:
             raise RuntimeError(
-                f"rank {rank}: expected the micro-batches of rank {rank_known}, both data-parallel rank {dp_rank}, "
-                "found others"
+                f"rank {rank} and rank {rank_known} have different micro-batches, but both are data-parallel rank "
+                f"{dp_rank}"
             )
 
 

@@ -65,13 +65,13 @@ def checked(frames: Sequence[Buffer], limits: Limits) -> HeldBatch:
     plan, where = message.plan, f"batch of step {message.plan.step}"
     if not 0 <= plan.policy_version <= _LARGEST_VERSION:
         raise InvalidMessage(
-            f"{where}: expected a policy version up to {_LARGEST_VERSION}, found {plan.policy_version}"
+            f"{where}: the policy version is {plan.policy_version}; it has to be 0 to {_LARGEST_VERSION}"
         )
     for number, members in enumerate(plan.micro_batches):
         tokens = sum(sample.length for sample in members)
         if tokens > limits.micro_batch_tokens:
             raise InvalidMessage(
-                f"{where}: micro-batch {number}: expected at most {limits.micro_batch_tokens} tokens, found {tokens}"
+                f"{where}: micro-batch {number} has {tokens} tokens, more than the limit {limits.micro_batch_tokens}"
             )
     completions = []
     for number, (sample, frame) in enumerate(zip(plan.samples, frames[1:], strict=True)):
@@ -86,19 +86,23 @@ def _completion(sample: SampleFacts, frame: Buffer, policy_version: int, limits:
     """The completion in a frame. Raises ValueError where it is not that of the sample."""
     prompt = sample.prompt_token_ids
     if not prompt or min(prompt) < 0 or max(prompt) >= _LARGEST_ID:
-        raise ValueError(f"expected a prompt of token ids, found {len(prompt)} numbers, {prompt[:4]} first")
+        raise ValueError(
+            f"the prompt has to be one or more token ids; it is {len(prompt)} numbers, {prompt[:4]} first"
+        )
     completion = read(frame)
     if len(completion.token_ids) != sample.tokens:
-        raise ValueError(f"expected {sample.tokens} tokens, found {len(completion.token_ids)}")
+        raise ValueError(f"{len(completion.token_ids)} tokens arrived, the plan says {sample.tokens}")
     versions = completion.policy_versions
     if len(versions) and not 0 <= versions.min() <= versions.max() <= policy_version:
         raise ValueError(
-            f"expected policy versions up to {policy_version}, found {versions.min()} to {versions.max()}"
+            f"its tokens have policy versions {versions.min()} to {versions.max()}, not all within 0 to "
+            f"{policy_version}"
         )
     choices = completion.expert_choices
     if choices is not None and (choices.layers, choices.topk) != limits.experts:
         raise ValueError(
-            f"expected expert choices of (layers, experts) {limits.experts}, found {(choices.layers, choices.topk)}"
+            f"its expert choices are of (layers, experts) {(choices.layers, choices.topk)}, the policy has "
+            f"{limits.experts or 'none'}"
         )
     return completion
 
@@ -119,10 +123,10 @@ class BatchFrames:
         """
         batch = checked(frames, self._limits)
         if not self._parallel.holds_batch:
-            raise InvalidMessage(f"batch of step {batch.plan.step}: expected it from a peer, found it sent here")
+            raise InvalidMessage(f"batch of step {batch.plan.step}: this rank gets its batches from a peer")
         if self._held is not None:
             raise InvalidMessage(
-                f"batch of step {batch.plan.step}: expected the step of the one held, {self._held.plan.step}, first"
+                f"batch of step {batch.plan.step}: this rank still holds the batch of step {self._held.plan.step}"
             )
         self._held = batch
         return batch.plan.step
@@ -134,13 +138,13 @@ class BatchFrames:
         """
         batch, self._held = self._held, None
         if self._parallel.holds_batch and (batch is None or batch.plan.step != step):
-            found = "none" if batch is None else f"that of step {batch.plan.step}"
-            raise InvalidMessage(f"step {step}: expected its batch to be held, found {found}")
+            held = "no batch" if batch is None else f"the batch of step {batch.plan.step}"
+            raise InvalidMessage(f"step {step}: this rank holds {held}")
         frames = shared(None if batch is None else batch.frames, self._parallel)
         if batch is None:
             batch = checked(frames, self._limits)
             if batch.plan.step != step:
-                raise InvalidMessage(f"step {step}: expected its batch, found that of step {batch.plan.step}")
+                raise InvalidMessage(f"step {step}: the peer sent the batch of step {batch.plan.step}")
         return build(batch.plan, batch.completions, pad_multiple=self._pad_multiple)
 
 

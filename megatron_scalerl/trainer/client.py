@@ -107,7 +107,7 @@ class TrainerClient:
                 await self._greet(sender, message)
         assert self.info is not None
         if missing := sorted(set(range(self.info.dp_size)) - self._holders.keys()):
-            raise TrainerError(f"trainer: expected a rank that receives batches of data-parallel rank {missing[0]}")
+            raise TrainerError(f"trainer: no rank receives the batches of data-parallel rank {missing[0]}")
         return self.info
 
     async def prepare(self, plan: StepPlan, read: ReadCompletions) -> None:
@@ -123,24 +123,25 @@ class TrainerClient:
         assert len(plan.ranks) == self.info.dp_size, (len(plan.ranks), self.info.dp_size)
         async with self._sending:
             assert self._prepared is None, f"step {self._prepared} is prepared and was not called"
-            async with self._deadline(self._command_timeout_s, "batch", self._without_batch):
+            async with self._deadline(self._command_timeout_s, "take a batch", self._without_batch):
                 await self._step_sent.wait()
                 await self._all_held.wait()
             for dp_rank, (part, numbers) in enumerate(zip(plan.ranks, plan.numbers, strict=True)):
                 completions = await read(numbers)
-                expected, found = len(numbers), len(completions)
-                if expected != found:
-                    raise RuntimeError(f"step {plan.step}: expected {expected} completions, found {found}")
+                if len(completions) != len(numbers):
+                    raise RuntimeError(
+                        f"step {plan.step}: {len(completions)} completions were read for {len(numbers)} samples"
+                    )
                 rank = self._holders[dp_rank]
                 self._unheld.add(rank)
                 self._all_held.clear()
-                async with self._deadline(self._command_timeout_s, "batch", self._without_batch):
+                async with self._deadline(self._command_timeout_s, "take a batch", self._without_batch):
                     await self._send(rank, *messages.batch_frames(part, completions))
             self._prepared = plan.step
 
     async def step(self, step: int) -> StepReport:
         """One optimizer step on the batch that was prepared for it. Raises TrainerError, as all commands do."""
-        assert self._prepared == step, f"expected step {self._prepared}, which is prepared, found {step}"
+        assert self._prepared == step, f"step {step} was called, step {self._prepared} is prepared"
         self._prepared = None
         self._step_sent.clear()
         return await self._call(partial(messages.Step, step=step), StepReport, sent=self._step_sent.set)
@@ -214,8 +215,12 @@ class TrainerClient:
         `leaves`: after its answer a rank may disconnect. `sent`: called when every rank was sent the command.
         """
         answers: dict[int, msgspec.Raw] = {}
-        limit, what = (STOP_TIMEOUT_S, "stop") if leaves else (self._command_timeout_s, "command")
-        async with self._deadline(limit, what, lambda: set(answers)), self._busy:
+        limit = self._command_timeout_s
+        task = "answer a command"
+        if leaves:
+            limit = STOP_TIMEOUT_S
+            task = "stop"
+        async with self._deadline(limit, task, lambda: set(answers)), self._busy:
             self._calls += 1
             for rank in range(self.world_size):
                 await self._send(rank, messages.encode(make(call=self._calls)))
@@ -260,11 +265,11 @@ class TrainerClient:
         assert isinstance(message, messages.Ready), message
         rank, dp_rank, size = message.rank, message.dp_rank, message.info.dp_size
         if not 0 <= dp_rank < size:
-            raise TrainerError(f"trainer rank {rank}: expected a data-parallel rank under {size}, found {dp_rank}")
+            raise TrainerError(f"trainer rank {rank}: its data-parallel rank is {dp_rank}, of {size}")
         if message.holds_batch and (holder := self._holders.setdefault(dp_rank, rank)) != rank:
             raise TrainerError(
-                f"trainer rank {rank}: expected rank {holder} alone to receive the batches of data-parallel rank "
-                f"{dp_rank}, found a second one"
+                f"trainer rank {rank}: it receives the batches of data-parallel rank {dp_rank}, and so does rank "
+                f"{holder}; one rank has to"
             )
         self._dp_ranks[rank] = dp_rank
         if rank == 0:
@@ -283,17 +288,19 @@ class TrainerClient:
         if reason := hello.objection(self._run_id, self._incarnation):
             return reason
         if hello.world_size != self.world_size:
-            return f"world size: expected {self.world_size}, found {hello.world_size}"
+            return f"world size: this rank was started for {hello.world_size} ranks, the run has {self.world_size}"
         if not 0 <= hello.rank < self.world_size:
-            return f"rank: expected 0 to {self.world_size - 1}, found {hello.rank}"
+            return f"rank: {hello.rank} is not within 0 to {self.world_size - 1}"
         if hello.rank == 0 and self._rendezvous is None and hello.bound is None:
-            return "MSRL_BIND_HOST: expected the address where rank 0 binds the store of the run, found none"
-        return f"rank {hello.rank}: expected one process, found a second" if hello.rank in self._identities else None
+            return "MSRL_BIND_HOST: rank 0 needs the address where it binds the run's store"
+        if hello.rank in self._identities:
+            return f"rank {hello.rank}: another process has joined as this rank"
+        return None
 
     async def _send(self, rank: int, *frames: messages.Buffer) -> None:
         """Send the frames of a message, not copied. Raises TrainerError if the rank cannot be reached."""
         if rank not in self._identities:
-            raise TrainerError(f"trainer rank {rank}: expected a process that has joined, found none")
+            raise TrainerError(f"trainer rank {rank}: no process has joined as this rank")
         if not await self._socket.send(self._identities[rank], *frames):
             raise await self._last_words(rank)
 
@@ -338,7 +345,7 @@ class TrainerClient:
         if isinstance(message, messages.Hello):
             return sender, message
         if rank is not None and message.rank != rank:
-            raise TrainerError(f"trainer rank {rank}: expected its own messages, found one of rank {message.rank}")
+            raise TrainerError(f"trainer rank {rank}: it sent a message of rank {message.rank}")
         return sender, None if rank is None else message
 
     async def _blame(self, first: messages.Failed) -> TrainerError:
@@ -365,14 +372,14 @@ class TrainerClient:
         return None
 
     @contextlib.asynccontextmanager
-    async def _deadline(self, seconds: float, what: str, answered: Callable[[], set[int]]) -> AsyncIterator[None]:
+    async def _deadline(self, seconds: float, task: str, answered: Callable[[], set[int]]) -> AsyncIterator[None]:
         """Raises TrainerError, naming the ranks without an answer, if the block takes longer than `seconds`."""
         try:
             async with time_limit(seconds):
                 yield
         except TimeoutError:
             silent = ", ".join(str(r) for r in range(self.world_size) if r not in answered())
-            raise TrainerError(f"trainer rank {silent}: no answer to a {what} within {seconds:g} s") from None
+            raise TrainerError(f"trainer rank {silent}: it did not {task} within {seconds:g} s") from None
 
 
 def _gone(rank: int, also: str = "") -> TrainerError:

@@ -203,12 +203,12 @@ def decode_for_rank(frames: Sequence[Buffer]) -> ToRank:
     That includes a Prepare without exactly its completions, each of the size stated.
     """
     if not frames:
-        raise InvalidMessage("expected a message, found no frame")
+        raise InvalidMessage("a message arrived without a frame")
     message: ToRank = decode(_to_rank, frames[:1])
     if isinstance(message, Prepare):
         _check_sizes(message, frames[1:])
     elif len(frames) != 1:
-        raise InvalidMessage(f"expected a message in one frame, found {len(frames)}")
+        raise InvalidMessage(f"the message has {len(frames)} frames; only a Prepare has more than one")
     return message
 
 
@@ -216,12 +216,11 @@ def _check_sizes(message: Prepare, completions: Sequence[Buffer]) -> None:
     where, expected = f"batch of step {message.plan.step}", len(message.plan.samples)
     if not len(message.sizes) == len(completions) == expected:
         raise InvalidMessage(
-            f"{where}: expected {expected} completions, found {len(message.sizes)} sizes and "
-            f"{len(completions)} frames"
+            f"{where}: {len(completions)} completions and {len(message.sizes)} sizes arrived, the plan has {expected}"
         )
     for number, (size, completion) in enumerate(zip(message.sizes, completions)):
         if len(completion) != size:
-            raise InvalidMessage(f"{where}: completion {number}: expected {size} bytes, found {len(completion)}")
+            raise InvalidMessage(f"{where}: completion {number} has {len(completion)} bytes, its size is {size}")
 
 
 def decode_for_controller(frames: Sequence[bytes]) -> ToController:

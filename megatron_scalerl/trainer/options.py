@@ -65,8 +65,8 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     _refuse(settings)
     if parallel.cp_size > 1 and parallel.pp_size > 1 and not settings["variable_seq_lengths"]:
         raise ValueError(
-            "megatron.model.variable_seq_lengths: expected true in a pipeline with context parallelism (padding "
-            "depends on each row's sequences), found false"
+            "megatron.model.variable_seq_lengths: it has to be true in a pipeline with context parallelism, where "
+            "padding depends on each row's sequences; leave it out"
         )
     return ModelOptions(config=_transformer_config(settings | _owned_by_others(recipe, parallel)), gpt=family.gpt)
 
@@ -106,7 +106,7 @@ def _refuse(settings: Mapping[str, Any]) -> None:
         )
     if settings.get("calculate_per_token_loss") and (kinds != ["none"] or settings.get("moe_z_loss_coeff")):
         raise ValueError(
-            "megatron.model.calculate_per_token_loss: is not supported with an auxiliary loss, which Megatron-Core "
+            "megatron.model.calculate_per_token_loss is not supported with an auxiliary loss, which Megatron-Core "
             "would multiply by the number of tokens of the batch"
         )
 
@@ -218,11 +218,13 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
     check_keys("megatron.optimizer", given, known, expected="a field of OptimizerConfig", in_recipe=True)
     for key in given:
         if key in settings:
-            raise ValueError(f"megatron.optimizer.{key}: expected to be set in the optimizer section or megatron.ddp")
+            raise ValueError(
+                f"megatron.optimizer.{key}: the optimizer section or megatron.ddp sets it; leave it out here"
+            )
     if given.get("use_precision_aware_optimizer"):
         raise ValueError(
-            "megatron.optimizer.use_precision_aware_optimizer: is not supported: Transformer Engine would hold the "
-            "main weights and write the policy's, where neither changed weights are found nor checkpoints read them"
+            "megatron.optimizer.use_precision_aware_optimizer is not supported: Transformer Engine would keep the "
+            "main weights, where neither weight updates nor checkpoints read them"
         )
     return OptimizerConfig(**settings, **given)
 

@@ -32,4 +32,4 @@ def profiled(folder: Path, name: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         found.export_chrome_trace(str(folder / f"{name}.json.gz"))
     except OSError as error:
-        logger.warning("no profile: %s", error)
+        logger.warning("the profile of this step was not written: %s", error)

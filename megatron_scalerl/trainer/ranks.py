@@ -46,8 +46,8 @@ def check_device(recipe: Recipe) -> None:
     chunks = recipe.megatron.parallel.get("virtual_pipeline_model_parallel_size")
     if chunks and not device.HAVE_GPU:
         raise ValueError(
-            "megatron.parallel.virtual_pipeline_model_parallel_size: expected none without a GPU (the interleaved "
-            f"schedule hangs over gloo), found {chunks}"
+            f"megatron.parallel.virtual_pipeline_model_parallel_size: {chunks} needs a GPU, since the interleaved "
+            "schedule hangs over gloo; leave it out"
         )
 
 

@@ -70,7 +70,7 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: expected a new or empty folder to write the policy to, found something in it")
+        raise ValueError(f"{out}: it exists and is not an empty folder; name a new or empty folder for the policy")
     recipe = _of_warm_start(recipe)
     check_weights(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, read_hf_config(recipe.policy.path))

@@ -133,7 +133,9 @@ class Trainer:
         )
         loss, grad_norm = metrics.pop("loss"), float(grad_norm)
         if not (succeeded and math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise RuntimeError(f"step {batch.step}: expected finite loss and gradient, found {loss} and {grad_norm}")
+            raise RuntimeError(
+                f"step {batch.step}: the loss is {loss} and the gradient norm {grad_norm}; both have to be finite"
+            )
         self.steps_made = batch.step
         return StepReport(
             step=batch.step,

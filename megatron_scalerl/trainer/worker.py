@@ -70,7 +70,7 @@ class WorkerSettings:
         """Read MSRL_*, RANK and WORLD_SIZE. Raises ValueError naming the missing variables."""
         missing = [name for name in _VARIABLES if not environment.get(name)]
         if missing:
-            raise ValueError(f"environment: expected {', '.join(_VARIABLES)}, missing {', '.join(missing)}")
+            raise ValueError(f"environment: the launcher of this rank has not set {', '.join(missing)}")
         return cls(
             recipe_path=environment["MSRL_RECIPE"],
             endpoint=environment["MSRL_CONTROLLER"],
@@ -230,7 +230,7 @@ def main() -> int:
             full = str(error.filename or "")
             logger.error("%s", line)  # a full disk: where it was raised says nothing more
         else:
-            logger.exception("failed, exiting")
+            logger.exception("this rank has failed and exits")
         link.send(messages.Failed(rank=settings.rank, error=line, full=full))
         link.exit(EXIT_FAILED)
     link.exit(0)

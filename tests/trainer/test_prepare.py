@@ -139,9 +139,9 @@ def test_a_batch_that_no_rank_takes_ends_in_time():
             trainer._command_timeout_s = 0.3
             read = of_rollouts([sample.rollout for sample in SAMPLES])
             await trainer.prepare(plan_of(SAMPLES, dp_size=2), read)
-            with pytest.raises(TrainerError, match=r"trainer rank 0, 1: no answer to a command within 0.3 s"):
+            with pytest.raises(TrainerError, match=r"trainer rank 0, 1: .* a command within 0.3 s"):
                 await trainer.step(1)
-            with pytest.raises(TrainerError, match=r"trainer rank 0, 1: no answer to a batch within 0.3 s"):
+            with pytest.raises(TrainerError, match=r"trainer rank 0, 1: .* a batch within 0.3 s"):
                 await trainer.prepare(plan_of(SAMPLES, step=2, dp_size=2), read)
 
     conversation(scenario)
@@ -156,7 +156,7 @@ def test_a_store_that_returns_fewer_completions_sends_nothing():
             await join(start, first, second)
             plan = plan_of(SAMPLES, dp_size=2)
             count = len(plan.numbers[0])
-            with pytest.raises(RuntimeError, match=f"^step 1: expected {count} completions, found {count - 1}"):
+            with pytest.raises(RuntimeError, match=f"^step 1: {count - 1} completions .* {count} samples"):
                 await trainer.prepare(plan, read)
 
     conversation(scenario)
@@ -167,9 +167,9 @@ def test_a_store_that_returns_fewer_completions_sends_nothing():
     [
         (
             (True, True),
-            r"^trainer rank [01]: expected rank [01] alone to receive the batches of data-parallel rank 0, found",
+            r"^trainer rank [01]: .* the batches of data-parallel rank 0, .* rank [01]",
         ),
-        ((False, False), r"^trainer: expected a rank that receives batches of data-parallel rank 0"),
+        ((False, False), r"^trainer: no rank .* data-parallel rank 0"),
     ],
 )
 def test_one_rank_of_a_data_parallel_rank_receives_its_batches(holds, error):

@@ -79,7 +79,9 @@ class SdpaCoreAttention(torch.nn.Module):
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
-            raise ValueError(f"megatron.model.attention_dropout: expected 0 with our attention, found {dropout}")
+            raise ValueError(
+                f"megatron.model.attention_dropout: {dropout} is not possible with the plain layers; set it to 0"
+            )
         self.layer_number = layer_number
         self.context_size = config.context_parallel_size
         self.softmax_scale = softmax_scale

@@ -140,8 +140,8 @@ def packed_row(
     inner = chunk if chunk is not None and chunk < longest else None
     if fused and inner and ranks > 1:
         raise ValueError(
-            f"attention_chunk_size: expected at least the longest sequence ({longest} tokens) with Transformer "
-            f"Engine's context parallelism, which splits whole sequences, found {chunk}"
+            f"attention_chunk_size: {chunk} is less than the longest sequence ({longest} tokens); with context "
+            "parallelism Transformer Engine splits whole sequences only"
         )
     step = math.lcm(LONGEST_STEP, 2 * ranks) if fused else 1
     row = _plain_row(starts, position_ids, -(-longest // step) * step, fused)

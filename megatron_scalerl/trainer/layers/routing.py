@@ -51,8 +51,8 @@ class ReplayedRouting(RouterReplay):
             return own, experts
         if self.choices.shape != experts.shape:
             raise ValueError(
-                f"expert_choices: expected {list(experts.shape)} at layer {self.layer}, found "
-                f"{list(self.choices.shape)}"
+                f"expert_choices: layer {self.layer} has choices {list(self.choices.shape)}, its router makes "
+                f"{list(experts.shape)}"
             )
         experts = torch.where(self.choices == UNKNOWN, experts, self.choices.to(experts.dtype))
         return scores.gather(1, experts), experts
@@ -71,14 +71,16 @@ def install(decoder: Any) -> None:
 def check_replay(config: TransformerConfig, *, pipeline_size: int) -> None:
     """Raises ValueError for options under which a router would not see its row's choices."""
     if config.num_moe_experts is None:
-        raise ValueError("rollouts.routing_replay: expected a mixture-of-experts policy, found a dense one")
+        raise ValueError("rollouts.routing_replay: the policy is dense; only a mixture of experts has routers")
     if config.moe_router_fusion:
-        raise ValueError("rollouts.routing_replay: expected megatron.model.moe_router_fusion false, found true")
+        raise ValueError(
+            "rollouts.routing_replay: a fused router replays nothing; set megatron.model.moe_router_fusion to false"
+        )
     partly = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
     if partly and pipeline_size > 1:
         raise ValueError(
-            "rollouts.routing_replay: expected megatron.model.recompute_modules without moe in a pipeline (the "
-            "recomputation would meet another micro-batch's experts), found moe"
+            "rollouts.routing_replay: in a pipeline the recomputation of moe would meet another micro-batch's "
+            "experts; take moe out of megatron.model.recompute_modules"
         )
 
 

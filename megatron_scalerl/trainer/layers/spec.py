@@ -69,7 +69,7 @@ def block_submodules(
     """
     if config.num_layers != len(family.layers):
         raise ValueError(
-            f"megatron.model.num_layers: expected {len(family.layers)} as in config.json, found {config.num_layers}"
+            f"megatron.model.num_layers: {config.num_layers} layers are not the {len(family.layers)} of config.json"
         )
     provider = spec_provider()
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
