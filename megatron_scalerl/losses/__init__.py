@@ -24,7 +24,7 @@ LOSSES: dict[str, Loss] = {"cispo": cispo, "dapo": dapo, "grpo": grpo, "gspo": g
 
 
 def loss_named(name: str) -> Loss:
-    """The loss of that name, or the function `module:function`. Raises ValueError if there is none."""
+    """The loss called `name`, or the function `module:function`. Raises ValueError if there is none."""
     if name in LOSSES:
         return LOSSES[name]
     module, separator, function = name.partition(":")
@@ -47,11 +47,10 @@ def make_loss(name: str, options: Mapping[str, Any]) -> Callable[[LossInputs], L
     try:
         signature = inspect.signature(loss)
         _, *names = signature.parameters
-        if unknown := [key for key in given if key not in names]:
-            raise ValueError(
-                f"loss.{unknown[0]} is {given[unknown[0]]}, but loss.name {name} takes "
-                f"{', '.join(names) or 'no option'}; leave it out"
-            )
+        for key in given:
+            if key not in names:
+                takes = ", ".join(names) or "no option"
+                raise ValueError(f"loss.{key} is {given[key]}, but loss.name {name} takes {takes}; leave it out")
         signature.bind(None, **given)
     except TypeError as error:  # no function, or an option without a default
         raise ValueError(f"loss.options: loss.name {name} does not take {given} ({error})") from None

@@ -11,7 +11,7 @@ Reduction = Literal["prompt_mean", "sequence_mean", "token_mean"]
 
 
 def token_weights(lengths: Sequence[Sequence[int]], reduction: Reduction) -> list[list[float]]:
-    """The weight of each loss-mask token, for every completion of every group.
+    """Weight of a loss-mask token, for every completion of every group.
 
     `lengths[p][i]` is |y_pi|, the number of loss-mask tokens of completion i of group p; N_eff is the number
     of groups, G_p the completions of group p, T_p their loss-mask tokens (Khatri et al. 2025, arXiv
@@ -42,4 +42,5 @@ def token_weights(lengths: Sequence[Sequence[int]], reduction: Reduction) -> lis
 
 
 def _inverse(count: int) -> float:
+    """1 / count, and 0 for 0."""
     return 1.0 / count if count else 0.0
