@@ -56,7 +56,7 @@ def samples_of(
         kept = filled
     rewards = [[score.reward for score in group.scores] for group in kept]
     advantages, spread = _advantages(rewards, normalize)
-    # Weights count the groups and tokens that are left: the denominators of section 3.2 are those of N_eff prompts.
+    # Weights count the groups and tokens that are left, N_eff prompts in section 3.2.
     lengths = [[completion.sampled_tokens for completion in group.completions] for group in kept]
     weights = token_weights(lengths, reduction)
     samples = []

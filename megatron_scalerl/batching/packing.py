@@ -47,7 +47,7 @@ def pack(
 
 
 def build(plan: RankPlan, completions: Sequence[RolloutArrays], *, pad_multiple: int) -> Batch:
-    """The plan's `Batch`; `completions` are those of `plan.samples`, in this order.
+    """The plan's `Batch`, from the completions of `plan.samples` in this order.
 
     Each micro-batch is padded to a multiple of `pad_multiple`, and may exceed `plan_step`'s limit by less than that
     multiple; fillers are that long. The arrays own their memory and are writable.
@@ -133,7 +133,7 @@ def _joined_choices(
 
 def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
     """`micro_batch` with a sequence of zero weight at its end, so that it has `size` positions."""
-    # A sequence of its own: no real token attends to padding, and the last sequence keeps its length.
+    # Padding is one more sequence: no real token attends to it, and the last sequence keeps its length.
     missing = size - len(micro_batch.tokens)
     assert missing >= 0, (size, len(micro_batch.tokens))
     if missing == 0:

@@ -15,7 +15,7 @@ directions are exact: `rollout_of(read(write(rollout))) == rollout`.
 
 import struct
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -151,7 +151,7 @@ def read(data: bytes | memoryview) -> RolloutArrays:
         raise ValueError(
             f"rollout: format {layout} with flags {flags}, {unused} cannot be read; this is format {_FORMAT}"
         )
-    value = np.dtype("<f4")
+    value: np.dtype[Any] = np.dtype("<f4")
     if flags & _FLOAT64:
         value = np.dtype("<f8")
     sizes = [runs * _VERSION_RUN.itemsize, ranges * _FORCED_RANGE.itemsize, tokens * 4, tokens * value.itemsize]
@@ -215,7 +215,7 @@ def _forced_ranges(mask: np.ndarray) -> np.ndarray:
 
 def _mask(forced: np.ndarray, tokens: int) -> np.ndarray:
     """[T] loss mask: True outside the forced ranges. Raises ValueError unless they ascend within the completion."""
-    # start, end, start, end ...: ranges are in order, apart and not empty if the bounds rise.
+    # start, end, start, end ...: if these rise, no range is empty and no two overlap.
     bounds = np.stack([forced["start"], forced["end"]], axis=1).ravel().astype(np.int64)
     if len(bounds) and (bounds[-1] > tokens or (np.diff(bounds) <= 0).any()):
         raise ValueError(
