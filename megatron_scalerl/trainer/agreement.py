@@ -17,7 +17,10 @@ from megatron_scalerl.types import MicroBatch
 
 
 def check_tokens(micro_batches: Sequence[MicroBatch], vocab_size: int) -> None:
-    """Raises ValueError for a token, or a target with loss, outside the vocabulary; on a GPU it ends the process."""
+    """Raises ValueError for a token, or a target with loss, outside the vocabulary.
+
+    A GPU's kernels would end the process at such an id, without its place.
+    """
     for number, m in enumerate(micro_batches):
         for name, ids, places in (
             ("tokens", m.tokens, np.arange(len(m.tokens))),
@@ -44,27 +47,28 @@ def agree(micro_batches: Sequence[MicroBatch], parallel: Parallel, *, step: int)
     dist.all_gather_into_tensor(gathered, mine)
     everyone = gathered.view(parallel.world_size, len(facts)).tolist()
     first_of: dict[int, tuple[int, int]] = {}
-    for rank, (dp_rank, its_step, count, digest) in enumerate(everyone):
-        if (its_step, count) != tuple(everyone[0][1:3]):
+    for rank, (dp_rank, rank_step, count, digest) in enumerate(everyone):
+        if [rank_step, count] != everyone[0][1:3]:
             raise RuntimeError(
-                f"rank {rank} has {count} micro-batches for step {its_step}, rank 0 has {everyone[0][2]} for step "
+                f"rank {rank} has {count} micro-batches for step {rank_step}, rank 0 has {everyone[0][2]} for step "
                 f"{everyone[0][1]}"
             )
-        known, rank_known = first_of.setdefault(dp_rank, (digest, rank))
-        if known != digest:
+        first_digest, first_rank = first_of.setdefault(dp_rank, (digest, rank))
+        if digest != first_digest:
             raise RuntimeError(
-                f"rank {rank} and rank {rank_known} have different micro-batches, but both are data-parallel rank "
+                f"rank {rank} and rank {first_rank} have different micro-batches, but both are data-parallel rank "
                 f"{dp_rank}"
             )
 
 
 def _digest(micro_batches: Sequence[MicroBatch]) -> int:
     """63-bit digest of all arrays, their types and shapes."""
-    found = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     for m in micro_batches:
         for field in fields(m):
             array = getattr(m, field.name)
             if array is not None:
-                found.update(f"{field.name} {array.dtype} {array.shape}".encode())
-                found.update(np.ascontiguousarray(array).data)
-    return found.intdigest() >> 1
+                digest.update(f"{field.name} {array.dtype} {array.shape}".encode())
+                digest.update(np.ascontiguousarray(array).data)
+    # 63 bits fit the int64 of a collective.
+    return digest.intdigest() >> 1

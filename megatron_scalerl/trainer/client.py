@@ -23,14 +23,15 @@ STOP_TIMEOUT_S = 30.0
 PROBE_INTERVAL_MS = 1_000
 """Silence after which the ranks' connections are checked (milliseconds)."""
 BLAME_S = 2.0
-"""Seconds after a failure in which a rank that exited unheard is looked for: its peers' collectives fail first."""
+"""Seconds after a failure in which a rank that exited without a word is looked for: its peers' collectives fail
+first."""
 
 
 class TrainerError(RuntimeError):
     """The trainer failed: a rank raised, exited or did not answer. The message names the rank."""
 
     full = ""
-    """The file for which a rank found no space, if that is what failed."""
+    """The file for which a rank found no space; empty for other failures."""
 
 
 class WeightGroupFailed(RuntimeError):
@@ -61,21 +62,25 @@ class TrainerClient:
     ):
         self.world_size = world_size
         self.info: TrainerInfo | None = None
-        self._run_id, self._incarnation, self._secret = run_id, incarnation, secret
+        self._run_id = run_id
+        self._incarnation = incarnation
+        self._secret = secret
         self._command_timeout_s = command_timeout_s
         self._rendezvous: Rendezvous | None = rendezvous
         self._met: set[int] = set()
         self._dp_ranks: dict[int, int] = {}
         self._holders: dict[int, int] = {}  # data-parallel rank -> the rank that receives its batches
         self._prepared: int | None = None  # the step whose batch was sent and which was not called yet
-        self._step_sent, self._all_held = asyncio.Event(), asyncio.Event()
-        """Every rank was sent the step that was called last, and holds the batch before: the next one may follow."""
+        # A batch follows once every rank was sent the step that was called last, and the batch before has arrived.
+        self._step_sent = asyncio.Event()
+        self._all_held = asyncio.Event()
         self._step_sent.set()
         self._all_held.set()
         self._unheld: set[int] = set()  # ranks that were sent a batch which they do not hold yet
         self._identities: dict[int, bytes] = {}
         self._calls = 0
-        self._busy, self._sending = asyncio.Lock(), asyncio.Lock()
+        self._busy = asyncio.Lock()
+        self._sending = asyncio.Lock()
         self._socket = sockets.ControllerSocket(secret, sockets.Purpose.TRAINER, address=address)
         self.endpoint = self._socket.endpoint
 
@@ -106,18 +111,19 @@ class TrainerClient:
                 sender, message = await self._receive()
                 await self._greet(sender, message)
         assert self.info is not None
-        if missing := sorted(set(range(self.info.dp_size)) - self._holders.keys()):
-            raise TrainerError(f"trainer: no rank receives the batches of data-parallel rank {missing[0]}")
+        for dp_rank in range(self.info.dp_size):
+            if dp_rank not in self._holders:
+                raise TrainerError(f"trainer: no rank receives the batches of data-parallel rank {dp_rank}")
         return self.info
 
     async def prepare(self, plan: StepPlan, read: ReadCompletions) -> None:
         """Send each data-parallel rank's plan and completions to one of its ranks, which keeps them for `step`.
 
-        May run beside any command, but only one batch may be prepared and not yet stepped on, and every rank is sent
-        the step before the next batch. `read` is called for one data-parallel rank after the other; its bytes are
+        May run while any command does, but only one batch may be prepared and not yet stepped on, and every rank is
+        sent the step before the next batch. `read` is called for each data-parallel rank in turn; its bytes are
         not copied, and must not change. Raises TrainerError for a rank that is gone, and if the ranks do not hold the
         batch before within `command_timeout_s`; RuntimeError if `read` returns another number of completions. After
-        any of them only `close` is valid. What a rank objects to is raised by the command in progress or the next.
+        an error only `close` is valid. A rank's objection is raised by the command in progress or the next.
         """
         assert self.info is not None, "wait_ready first"
         assert len(plan.ranks) == self.info.dp_size, (len(plan.ranks), self.info.dp_size)
@@ -140,7 +146,7 @@ class TrainerClient:
             self._prepared = plan.step
 
     async def step(self, step: int) -> StepReport:
-        """One optimizer step on the batch that was prepared for it. Raises TrainerError, as all commands do."""
+        """Make an optimizer step on the batch that was prepared for it. Raises TrainerError, as all commands do."""
         assert self._prepared == step, f"step {step} was called, step {self._prepared} is prepared"
         self._prepared = None
         self._step_sent.clear()
@@ -172,7 +178,7 @@ class TrainerClient:
         return (await self.token_scores(token_ids))[0]
 
     async def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """[2] log-probabilities as `logprobs`, and entropies (nats) of what they were drawn from."""
+        """[2] log-probabilities as `logprobs`, and entropies (nats) of their distributions."""
         tokens = [list(ids) for ids in token_ids]
         return await self._call(partial(messages.ScoreTokens, token_ids=tokens), list[list[list[float]]])
 
@@ -254,23 +260,29 @@ class TrainerClient:
         """Answer a process that joins; refuse it if it is not a rank of this run."""
         if isinstance(message, messages.Hello):
             reason = self._objection(message)
-            answer = messages.Welcome() if reason is None else messages.Refused(reason=reason)
-            if reason is None:
+            answer: messages.Welcome | messages.Refused = messages.Welcome()
+            if reason is not None:
+                answer = messages.Refused(reason=reason)
+            else:
                 self._identities[message.rank] = sender
-                self._rendezvous = self._rendezvous or (message.bound if message.rank == 0 else None)
+                if message.rank == 0:
+                    self._rendezvous = self._rendezvous or message.bound
             # A process that has disconnected needs no answer; if it was a rank, the next probe finds it.
             await self._socket.send(sender, messages.encode(answer))
             await self._send_rendezvous()
             return
         assert isinstance(message, messages.Ready), message
-        rank, dp_rank, size = message.rank, message.dp_rank, message.info.dp_size
-        if not 0 <= dp_rank < size:
-            raise TrainerError(f"trainer rank {rank}: its data-parallel rank is {dp_rank}, of {size}")
-        if message.holds_batch and (holder := self._holders.setdefault(dp_rank, rank)) != rank:
-            raise TrainerError(
-                f"trainer rank {rank}: it receives the batches of data-parallel rank {dp_rank}, and so does rank "
-                f"{holder}; one rank has to"
-            )
+        rank = message.rank
+        dp_rank = message.dp_rank
+        if not 0 <= dp_rank < message.info.dp_size:
+            raise TrainerError(f"trainer rank {rank}: its data-parallel rank is {dp_rank}, of {message.info.dp_size}")
+        if message.holds_batch:
+            holder = self._holders.setdefault(dp_rank, rank)
+            if holder != rank:
+                raise TrainerError(
+                    f"trainer rank {rank}: it receives the batches of data-parallel rank {dp_rank}, and so does rank "
+                    f"{holder}; one rank has to"
+                )
         self._dp_ranks[rank] = dp_rank
         if rank == 0:
             self.info = message.info
@@ -285,7 +297,8 @@ class TrainerClient:
 
     def _objection(self, hello: messages.Hello) -> str | None:
         """The reason why this rank may not join, or None."""
-        if reason := hello.objection(self._run_id, self._incarnation):
+        reason = hello.objection(self._run_id, self._incarnation)
+        if reason:
             return reason
         if hello.world_size != self.world_size:
             return f"world size: this rank was started for {hello.world_size} ranks, the run has {self.world_size}"
@@ -346,15 +359,22 @@ class TrainerClient:
             return sender, message
         if rank is not None and message.rank != rank:
             raise TrainerError(f"trainer rank {rank}: it sent a message of rank {message.rank}")
-        return sender, None if rank is None else message
+        if rank is None:
+            return sender, None
+        return sender, message
 
     async def _blame(self, first: messages.Failed) -> TrainerError:
-        """The error that names the rank that exited unheard or, where none did, the first that failed."""
+        """The error that names the rank that exited without a word or, where none did, the first that failed."""
         failure = f"rank {first.rank}: {first.error}"
-        failed, end = {first.rank}, time.monotonic() + BLAME_S
+        failed = {first.rank}
+        end = time.monotonic() + BLAME_S
         while time.monotonic() < end and self._identities.keys() - failed:
-            lost = await self._lost(heard=failed)
-            if await self._socket.poll(50 if lost is None else 0):
+            lost = await self._lost(except_for=failed)
+            wait_ms = 50
+            if lost is not None:
+                wait_ms = 0
+            # A lost rank is blamed only if no last word of any rank is left to read.
+            if await self._socket.poll(wait_ms):
                 _, message = await self._read()
                 if isinstance(message, messages.Failed):
                     failed.add(message.rank)
@@ -364,9 +384,9 @@ class TrainerClient:
         error.full = first.full
         return error
 
-    async def _lost(self, *, heard: Set[int] = frozenset()) -> int | None:
-        """The first rank, not one of `heard`, that has joined and is no longer connected; None if all are."""
-        for rank in sorted(self._identities.keys() - heard):
+    async def _lost(self, *, except_for: Set[int] = frozenset()) -> int | None:
+        """The first rank that has joined and is no longer connected; None if all are."""
+        for rank in sorted(self._identities.keys() - except_for):
             if not await self._socket.connected(self._identities[rank]):
                 return rank
         return None

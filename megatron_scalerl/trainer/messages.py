@@ -23,7 +23,7 @@ class TrainerInfo:
 
     world_size: int
     dp_size: int
-    """Data-parallel size: batches per step."""
+    """Data-parallel size, the number of batches per step."""
     parameters: int
     """Parameters of the policy, each counted once."""
     vocab_size: int
@@ -44,7 +44,7 @@ class Hello(sockets.Hello, tag=True, frozen=True, kw_only=True):
     rank: int
     world_size: int
     bound: HostRendezvous | None = None
-    """On several hosts, from rank 0: address of the run's store, which it has bound."""
+    """On several hosts, from rank 0: address where it has bound the run's store."""
 
 
 class Meet(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     error: str
     """Last line of the traceback."""
     full: str = ""
-    """The file for which there was no space, if that ended it."""
+    """The file for which there was no space; empty after another exception."""
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -120,7 +120,7 @@ class PlanWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     call: int
     needs: tuple[Needs, ...]
-    """[shards]"""
+    """[shards] the tensors that each engine worker needs."""
 
 
 class ConnectWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -193,7 +193,7 @@ _to_controller = msgspec.msgpack.Decoder(ToController)
 
 
 def batch_frames(plan: RankPlan, completions: Sequence[Buffer]) -> list[Buffer]:
-    """The frames of a Prepare: completions are those of `plan.samples`, in this order; they are not copied."""
+    """The frames of a Prepare, with the completions of `plan.samples` in this order; they are not copied."""
     return [encode(Prepare(plan=plan, sizes=tuple(map(len, completions)))), *completions]
 
 
@@ -213,7 +213,8 @@ def decode_for_rank(frames: Sequence[Buffer]) -> ToRank:
 
 
 def _check_sizes(message: Prepare, completions: Sequence[Buffer]) -> None:
-    where, expected = f"batch of step {message.plan.step}", len(message.plan.samples)
+    where = f"batch of step {message.plan.step}"
+    expected = len(message.plan.samples)
     if not len(message.sizes) == len(completions) == expected:
         raise InvalidMessage(
             f"{where}: {len(completions)} completions and {len(message.sizes)} sizes arrived, the plan has {expected}"

@@ -26,13 +26,20 @@ class KnownShapes(P2PCommunicator):
 
     def __init__(self, pp_group: Any, config: Any, shapes: Sequence[Shape]):
         super().__init__(pp_group=pp_group, config=config)
-        self._forward, self._backward = iter(shapes), iter(shapes)
+        self._forward = iter(shapes)
+        self._backward = iter(shapes)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Sequence[int], Sequence[int]]:
-        nothing = (0, 0, 0)
-        return next(self._forward) if recv_prev else nothing, next(self._backward) if recv_next else nothing
+        forward: Sequence[int] = (0, 0, 0)
+        backward: Sequence[int] = (0, 0, 0)
+        # Activations and their gradients have equal shapes, and each kind arrives in the order of the micro-batches.
+        if recv_prev:
+            forward = next(self._forward)
+        if recv_next:
+            backward = next(self._backward)
+        return forward, backward
 
 
 def known_shapes(micro_batches: Sequence[MicroBatch], config: Any, parallel: Parallel) -> dict[str, Any]:

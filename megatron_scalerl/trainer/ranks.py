@@ -1,4 +1,4 @@
-"""A trainer rank's place: environment, device and process groups by the recipe."""
+"""Environment, device and process groups of a trainer rank, by the recipe."""
 
 import os
 from typing import Any
