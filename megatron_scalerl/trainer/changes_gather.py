@@ -24,26 +24,26 @@ _DENSE = -1
 class ChangesGather:
     """The shards of one optimizer in the ranks of its group. The constructor and the calls are collective."""
 
-    def __init__(self, written: Written, parameters: Sequence[Tensor], own: Sequence[Tensor], group: Any):
-        """parameters: what the group shards, in one order on all ranks. own: this rank's shards, views of them."""
-        assert all(shard.numel() < 1 << 31 for shard in own), "positions are gathered as int32"
+    def __init__(self, written: Written, parameters: Sequence[Tensor], shards: Sequence[Tensor], group: Any):
+        """`parameters` are what the group shards, in one order on all ranks; `shards` are this rank's, views."""
+        assert all(shard.numel() < 1 << 31 for shard in shards), "positions are gathered as int32"
         self._written = written
         self._group = group
-        self._own = list(own)
+        self._shards = list(shards)
         self._device = parameters[0].device
-        rows = torch.tensor(_places(own, parameters), dtype=torch.int64, device=self._device)
+        rows = torch.tensor(_places(shards, parameters), dtype=torch.int64, device=self._device)
         self._others: list[list[Tensor]] = []
         for rank, table in enumerate(self._gathered(rows.view(-1))):
-            shards = []
+            others = []
             if rank != group.rank():
-                shards = [parameters[n].view(-1)[a : a + size] for n, a, size in table.view(-1, 3).tolist()]
-            for shard in shards:
+                others = [parameters[n].view(-1)[a : a + size] for n, a, size in table.view(-1, 3).tolist()]
+            for shard in others:
                 written.watch(shard, of_another=True)
-            self._others.append(shards)
+            self._others.append(others)
 
     def __call__(self) -> None:
         """Send the group the changes of this rank's shards, and add the others' in shards that are needed here."""
-        changes = self._written.of(self._own)
+        changes = self._written.of(self._shards)
         sparse = [change for change in changes if change is not None]
         counts = [_DENSE] * len(changes)
         for number, change in enumerate(changes):
@@ -83,7 +83,7 @@ class ChangesGather:
                 self._written.add(shard, 0, Found(positions=positions, bits=window.bits[first:last].clone()))
 
     def _window(self, values: Tensor, size: int) -> list[Tensor]:
-        """[ranks][size] of [at most size] values."""
+        """[ranks][size] values of all ranks, from at most `size` of this rank."""
         padded = values.new_zeros(size)
         padded[: values.numel()] = values
         # As bytes: gloo and NCCL have no 16-bit integers.

@@ -73,10 +73,10 @@ class TrainerClient:
         self._prepared: int | None = None  # the step whose batch was sent and which was not called yet
         # A batch follows once every rank was sent the step that was called last, and the batch before has arrived.
         self._step_sent = asyncio.Event()
-        self._all_held = asyncio.Event()
+        self._all_received = asyncio.Event()
         self._step_sent.set()
-        self._all_held.set()
-        self._unheld: set[int] = set()  # ranks that were sent a batch which they do not hold yet
+        self._all_received.set()
+        self._awaited: set[int] = set()  # ranks whose batch was sent and has not arrived yet
         self._identities: dict[int, bytes] = {}
         self._calls = 0
         self._busy = asyncio.Lock()
@@ -131,7 +131,7 @@ class TrainerClient:
             assert self._prepared is None, f"step {self._prepared} is prepared and was not called"
             async with self._deadline(self._command_timeout_s, "take a batch", self._without_batch):
                 await self._step_sent.wait()
-                await self._all_held.wait()
+                await self._all_received.wait()
             for dp_rank, (part, numbers) in enumerate(zip(plan.ranks, plan.numbers, strict=True)):
                 completions = await read(numbers)
                 if len(completions) != len(numbers):
@@ -139,8 +139,8 @@ class TrainerClient:
                         f"step {plan.step}: {len(completions)} completions were read for {len(numbers)} samples"
                     )
                 rank = self._holders[dp_rank]
-                self._unheld.add(rank)
-                self._all_held.clear()
+                self._awaited.add(rank)
+                self._all_received.clear()
                 async with self._deadline(self._command_timeout_s, "take a batch", self._without_batch):
                     await self._send(rank, *messages.batch_frames(part, completions))
             self._prepared = plan.step
@@ -233,8 +233,8 @@ class TrainerClient:
             sent()
             while len(answers) < self.world_size:
                 sender, message = await self._receive()
-                if isinstance(message, messages.Held):
-                    self._note_held(message.rank)
+                if isinstance(message, messages.BatchReceived):
+                    self._note_received(message.rank)
                 elif not isinstance(message, messages.Done):
                     await self._greet(sender, message)
                 # The answer to an earlier call is late if its caller stopped waiting.
@@ -248,13 +248,14 @@ class TrainerClient:
             raise TrainerError(f"trainer rank 0: {error}") from error
 
     def _without_batch(self) -> set[int]:
-        """Ranks that owe no answer to a batch."""
-        return set(range(self.world_size)) - self._unheld
+        """Ranks whose batch has arrived, or that get none."""
+        return set(range(self.world_size)) - self._awaited
 
-    def _note_held(self, rank: int) -> None:
-        self._unheld.discard(rank)
-        if not self._unheld:
-            self._all_held.set()
+    def _note_received(self, rank: int) -> None:
+        """Let the next batch follow if this was the last rank to receive one."""
+        self._awaited.discard(rank)
+        if not self._awaited:
+            self._all_received.set()
 
     async def _greet(self, sender: bytes, message: messages.ToController) -> None:
         """Answer a process that joins; refuse it if it is not a rank of this run."""

@@ -64,7 +64,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     info: TrainerInfo
 
 
-class Held(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class BatchReceived(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Rank to controller: the batch of this step has arrived, whole and valid."""
 
     rank: int
@@ -92,9 +92,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Keep a batch until its Step; to the rank of each data-parallel rank that `Ready.holds_batch`. Answer: Held.
+    """Keep a batch until its Step; to the rank of each data-parallel rank that `Ready.holds_batch`.
 
-    A frame for each completion follows, in the order of `plan.samples` and the bytes of `batching.rollout_bytes`.
+    Answer: BatchReceived. A frame for each completion follows, in the order of `plan.samples` and the bytes of
+    `batching.rollout_bytes`.
     """
 
     plan: RankPlan
@@ -186,7 +187,7 @@ Command = (
     | Stop
 )
 ToRank = Welcome | Meet | Ping | Refused | Prepare | Command
-ToController = Hello | Ready | Held | Done | Failed
+ToController = Hello | Ready | BatchReceived | Done | Failed
 
 _to_rank = msgspec.msgpack.Decoder(ToRank)
 _to_controller = msgspec.msgpack.Decoder(ToController)

@@ -127,9 +127,9 @@ class Worker:
             logits=self.recipe.policy.logits,
         )
 
-    def hold(self, frames: Sequence[memoryview]) -> messages.Held:
+    def hold(self, frames: Sequence[memoryview]) -> messages.BatchReceived:
         """Keep a batch for its step: the frames of a Prepare. Raises InvalidMessage."""
-        return messages.Held(rank=self.parallel.rank, step=self._batches.hold(frames))
+        return messages.BatchReceived(rank=self.parallel.rank, step=self._batches.hold(frames))
 
     def run(self, command: messages.Command) -> Any:
         """Execute one command on this rank; the value is rank 0's answer."""

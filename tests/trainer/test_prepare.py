@@ -45,7 +45,7 @@ def test_one_rank_of_each_data_parallel_rank_gets_its_own_completions_and_all_ge
                 message, *completions = await frames(rank)
                 assert completions == [write(SAMPLES[i].rollout) for i in plan.numbers[number]]
                 assert messages.decode_for_rank([message, *completions]).plan == plan.ranks[number]
-                await rank.socket.send(messages.encode(messages.Held(rank=number, step=1)))
+                await rank.socket.send(messages.encode(messages.BatchReceived(rank=number, step=1)))
                 assert await rank.answer() == messages.Step(call=1, step=1)
             await finish(1, first, second)
             assert await stepping == REPORT
@@ -81,11 +81,11 @@ def test_the_next_batch_is_read_while_a_step_runs_once_the_ranks_hold_the_batch_
             await trainer.prepare(plans[0], read)
             stepping = asyncio.create_task(trainer.step(1))
             preparing = asyncio.create_task(trainer.prepare(plans[1], read))
-            await first.socket.send(messages.encode(messages.Held(rank=0, step=1)))
+            await first.socket.send(messages.encode(messages.BatchReceived(rank=0, step=1)))
             for rank in (first, second):
                 assert [type(await rank.answer()) for _ in range(2)] == [messages.Prepare, messages.Step]
             assert asked == list(plans[0].numbers) and not preparing.done()
-            await second.socket.send(messages.encode(messages.Held(rank=1, step=1)))
+            await second.socket.send(messages.encode(messages.BatchReceived(rank=1, step=1)))
             await preparing
             assert asked == [*plans[0].numbers, *plans[1].numbers] and not stepping.done()
             assert (await first.answer()).plan == plans[1].ranks[0]
@@ -117,7 +117,7 @@ def test_no_rank_is_sent_the_next_batch_before_the_step(monkeypatch):
 
             monkeypatch.setattr(trainer, "_send", slow)
             for number in range(2):
-                trainer._note_held(number)
+                trainer._note_received(number)
             stepping = asyncio.create_task(trainer.step(1))
             preparing = asyncio.create_task(trainer.prepare(plans[1], read))
             assert [type(await first.answer()) for _ in range(2)] == [messages.Prepare, messages.Step]
