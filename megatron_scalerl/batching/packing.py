@@ -86,16 +86,16 @@ def _sequence(sample: SampleFacts, completion: RolloutArrays, policy_version: in
     prompt = len(sample.prompt_token_ids)
     size = sample.length
     assert prompt > 0, "a completion without a prompt has no position that predicts its first token"
-    tokens = np.empty(size, dtype=np.int64)
+    tokens = np.empty(size, np.int64)
     tokens[:prompt] = sample.prompt_token_ids
     tokens[prompt:] = completion.token_ids
     # The last position of the prompt predicts the first token of the completion, and the last position nothing.
     predicts = slice(prompt - 1, size - 1)
-    mask = np.zeros(size, dtype=bool)
+    mask = np.zeros(size, bool)
     mask[predicts] = completion.loss_mask
-    logprobs = np.zeros(size, dtype=np.float32)
+    logprobs = np.zeros(size, np.float32)
     logprobs[predicts] = completion.rollout_logprobs
-    staleness = np.full(size, -1, dtype=np.int32)
+    staleness = np.full(size, -1, np.int32)
     staleness[predicts] = policy_version - completion.policy_versions
     # Off the mask every column has its neutral value; the target 0 of the last position is never used.
     return {
@@ -104,7 +104,7 @@ def _sequence(sample: SampleFacts, completion: RolloutArrays, policy_version: in
         "targets": np.append(tokens[1:], 0),
         "loss_mask": mask,
         "rollout_logprobs": np.where(mask, logprobs, np.float32(0)),
-        "advantages": np.full(size, sample.advantage, dtype=np.float32),
+        "advantages": np.full(size, sample.advantage, np.float32),
         "token_weights": np.where(mask, np.float32(sample.token_weight), np.float32(0)),
         "staleness": np.where(mask, staleness, np.int32(-1)),
     }
@@ -121,7 +121,7 @@ def _joined_choices(
     layers, topk = shapes.pop()
     parts = []
     for tokens, completion in zip(sizes, completions, strict=True):
-        part = np.full((tokens, layers, topk), -1, dtype=np.int32)
+        part = np.full((tokens, layers, topk), -1, np.int32)
         choices = completion.expert_choices
         if choices is not None:
             numbers = np.frombuffer(choices.data, dtype=f"<u{choices.width}").reshape(-1, layers, topk)
@@ -142,7 +142,7 @@ def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
     for key in _COLUMNS:
         array = getattr(micro_batch, key)
         if array is not None:
-            fill = np.full((missing, *array.shape[1:]), _FILLS.get(key, 0), dtype=array.dtype)
+            fill = np.full((missing, *array.shape[1:]), _FILLS.get(key, 0), array.dtype)
             columns[key] = np.concatenate([array, fill])
     return replace(
         micro_batch,
@@ -155,15 +155,15 @@ def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
 def filler_micro_batch(size: int) -> MicroBatch:
     """A micro-batch of one sequence of `size` tokens and zero weight: it is computed and contributes nothing."""
     empty = MicroBatch(
-        tokens=np.zeros(0, dtype=np.int64),
-        position_ids=np.zeros(0, dtype=np.int64),
-        cu_seqlens=np.zeros(1, dtype=np.int32),
-        targets=np.zeros(0, dtype=np.int64),
-        loss_mask=np.zeros(0, dtype=bool),
-        rollout_logprobs=np.zeros(0, dtype=np.float32),
-        advantages=np.zeros(0, dtype=np.float32),
-        token_weights=np.zeros(0, dtype=np.float32),
-        staleness=np.zeros(0, dtype=np.int32),
+        tokens=np.zeros(0, np.int64),
+        position_ids=np.zeros(0, np.int64),
+        cu_seqlens=np.zeros(1, np.int32),
+        targets=np.zeros(0, np.int64),
+        loss_mask=np.zeros(0, bool),
+        rollout_logprobs=np.zeros(0, np.float32),
+        advantages=np.zeros(0, np.float32),
+        token_weights=np.zeros(0, np.float32),
+        staleness=np.zeros(0, np.int32),
     )
     return pad_to(empty, size)
 
@@ -200,10 +200,10 @@ def _unsampled(ids: Sequence[int]) -> RolloutArrays:
     """The tokens from the second on as a completion that no engine sampled."""
     size = len(ids) - 1
     return RolloutArrays(
-        token_ids=np.asarray(ids[1:], dtype=np.int64),
-        rollout_logprobs=np.zeros(size, dtype=np.float32),
-        policy_versions=np.zeros(size, dtype=np.int64),
-        loss_mask=np.ones(size, dtype=bool),
+        token_ids=np.asarray(ids[1:], np.int64),
+        rollout_logprobs=np.zeros(size, np.float32),
+        policy_versions=np.zeros(size, np.int64),
+        loss_mask=np.ones(size, bool),
         interrupted=False,
         truncated=False,
         thinking_cut=0,

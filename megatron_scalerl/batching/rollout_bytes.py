@@ -54,10 +54,10 @@ class RolloutArrays:
 def arrays_of(rollout: Rollout) -> RolloutArrays:
     """The arrays of a rollout."""
     return RolloutArrays(
-        token_ids=np.asarray(rollout.token_ids, dtype="<u4"),
-        rollout_logprobs=narrowest(np.asarray(rollout.rollout_logprobs, dtype="<f8")),
-        policy_versions=np.asarray(rollout.policy_versions, dtype=np.int64),
-        loss_mask=np.asarray(rollout.loss_mask, dtype=bool),
+        token_ids=np.asarray(rollout.token_ids, "<u4"),
+        rollout_logprobs=narrowest(np.asarray(rollout.rollout_logprobs, "<f8")),
+        policy_versions=np.asarray(rollout.policy_versions, np.int64),
+        loss_mask=np.asarray(rollout.loss_mask, bool),
         interrupted=rollout.interrupted,
         truncated=rollout.truncated,
         thinking_cut=rollout.thinking_cut,
@@ -221,7 +221,7 @@ def _mask(forced: np.ndarray, tokens: int) -> np.ndarray:
         raise ValueError(
             f"rollout: forced ranges have to ascend within {tokens} tokens, these are {bounds.tolist()[:8]}"
         )
-    mask = np.ones(tokens, dtype=bool)
+    mask = np.ones(tokens, bool)
     for start, end in bounds.reshape(-1, 2).tolist():
         mask[start:end] = False
     return mask

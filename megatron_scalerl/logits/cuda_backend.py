@@ -107,7 +107,7 @@ class CudaBackend:
         """The statistics [4, T]: a GEMM and a row kernel for every chunk of tokens."""
         p = projection
         stats = no_columns(p.tokens, p.hidden, torch.float32)
-        if not p.tokens or not p.count:
+        if p.empty:
             return stats
         tokens, columns = statistics_block(p)
         # One buffer for all blocks: each block starts where the last one did.
@@ -125,7 +125,7 @@ class CudaBackend:
     ) -> None:
         """Recomputes the logits and adds to both gradients, one block of the vocabulary after the other."""
         p = projection
-        if not p.tokens or not p.count:
+        if p.empty:
             return
         tokens, columns = gradient_block(p)
         logits = p.hidden.new_empty(tokens * columns, dtype=torch.float32)
@@ -154,7 +154,7 @@ class CudaBackend:
         """The statistics of a chunk; `logits` then holds hidden @ weight.T, not scaled."""
         p = projection
         stats = no_columns(p.tokens, p.hidden, torch.float32)
-        if p.tokens and p.count:
+        if not p.empty:
             _logits(p, p.hidden, p.weight, logits)
             row_statistics(logits, _scale(p), p.targets, p.first, stats)
         return stats
@@ -170,7 +170,7 @@ class CudaBackend:
     ) -> None:
         """Adds to both gradients, CHUNK_COLUMNS at a time."""
         p = projection
-        if not p.tokens or not p.count:
+        if p.empty:
             return
         maker = _GradientMaker(p, given, p.tokens * min(p.count, CHUNK_COLUMNS))
         for cols in slices(p.count, CHUNK_COLUMNS):

@@ -64,6 +64,11 @@ class Projection:
         return self.weight.shape[0]
 
     @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute: no token, or no column on this rank."""
+        return not self.tokens or not self.count
+
+    @property
     def accumulator(self) -> torch.dtype:
         """fp64 for fp64 input, else fp32: the type of sums, logits and statistics."""
         return torch.promote_types(self.hidden.dtype, torch.float32)

@@ -149,7 +149,8 @@ def _row_statistics_kernel(
     gap = tl.where(filled, m - top, 0.0)
     weight = tl.where(filled, tl.exp(gap), 0.0)
     terms = 1.0 + r
-    others = tl.sum(tl.where(largest, r, weight * terms), 0) + (tl.sum(largest.to(tl.float32), 0) - 1.0)
+    equal = tl.sum(largest.to(tl.float32), 0) - 1.0
+    others = tl.sum(tl.where(largest, r, weight * terms), 0) + equal
     centered = tl.sum(weight * (u + gap * terms), 0)
 
     out = stats + row

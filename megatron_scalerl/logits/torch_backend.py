@@ -109,7 +109,7 @@ class TorchBackend:
         """The statistics [4, T], block by block."""
         p = projection
         stats = no_columns(p.tokens, p.hidden, p.accumulator)
-        if not p.tokens or not p.count:
+        if p.empty:
             return stats
         tokens, columns = blocks(p)
         buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
@@ -130,7 +130,7 @@ class TorchBackend:
     ) -> None:
         """Adds to both gradients, one block of the head after the other."""
         p = projection
-        if not p.tokens or not p.count:
+        if p.empty:
             return
         tokens, columns = blocks(p)
         buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
@@ -165,7 +165,7 @@ class TorchBackend:
     def chunk_statistics(self, projection: Projection, logits: Tensor) -> Tensor:
         """The statistics of a chunk; `logits` then holds z - m."""
         p = projection
-        if not p.tokens or not p.count:
+        if p.empty:
             return no_columns(p.tokens, p.hidden, p.accumulator)
         columns = _head_columns(p)
         hidden = _operand(p, p.hidden)
@@ -185,7 +185,7 @@ class TorchBackend:
     ) -> None:
         """Overwrites `logits` by their gradient and adds to both gradients."""
         p = projection
-        if not p.tokens or not p.count:
+        if p.empty:
             return
         _to_gradient(p, slice(0, p.count), logits, given, given.lse - stats[0])
         columns = _head_columns(p)
@@ -296,7 +296,11 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, l
             log_p.exp_().mul_(-g[tile, None])
             continue
         p_tile = torch.exp(log_p, out=scratch[: log_p.shape[0]])
-        log_p.add_(given.entropy[tile, None]).mul_(g_entropy[tile, None]).add_(g[tile, None]).mul_(p_tile).neg_()
+        # -p (g + g_entropy (log p + entropy)), in place.
+        log_p.add_(given.entropy[tile, None])
+        log_p.mul_(g_entropy[tile, None])
+        log_p.add_(g[tile, None])
+        log_p.mul_(p_tile).neg_()
     # 1 - p of the target: expm1 keeps digits that 1 - exp would cancel.
     dz = -torch.expm1(given.logprob) * g
     if g_entropy is not None:

@@ -22,10 +22,8 @@ def check_tokens(micro_batches: Sequence[MicroBatch], vocab_size: int) -> None:
     A GPU's kernels would end the process at such an id, without its place.
     """
     for number, m in enumerate(micro_batches):
-        for name, ids, places in (
-            ("tokens", m.tokens, np.arange(len(m.tokens))),
-            ("targets", m.targets[m.loss_mask], np.flatnonzero(m.loss_mask)),
-        ):
+        for name, places in (("tokens", np.arange(len(m.tokens))), ("targets", np.flatnonzero(m.loss_mask))):
+            ids = getattr(m, name)[places]
             outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
             if len(outside):
                 raise ValueError(
@@ -43,9 +41,9 @@ def agree(micro_batches: Sequence[MicroBatch], parallel: Parallel, *, step: int)
         return
     facts = [parallel.dp_rank, step, len(micro_batches), _digest(micro_batches)]
     mine = torch.tensor(facts, dtype=torch.int64, device=parallel.device)
-    gathered = mine.new_empty(parallel.world_size * len(facts))
-    dist.all_gather_into_tensor(gathered, mine)
-    everyone = gathered.view(parallel.world_size, len(facts)).tolist()
+    gathered = mine.new_empty((parallel.world_size, len(facts)))
+    dist.all_gather_into_tensor(gathered.view(-1), mine)
+    everyone = gathered.tolist()
     first_of: dict[int, tuple[int, int]] = {}
     for rank, (dp_rank, rank_step, count, digest) in enumerate(everyone):
         if [rank_step, count] != everyone[0][1:3]:

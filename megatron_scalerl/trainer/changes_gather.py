@@ -43,12 +43,14 @@ class ChangesGather:
 
     def __call__(self) -> None:
         """Send the group the changes of this rank's shards, and add the others' in shards that are needed here."""
-        changes = self._written.of(self._shards)
-        sparse = [change for change in changes if change is not None]
-        counts = [_DENSE] * len(changes)
-        for number, change in enumerate(changes):
-            if change is not None:
-                counts[number] = change.positions.numel()
+        sparse = []
+        counts = []
+        for change in self._written.of(self._shards):
+            if change is None:
+                counts.append(_DENSE)
+            else:
+                counts.append(change.positions.numel())
+                sparse.append(change)
         gathered = self._gathered(torch.tensor(counts, dtype=torch.int64, device=self._device))
         rank_counts = [counts_of_rank.tolist() for counts_of_rank in gathered]
         for shards, numbers in zip(self._others, rank_counts):

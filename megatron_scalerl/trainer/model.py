@@ -144,11 +144,10 @@ class PolicyModel(GPTModel):
             group=self.parallel.groups.cp,
             divisor=row_divisor(self.config),
         )
-        positions = share.position_ids
-        if positions is None:
-            positions = position_ids
+        if share.position_ids is not None:
+            position_ids = share.position_ids
         chunk = self.family.attention_chunk_size
-        packed = packed_row(share.starts, positions, chunk=chunk, fused=HAVE_TE, share=share)
+        packed = packed_row(share.starts, position_ids, chunk=chunk, fused=HAVE_TE, share=share)
         # Padding of the share has no loss, even where every token of the row has.
         if loss_mask is None and share.places is not None:
             loss_mask = torch.ones(share.length, dtype=torch.bool)
@@ -267,9 +266,16 @@ def _fused_rope_as(interleaved: bool) -> None:
         return
 
     def rotate(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
-        options = dict(cu_seqlens=cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
-        fused = te_extensions.apply_rotary_pos_emb
-        return fused(t, freqs, tensor_format="thd", interleaved=interleaved, fused=True, **options)
+        return te_extensions.apply_rotary_pos_emb(
+            t,
+            freqs,
+            tensor_format="thd",
+            interleaved=interleaved,
+            fused=True,
+            cu_seqlens=cu_seqlens,
+            cp_size=cp_size,
+            cp_rank=cp_rank,
+        )
 
     rope_utils.fused_apply_rotary_pos_emb_thd = rotate
 

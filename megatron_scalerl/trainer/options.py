@@ -168,11 +168,13 @@ def _check_experts(config: TransformerConfig) -> None:
 def _first_rank(recipe: Recipe) -> Parallel:
     """The `Parallel` of rank 0, without process groups."""
     sizes = sizes_of(recipe.megatron.parallel)
-    parallel = {f"{name}_size": getattr(sizes, name) for name in ("tp", "pp", "ep", "etp", "cp")}
+    names = ("tp", "pp", "ep", "etp", "cp")
+    parallel = {f"{name}_size": getattr(sizes, name) for name in names}
+    ranks = {f"{name}_rank": 0 for name in names}
     world_size = recipe.trainer.world_size
-    ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "ep", "etp", "dp", "cp")}
     return Parallel(
         rank=0,
+        dp_rank=0,
         world_size=world_size,
         dp_size=world_size // sizes.unit[0],
         device=torch.device("cpu"),

@@ -47,8 +47,10 @@ def known_shapes(micro_batches: Sequence[MicroBatch], config: Any, parallel: Par
     if parallel.pp_size == 1 or not config.variable_seq_lengths or config.virtual_pipeline_model_parallel_size:
         return {}
     divisor = row_divisor(config)
-    lengths = [share_length(m.cu_seqlens.tolist(), size=parallel.cp_size, divisor=divisor) for m in micro_batches]
-    shapes = [(length // divisor, 1, config.hidden_size) for length in lengths]
+    shapes = []
+    for m in micro_batches:
+        length = share_length(m.cu_seqlens.tolist(), size=parallel.cp_size, divisor=divisor)
+        shapes.append((length // divisor, 1, config.hidden_size))
     return {
         "p2p_communicator": KnownShapes(parallel.groups.pp, config, shapes),
         "pg_collection": parallel.groups,

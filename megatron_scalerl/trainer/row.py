@@ -29,7 +29,7 @@ class Row:
     token_weights: Tensor
     staleness: Tensor
     sequence_ids: Tensor
-    expert_choices: Tensor | None
+    expert_choices: Tensor | None = None
     plan: Plan
     places: Tensor
     """[K] int64 positions where loss_mask is True, ascending."""
@@ -48,7 +48,7 @@ def host_row(m: MicroBatch, plan_of: Callable[[list[int], Tensor, Tensor], Plan]
     `plan_of` returns the plan for sequence starts, positions [N] and loss mask [N].
     """
     plan = plan_of(m.cu_seqlens.tolist(), torch.from_numpy(m.position_ids), torch.from_numpy(m.loss_mask))
-    columns: dict[str, Any] = dict.fromkeys(_COLUMNS)
+    columns: dict[str, Any] = {}
     for name in _COLUMNS:
         array = getattr(m, name)
         if array is not None:

@@ -212,9 +212,9 @@ class Trainer:
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, filled up to a multiple of the stages, which Megatron requires of interleaved ones."""
-        missing = 0
-        if len(self.chunks) > 1:
-            missing = -len(micro_batches) % self.parallel.pp_size
+        if len(self.chunks) == 1:
+            return [*micro_batches]
+        missing = -len(micro_batches) % self.parallel.pp_size
         return [*micro_batches, *[filler_micro_batch(self.pad_multiple)] * missing]
 
     def _schedule(

@@ -158,7 +158,6 @@ class StepMetrics:
         the maximum is returned. `changes` [2]: elements of the weights that this rank changed, and wrote. Buckets of
         staleness without tokens are left out, and `weights_changed` where nothing was counted.
         """
-        kinds = {**MICRO_BATCH_METRICS, **STEP_METRICS}
         metrics = _named(MICRO_BATCH_METRICS, self._vectors)
         sums = self._vectors[SUM]
         metrics["tokens"] = Sum(sums.new_full((), tokens))
@@ -174,7 +173,7 @@ class StepMetrics:
         # One vector, so that the host waits for the device once.
         read = torch.cat([vectors[SUM], vectors[MAX]]).tolist()
         split = len(vectors[SUM])
-        reduced = _named(kinds, {SUM: read[:split], MAX: read[split:]})
+        reduced = _named({**MICRO_BATCH_METRICS, **STEP_METRICS}, {SUM: read[:split], MAX: read[split:]})
         values = {name: metric.value() for name, metric in reduced.items()}
         for bucket in _BUCKETS:
             if not values[f"loss_tokens_staleness_{bucket}"]:

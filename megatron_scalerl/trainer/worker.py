@@ -105,8 +105,9 @@ class Worker:
         self.run_dir = run_dir
         self.parallel = init_parallel(recipe, rendezvous)
         self.trainer = make_trainer(recipe, self.parallel)
-        most = recipe.weights.max_senders
-        self.source = MegatronWeightSource(self.trainer.chunks, self.parallel, most_senders=most)
+        self.source = MegatronWeightSource(
+            self.trainer.chunks, self.parallel, most_senders=recipe.weights.max_senders
+        )
         self.sending = WeightSending(
             self.source, bucket_mib=recipe.weights.bucket_mib, written=self.trainer.changes.written
         )
@@ -115,11 +116,10 @@ class Worker:
     def info(self) -> messages.TrainerInfo:
         """Facts for the controller, requested once."""
         parameters = self.source.manifest
-        sizes = [math.prod(meta.shape) for meta in parameters]
         return messages.TrainerInfo(
             world_size=self.parallel.world_size,
             dp_size=self.parallel.dp_size,
-            parameters=sum(sizes),
+            parameters=sum(math.prod(meta.shape) for meta in parameters),
             vocab_size=next(meta.shape[0] for meta in parameters if meta.name.endswith("embed_tokens.weight")),
             device=str(self.parallel.device),
             backend={"cpu": "gloo"}.get(self.parallel.device.type, "nccl"),

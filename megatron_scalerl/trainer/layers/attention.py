@@ -83,12 +83,12 @@ class SdpaCoreAttention(torch.nn.Module):
         **_: Any,
     ):
         super().__init__()
-        dropout = attention_dropout
-        if dropout is None:
-            dropout = config.attention_dropout
-        if dropout:
+        if attention_dropout is None:
+            attention_dropout = config.attention_dropout
+        if attention_dropout:
             raise ValueError(
-                f"megatron.model.attention_dropout: {dropout} is not possible with the plain layers; set it to 0"
+                f"megatron.model.attention_dropout: {attention_dropout} is not possible with the plain layers; set it "
+                "to 0"
             )
         self.layer_number = layer_number
         self.context_size = config.context_parallel_size
@@ -112,16 +112,14 @@ class SdpaCoreAttention(torch.nn.Module):
         split = packed_seq_params is not None and packed_seq_params.context is not None
         assert split == (self.context_size > 1), "context parallelism splits packed rows only"
         if packed_seq_params is None:
-            out = self._attend(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
-            return out.permute(2, 0, 1, 3).reshape(s, b, heads * d)
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return self._attend(q, k, v).permute(2, 0, 1, 3).reshape(s, b, heads * d)
         # For Megatron the row is one sequence, with rotary angles for every token (`PackedRow`).
         assert b == 1
         if self.query_scale is not None:
             scale = self.query_scale(packed_seq_params.position_ids)
             query = query * scale.to(query.dtype)[:, None, None, None]
-        q = query[:, 0]
-        k = key[:, 0]
-        v = value[:, 0]
+        q, k, v = (x[:, 0] for x in (query, key, value))
         if packed_seq_params.context is not None:
             return self._shared(q, k, v, packed_seq_params.context).reshape(s, 1, heads * d)
         layout = packed_seq_params.layout
