@@ -87,8 +87,8 @@ class SdpaCoreAttention(torch.nn.Module):
             attention_dropout = config.attention_dropout
         if attention_dropout:
             raise ValueError(
-                f"megatron.model.attention_dropout: {attention_dropout} is not possible with the plain layers; set it "
-                "to 0"
+                f"megatron.model.attention_dropout: {attention_dropout} is not possible with the plain layers; "
+                "set it to 0"
             )
         self.layer_number = layer_number
         self.context_size = config.context_parallel_size
