@@ -249,8 +249,7 @@ def _into_main_grad(weight: Tensor, requested: bool | None) -> bool:
         if grad is not None:
             shape = str(list(grad.shape))
         raise ValueError(
-            f"main_grad is true, but the weight {list(weight.shape)} has {shape} and not the one that Megatron's DDP "
-            "makes"
+            f"main_grad is true, but Megatron's DDP made none for the weight {list(weight.shape)}, which has {shape}"
         )
     return able and requested is not False
 

@@ -276,13 +276,15 @@ class TrainerClient:
         rank = message.rank
         dp_rank = message.dp_rank
         if not 0 <= dp_rank < message.info.dp_size:
-            raise TrainerError(f"trainer rank {rank}: its data-parallel rank is {dp_rank}, of {message.info.dp_size}")
+            raise TrainerError(
+                f"trainer rank {rank}: data-parallel rank {dp_rank} is not below {message.info.dp_size}"
+            )
         if message.holds_batch:
             holder = self._holders.setdefault(dp_rank, rank)
             if holder != rank:
                 raise TrainerError(
-                    f"trainer rank {rank}: it receives the batches of data-parallel rank {dp_rank}, and so does rank "
-                    f"{holder}; one rank has to"
+                    f"trainer rank {rank}: it receives the batches of data-parallel rank {dp_rank}, "
+                    f"but rank {holder} already does"
                 )
         self._dp_ranks[rank] = dp_rank
         if rank == 0:

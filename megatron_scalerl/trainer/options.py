@@ -107,8 +107,8 @@ def _refuse(settings: Mapping[str, Any]) -> None:
     for kind in kinds:
         if kind not in ("none", "aux_loss"):
             raise ValueError(
-                f"megatron.model.moe_router_load_balancing_type: {kind} is not supported: Megatron-Core takes all "
-                "sequences of a packed row for one; use aux_loss or none"
+                f"megatron.model.moe_router_load_balancing_type: {kind} is not supported: Megatron-Core would "
+                "take a packed row for one sequence; use aux_loss or none"
             )
     if settings.get("calculate_per_token_loss") and ([*kinds] != ["none"] or settings.get("moe_z_loss_coeff")):
         raise ValueError(

@@ -77,7 +77,7 @@ def block_submodules(
     """
     if config.num_layers != len(family.layers):
         raise ValueError(
-            f"megatron.model.num_layers: {config.num_layers} layers are not the {len(family.layers)} of config.json"
+            f"megatron.model.num_layers: it is {config.num_layers}, but config.json has {len(family.layers)} layers"
         )
     provider = spec_provider()
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
