@@ -139,14 +139,14 @@ class BatchFrames:
         """
         batch = self._held
         self._held = None
-        frames: Sequence[Buffer] | None = None
+        sent = None
         if batch is not None:
-            frames = batch.frames
+            sent = batch.frames
             if batch.plan.step != step:
                 raise InvalidMessage(f"step {step}: this rank holds the batch of step {batch.plan.step}")
         elif self._parallel.holds_batch:
             raise InvalidMessage(f"step {step}: this rank holds no batch")
-        frames = shared(frames, self._parallel)
+        frames = shared(sent, self._parallel)
         if batch is None:
             # The frames came from a peer: this rank, too, checks what it builds from.
             batch = checked(frames, self._limits)

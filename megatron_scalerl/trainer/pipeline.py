@@ -32,8 +32,7 @@ class KnownShapes(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Sequence[int], Sequence[int]]:
-        forward: Sequence[int] = (0, 0, 0)
-        backward: Sequence[int] = (0, 0, 0)
+        forward = backward = (0, 0, 0)
         # Activations and their gradients have equal shapes, and each kind arrives in the order of the micro-batches.
         if recv_prev:
             forward = next(self._forward)

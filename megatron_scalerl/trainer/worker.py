@@ -197,8 +197,9 @@ def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
         store = serve_store(listening)
     worker = Worker(recipe, meet.rendezvous, Path(settings.recipe_path).parent)
     where = worker.parallel
-    ready = messages.Ready(rank=where.rank, dp_rank=where.dp_rank, holds_batch=where.holds_batch, info=worker.info())
-    link.send(ready)
+    link.send(
+        messages.Ready(rank=where.rank, dp_rank=where.dp_rank, holds_batch=where.holds_batch, info=worker.info())
+    )
     while True:
         command, frames = link.receive()
         if isinstance(command, messages.Prepare):

@@ -121,7 +121,7 @@ def test_nobody_came():
 
 
 def test_missing_settings_are_named():
-    with pytest.raises(ValueError, match="environment: .* MSRL_SECRET"):
+    with pytest.raises(ValueError, match=r"environment: .* MSRL_SECRET"):
         worker.WorkerSettings.from_environment({name: "1" for name in worker._VARIABLES if name != "MSRL_SECRET"})
 
 
