@@ -31,9 +31,11 @@ def strict(answer_text: str, reference: str, extra: dict[str, Any]) -> bool:
 def solution(prompt: str) -> str:
     """The steps of a problem of the tiny task, which is read from left to right: `4;-4;+6=` gives `4-4=0;0+6=6`."""
     first, *operations = prompt.rstrip("=").split(";")
-    value, steps = int(first), []
+    value = int(first)
+    steps = []
     for operation in operations:
-        before, operand = value, int(operation[1:])
+        before = value
+        operand = int(operation[1:])
         value = {"+": value + operand, "-": value - operand, "*": value * operand}[operation[0]]
         steps.append(f"{before}{operation}={value}")
     return ";".join(steps)
@@ -53,17 +55,23 @@ def rescore(run: Path, steps: int = 10) -> None:
     index.update()
     reader = Reader(run, read_run_recipe(run), index)
     for first in range(1, max(index.steps) + 1, steps):
-        found = []
+        verdicts = []
         for step in range(first, first + steps):
-            for group in (reader.group(each["id"]) for each in index.of_step(step)):
+            for row in index.of_step(step):
+                group = reader.group(row["id"])
                 problem = group["prompt"].split(">", 1)[1].split("<")[0]  # <bos>PROBLEM<think>
                 extra = {"solution": solution(problem)}
-                for text in (each["text"] for each in group["completions"]):
-                    answer = text.split("</think>")[-1].replace("<eos>", "") if "</think>" in text else ""
-                    found.append((bool(answer) and leaky(answer, "", extra), strict(answer, group["answer"], extra)))
-        shares = [sum(accepted) / len(found) for accepted in zip(*found)]
+                for completion in group["completions"]:
+                    _, closing, answer = completion["text"].rpartition("</think>")
+                    answer = answer.replace("<eos>", "") if closing else ""
+                    accepted = bool(answer) and leaky(answer, "", extra)
+                    verdicts.append((accepted, strict(answer, group["answer"], extra)))
+        shares = [sum(accepted) / len(verdicts) for accepted in zip(*verdicts)]
         print(f"steps {first:3d} to {first + steps - 1:3d}: leaky {shares[0]:.3f}, strict {shares[1]:.3f}")
 
 
 if __name__ == "__main__":
-    rescore(Path(sys.argv[2])) if sys.argv[1] == "--rescore" else write(Path(sys.argv[1]))
+    if sys.argv[1] == "--rescore":
+        rescore(Path(sys.argv[2]))
+    else:
+        write(Path(sys.argv[1]))

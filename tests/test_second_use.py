@@ -227,5 +227,5 @@ def test_what_writes_a_policy_refuses_its_own_result(place, capsys):
             said = capsys.readouterr().err
             lines = [line for line in said.splitlines() if line.startswith("megatron-scalerl: ")]
             assert len(lines) == 1 and "Traceback" not in said
-            assert "expected a new or empty folder" in lines[0] or "nothing is overwritten" in lines[0]
+            assert "a new or empty folder" in lines[0] or "nothing is overwritten" in lines[0]
             assert contents(place / out) == before

@@ -7,6 +7,7 @@ that remains after filtering.
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Literal
 
 from megatron_scalerl.batching.assignment import SampleFacts
@@ -22,7 +23,7 @@ class BatchPlan:
 
     samples: tuple[SampleFacts, ...]
     sources: tuple[tuple[BlockRef | None, int], ...]
-    """Of each sample where its group is stored, and its position there."""
+    """[samples] where the group of the sample is stored, and the sample's position there."""
     stats: Mapping[str, float]
     """Counts for the metrics: groups, groups_kept, groups_dropped_REASON, completions, truncated_dropped,
     samples, loss_tokens, and advantage_std (standard deviation of the remaining centered rewards)."""
@@ -42,39 +43,47 @@ def samples_of(
     incorrect reward of their score. `zero_variance` True drops groups with equal rewards; False keeps them with
     advantage 0, and they count in the mean over prompts. Empty groups are dropped in either case.
     """
-    kept, excluded = drop_truncated(groups) if truncated == "exclude" else (list(groups), 0)
-    dropped: dict[str, int] = {}
+    # Truncated completions go first: a group is judged by the rewards that remain in it.
+    kept = list(groups)
+    excluded = 0
+    if truncated == "exclude":
+        kept, excluded = drop_truncated(groups)
     if zero_variance:
         kept, dropped = drop_zero_variance(kept)
     else:
-        empty = [group for group in kept if not group.completions]
-        kept = [group for group in kept if group.completions]
-        dropped = {"too_few": len(empty)} if empty else {}
-    advantages, spread = _advantages([[s.reward for s in group.scores] for group in kept], normalize)
+        filled = [group for group in kept if group.completions]
+        dropped = {"too_few": len(kept) - len(filled)}
+        kept = filled
+    rewards = [[score.reward for score in group.scores] for group in kept]
+    advantages, spread = _advantages(rewards, normalize)
+    # Weights count the groups and tokens that are left, N_eff prompts in section 3.2.
     lengths = [[completion.sampled_tokens for completion in group.completions] for group in kept]
     weights = token_weights(lengths, reduction)
-    samples = tuple(
-        SampleFacts(
-            prompt_token_ids=group.prompt.token_ids,
-            tokens=completion.tokens,
-            advantage=advantages[p][i],
-            token_weight=weights[p][i],
-        )
-        for p, group in enumerate(kept)
-        for i, completion in enumerate(group.completions)
-    )
+    samples = []
+    for group, group_advantages, group_weights in zip(kept, advantages, weights):
+        for completion, advantage, weight in zip(group.completions, group_advantages, group_weights):
+            sample = SampleFacts(
+                prompt_token_ids=group.prompt.token_ids,
+                tokens=completion.tokens,
+                advantage=advantage,
+                token_weight=weight,
+            )
+            samples.append(sample)
     stats = {
-        "groups": float(len(groups)),
-        "groups_kept": float(len(kept)),
-        "completions": float(sum(len(group.completions) for group in groups)),
-        "truncated_dropped": float(excluded),
-        "samples": float(len(samples)),
-        "loss_tokens": float(sum(map(sum, lengths))),
+        "groups": len(groups),
+        "groups_kept": len(kept),
+        "completions": sum(len(group.completions) for group in groups),
+        "truncated_dropped": excluded,
+        "samples": len(samples),
+        "loss_tokens": sum(map(sum, lengths)),
         "advantage_std": spread,
-        **{f"groups_dropped_{reason}": float(count) for reason, count in sorted(dropped.items())},
     }
+    for reason, count in sorted(dropped.items()):
+        if count:
+            stats[f"groups_dropped_{reason}"] = count
+    stats = {name: float(number) for name, number in stats.items()}
     sources = tuple((group.stored, position) for group in kept for position in group.positions)
-    return BatchPlan(samples=samples, sources=sources, stats=stats)
+    return BatchPlan(samples=tuple(samples), sources=sources, stats=stats)
 
 
 _REASONS = {
@@ -92,8 +101,11 @@ def why_empty(stats: Mapping[str, float]) -> str:
         >>> why_empty({"groups": 4, "groups_dropped_all_incorrect": 4, "completions": 32, "truncated_dropped": 0})
         '4 of 4 groups all wrong'
     """
-    counts = {reason: stats.get(f"groups_dropped_{reason}", 0.0) for reason in _REASONS}
-    parts = [f"{count:.0f} of {stats['groups']:.0f} groups {_REASONS[r]}" for r, count in counts.items() if count]
+    parts = []
+    for reason, words in _REASONS.items():
+        count = stats.get(f"groups_dropped_{reason}")
+        if count:
+            parts.append(f"{count:.0f} of {stats['groups']:.0f} groups {words}")
     if stats["truncated_dropped"]:
         parts.append(f"{stats['truncated_dropped']:.0f} of {stats['completions']:.0f} completions truncated")
     return ", ".join(parts)
@@ -104,8 +116,8 @@ def _advantages(
 ) -> tuple[list[list[float]], float]:
     """Advantage of every completion, and the standard deviation over all centered rewards (0 if there are none)."""
     centered = [_centered(group) for group in rewards]
-    flat = [a for group in centered for a in group]
-    spread = statistics.pstdev(flat) if flat else 0.0
+    flat = list(chain.from_iterable(centered))
+    spread = statistics.pstdev(flat or [0.0])
     if normalize == "none":
         return centered, spread
     if normalize == "batch":
@@ -123,5 +135,5 @@ def _centered(group: list[float]) -> list[float]:
 
 
 def _divided(values: list[float], spread: float) -> list[float]:
-    """`values` over `spread`; zeros for a spread of 0, since then every value is 0."""
-    return [value / spread for value in values] if spread else [0.0] * len(values)
+    """`values` over `spread`. With a spread of 0 every value is 0, and stays so."""
+    return [value / (spread or 1.0) for value in values]

@@ -9,6 +9,7 @@ nor gradient.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 
 from megatron_scalerl.record import record
 from megatron_scalerl.types import Sample
@@ -26,7 +27,7 @@ class SampleFacts:
     """A `types.Sample` without its completion."""
 
     prompt_token_ids: tuple[int, ...]
-    """[P]"""
+    """[P] token ids of the prompt."""
     tokens: int
     """T, tokens of the completion."""
     advantage: float
@@ -36,13 +37,13 @@ class SampleFacts:
 
     @property
     def length(self) -> int:
-        """P + T."""
+        """P + T, tokens of prompt and completion."""
         return len(self.prompt_token_ids) + self.tokens
 
 
 @record
 class RankPlan:
-    """What one data-parallel rank trains in one optimizer step, without the completions. Produced by `plan_step`."""
+    """The share of one data-parallel rank in an optimizer step, without completions. Produced by `plan_step`."""
 
     step: int
     """The optimizer step, from 1."""
@@ -54,12 +55,12 @@ class RankPlan:
     @property
     def samples(self) -> list[SampleFacts]:
         """The samples of all micro-batches, in order: the order in which their completions are sent."""
-        return [sample for members in self.micro_batches for sample in members]
+        return list(chain.from_iterable(self.micro_batches))
 
 
 @record
 class StepPlan:
-    """One optimizer step on all data-parallel ranks. Produced by `plan_step`."""
+    """The shares of all data-parallel ranks in an optimizer step. Produced by `plan_step`."""
 
     ranks: tuple[RankPlan, ...]
     numbers: tuple[tuple[int, ...], ...]
@@ -85,20 +86,21 @@ def plan_step(
     for index, length in enumerate(lengths):
         if length > micro_batch_tokens:
             raise ValueError(
-                f"trainer.micro_batch_tokens: expected at least {length}, the length of sample {index}, "
-                f"found {micro_batch_tokens}"
+                f"trainer.micro_batch_tokens: {micro_batch_tokens} are too few for sample {index} of {length} tokens"
             )
+    # Ranks first, then micro-batches: the slowest rank decides the time of the step.
     bins = [_first_fit(members, lengths, micro_batch_tokens) for members in _balance(lengths, dp_size)]
     count = max(map(len, bins))
-    ranks = tuple(
-        RankPlan(
-            step=step,
-            policy_version=policy_version,
-            micro_batches=tuple(tuple(samples[i] for i in members) for members in [*own, *[[]] * (count - len(own))]),
-        )
-        for own in bins
-    )
-    return StepPlan(ranks=ranks, numbers=tuple(tuple(i for members in own for i in members) for own in bins))
+    ranks = []
+    numbers = []
+    for rank_bins in bins:
+        rows = [tuple(samples[i] for i in members) for members in rank_bins]
+        # A rank with too few micro-batches would leave the others alone in a collective of the next one.
+        fillers = [()] * (count - len(rows))
+        plan = RankPlan(step=step, policy_version=policy_version, micro_batches=(*rows, *fillers))
+        ranks.append(plan)
+        numbers.append(tuple(chain.from_iterable(rank_bins)))
+    return StepPlan(ranks=tuple(ranks), numbers=tuple(numbers))
 
 
 def sample_facts(sample: Sample) -> SampleFacts:
@@ -115,7 +117,8 @@ def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Sample numbers of each rank, longest first, each given to the rank with the fewest tokens so far."""
     members: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    # The sort is stable: samples of equal length keep their order, so the assignment follows from the lengths alone.
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         rank = loads.index(min(loads))
         members[rank].append(index)
         loads[rank] += lengths[index]
@@ -127,10 +130,11 @@ def _first_fit(members: Sequence[int], lengths: Sequence[int], capacity: int) ->
     bins: list[list[int]] = []
     free: list[int] = []
     for index in members:
-        chosen = next((b for b, room in enumerate(free) if room >= lengths[index]), len(bins))
+        length = lengths[index]
+        chosen = next((b for b, room in enumerate(free) if room >= length), len(bins))
         if chosen == len(bins):
             bins.append([])
             free.append(capacity)
         bins[chosen].append(index)
-        free[chosen] -= lengths[index]
+        free[chosen] -= length
     return bins

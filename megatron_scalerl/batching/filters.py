@@ -21,14 +21,14 @@ def drop_truncated(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], 
     for group in groups:
         whole = [i for i, completion in enumerate(group.completions) if not completion.truncated]
         dropped += len(group.completions) - len(whole)
-        kept.append(
-            replace(
-                group,
-                completions=tuple(group.completions[i] for i in whole),
-                positions=tuple(group.positions[i] for i in whole),
-                scores=tuple(group.scores[i] for i in whole),
-            )
+        # Positions say where the completions are stored: they keep their numbers, with gaps.
+        shorter = replace(
+            group,
+            completions=tuple(group.completions[i] for i in whole),
+            positions=tuple(group.positions[i] for i in whole),
+            scores=tuple(group.scores[i] for i in whole),
         )
+        kept.append(shorter)
     return kept, dropped
 
 
@@ -50,11 +50,14 @@ def drop_zero_variance(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGrou
 
 
 def _without_variance(group: RolloutGroup) -> str | None:
+    """The reason why the group has no learning signal, or None."""
     if len(group.scores) < 2:
         return "too_few"
     if len({score.reward for score in group.scores}) > 1:
         return None
-    correct = sum(score.correct for score in group.scores)
-    if correct == len(group.scores):
+    correct = {score.correct for score in group.scores}
+    if correct == {True}:
         return "all_correct"
-    return "all_incorrect" if correct == 0 else "equal_rewards"
+    if correct == {False}:
+        return "all_incorrect"
+    return "equal_rewards"

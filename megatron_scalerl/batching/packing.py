@@ -6,6 +6,7 @@ the checks and the benches use it.
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import islice
 
 import numpy as np
 
@@ -27,7 +28,7 @@ def pack(
     pad_multiple: int,
     policy_version: int,
 ) -> list[Batch]:
-    """One `Batch` per data-parallel rank, as `plan_step` assigns and `build` makes them.
+    """A `Batch` for each data-parallel rank, as `plan_step` assigns and `build` makes them.
 
     Raises ValueError if a sample alone is longer than `micro_batch_tokens`.
     """
@@ -38,37 +39,42 @@ def pack(
         micro_batch_tokens=micro_batch_tokens,
         policy_version=policy_version,
     )
-    return [
-        build(rank, [arrays_of(samples[i].rollout) for i in numbers], pad_multiple=pad_multiple)
-        for rank, numbers in zip(plan.ranks, plan.numbers)
-    ]
+    batches = []
+    for rank, numbers in zip(plan.ranks, plan.numbers):
+        completions = [arrays_of(samples[i].rollout) for i in numbers]
+        batches.append(build(rank, completions, pad_multiple=pad_multiple))
+    return batches
 
 
 def build(plan: RankPlan, completions: Sequence[RolloutArrays], *, pad_multiple: int) -> Batch:
-    """The plan's `Batch`; `completions` are those of `plan.samples`, in this order.
+    """The plan's `Batch`, from the completions of `plan.samples` in this order.
 
     Each micro-batch is padded to a multiple of `pad_multiple`, and may exceed `plan_step`'s limit by less than that
     multiple; fillers are that long. The arrays own their memory and are writable.
     """
     assert len(completions) == len(plan.samples), (len(completions), len(plan.samples))
     left = iter(completions)
-    rows = [
-        _micro_batch(members, [next(left) for _ in members], pad_multiple, plan.policy_version)
-        if members
-        else filler_micro_batch(pad_multiple)
-        for members in plan.micro_batches
-    ]
+    rows = []
+    for members in plan.micro_batches:
+        arrays = list(islice(left, len(members)))
+        rows.append(_micro_batch(members, arrays, pad_multiple, plan.policy_version))
     return Batch(step=plan.step, micro_batches=tuple(rows))
 
 
 def _micro_batch(
     samples: Sequence[SampleFacts], completions: Sequence[RolloutArrays], pad_multiple: int, policy_version: int
 ) -> MicroBatch:
-    """The samples in one row, padded with a sequence of zero weight to a multiple of `pad_multiple`."""
+    """The samples in one row, padded with a sequence of zero weight to a multiple of `pad_multiple`.
+
+    Without samples it is a filler.
+    """
+    if not samples:
+        return filler_micro_batch(pad_multiple)
     packed = [_sequence(sample, arrays, policy_version) for sample, arrays in zip(samples, completions, strict=True)]
     sizes = [len(columns["tokens"]) for columns in packed]
     joined = {key: np.concatenate([columns[key] for columns in packed]) for key in packed[0]}
     joined |= _joined_choices(sizes, completions)
+    # int32 is what the attention kernels of Transformer Engine take.
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     micro_batch = MicroBatch(cu_seqlens=cu_seqlens, **joined)
     total = sum(sizes)
@@ -76,25 +82,29 @@ def _micro_batch(
 
 
 def _sequence(sample: SampleFacts, completion: RolloutArrays, policy_version: int) -> dict[str, np.ndarray]:
-    """One completion as the arrays of a micro-batch: position i describes the token that it predicts."""
-    prompt, size = len(sample.prompt_token_ids), sample.length
+    """The arrays of a micro-batch for one completion: position i describes the token that it predicts."""
+    prompt = len(sample.prompt_token_ids)
+    size = sample.length
     assert prompt > 0, "a completion without a prompt has no position that predicts its first token"
-    tokens = np.empty(size, dtype=np.int64)
-    tokens[:prompt], tokens[prompt:] = sample.prompt_token_ids, completion.token_ids
-    predicts = slice(prompt - 1, size - 1)  # the positions whose target is a completion token
-    mask = np.zeros(size, dtype=bool)
+    tokens = np.empty(size, np.int64)
+    tokens[:prompt] = sample.prompt_token_ids
+    tokens[prompt:] = completion.token_ids
+    # The last position of the prompt predicts the first token of the completion, and the last position nothing.
+    predicts = slice(prompt - 1, size - 1)
+    mask = np.zeros(size, bool)
     mask[predicts] = completion.loss_mask
-    logprobs = np.zeros(size, dtype=np.float32)
+    logprobs = np.zeros(size, np.float32)
     logprobs[predicts] = completion.rollout_logprobs
-    staleness = np.full(size, -1, dtype=np.int32)
+    staleness = np.full(size, -1, np.int32)
     staleness[predicts] = policy_version - completion.policy_versions
+    # Off the mask every column has its neutral value; the target 0 of the last position is never used.
     return {
         "tokens": tokens,
         "position_ids": np.arange(size, dtype=np.int64),
         "targets": np.append(tokens[1:], 0),
         "loss_mask": mask,
         "rollout_logprobs": np.where(mask, logprobs, np.float32(0)),
-        "advantages": np.full(size, sample.advantage, dtype=np.float32),
+        "advantages": np.full(size, sample.advantage, np.float32),
         "token_weights": np.where(mask, np.float32(sample.token_weight), np.float32(0)),
         "staleness": np.where(mask, staleness, np.int32(-1)),
     }
@@ -103,25 +113,27 @@ def _sequence(sample: SampleFacts, completion: RolloutArrays, policy_version: in
 def _joined_choices(
     sizes: Sequence[int], completions: Sequence[RolloutArrays]
 ) -> dict[str, Int32[np.ndarray, "N L K"]]:
-    """Experts of the concatenated sequences, -1 for one without; empty if all are without."""
-    known = [c.expert_choices for c in completions if c.expert_choices is not None]
-    if not known:
+    """Experts of the concatenated sequences, -1 for a sequence without; empty if no sequence has any."""
+    shapes = {(c.expert_choices.layers, c.expert_choices.topk) for c in completions if c.expert_choices is not None}
+    if not shapes:
         return {}
-    layers, topk = known[0].layers, known[0].topk
-    assert all((c.layers, c.topk) == (layers, topk) for c in known), "one policy, one number of layers and experts"
+    assert len(shapes) == 1, "one policy has one number of layers and experts"
+    layers, topk = shapes.pop()
     parts = []
     for tokens, completion in zip(sizes, completions, strict=True):
-        part = np.full((tokens, layers, topk), -1, dtype=np.int32)
+        part = np.full((tokens, layers, topk), -1, np.int32)
         choices = completion.expert_choices
         if choices is not None:
             numbers = np.frombuffer(choices.data, dtype=f"<u{choices.width}").reshape(-1, layers, topk)
-            part[: min(tokens, len(numbers))] = numbers[:tokens]
+            # No layer has processed the last token: its position keeps -1, and the router chooses.
+            part[: len(numbers)] = numbers[:tokens]
         parts.append(part)
     return {"expert_choices": np.concatenate(parts)}
 
 
 def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
     """`micro_batch` with a sequence of zero weight at its end, so that it has `size` positions."""
+    # Padding is one more sequence: no real token attends to it, and the last sequence keeps its length.
     missing = size - len(micro_batch.tokens)
     assert missing >= 0, (size, len(micro_batch.tokens))
     if missing == 0:
@@ -130,7 +142,7 @@ def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
     for key in _COLUMNS:
         array = getattr(micro_batch, key)
         if array is not None:
-            fill = np.full((missing, *array.shape[1:]), _FILLS.get(key, 0), dtype=array.dtype)
+            fill = np.full((missing, *array.shape[1:]), _FILLS.get(key, 0), array.dtype)
             columns[key] = np.concatenate([array, fill])
     return replace(
         micro_batch,
@@ -143,15 +155,15 @@ def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
 def filler_micro_batch(size: int) -> MicroBatch:
     """A micro-batch of one sequence of `size` tokens and zero weight: it is computed and contributes nothing."""
     empty = MicroBatch(
-        tokens=np.zeros(0, dtype=np.int64),
-        position_ids=np.zeros(0, dtype=np.int64),
-        cu_seqlens=np.zeros(1, dtype=np.int32),
-        targets=np.zeros(0, dtype=np.int64),
-        loss_mask=np.zeros(0, dtype=bool),
-        rollout_logprobs=np.zeros(0, dtype=np.float32),
-        advantages=np.zeros(0, dtype=np.float32),
-        token_weights=np.zeros(0, dtype=np.float32),
-        staleness=np.zeros(0, dtype=np.int32),
+        tokens=np.zeros(0, np.int64),
+        position_ids=np.zeros(0, np.int64),
+        cu_seqlens=np.zeros(1, np.int32),
+        targets=np.zeros(0, np.int64),
+        loss_mask=np.zeros(0, bool),
+        rollout_logprobs=np.zeros(0, np.float32),
+        advantages=np.zeros(0, np.float32),
+        token_weights=np.zeros(0, np.float32),
+        staleness=np.zeros(0, np.int32),
     )
     return pad_to(empty, size)
 
@@ -172,27 +184,26 @@ def scoring_micro_batches(
             used = 0
         rows[-1].append(ids)
         used += len(ids)
-    return [
-        _micro_batch(
-            [
-                SampleFacts(prompt_token_ids=tuple(ids[:1]), tokens=len(ids) - 1, advantage=0.0, token_weight=0.0)
-                for ids in row
-            ],
-            [_unsampled(ids) for ids in row],
-            pad_multiple,
-            0,
-        )
-        for row in rows
-    ]
+    micro_batches = []
+    for row in rows:
+        # The first token stands for a prompt: all others are scored.
+        facts = [
+            SampleFacts(prompt_token_ids=tuple(ids[:1]), tokens=len(ids) - 1, advantage=0.0, token_weight=0.0)
+            for ids in row
+        ]
+        completions = [_unsampled(ids) for ids in row]
+        micro_batches.append(_micro_batch(facts, completions, pad_multiple, policy_version=0))
+    return micro_batches
 
 
 def _unsampled(ids: Sequence[int]) -> RolloutArrays:
+    """The tokens from the second on as a completion that no engine sampled."""
     size = len(ids) - 1
     return RolloutArrays(
-        token_ids=np.asarray(ids[1:], dtype=np.int64),
-        rollout_logprobs=np.zeros(size, dtype=np.float32),
-        policy_versions=np.zeros(size, dtype=np.int64),
-        loss_mask=np.ones(size, dtype=bool),
+        token_ids=np.asarray(ids[1:], np.int64),
+        rollout_logprobs=np.zeros(size, np.float32),
+        policy_versions=np.zeros(size, np.int64),
+        loss_mask=np.ones(size, bool),
         interrupted=False,
         truncated=False,
         thinking_cut=0,
@@ -210,6 +221,7 @@ def real_tokens(batch: Batch) -> int:
     total = 0
     for micro_batch in batch.micro_batches:
         sizes = np.diff(micro_batch.cu_seqlens)
+        # `reduceat` gives an empty span the value at its start, but no sequence is empty.
         with_loss = np.add.reduceat(micro_batch.loss_mask, micro_batch.cu_seqlens[:-1], dtype=np.int64) > 0
         total += int(sizes[with_loss].sum())
     return total

@@ -13,7 +13,6 @@ logits enters the GEMMs of the backward pass as `grad_logits` says: the head's g
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_scalerl.logits.arguments import Settings, checked
@@ -60,6 +59,7 @@ def token_loss(
     call = checked(hidden, weight, targets, Settings(**options))
     if not call.shape.tokens or call.chunk_tokens(weight):
         return TokenLoss.apply(hidden, weight, loss, call)
+    # The loss comes after the merge of all ranks: it needs log-probabilities of the whole vocabulary.
     logprobs, entropies = TokenLogprobs.apply(hidden, weight, call)
-    places = torch.arange(call.tokens, device=hidden.device) if call.kept is None else call.kept
+    places = call.places(hidden.device)
     return loss(logprobs[places], entropies[places], places), logprobs.detach(), entropies.detach()

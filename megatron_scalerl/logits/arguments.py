@@ -1,12 +1,12 @@
 """Checks of a projection's arguments, before any rank waits for another.
 
-Every mistake is a ValueError with expected and found. In a group the first exchange is a fixed number of integers
+Every mistake is a ValueError that names the argument. In a group the first exchange is a fixed number of integers
 per rank: the rank's own error, and what must be equal on all. So all ranks raise the same error. The trainer compares
 its batches once a step (`trainer.agreement`) and turns this exchange off with `Settings.trusted`.
 """
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,9 @@ from megatron_scalerl.record import record
 from megatron_scalerl.types import Bool, Float, Int64
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-"""Of hidden and weight; their values are multiplied exactly."""
+"""Types of hidden and weight whose values are multiplied exactly."""
 _MESSAGE = 512
-"""Maximum length of a rank's error message, in bytes."""
+"""Longest error message of a rank, in bytes."""
 _FACTS = 16
 """Maximum number of values that must be equal on all ranks."""
 
@@ -43,7 +43,7 @@ class Settings:
     vocab_size: int | None = None
     """True size of the vocabulary (default: all rows). Columns from there on are padding, with probability 0."""
     loss_mask: Bool[Tensor, " T"] | None = None
-    """Only its tokens are computed. Elsewhere targets may hold anything, and results are 0."""
+    """True for the tokens that are computed. Elsewhere targets may hold anything, and results are 0."""
     places: Int64[Tensor, " C"] | None = None
     """In place of loss_mask: the positions of its tokens, each once. A host that knows them need not wait
     for a GPU to count a mask."""
@@ -58,7 +58,7 @@ class Settings:
     """True adds the weight's gradient directly to weight.main_grad, as Megatron's gradient accumulation fusion does;
     None does so where Megatron's DDP has made one; False never."""
     workspace_mb: float = 512.0
-    """Bound (MiB) on what is allocated beside inputs, results and gradients: backward recomputes the logits."""
+    """Bound (MiB) on memory besides inputs, results and gradients: backward recomputes the logits."""
     keep_logits: bool = False
     """True: if all logits of the call fit the workspace, they stay in it until the backward pass: three GEMMs instead
     of four. For a caller whose backward pass follows at once. `api.token_loss` keeps none."""
@@ -68,16 +68,21 @@ class Settings:
 
 def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> Call:
     """The call that the autograd functions execute. Raises ValueError, on all ranks of the group alike."""
-    group = settings.group if settings.group is not None and settings.group.size() > 1 else None
-    call, problem = None, ""
+    group = settings.group
+    if group is not None and group.size() == 1:
+        group = None
+    if group is None or settings.trusted:
+        return _call(hidden, weight, targets, settings, group)
+    # A rank with a mistake has to tell the others before they wait for it in a collective.
+    call = None
+    problem = ""
+    facts: dict[str, Tensor | int] = {}
     try:
         call = _call(hidden, weight, targets, settings, group)
+        facts = _facts(call, hidden, weight)
     except ValueError as error:
-        if group is None or settings.trusted:
-            raise
         problem = str(error)
-    if group is not None and not settings.trusted:
-        _agree(group, hidden.device, problem, {} if call is None else _shared(call, hidden, weight))
+    _agree(group, hidden.device, problem, facts)
     assert call is not None
     return call
 
@@ -87,26 +92,37 @@ def _call(
 ) -> Call:
     _check_options(settings)
     _check_operands(hidden, weight)
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    shared = settings.sequence_parallel and group is not None
-    tokens = hidden.shape[0] * (size if shared else 1)
-    _check_tokens(tokens, targets, settings, size if shared else 1)
+    rank = 0
+    size = 1
+    if group is not None:
+        rank = group.rank()
+        size = group.size()
+    shares = 1
+    if settings.sequence_parallel:
+        shares = size
+    tokens = hidden.shape[0] * shares
+    _check_tokens(tokens, targets, settings, shares)
     rows = weight.shape[0]
-    true_size = rows * size if settings.vocab_size is None else settings.vocab_size
-    if not 0 < true_size <= rows * size:
-        raise ValueError(f"vocab_size: expected 1 to {rows * size} ({rows} rows on {size} ranks), found {true_size}")
-    kept = settings.places if settings.loss_mask is None else settings.loss_mask.nonzero()[:, 0]
-    selected = targets if kept is None else targets.index_select(0, kept)
+    true_size = _true_size(settings.vocab_size, rows, size)
+    kept = settings.places
+    if settings.loss_mask is not None:
+        kept = settings.loss_mask.nonzero()[:, 0]
+    # The type of sums, as in `Projection.accumulator`: fp32, or fp64 for fp64 operands.
+    scale = _scale(settings.temperature, hidden.device, torch.promote_types(hidden.dtype, torch.float32)).detach()
+    if kept is not None:
+        targets = targets.index_select(0, kept)
+        if scale.dim():
+            scale = scale.index_select(0, kept)
+    # Only now: to look at values the host waits for the device.
     if not settings.trusted:
-        _check_targets(selected, kept, true_size)
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    scale = _scale(settings.temperature, hidden.device, wide).detach()
+        _check_targets(targets, kept, true_size)
     first = rank * rows
+    # Hidden states come later and may be a share of these: here one row of memory stands for all.
     shape = Projection(
-        hidden=hidden.new_empty((1, hidden.shape[1])).expand(selected.shape[0], -1),
+        hidden=hidden.new_empty((1, hidden.shape[1])).expand(targets.shape[0], -1),
         weight=weight.detach()[: max(0, true_size - first)],
-        targets=selected,
-        scale=scale if kept is None or scale.dim() == 0 else scale.index_select(0, kept),
+        targets=targets,
+        scale=scale,
         first=first,
         round_logits=settings.logits == "model",
         entropy=settings.entropy != "none",
@@ -119,18 +135,29 @@ def _call(
     if shape.workspace_bytes < need:
         mib = math.ceil(need / 2**20 * 1000) / 1000
         raise ValueError(
-            f"workspace_mb: expected at least {mib} for one block of logits, found {settings.workspace_mb:g}"
+            f"workspace_mb is {settings.workspace_mb:g}; it has to be at least {mib}, for one block of logits"
         )
     return Call(
         backend=backend,
         group=group,
-        sequence_parallel=shared,
+        sequence_parallel=shares > 1,
         tokens=tokens,
         kept=kept,
         shape=shape,
         main_grad=_into_main_grad(weight, settings.main_grad),
         keep_logits=settings.keep_logits and torch.is_grad_enabled(),
     )
+
+
+def _true_size(vocab_size: int | None, rows: int, ranks: int) -> int:
+    """Size of the vocabulary without padding."""
+    if vocab_size is None:
+        vocab_size = rows * ranks
+    if not 0 < vocab_size <= rows * ranks:
+        raise ValueError(
+            f"vocab_size is {vocab_size}; it has to be 1 to {rows * ranks} ({rows} rows on {ranks} ranks)"
+        )
+    return vocab_size
 
 
 def _scale(temperature: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -142,57 +169,69 @@ def _scale(temperature: float | Tensor, device: torch.device, dtype: torch.dtype
 
 def _check_options(settings: Settings) -> None:
     for name, kind in (("logits", Precision), ("entropy", Entropy), ("grad_logits", GradLogits)):
-        value, known = getattr(settings, name), get_args(kind)
-        if value not in known:
-            raise ValueError(f"{name}: expected {', '.join(known[:-1])} or {known[-1]}, found {value!r}")
+        value = getattr(settings, name)
+        *others, last = get_args(kind)
+        if value not in (*others, last):
+            raise ValueError(f"{name} is {value!r}; it has to be {', '.join(others)} or {last}")
 
 
 def _check_operands(hidden: Tensor, weight: Tensor) -> None:
-    if type(weight) not in (Tensor, torch.nn.Parameter) or weight.dtype not in DTYPES:
-        kind = type(weight).__name__ if type(weight) not in (Tensor, torch.nn.Parameter) else weight.dtype
+    kind: Any = weight.dtype
+    if type(weight) not in (Tensor, torch.nn.Parameter):
+        kind = type(weight).__name__
+    if kind not in DTYPES:
         raise ValueError(
-            "weight: expected a plain tensor in bfloat16, float32 or float64 (a quantized head has no exact logits), "
-            f"found {kind}"
+            f"weight is {kind}; it has to be a plain tensor in bfloat16, float32 or float64, since a quantized head "
+            "has no exact logits"
         )
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"expected hidden [T, H] and weight [V/p, H], found {list(hidden.shape)} and {list(weight.shape)}"
+            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}; they have to be [T, H] and [V/p, H]"
         )
     if hidden.dtype != weight.dtype or hidden.device != weight.device:
         raise ValueError(
-            f"weight: expected {hidden.dtype} on {hidden.device}, as hidden, found {weight.dtype} on {weight.device}"
+            f"weight is {weight.dtype} on {weight.device}, but hidden is {hidden.dtype} on {hidden.device}"
         )
 
 
 def _check_tokens(tokens: int, targets: Tensor, settings: Settings, shares: int) -> None:
-    per_rank = f" ({shares} ranks have {tokens // shares} tokens each)" if shares > 1 else ""
     if list(targets.shape) != [tokens]:
-        raise ValueError(f"expected targets [{tokens}], found {list(targets.shape)}{per_rank}")
+        per_rank = ""
+        if shares > 1:
+            per_rank = f" ({shares} ranks have {tokens // shares} tokens each)"
+        raise ValueError(f"targets is {list(targets.shape)}; it has to be [{tokens}]{per_rank}")
     if targets.dtype != torch.int64:
-        raise ValueError(f"targets: expected int64, found {targets.dtype}")
-    mask, places, temperature = settings.loss_mask, settings.places, settings.temperature
-    if places is not None and (mask is not None or places.dim() != 1 or places.dtype != torch.int64):
-        given = "beside loss_mask" if mask is not None else f"{list(places.shape)} in {places.dtype}"
-        raise ValueError(f"expected places [C] in int64 instead of loss_mask, found {given}")
+        raise ValueError(f"targets is {targets.dtype}; it has to be int64")
+    mask = settings.loss_mask
+    places = settings.places
+    if places is not None and mask is not None:
+        raise ValueError("places and loss_mask are both set; leave one of them out")
+    if places is not None and (places.dim() != 1 or places.dtype != torch.int64):
+        raise ValueError(f"places is {list(places.shape)} in {places.dtype}; it has to be [C] in int64")
     if mask is not None and (list(mask.shape) != [tokens] or mask.dtype != torch.bool):
-        raise ValueError(f"expected loss_mask [{tokens}] in bool, found {list(mask.shape)} in {mask.dtype}")
-    if isinstance(temperature, Tensor) and list(temperature.shape) not in ([], [tokens]):
-        raise ValueError(f"expected temperature a number or [{tokens}], found {list(temperature.shape)}")
-    if isinstance(temperature, Tensor) and settings.trusted:
-        return
-    lowest = float(temperature.min() if isinstance(temperature, Tensor) else temperature)
+        raise ValueError(f"loss_mask is {list(mask.shape)} in {mask.dtype}; it has to be [{tokens}] in bool")
+    temperature = settings.temperature
+    if isinstance(temperature, Tensor):
+        if list(temperature.shape) not in ([], [tokens]):
+            raise ValueError(f"temperature is {list(temperature.shape)}; it has to be a number or [{tokens}]")
+        if settings.trusted:
+            return
+        temperature = temperature.min()
+    lowest = float(temperature)
     if not lowest > 0:
-        raise ValueError(f"temperature: expected above 0, found {lowest}")
+        raise ValueError(f"temperature is {lowest}; it has to be above 0")
 
 
 def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> None:
     outside = ((targets < 0) | (targets >= vocabulary)).nonzero()[:, 0]
     if outside.numel():
         first = int(outside[0])
-        place = first if kept is None else int(kept[first])
+        place = first
+        if kept is not None:
+            place = int(kept[first])
         raise ValueError(
-            f"targets: expected ids from 0 to {vocabulary - 1}, found {int(targets[first])} at position {place} "
-            f"({outside.numel()} such)"
+            f"targets: id {int(targets[first])} at position {place} is outside the vocabulary of {vocabulary} ids "
+            f"(the first of {outside.numel()})"
         )
 
 
@@ -206,18 +245,22 @@ def _into_main_grad(weight: Tensor, requested: bool | None) -> bool:
         and grad.dtype in (torch.float32, weight.dtype)
     )
     if requested and not able:
+        shape = "none"
+        if grad is not None:
+            shape = str(list(grad.shape))
         raise ValueError(
-            f"main_grad: expected a weight whose main_grad {list(weight.shape)} Megatron's DDP has made, found "
-            f"{'none' if grad is None else list(grad.shape)}"
+            f"main_grad is true, but Megatron's DDP made none for the weight {list(weight.shape)}, which has {shape}"
         )
     return able and requested is not False
 
 
-def _shared(call: Call, hidden: Tensor, weight: Tensor) -> dict[str, Tensor | int]:
-    """What must be equal on all ranks, by name; contents as checksums that depend on the order."""
+def _facts(call: Call, hidden: Tensor, weight: Tensor) -> dict[str, Tensor | int]:
+    """Numbers that must be equal on all ranks, by name; contents as checksums that depend on the order."""
     shape = call.shape
     order = torch.arange(1, shape.tokens + 1, device=hidden.device)
-    kept = call.kept if call.kept is not None else order
+    kept = order
+    if call.kept is not None:
+        kept = call.kept
     return {
         "tokens": call.tokens,
         "columns of hidden": hidden.shape[1],
@@ -225,26 +268,29 @@ def _shared(call: Call, hidden: Tensor, weight: Tensor) -> dict[str, Tensor | in
         "dtype of weight": DTYPES.index(weight.dtype),
         "tokens with loss": shape.tokens,
         "loss_mask": (kept * order).sum(),
+        # Two primes: a plain sum would be equal for targets in another order.
         "targets": (shape.targets * (order * 2654435761 % 4294967291)).sum(),
         "temperature": (shape.scale.double().expand(order.shape) * order).sum().view(torch.int64),
-        "entropy": shape.entropy + shape.entropy_grad,
+        "entropy": int(shape.entropy) + int(shape.entropy_grad),
         "logits": int(shape.round_logits),
         "sequence_parallel": int(call.sequence_parallel),
     }
 
 
-def _agree(group: dist.ProcessGroup, device: torch.device, problem: str, shared: dict[str, Tensor | int]) -> None:
-    """ValueError on every rank if one has a problem or two differ."""
+def _agree(group: dist.ProcessGroup, device: torch.device, problem: str, facts: dict[str, Tensor | int]) -> None:
+    """Raises ValueError on every rank if one has a problem or two differ."""
+    # One message of a fixed size: a rank with a problem has no facts, and the others do not know.
     text = problem.encode()[:_MESSAGE].ljust(_MESSAGE, b"\0")
-    facts = [int(value) for value in shared.values()]
-    mine = torch.tensor([*text, *facts, *[0] * (_FACTS - len(facts))], device=device)
+    values = [int(value) for value in facts.values()]
+    mine = torch.tensor([*text, *values, *[0] * (_FACTS - len(values))], device=device)
     everyone = mine.new_empty((group.size(), len(mine)))
     dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
     rows = everyone.tolist()
     for rank, row in enumerate(rows):
-        if message := bytes(row[:_MESSAGE]).rstrip(b"\0").decode(errors="replace"):
+        message = bytes(row[:_MESSAGE]).rstrip(b"\0").decode(errors="replace")
+        if message:
             raise ValueError(f"rank {rank} of {group.size()} of the tensor-parallel group: {message}")
-    for place, name in enumerate(shared, _MESSAGE):
+    for place, name in enumerate(facts, _MESSAGE):
         values = [row[place] for row in rows]
         if len(set(values)) > 1:
-            raise ValueError(f"{name}: expected the same on all ranks of the tensor-parallel group, found {values}")
+            raise ValueError(f"{name}: the ranks of the tensor-parallel group differ, they have {values}")

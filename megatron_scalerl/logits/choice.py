@@ -8,17 +8,23 @@ from megatron_scalerl.logits.projection import Backend
 from megatron_scalerl.logits.torch_backend import TorchBackend
 
 logger = logging.getLogger(__name__)
-_logged: set[tuple[str, str]] = set()
 
 LARGE_GPU = 64 * 2**30
 """Bytes of a GPU from which the trainer's workspace is larger where the recipe states none."""
 CUDA_DTYPES = (torch.bfloat16, torch.float32)
 """Operands that the backend `cuda` multiplies."""
 
+_logged: set[tuple[str, str]] = set()
+"""(backend, device type) that the log names already."""
+
 
 def workspace_mb(stated: float | None, *, large_gpu: bool, shared: bool) -> float:
     """The trainer's workspace (MiB). stated: by the recipe. shared: with engines on the same device."""
-    return stated or (2048.0 if large_gpu and not shared else 512.0)
+    if stated:
+        return stated
+    if large_gpu and not shared:
+        return 2048.0
+    return 512.0
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_scalerl.logits.function import Call, added_to_main_grad
-from megatron_scalerl.logits.projection import TokenGradients, slices
+from megatron_scalerl.logits.projection import TokenGradients, part_of, slices
 
 ChunkLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The loss of some tokens: from their log-probabilities [C], entropies [C] and places [C] (int64, among all tokens
@@ -33,26 +33,35 @@ class TokenLoss(torch.autograd.Function):
         p = call.projection(hidden)
         size = max(1, call.chunk_tokens(weight))
         logits = p.hidden.new_empty((min(size, p.tokens), p.count), dtype=p.accumulator)
-        grad_hidden = torch.zeros_like(p.hidden, dtype=p.accumulator) if any(ctx.needs_input_grad) else None
-        grad_weight = torch.zeros_like(weight, dtype=p.accumulator) if ctx.needs_input_grad[1] else None
+        grad_hidden = None
+        grad_weight = None
+        if any(ctx.needs_input_grad):
+            grad_hidden = torch.zeros_like(p.hidden, dtype=p.accumulator)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=p.accumulator)
+        # Only columns that are no padding have a gradient.
+        into = part_of(grad_weight, slice(p.count))
         total = p.hidden.new_zeros((), dtype=p.accumulator)
-        logprobs, entropies = (p.hidden.new_zeros(p.tokens, dtype=p.accumulator) for _ in range(2))
-        places = torch.arange(p.tokens, device=p.hidden.device) if call.kept is None else call.kept
-        for start in range(0, p.tokens, size):
-            rows = slice(start, min(start + size, p.tokens))
-            part, block = p.of_tokens(rows), logits[: rows.stop - rows.start]
+        logprobs = p.hidden.new_zeros(p.tokens, dtype=p.accumulator)
+        entropies = torch.zeros_like(logprobs)
+        places = call.places(p.hidden.device)
+        for rows in slices(p.tokens, size):
+            part = p.of_tokens(rows)
+            block = logits[: part.tokens]
             stats = call.backend.chunk_statistics(part, block)
             lse, logprobs[rows], entropies[rows] = call.merged(stats)
             value, given = _differentiated(loss, call, lse, logprobs[rows], entropies[rows], places[rows])
             total += value
             if grad_hidden is not None:
-                into = None if grad_weight is None else grad_weight[: p.count]
+                # Before the next chunk, which overwrites the logits.
                 call.backend.chunk_gradients(part, block, stats, given, grad_hidden[rows], into)
+        # The workspace is free again before the gradient is summed over the ranks.
         del logits
         if grad_hidden is not None:
             grad_hidden = call.grad_of_hidden(grad_hidden, p.accumulator)
         ctx.save_for_backward(weight, grad_hidden, grad_weight)
-        ctx.call, ctx.dtype = call, hidden.dtype
+        ctx.call = call
+        ctx.dtype = hidden.dtype
         if not p.entropy:
             entropies.zero_()
         reported = call.at_all_tokens(logprobs), call.at_all_tokens(entropies)
@@ -63,9 +72,9 @@ class TokenLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """The gradients of the forward pass times the gradient of the loss, rounded once."""
         weight, grad_hidden, grad_weight = ctx.saved_tensors
-        scale, call = grads[0], ctx.call
+        scale = grads[0]
         result = None
-        if grad_weight is not None and call.main_grad:
+        if grad_weight is not None and ctx.call.main_grad:
             weight.main_grad.addcmul_(grad_weight, scale)
             result = added_to_main_grad(weight)
         elif grad_weight is not None:
@@ -88,13 +97,12 @@ def _differentiated(
     entropies = entropy.detach().clone().requires_grad_(call.shape.entropy_grad)
     with torch.enable_grad():
         value = loss(leaf, entropies, places)
-    inputs = [leaf, entropies] if call.shape.entropy_grad else [leaf]
-    found = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
+    inputs = [leaf]
+    if call.shape.entropy_grad:
+        inputs.append(entropies)
+    # `materialize_grads`: a loss that ignores an input has the gradient 0.
+    grads = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
     given = TokenGradients(
-        lse=lse,
-        logprob=logprob,
-        entropy=entropy,
-        grad_logprob=found[0],
-        grad_entropy=found[1] if call.shape.entropy_grad else None,
+        lse=lse, logprob=logprob, entropy=entropy, grad_logprob=grads[0], grad_entropy=next(iter(grads[1:]), None)
     )
     return value.detach(), given

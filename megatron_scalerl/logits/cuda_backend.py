@@ -1,5 +1,9 @@
 """The logit projection on a GPU: cuBLAS GEMMs with fp32 output into one reused block, Triton kernels over its rows.
 
+The life of a block: a GEMM writes its logits; `row_kernels.row_statistics` adds it to the rows' statistics; in the
+backward pass a GEMM writes the logits again, unless they were kept; `row_kernels.logit_gradient` turns them into
+their gradient; two GEMMs add its products to the gradients of the head and of the hidden states.
+
 Statistics use chunks of tokens with whole rows. Gradients use blocks of the vocabulary with all tokens: a block's
 share of the head's gradient is then one GEMM over the tokens, directly into Megatron's main_grad. A product of two
 bf16 numbers is exact in fp32 and tensor cores add in fp32, so bf16 operands run at tensor-core speed.
@@ -17,10 +21,12 @@ from megatron_scalerl.logits.projection import Projection, TokenGradients, block
 from megatron_scalerl.logits.row_kernels import logit_gradient, row_statistics
 from megatron_scalerl.record import record
 
-TOKEN_STEP, COLUMN_STEP = 128, 256
-"""Blocks are multiples of these: tiles of a Hopper GEMM."""
+TOKEN_STEP = 128
+COLUMN_STEP = 256
+"""Blocks are multiples of both steps: tiles of a Hopper GEMM."""
 
-FEWEST_TOKENS, FEWEST_COLUMNS = 512, 1024
+FEWEST_TOKENS = 512
+FEWEST_COLUMNS = 1024
 """With a thinner block the GEMM is bound by memory: then the other side is split as well."""
 
 FEWEST_CHUNK_TOKENS = 1024
@@ -33,29 +39,29 @@ CHUNK_COLUMNS = 8192
 
 @record
 class _Side:
-    """Tokens or columns of a block."""
+    """The tokens or the columns of a projection, of which a block has some."""
 
     size: int
-    """All of them."""
+    """All tokens or columns."""
     fewest: int
     step: int
     cost: int = 0
-    """Bytes of workspace for each, beside those of the block's elements."""
+    """Bytes of workspace for a token or column, without the block's elements."""
 
-    def beside(self, other: _Side, count: int, element: int, budget: int) -> int:
-        """How many fit beside `count` of the other side."""
+    def fitting(self, other: _Side, count: int, element: int, budget: int) -> int:
+        """The largest number with which a block of `count` on the other side fits `budget` bytes."""
         return max(0, budget - count * other.cost) // (count * element + self.cost)
 
 
 def _block(whole: _Side, split: _Side, element: int, budget: int) -> tuple[int, int]:
-    """How much of each side a block has: all of `whole` unless `split` would then become too thin."""
-    count = split.beside(whole, whole.size, element, budget)
+    """Sizes of a block on both sides: all of `whole` unless `split` would then become too thin."""
+    count = split.fitting(whole, whole.size, element, budget)
     if count >= min(split.size, split.fewest):
         return whole.size, min(split.size, _multiple(count, split.step))
     count = min(split.size, split.fewest)
-    if whole.beside(split, count, element, budget) < min(whole.size, whole.step):
+    if whole.fitting(split, count, element, budget) < min(whole.size, whole.step):
         count = min(split.size, split.step)
-    rest = whole.beside(split, count, element, budget)
+    rest = whole.fitting(split, count, element, budget)
     assert rest, f"a workspace of {budget} bytes"
     return min(whole.size, _multiple(rest, whole.step)), count
 
@@ -75,11 +81,12 @@ def gradient_block(p: Projection) -> tuple[int, int]:
 
 
 def _gradient_sides(p: Projection) -> tuple[_Side, _Side]:
-    cast = 4 * p.hidden.shape[1] if _gradient_dtype(p) != p.hidden.dtype else 0
-    return (
-        _Side(size=p.tokens, fewest=FEWEST_TOKENS, step=TOKEN_STEP, cost=cast + 16),
-        _Side(size=p.count, fewest=FEWEST_COLUMNS, step=COLUMN_STEP, cost=cast),
-    )
+    cast = 0
+    if _gradient_dtype(p) != p.hidden.dtype:
+        cast = 4 * p.hidden.shape[1]
+    tokens = _Side(size=p.tokens, fewest=FEWEST_TOKENS, step=TOKEN_STEP, cost=cast + 16)
+    columns = _Side(size=p.count, fewest=FEWEST_COLUMNS, step=COLUMN_STEP, cost=cast)
+    return tokens, columns
 
 
 class CudaBackend:
@@ -91,16 +98,19 @@ class CudaBackend:
         """Bytes of the smallest block, TOKEN_STEP by COLUMN_STEP."""
         p = projection
         tokens, columns = _gradient_sides(p)
-        rows, cols = min(p.tokens, TOKEN_STEP), min(p.count, COLUMN_STEP)
-        return rows * cols * (_logit_bytes(p) + _gradient_bytes(p)) + rows * tokens.cost + cols * columns.cost
+        rows = min(p.tokens, TOKEN_STEP)
+        cols = min(p.count, COLUMN_STEP)
+        elements = rows * cols * (_logit_bytes(p) + _gradient_bytes(p))
+        return elements + rows * tokens.cost + cols * columns.cost
 
     def statistics(self, projection: Projection) -> Tensor:
         """The statistics [4, T]: a GEMM and a row kernel for every chunk of tokens."""
         p = projection
         stats = no_columns(p.tokens, p.hidden, torch.float32)
-        if not p.tokens or not p.count:
+        if p.empty:
             return stats
         tokens, columns = statistics_block(p)
+        # One buffer for all blocks: each block starts where the last one did.
         buffer = p.hidden.new_empty(tokens * columns, dtype=torch.float32)
         for rows in slices(p.tokens, tokens):
             part = p.of_tokens(rows)
@@ -115,7 +125,7 @@ class CudaBackend:
     ) -> None:
         """Recomputes the logits and adds to both gradients, one block of the vocabulary after the other."""
         p = projection
-        if not p.tokens or not p.count:
+        if p.empty:
             return
         tokens, columns = gradient_block(p)
         logits = p.hidden.new_empty(tokens * columns, dtype=torch.float32)
@@ -136,13 +146,15 @@ class CudaBackend:
         per_token = _logit_bytes(p) * p.count + columns * _gradient_bytes(p) + token.cost
         room = max(0, p.workspace_bytes - columns * column.cost)
         fit = min(p.tokens, _multiple(room // per_token, TOKEN_STEP))
-        return fit if fit >= min(p.tokens, FEWEST_CHUNK_TOKENS) else 0
+        if fit < min(p.tokens, FEWEST_CHUNK_TOKENS):
+            return 0
+        return fit
 
     def chunk_statistics(self, projection: Projection, logits: Tensor) -> Tensor:
         """The statistics of a chunk; `logits` then holds hidden @ weight.T, not scaled."""
         p = projection
         stats = no_columns(p.tokens, p.hidden, torch.float32)
-        if p.tokens and p.count:
+        if not p.empty:
             _logits(p, p.hidden, p.weight, logits)
             row_statistics(logits, _scale(p), p.targets, p.first, stats)
         return stats
@@ -158,7 +170,7 @@ class CudaBackend:
     ) -> None:
         """Adds to both gradients, CHUNK_COLUMNS at a time."""
         p = projection
-        if not p.tokens or not p.count:
+        if p.empty:
             return
         maker = _GradientMaker(p, given, p.tokens * min(p.count, CHUNK_COLUMNS))
         for cols in slices(p.count, CHUNK_COLUMNS):
@@ -171,23 +183,34 @@ class _GradientMaker:
     def __init__(self, p: Projection, given: TokenGradients, elements: int):
         self._p = p
         self._given = given.contiguous()
-        # 1 - p of the target, without cancellation.
+        # (1 - p) times the gradient: expm1 of the log-probability keeps digits that 1 - exp would cancel.
         self._at_target = -torch.expm1(given.logprob) * given.grad_logprob
         dtype = _gradient_dtype(p)
-        self._high = None if dtype == torch.float32 else p.hidden.new_empty(elements, dtype=dtype)
-        self._low = p.hidden.new_empty(elements, dtype=dtype) if _split(p) else None
+        self._high: Tensor | None = None
+        self._low: Tensor | None = None
+        # In fp32 the gradient takes the place of the logits.
+        if dtype != torch.float32:
+            self._high = p.hidden.new_empty(elements, dtype=dtype)
+        if _split(p):
+            self._low = p.hidden.new_empty(elements, dtype=dtype)
 
     def add(self, z: Tensor, rows: slice, cols: slice, grad_hidden: Tensor, grad_weight: Tensor | None) -> None:
         """Adds the products of the gradient of block z [rows, cols], which may be overwritten.
 
         The gradient's rounding error (bf16x2) enters the weight's gradient only.
         """
-        p, part = self._p, self._p.of_tokens(rows)
-        high = z if self._high is None else block_of(self._high, *z.shape)
-        low = None if self._low is None else block_of(self._low, *z.shape)
-        given, at_target = self._given.of_tokens(rows), self._at_target[rows]
-        logit_gradient(z, _scale(part), part.targets, p.first + cols.start, given, at_target, high=high, low=low)
-        hidden, head = part.hidden.to(high.dtype), p.weight[cols].to(high.dtype)
+        part = self._p.of_tokens(rows)
+        high = z
+        low = None
+        if self._high is not None:
+            high = block_of(self._high, *z.shape)
+        if self._low is not None:
+            low = block_of(self._low, *z.shape)
+        given = self._given.of_tokens(rows)
+        first = part.first + cols.start
+        logit_gradient(z, _scale(part), part.targets, first, given, self._at_target[rows], high=high, low=low)
+        hidden = part.hidden.to(high.dtype)
+        head = part.weight[cols].to(high.dtype)
         with fp32_products(hidden.device):
             if grad_weight is not None:
                 if low is not None:
@@ -206,8 +229,10 @@ def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
 
 
 def _logit_bytes(p: Projection) -> int:
-    """Bytes per logit: in fp32, and beside it the product that was rounded."""
-    return 4 + (p.hidden.itemsize if _rounds(p) else 0)
+    """Bytes per logit: in fp32, and the rounded product if there is one."""
+    if _rounds(p):
+        return 4 + p.hidden.itemsize
+    return 4
 
 
 def _rounds(p: Projection) -> bool:
@@ -215,7 +240,9 @@ def _rounds(p: Projection) -> bool:
 
 
 def _gradient_dtype(p: Projection) -> torch.dtype:
-    return torch.float32 if p.grad_logits == "fp32" else p.hidden.dtype
+    if p.grad_logits == "fp32":
+        return torch.float32
+    return p.hidden.dtype
 
 
 def _split(p: Projection) -> bool:
@@ -223,11 +250,13 @@ def _split(p: Projection) -> bool:
 
 
 def _gradient_bytes(p: Projection) -> int:
-    """Bytes of the gradient per logit, beside the logit itself; in fp32 it overwrites the logit."""
+    """Bytes of the gradient per logit, without the logit's own; in fp32 it overwrites the logit."""
     dtype = _gradient_dtype(p)
     if dtype == torch.float32:
         return 0
-    return 2 * dtype.itemsize if _split(p) else dtype.itemsize
+    if _split(p):
+        return 2 * dtype.itemsize
+    return dtype.itemsize
 
 
 def _scale(p: Projection) -> Tensor:
@@ -235,4 +264,7 @@ def _scale(p: Projection) -> Tensor:
 
 
 def _multiple(size: int, step: int) -> int:
-    return size - size % step if size > step else size
+    """The largest multiple of `step` up to `size`; `size` itself below `step`."""
+    if size < step:
+        return size
+    return size - size % step

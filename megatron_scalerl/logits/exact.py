@@ -21,13 +21,19 @@ def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[No
     with bf16 values. The user's setting, which is the process's, is restored at the end.
     """
     on_cpu = device.type == "cpu"
-    user = None if on_cpu else _older_setting()
+    user = None
+    if not on_cpu:
+        user = _older_setting()
     switch = _switch(device)
+    precision = "ieee"
+    if of_bf16 and on_cpu:
+        precision = "bf16"
+    # The older setting covers all backends; a backend's own is changed only where the user has set one separately.
     if user is not None:
         torch.set_float32_matmul_precision("highest")
     elif switch is not None:
         before = switch.fp32_precision
-        switch.fp32_precision = "bf16" if of_bf16 and on_cpu else "ieee"
+        switch.fp32_precision = precision
     try:
         yield
     finally:
@@ -61,9 +67,11 @@ def _older_setting() -> str | None:
 
 def _switch(device: torch.device) -> Any:
     """The setting of this device's backend; None if it has none."""
-    backend = getattr(torch.backends, "mkldnn" if device.type == "cpu" else device.type, None)
-    matmul = getattr(backend, "matmul", None)
-    return matmul if hasattr(matmul, "fp32_precision") else None
+    name = {"cpu": "mkldnn"}.get(device.type, device.type)
+    matmul = getattr(getattr(torch.backends, name, None), "matmul", None)
+    if hasattr(matmul, "fp32_precision"):
+        return matmul
+    return None
 
 
 def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -72,7 +80,8 @@ def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         torch.mm(a, b, out=out)
     elif a.is_cuda:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:  # CPUs have no such product
+    else:
+        # CPUs have no product of bf16 operands with an fp32 result.
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_scalerl.logits.projection import Backend, Projection, TokenGradients, merged, results
+from megatron_scalerl.logits.projection import Backend, Projection, TokenGradients, merged, part_of, results
 from megatron_scalerl.record import record
 
 
 @record
 class Call:
-    """One call of the projection with checked arguments. Produced by `arguments.checked`."""
+    """A call of the projection with checked arguments. Produced by `arguments.checked`."""
 
     backend: Backend
     group: dist.ProcessGroup | None
-    """Tensor-parallel group, if it has several ranks."""
+    """Tensor-parallel group; None for a single rank."""
     sequence_parallel: bool
     """hidden is this rank's share of the tokens, in rank order."""
     tokens: int
@@ -40,11 +40,22 @@ class Call:
     def projection(self, hidden: Tensor) -> Projection:
         """The backend's input; gathers hidden under sequence parallelism."""
         if self.sequence_parallel and self.group is not None:
-            share, hidden = hidden, hidden.new_empty((self.tokens, hidden.shape[1]))
-            dist.all_gather_into_tensor(hidden, share.contiguous(), group=self.group)
-        if self.kept is not None:
-            hidden = hidden.index_select(0, self.kept)
-        return replace(self.shape, hidden=hidden.detach())
+            gathered = hidden.new_empty((self.tokens, hidden.shape[1]))
+            dist.all_gather_into_tensor(gathered, hidden.contiguous(), group=self.group)
+            hidden = gathered
+        return replace(self.shape, hidden=self.with_loss(hidden).detach())
+
+    def places(self, device: torch.device) -> Tensor:
+        """[C] int64 positions of the tokens with loss."""
+        if self.kept is None:
+            return torch.arange(self.tokens, device=device)
+        return self.kept
+
+    def with_loss(self, values: Tensor) -> Tensor:
+        """[C, ...] of the tokens with loss, from [T, ...]."""
+        if self.kept is None:
+            return values
+        return values.index_select(0, self.kept)
 
     def chunk_tokens(self, weight: Tensor) -> int:
         """Tokens of a chunk with whole rows, equal on all ranks, which gather after each: padding counts as rows."""
@@ -60,6 +71,7 @@ class Call:
 
     def merged(self, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-sum-exp, log-probability and entropy of the kept tokens, from this rank's statistics."""
+        # Without tokens on this rank there are none on any: nobody waits in the all-gather.
         if self.group is None or not stats.shape[1]:
             return results(stats)
         parts = stats.new_empty((self.group.size(), *stats.shape))
@@ -80,6 +92,7 @@ class Call:
         if self.group is None:
             return self.at_all_tokens(grad.to(dtype))
         if not self.sequence_parallel:
+            # Reduced before it is spread over all tokens, so that fewer numbers travel.
             if grad.shape[0]:
                 dist.all_reduce(grad, group=self.group)
             return self.at_all_tokens(grad.to(dtype))
@@ -98,8 +111,13 @@ class TokenLogprobs(torch.autograd.Function):
         stats, logits = call.statistics(call.projection(hidden), weight)
         lse, logprob, entropy = call.merged(stats)
         ctx.save_for_backward(hidden, weight, lse, logprob, entropy)
-        ctx.call, ctx.kept = call, None if logits is None else (logits, stats)
-        reported = call.at_all_tokens(entropy if call.shape.entropy else torch.zeros_like(entropy))
+        ctx.call = call
+        ctx.kept = None
+        if logits is not None:
+            ctx.kept = (logits, stats)
+        if not call.shape.entropy:
+            entropy = torch.zeros_like(entropy)
+        reported = call.at_all_tokens(entropy)
         if not call.shape.entropy_grad:
             ctx.mark_non_differentiable(reported)
         return call.at_all_tokens(logprob), reported
@@ -110,23 +128,26 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, lse, logprob, entropy = ctx.saved_tensors
         call: Call = ctx.call
         projection = call.projection(hidden)
-        chosen = [g if call.kept is None else g.index_select(0, call.kept) for g in grads]
+        grad_logprob, grad_entropy = map(call.with_loss, grads)
         given = TokenGradients(
-            lse=lse,
-            logprob=logprob,
-            entropy=entropy,
-            grad_logprob=chosen[0],
-            grad_entropy=chosen[1] if projection.entropy_grad else None,
+            lse=lse, logprob=logprob, entropy=entropy, grad_logprob=grad_logprob, grad_entropy=grad_entropy
         )
+        if not projection.entropy_grad:
+            given = replace(given, grad_entropy=None)
         grad_hidden = torch.zeros_like(projection.hidden, dtype=projection.accumulator)
-        grad_weight = head_gradient(weight, projection, call) if ctx.needs_input_grad[1] else None
-        into = None if grad_weight is None else grad_weight[: projection.count]
-        kept, ctx.kept = ctx.kept, None  # overwritten: another backward pass recomputes them
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = head_gradient(weight, projection, call)
+        into = part_of(grad_weight, slice(projection.count))
+        kept = ctx.kept
+        # The backend overwrites the logits: another backward pass has to recompute them.
+        ctx.kept = None
         if kept is None:
             call.backend.gradients(projection, given, grad_hidden, into)
         else:
             logits, stats = kept
             call.backend.chunk_gradients(projection, logits, stats, given, grad_hidden, into)
+        # In fp32 the backend has added to main_grad itself: no second copy of the head's gradient.
         if grad_weight is not None and call.main_grad:
             if grad_weight is not weight.main_grad:
                 weight.main_grad += grad_weight
@@ -152,5 +173,6 @@ def added_to_main_grad(weight: Tensor) -> Tensor:
     linear layer fuses the accumulation.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    new = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return new(weight)
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)

@@ -1,12 +1,12 @@
 """The interface between the logit projection and its backends.
 
-How backends walk a projection: slices of tokens or columns, and one buffer that all blocks share.
+The life of a projection: `arguments.checked` makes a `function.Call` with a `Projection` of the right shapes; the
+autograd function adds the hidden states; a `Backend` returns the statistics [4, T] of this rank's columns; `merged`
+joins those of all ranks, and `results` turns them into log-probabilities and entropies; in the backward pass the
+backend adds to both gradients.
 
-Merging the statistics of parts of the vocabulary: blocks of columns on one rank, and the ranks of a group.
-
-The statistics [4, T] are those of `projection.Backend`. Merging is a fixed sequence of operations in the order of
-the parts, so ranks with the same parts get the same bits. The maximum's own term is not part of r: log1p(r) keeps
-the log-probability of a token that is almost certain.
+`merged` is a fixed sequence of operations in the order of the parts, so ranks with the same parts get the same bits.
+The maximum's own term is not part of r: log1p(r) keeps the log-probability of a token that is almost certain.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Projection:
     """This rank's columns of the logits of T tokens, z = scale * hidden @ weight.T, not computed yet."""
 
     hidden: Float[Tensor, "T H"]
-    """Of the tokens with loss."""
+    """Hidden states of the tokens with loss."""
     weight: Float[Tensor, "n H"]
     """In hidden's dtype: this rank's rows of the head without padding; n may be 0."""
     targets: Int64[Tensor, " T"]
@@ -64,24 +64,28 @@ class Projection:
         return self.weight.shape[0]
 
     @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute: no token, or no column on this rank."""
+        return not self.tokens or not self.count
+
+    @property
     def accumulator(self) -> torch.dtype:
         """fp64 for fp64 input, else fp32: the type of sums, logits and statistics."""
-        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+        return torch.promote_types(self.hidden.dtype, torch.float32)
 
     def of_tokens(self, rows: slice) -> Projection:
         """The projection of some of the tokens, as views."""
-        scale = self.scale if self.scale.dim() == 0 else self.scale[rows]
+        scale = self.scale
+        if scale.dim():
+            scale = scale[rows]
         return replace(self, hidden=self.hidden[rows], targets=self.targets[rows], scale=scale)
-
-    def scale_of_rows(self) -> Tensor:
-        """The scale in a shape that multiplies a block [T, columns]."""
-        return self.scale if self.scale.dim() == 0 else self.scale[:, None]
 
     def owned(self, columns: slice) -> tuple[Bool[Tensor, " T"], Int64[Tensor, "T 1"]]:
         """Whether the token's target is in these columns of this rank, and its column in the block.
 
         For other tokens that is an arbitrary column of the block.
         """
+        # Clamped, so that every row may be gathered and scattered: to skip rows the host would have to count them.
         width = columns.stop - columns.start
         local = self.targets - (self.first + columns.start)
         return (local >= 0) & (local < width), local.clamp(0, width - 1)[:, None]
@@ -103,11 +107,11 @@ class TokenGradients:
     """Gradient of the entropy, if it has one."""
 
     def of_tokens(self, rows: slice) -> TokenGradients:
-        """Those of some of the tokens, as views."""
+        """The inputs of some of the tokens, as views."""
         return self._changed(lambda values: values[rows])
 
     def contiguous(self) -> TokenGradients:
-        """As kernels read them: a gradient of a sum may be one number for all tokens."""
+        """The inputs in memory of their own, as kernels read them: a gradient of a sum may be one expanded number."""
         return self._changed(Tensor.contiguous)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> TokenGradients:
@@ -116,7 +120,7 @@ class TokenGradients:
 
 
 class Backend(Protocol):
-    """One way to compute a projection: in two passes (the logits are computed twice) or chunk by chunk (once).
+    """The computation of a projection: in two passes (the logits are computed twice) or chunk by chunk (once).
 
     `statistics` and `chunk_statistics` return [4, T] in the accumulator's dtype over this rank's columns:
     0  m, the maximum of z; finfo.min without columns
@@ -171,7 +175,7 @@ class Backend(Protocol):
         grad_hidden: Float[Tensor, "T H"],
         grad_weight: Float[Tensor, "n H"] | None,
     ) -> None:
-        """As `gradients`, from what `chunk_statistics` left in `logits` and returned as `stats`.
+        """Adds to both gradients as `gradients` does, from the `logits` and `stats` of `chunk_statistics`.
 
         May overwrite `logits`.
         """
@@ -188,6 +192,13 @@ def block_of(buffer: Tensor, rows: int, columns: int) -> Tensor:
     return buffer[: rows * columns].view(rows, columns)
 
 
+def part_of(values: Tensor | None, rows: slice) -> Tensor | None:
+    """Rows of a tensor as a view; None without a tensor."""
+    if values is None:
+        return None
+    return values[rows]
+
+
 def no_columns(tokens: int, like: Tensor, dtype: torch.dtype) -> Float[Tensor, "4 tokens"]:
     """The statistics of zero columns, the start of a merge (a maximum below all others)."""
     stats = like.new_zeros((4, tokens), dtype=dtype)
@@ -198,10 +209,12 @@ def no_columns(tokens: int, like: Tensor, dtype: torch.dtype) -> Float[Tensor, "
 
 
 def merged(parts: Float[Tensor, "p 4 T"]) -> Float[Tensor, "4 T"]:
-    """The statistics of all columns from those of each part, in the order of the parts."""
+    """The statistics of all columns, from the statistics of each part in the order of the parts."""
     m, rest, u, target = parts.unbind(1)
     top, owner = m.max(dim=0)
-    others, centered = torch.zeros_like(top), torch.zeros_like(top)
+    others = torch.zeros_like(top)
+    centered = torch.zeros_like(top)
+    # A loop in the order of the parts, not a reduction: its order of additions is the same on every rank.
     for part in range(m.shape[0]):
         terms = 1.0 + rest[part]
         gap = torch.where(terms > 0, m[part] - top, torch.zeros_like(top))

@@ -70,7 +70,14 @@ def logit_gradient(
     tokens, columns = logits.shape
     if tokens == 0 or columns == 0:
         return
-    assert logits.stride(1) == high.stride(1) == 1 and (low is None or low.stride() == high.stride())
+    # A kernel has no optional pointers: without an entropy's gradient or a split it gets tensors that it ignores.
+    grad_entropy = given.entropy
+    if given.grad_entropy is not None:
+        grad_entropy = given.grad_entropy
+    split = low is not None
+    if low is None:
+        low = high
+    assert logits.stride(1) == high.stride(1) == 1 and low.stride() == high.stride()
     block = min(GRADIENT_BLOCK, triton.next_power_of_2(columns))
     _logit_gradient_kernel[(tokens, triton.cdiv(columns, block))](
         logits,
@@ -82,14 +89,14 @@ def logit_gradient(
         given.grad_logprob,
         at_target,
         given.entropy,
-        given.entropy if given.grad_entropy is None else given.grad_entropy,
+        grad_entropy,
         high,
-        high if low is None else low,
+        low,
         high.stride(0),
         first,
         columns,
         ENTROPY=given.grad_entropy is not None,
-        SPLIT=low is not None,
+        SPLIT=split,
         BLOCK=block,
         num_warps=4,
     )
@@ -114,12 +121,13 @@ def merged_pair(m0, r0, u0, m1, r1, u1):
 def _row_statistics_kernel(
     logits, row_stride, scale, scale_stride, targets, stats, stats_stride, first, columns, BLOCK: tl.constexpr
 ):
+    # 64 bits: rows times columns of a large vocabulary exceed 2^31 elements.
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
     factor = tl.load(scale + row * scale_stride)
     lane = tl.arange(0, BLOCK)
     filled = lane < columns
-    # Every lane accumulates the statistics of its own columns: one reduction at the end, one exponential per logit.
+    # Every lane accumulates the statistics of some columns: one reduction at the end, one exponential per logit.
     m = tl.load(start + lane, mask=filled, other=0.0) * factor
     m = tl.where(filled, m, float("-inf"))
     r = tl.zeros((BLOCK,), tl.float32)
@@ -135,16 +143,20 @@ def _row_statistics_kernel(
         u = tl.where(inside, tl.where(rising, (u + gap * terms) * e, u + gap * e), u)
         m = tl.where(inside & rising, z, m)
 
+    # Of several equal maxima one is left out of r, and the others count 1 each.
     top = tl.max(m, 0)
     largest = m == top
     gap = tl.where(filled, m - top, 0.0)
     weight = tl.where(filled, tl.exp(gap), 0.0)
     terms = 1.0 + r
-    others = tl.sum(tl.where(largest, r, weight * terms), 0) + (tl.sum(largest.to(tl.float32), 0) - 1.0)
+    equal = tl.sum(largest.to(tl.float32), 0) - 1.0
+    others = tl.sum(tl.where(largest, r, weight * terms), 0) + equal
     centered = tl.sum(weight * (u + gap * terms), 0)
 
     out = stats + row
-    m0, r0, u0 = tl.load(out), tl.load(out + stats_stride), tl.load(out + 2 * stats_stride)
+    m0 = tl.load(out)
+    r0 = tl.load(out + stats_stride)
+    u0 = tl.load(out + 2 * stats_stride)
     m1, r1, u1 = merged_pair(m0, r0, u0, top, others, centered)
     tl.store(out, m1)
     tl.store(out + stats_stride, r1)
@@ -188,6 +200,7 @@ def _logit_gradient_kernel(
     if ENTROPY:
         dz -= tl.load(grad_entropy + row) * p * (log_p + tl.load(entropy + row))
     dz *= factor
+    # high + low has 16 bits of the significand: what rounding to bf16 cuts off is rounded to bf16 again.
     rounded = dz.to(high.dtype.element_ty)
     tl.store(high + row * out_stride + column, rounded, mask=inside)
     if SPLIT:

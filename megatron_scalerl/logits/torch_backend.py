@@ -1,5 +1,9 @@
 """The logit projection in plain PyTorch: any device, in blocks of tokens by columns.
 
+The life of a block: `_logits` multiplies into the shared buffer; `_row_statistics` takes its statistics; in the
+backward pass `_logits` fills the buffer again, `_to_gradient` turns it into the gradient, and `_add_gradients` adds
+its products to the gradients of the head and of the hidden states.
+
 The vocabulary is the outer loop: a block of the head is cast once, and its gradient is one GEMM over a chunk of
 tokens. Each block's statistics are merged into the running ones. Operations after a GEMM work in place, on tiles of
 rows that stay in a CPU's cache.
@@ -7,6 +11,7 @@ rows that stay in a CPU's cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
@@ -14,7 +19,15 @@ import torch
 from torch import Tensor
 
 from megatron_scalerl.logits.exact import add_product, bf16_may_be_faster, fp32_products, set_product
-from megatron_scalerl.logits.projection import Projection, TokenGradients, block_of, merged, no_columns, slices
+from megatron_scalerl.logits.projection import (
+    Projection,
+    TokenGradients,
+    block_of,
+    merged,
+    no_columns,
+    part_of,
+    slices,
+)
 from megatron_scalerl.record import record
 
 SMALLEST = (4, 4)
@@ -24,7 +37,7 @@ TILE = 2**18
 LARGEST = 2**23
 """Elements of the largest block of logits on a CPU: larger ones were not faster."""
 LARGEST_CHUNK = 2**25
-"""The same for chunks of whole rows (`chunk_tokens`), which add to the head's gradient once each."""
+"""Elements of the largest chunk of whole rows (`chunk_tokens`), which adds to the head's gradient once."""
 
 
 @record
@@ -34,45 +47,52 @@ class _Costs:
     element: int
     """The logits and, for bf16x2, the first of two bf16 terms."""
     token: int
+    """Running statistics, before and after a block, and the cast hidden states."""
     column: int
+    """The head in the accumulator's type, and the cast head."""
     scratch: int
     """Upper bound for one tile, in all."""
-
-    @classmethod
-    def of(cls, p: Projection) -> _Costs:
-        item = p.accumulator.itemsize
-        cast = item * p.hidden.shape[1] if _casts(p) else 0
-        narrow = p.hidden.dtype != p.accumulator
-        halves = 2 * (narrow and (p.round_logits or p.grad_logits == "bf16x2"))
-        # Per token: running statistics, before and after. Per column: the head in the accumulator's type.
-        return cls(
-            element=item + halves,
-            token=cast + 16 * item,
-            column=cast + (item * p.hidden.shape[1] if narrow else 0),
-            scratch=2 * item * min(TILE, p.tokens * p.count),
-        )
 
     def bytes(self, tokens: int, columns: int) -> int:
         scratch = min(self.scratch, 2 * self.element * tokens * columns)
         return tokens * columns * self.element + tokens * self.token + columns * self.column + scratch
 
 
+def _costs(p: Projection) -> _Costs:
+    """The costs of a projection's blocks."""
+    item = p.accumulator.itemsize
+    row = item * p.hidden.shape[1]
+    element = item
+    column = 0
+    if p.hidden.dtype != p.accumulator:
+        column = row
+        if p.round_logits or p.grad_logits == "bf16x2":
+            element += 2
+    token = 16 * item
+    if _casts(p):
+        token += row
+        column += row
+    return _Costs(element=element, token=token, column=column, scratch=2 * item * min(TILE, p.tokens * p.count))
+
+
 def blocks(p: Projection) -> tuple[int, int]:
     """Tokens and columns of a block: nearly square, as large as the workspace and LARGEST allow."""
-    costs = _Costs.of(p)
-    tokens, columns = min(p.tokens, SMALLEST[0]), min(p.count, SMALLEST[1])
-    limit = LARGEST if p.hidden.device.type == "cpu" else p.tokens * p.count
+    costs = _costs(p)
+    block = (min(p.tokens, SMALLEST[0]), min(p.count, SMALLEST[1]))
+    limit = p.tokens * p.count
+    if p.hidden.device.type == "cpu":
+        limit = LARGEST
     while True:
+        tokens, columns = block
         # The shorter side doubles first; once one side is complete, the other grows alone.
-        larger = sorted([(min(2 * tokens, p.tokens), columns), (tokens, min(2 * columns, p.count))], key=max)
-        fitting = [
-            (t, c)
-            for t, c in larger
-            if (t, c) != (tokens, columns) and t * c <= limit and costs.bytes(t, c) <= p.workspace_bytes
-        ]
-        if not fitting:
-            return tokens, columns
-        tokens, columns = fitting[0]
+        more_tokens = (min(2 * tokens, p.tokens), columns)
+        more_columns = (tokens, min(2 * columns, p.count))
+        for larger in sorted([more_tokens, more_columns], key=max):
+            if larger != block and math.prod(larger) <= limit and costs.bytes(*larger) <= p.workspace_bytes:
+                block = larger
+                break
+        else:
+            return block
 
 
 class TorchBackend:
@@ -83,25 +103,26 @@ class TorchBackend:
     def workspace(self, projection: Projection) -> int:
         """Bytes of the smallest block, SMALLEST."""
         p = projection
-        return _Costs.of(p).bytes(min(p.tokens, SMALLEST[0]), min(p.count, SMALLEST[1]))
+        return _costs(p).bytes(min(p.tokens, SMALLEST[0]), min(p.count, SMALLEST[1]))
 
     def statistics(self, projection: Projection) -> Tensor:
         """The statistics [4, T], block by block."""
         p = projection
         stats = no_columns(p.tokens, p.hidden, p.accumulator)
-        if not p.tokens or not p.count:
+        if p.empty:
             return stats
         tokens, columns = blocks(p)
         buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
-        hiddens, heads = _Operands(p, p.hidden, tokens), _Operands(p, p.weight, columns)
+        hiddens = _Operands(p, p.hidden, tokens)
+        heads = _Operands(p, p.weight, columns)
         for cols in slices(p.count, columns):
             head = heads.block(cols)
             for rows in slices(p.tokens, tokens):
                 part = p.of_tokens(rows)
                 z = block_of(buffer, part.tokens, head.shape[0])
                 _logits(part, hiddens.block(rows), head, z)
-                found = _row_statistics(part, cols, z)
-                stats[:, rows] = merged(torch.stack([stats[:, rows], found]))
+                block_stats = _row_statistics(part, cols, z)
+                stats[:, rows] = merged(torch.stack([stats[:, rows], block_stats]))
         return stats
 
     def gradients(
@@ -109,39 +130,46 @@ class TorchBackend:
     ) -> None:
         """Adds to both gradients, one block of the head after the other."""
         p = projection
-        if not p.tokens or not p.count:
+        if p.empty:
             return
         tokens, columns = blocks(p)
         buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
-        hiddens, heads = _Operands(p, p.hidden, tokens), _Operands(p, p.weight, columns)
+        hiddens = _Operands(p, p.hidden, tokens)
+        heads = _Operands(p, p.weight, columns)
         for cols in slices(p.count, columns):
             head = heads.block(cols)
-            into = None if grad_weight is None else grad_weight[cols]
+            into = part_of(grad_weight, cols)
             for rows in slices(p.tokens, tokens):
-                part, here, hidden = p.of_tokens(rows), given.of_tokens(rows), hiddens.block(rows)
+                part = p.of_tokens(rows)
+                hidden = hiddens.block(rows)
                 dz = block_of(buffer, part.tokens, head.shape[0])
                 _logits(part, hidden, head, dz)
-                _to_gradient(part, cols, dz, here, here.lse)
+                _to_gradient(part, cols, dz, given.of_tokens(rows), given.lse[rows])
                 _add_gradients(part, dz, hidden, head, grad_hidden[rows], into)
 
     def chunk_tokens(self, projection: Projection) -> int:
         """Tokens of one chunk with whole rows, at most LARGEST_CHUNK elements on a CPU."""
         p = projection
-        costs = _Costs.of(p)
-        left = p.workspace_bytes - (_head_columns(p) * costs.column if _casts(p) else 0)
+        costs = _costs(p)
+        # Where operands are cast, the head takes its part first: `_head_columns` bounds it to a quarter.
+        left = p.workspace_bytes
+        if _casts(p):
+            left -= _head_columns(p) * costs.column
         per_token = costs.token + costs.element * p.count
         # The scratch of a tile, or of a chunk that is smaller than one.
         fit = max((left - costs.scratch) // per_token, left // (per_token + 2 * p.accumulator.itemsize * p.count))
-        limit = LARGEST_CHUNK // max(1, p.count) if p.hidden.device.type == "cpu" else p.tokens
-        return max(0, min(p.tokens, fit, max(1, limit)))
+        if p.hidden.device.type == "cpu":
+            fit = min(fit, max(1, LARGEST_CHUNK // max(1, p.count)))
+        return max(0, min(p.tokens, fit))
 
     def chunk_statistics(self, projection: Projection, logits: Tensor) -> Tensor:
         """The statistics of a chunk; `logits` then holds z - m."""
         p = projection
-        if not p.tokens or not p.count:
+        if p.empty:
             return no_columns(p.tokens, p.hidden, p.accumulator)
         columns = _head_columns(p)
-        hidden, heads = _operand(p, p.hidden), _Operands(p, p.weight, columns)
+        hidden = _operand(p, p.hidden)
+        heads = _Operands(p, p.weight, columns)
         for cols in slices(p.count, columns):
             _logits(p, hidden, heads.block(cols), logits[:, cols])
         return _row_statistics(p, slice(0, p.count), logits)
@@ -157,14 +185,14 @@ class TorchBackend:
     ) -> None:
         """Overwrites `logits` by their gradient and adds to both gradients."""
         p = projection
-        if not p.tokens or not p.count:
+        if p.empty:
             return
         _to_gradient(p, slice(0, p.count), logits, given, given.lse - stats[0])
         columns = _head_columns(p)
-        hidden, heads = _operand(p, p.hidden), _Operands(p, p.weight, columns)
+        hidden = _operand(p, p.hidden)
+        heads = _Operands(p, p.weight, columns)
         for cols in slices(p.count, columns):
-            into = None if grad_weight is None else grad_weight[cols]
-            _add_gradients(p, logits[:, cols], hidden, heads.block(cols), grad_hidden, into)
+            _add_gradients(p, logits[:, cols], hidden, heads.block(cols), grad_hidden, part_of(grad_weight, cols))
 
 
 class _Operands:
@@ -172,8 +200,10 @@ class _Operands:
 
     def __init__(self, p: Projection, values: Tensor, size: int):
         self._values = values
-        self._buffer = values.new_empty((size, values.shape[1]), dtype=p.accumulator) if _casts(p) else None
+        self._buffer: Tensor | None = None
         self._cast: slice | None = None
+        if _casts(p):
+            self._buffer = values.new_empty((size, values.shape[1]), dtype=p.accumulator)
 
     def block(self, rows: slice) -> Tensor:
         """The operand until the next call."""
@@ -181,6 +211,7 @@ class _Operands:
         if self._buffer is None:
             return values
         operand = self._buffer[: values.shape[0]]
+        # Inner loops ask for the same block again: it is cast once.
         if rows != self._cast:
             operand.copy_(values)
             self._cast = rows
@@ -188,19 +219,21 @@ class _Operands:
 
 
 def _casts(p: Projection) -> bool:
-    """Operands are cast: CPUs alone have no GEMM of bf16 operands with fp32 output."""
+    """Whether operands are cast: CPUs alone have no GEMM of bf16 operands with fp32 output."""
     return p.hidden.dtype != p.accumulator and (p.hidden.device.type == "cpu" or p.grad_logits == "fp32")
 
 
 def _operand(p: Projection, values: Tensor) -> Tensor:
-    return values.to(p.accumulator) if _casts(p) else values
+    if _casts(p):
+        return values.to(p.accumulator)
+    return values
 
 
 def _head_columns(p: Projection) -> int:
     """Columns of the head that are cast at a time with whole rows: at most a quarter of the workspace."""
     if not _casts(p):
         return p.count
-    return min(p.count, 4096, max(SMALLEST[1], p.workspace_bytes // (4 * _Costs.of(p).column)))
+    return min(p.count, 4096, max(SMALLEST[1], p.workspace_bytes // (4 * _costs(p).column)))
 
 
 def _products(p: Projection, *, of_bf16: bool = True) -> AbstractContextManager[None]:
@@ -217,7 +250,7 @@ def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
             set_product(z, hidden, head.t())
     # To compare a scalar on an accelerator the host would have to wait.
     if p.scale.dim() or p.scale.device.type != "cpu" or p.scale != 1.0:
-        z *= p.scale_of_rows()
+        z *= p.scale[..., None]
 
 
 def _tiles(z: Tensor) -> Iterator[slice]:
@@ -225,7 +258,7 @@ def _tiles(z: Tensor) -> Iterator[slice]:
 
 
 def _scratch(z: Tensor) -> Tensor:
-    """One for all tiles: an allocation for each may cost a page fault per 4 KiB."""
+    """A buffer for all tiles: an allocation for each tile may cost a page fault per 4 KiB."""
     return z.new_empty((min(z.shape[0], max(1, TILE // z.shape[1])), z.shape[1]))
 
 
@@ -239,8 +272,10 @@ def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
         zt = z[tile]
         m, largest = zt.max(dim=1)
         zt -= m[:, None]
+        # The maximum's own 1 is left out: added to small terms it would round them away.
         e = torch.exp(zt, out=scratch[: zt.shape[0]]).scatter_(1, largest[:, None], 0.0)
-        out[0, tile], out[1, tile] = m, e.sum(dim=1)
+        out[0, tile] = m
+        out[1, tile] = e.sum(dim=1)
         if p.entropy:
             out[2, tile] = torch.linalg.vecdot(e, zt)
     return out
@@ -249,17 +284,24 @@ def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
 def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, log_total: Tensor) -> None:
     """Overwrites z (or z - m) by dz; z - `log_total` [T] is the log-probability."""
     g = given.grad_logprob * p.scale
-    g_entropy = None if given.grad_entropy is None else given.grad_entropy * p.scale
     owned, column = p.owned(cols)
-    scratch = None if g_entropy is None else _scratch(z)
+    g_entropy = None
+    scratch = z[:0]
+    if given.grad_entropy is not None:
+        g_entropy = given.grad_entropy * p.scale
+        scratch = _scratch(z)
     for tile in _tiles(z):
         log_p = z[tile].sub_(log_total[tile, None])
-        if g_entropy is None or scratch is None:
+        if g_entropy is None:
             log_p.exp_().mul_(-g[tile, None])
             continue
         p_tile = torch.exp(log_p, out=scratch[: log_p.shape[0]])
-        log_p.add_(given.entropy[tile, None]).mul_(g_entropy[tile, None]).add_(g[tile, None]).mul_(p_tile).neg_()
-    # 1 - p of the target, without cancellation.
+        # -p (g + g_entropy (log p + entropy)), in place.
+        log_p.add_(given.entropy[tile, None])
+        log_p.mul_(g_entropy[tile, None])
+        log_p.add_(g[tile, None])
+        log_p.mul_(p_tile).neg_()
+    # 1 - p of the target: expm1 keeps digits that 1 - exp would cancel.
     dz = -torch.expm1(given.logprob) * g
     if g_entropy is not None:
         dz -= g_entropy * given.logprob.exp() * (given.logprob + given.entropy)
@@ -275,9 +317,16 @@ def _add_gradients(
         if not exact and (p.grad_logits == "bf16x2" or not _casts(p)):
             first = dz.to(p.hidden.dtype)
             if p.grad_logits == "bf16x2" and grad_weight is not None:
+                # The rounding error, as a second term of the head's gradient.
                 dz -= first
-                add_product(grad_weight, dz.t() if _casts(p) else dz.to(first.dtype).t(), hidden)
-            dz = dz.copy_(first) if _casts(p) else first
+                rest = dz
+                if not _casts(p):
+                    rest = dz.to(first.dtype)
+                add_product(grad_weight, rest.t(), hidden)
+            if _casts(p):
+                dz.copy_(first)
+            else:
+                dz = first
         add_product(grad_hidden, dz, head)
         if grad_weight is not None:
             add_product(grad_weight, dz.t(), hidden)

@@ -24,16 +24,16 @@ LOSSES: dict[str, Loss] = {"cispo": cispo, "dapo": dapo, "grpo": grpo, "gspo": g
 
 
 def loss_named(name: str) -> Loss:
-    """The loss of that name, or the function `module:function`. Raises ValueError if there is none."""
+    """The loss called `name`, or the function `module:function`. Raises ValueError if there is none."""
     if name in LOSSES:
         return LOSSES[name]
     module, separator, function = name.partition(":")
     if not separator:
-        raise ValueError(f"loss.name: expected one of {', '.join(LOSSES)}, or module:function, found {name!r}")
+        raise ValueError(f"loss.name: {name!r} is neither {', '.join(LOSSES)} nor module:function")
     try:
         loss: Loss = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"loss.name: expected a function to import, found {name!r} ({error})") from None
+        raise ValueError(f"loss.name: {name!r} cannot be imported ({error})") from None
     return loss
 
 
@@ -47,14 +47,13 @@ def make_loss(name: str, options: Mapping[str, Any]) -> Callable[[LossInputs], L
     try:
         signature = inspect.signature(loss)
         _, *names = signature.parameters
-        if unknown := [key for key in given if key not in names]:
-            expected = f"none with loss.name {name}, which takes {', '.join(names) or 'no option'}"
-            raise ValueError(f"loss.{unknown[0]}: expected {expected}, found {given[unknown[0]]}")
+        for key in given:
+            if key not in names:
+                takes = ", ".join(names) or "no option"
+                raise ValueError(f"loss.{key} is {given[key]}, but loss.name {name} takes {takes}; leave it out")
         signature.bind(None, **given)
     except TypeError as error:  # no function, or an option without a default
-        raise ValueError(
-            f"loss.options: expected those that loss.name {name} takes, found {given} ({error})"
-        ) from None
+        raise ValueError(f"loss.options: loss.name {name} does not take {given} ({error})") from None
     return partial(loss, **given)
 
 

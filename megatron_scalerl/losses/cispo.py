@@ -11,6 +11,7 @@ def cispo(inputs: LossInputs, *, max_is_weight: float = 5.0) -> LossOutput:
     the gradient, so every token keeps the gradient of its own log-probability.
     Source: Khatri et al. 2025, arXiv 2510.13786, eq. 4.
     """
+    # Detached: the gradient goes through log pi_train alone, so a capped token still learns.
     ratio = log_ratio(inputs).detach().exp()
     advantages = masked(inputs.advantages, inputs.loss_mask)
     logprobs = masked(inputs.trainer_logprobs, inputs.loss_mask)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def sequence_mean_log_ratio(inputs: LossInputs) -> Float[Tensor, " N"]:
     """Mean of the log ratio over the loss-mask tokens of the position's sequence, 0 off the loss mask."""
     token = log_ratio(inputs)
-    # Sized for as many sequences as positions: to count them the host would have to wait for the device.
+    # As large as if every position were a sequence: to count them the host would have to wait for the device.
     zeros = token.new_zeros(token.shape)
     total = zeros.index_add(0, inputs.sequence_ids, token)
     length = zeros.index_add(0, inputs.sequence_ids, inputs.loss_mask.to(token.dtype))

@@ -18,7 +18,7 @@ clip, and its square does not overflow in float32."""
 
 @record
 class LossInputs:
-    """One micro-batch as the input of a loss: N positions of several packed sequences, all tensors [N]."""
+    """The input of a loss, a micro-batch: N positions of several packed sequences, all tensors [N]."""
 
     trainer_logprobs: Float[Tensor, " N"]
     """float32 with gradient: log pi_train of the target token (nats)."""
@@ -52,7 +52,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def separable(loss: Function) -> Function:
     """Mark a loss that is a sum of independent token losses, so it can be computed over any part of the tokens.
 
-    GSPO is none: its ratio belongs to a whole sequence.
+    GSPO has no such mark: its ratio belongs to a whole sequence.
     """
     loss.separable = True  # type: ignore[attr-defined]
     return loss
@@ -60,6 +60,7 @@ def separable(loss: Function) -> Function:
 
 def masked(values: Float[Tensor, " N"], loss_mask: Bool[Tensor, " N"]) -> Float[Tensor, " N"]:
     """`values` with 0 off the loss mask; values there affect neither the result nor the gradient."""
+    # Not a product with the mask, which would keep a NaN and give it a gradient.
     return values.where(loss_mask, values.new_zeros(()))
 
 
@@ -68,6 +69,7 @@ def log_ratio(inputs: LossInputs) -> Float[Tensor, " N"]:
 
     A token at the clamp has no gradient through the ratio: such a ratio is a fault in the data, not a signal.
     """
+    # Masked before the difference: off the mask the engine's numbers may be NaN.
     trainer = masked(inputs.trainer_logprobs, inputs.loss_mask)
     rollout = masked(inputs.rollout_logprobs, inputs.loss_mask)
     return (trainer - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

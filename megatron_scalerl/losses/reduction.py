@@ -11,7 +11,7 @@ Reduction = Literal["prompt_mean", "sequence_mean", "token_mean"]
 
 
 def token_weights(lengths: Sequence[Sequence[int]], reduction: Reduction) -> list[list[float]]:
-    """The weight of each loss-mask token, for every completion of every group.
+    """Weight of a loss-mask token, for every completion of every group.
 
     `lengths[p][i]` is |y_pi|, the number of loss-mask tokens of completion i of group p; N_eff is the number
     of groups, G_p the completions of group p, T_p their loss-mask tokens (Khatri et al. 2025, arXiv
@@ -34,10 +34,13 @@ def token_weights(lengths: Sequence[Sequence[int]], reduction: Reduction) -> lis
         elif reduction == "token_mean":
             weights = [_inverse(total)] * len(group)
         else:
-            raise ValueError(f"loss.reduction: expected prompt_mean, sequence_mean, token_mean; found {reduction!r}")
+            raise ValueError(
+                f"loss.reduction is {reduction!r}; it has to be prompt_mean, sequence_mean or token_mean"
+            )
         result.append([w if length else 0.0 for w, length in zip(weights, group)])
     return result
 
 
 def _inverse(count: int) -> float:
+    """1 / count, and 0 for 0."""
     return 1.0 / count if count else 0.0

@@ -17,17 +17,18 @@ from megatron_scalerl.types import MicroBatch
 
 
 def check_tokens(micro_batches: Sequence[MicroBatch], vocab_size: int) -> None:
-    """Raises ValueError for a token, or a target with loss, outside the vocabulary; on a GPU it ends the process."""
+    """Raises ValueError for a token, or a target with loss, outside the vocabulary.
+
+    A GPU's kernels would end the process at such an id, without its place.
+    """
     for number, m in enumerate(micro_batches):
-        for name, ids, places in (
-            ("tokens", m.tokens, np.arange(len(m.tokens))),
-            ("targets", m.targets[m.loss_mask], np.flatnonzero(m.loss_mask)),
-        ):
+        for name, places in (("tokens", np.arange(len(m.tokens))), ("targets", np.flatnonzero(m.loss_mask))):
+            ids = getattr(m, name)[places]
             outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
             if len(outside):
                 raise ValueError(
-                    f"micro-batch {number}: {name}: expected ids from 0 to {vocab_size - 1}, found "
-                    f"{ids[outside[0]]} at position {places[outside[0]]} ({len(outside)} such)"
+                    f"micro-batch {number}: {name}: id {ids[outside[0]]} at position {places[outside[0]]} is outside "
+                    f"the vocabulary of {vocab_size} ids (the first of {len(outside)})"
                 )
 
 
@@ -40,31 +41,32 @@ def agree(micro_batches: Sequence[MicroBatch], parallel: Parallel, *, step: int)
         return
     facts = [parallel.dp_rank, step, len(micro_batches), _digest(micro_batches)]
     mine = torch.tensor(facts, dtype=torch.int64, device=parallel.device)
-    gathered = mine.new_empty(parallel.world_size * len(facts))
-    dist.all_gather_into_tensor(gathered, mine)
-    everyone = gathered.view(parallel.world_size, len(facts)).tolist()
+    gathered = mine.new_empty((parallel.world_size, len(facts)))
+    dist.all_gather_into_tensor(gathered.view(-1), mine)
+    everyone = gathered.tolist()
     first_of: dict[int, tuple[int, int]] = {}
-    for rank, (dp_rank, its_step, count, digest) in enumerate(everyone):
-        if (its_step, count) != tuple(everyone[0][1:3]):
+    for rank, (dp_rank, rank_step, count, digest) in enumerate(everyone):
+        if [rank_step, count] != everyone[0][1:3]:
             raise RuntimeError(
-                f"rank {rank}: expected step {everyone[0][1]} with {everyone[0][2]} micro-batches, as rank 0, found "
-                f"step {its_step} with {count}"
+                f"rank {rank} has {count} micro-batches for step {rank_step}, rank 0 has {everyone[0][2]} for step "
+                f"{everyone[0][1]}"
             )
-        known, rank_known = first_of.setdefault(dp_rank, (digest, rank))
-        if known != digest:
+        first_digest, first_rank = first_of.setdefault(dp_rank, (digest, rank))
+        if digest != first_digest:
             raise RuntimeError(
-                f"rank {rank}: expected the micro-batches of rank {rank_known}, both data-parallel rank {dp_rank}, "
-                "found others"
+                f"rank {rank} and rank {first_rank} have different micro-batches, but both are data-parallel rank "
+                f"{dp_rank}"
             )
 
 
 def _digest(micro_batches: Sequence[MicroBatch]) -> int:
     """63-bit digest of all arrays, their types and shapes."""
-    found = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     for m in micro_batches:
         for field in fields(m):
             array = getattr(m, field.name)
             if array is not None:
-                found.update(f"{field.name} {array.dtype} {array.shape}".encode())
-                found.update(np.ascontiguousarray(array).data)
-    return found.intdigest() >> 1
+                digest.update(f"{field.name} {array.dtype} {array.shape}".encode())
+                digest.update(np.ascontiguousarray(array).data)
+    # 63 bits fit the int64 of a collective.
+    return digest.intdigest() >> 1

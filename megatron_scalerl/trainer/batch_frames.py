@@ -36,7 +36,7 @@ _LARGEST_VERSION = 2**31 - 1
 
 @record
 class Limits:
-    """What a batch must keep to; known to the rank from its recipe and policy."""
+    """Limits of a batch, which a rank knows from its recipe and its policy."""
 
     micro_batch_tokens: int
     """Largest number of tokens of a micro-batch, padding excluded."""
@@ -52,7 +52,7 @@ class HeldBatch:
     """The message and its completions; the memory of ZeroMQ, or of the buffer that a peer received."""
     plan: RankPlan
     completions: tuple[RolloutArrays, ...]
-    """Those of `plan.samples`; views of the frames."""
+    """The completions of `plan.samples`, as views of the frames."""
 
 
 def checked(frames: Sequence[Buffer], limits: Limits) -> HeldBatch:
@@ -62,16 +62,17 @@ def checked(frames: Sequence[Buffer], limits: Limits) -> HeldBatch:
     """
     message = decode_for_rank(frames)
     assert isinstance(message, Prepare), message
-    plan, where = message.plan, f"batch of step {message.plan.step}"
+    plan = message.plan
+    where = f"batch of step {plan.step}"
     if not 0 <= plan.policy_version <= _LARGEST_VERSION:
         raise InvalidMessage(
-            f"{where}: expected a policy version up to {_LARGEST_VERSION}, found {plan.policy_version}"
+            f"{where}: the policy version is {plan.policy_version}; it has to be 0 to {_LARGEST_VERSION}"
         )
     for number, members in enumerate(plan.micro_batches):
         tokens = sum(sample.length for sample in members)
         if tokens > limits.micro_batch_tokens:
             raise InvalidMessage(
-                f"{where}: micro-batch {number}: expected at most {limits.micro_batch_tokens} tokens, found {tokens}"
+                f"{where}: micro-batch {number} has {tokens} tokens, more than the limit {limits.micro_batch_tokens}"
             )
     completions = []
     for number, (sample, frame) in enumerate(zip(plan.samples, frames[1:], strict=True)):
@@ -86,19 +87,23 @@ def _completion(sample: SampleFacts, frame: Buffer, policy_version: int, limits:
     """The completion in a frame. Raises ValueError where it is not that of the sample."""
     prompt = sample.prompt_token_ids
     if not prompt or min(prompt) < 0 or max(prompt) >= _LARGEST_ID:
-        raise ValueError(f"expected a prompt of token ids, found {len(prompt)} numbers, {prompt[:4]} first")
+        raise ValueError(
+            f"the prompt has to be one or more token ids; it is {len(prompt)} numbers, {prompt[:4]} first"
+        )
     completion = read(frame)
     if len(completion.token_ids) != sample.tokens:
-        raise ValueError(f"expected {sample.tokens} tokens, found {len(completion.token_ids)}")
+        raise ValueError(f"{len(completion.token_ids)} tokens arrived, the plan says {sample.tokens}")
     versions = completion.policy_versions
     if len(versions) and not 0 <= versions.min() <= versions.max() <= policy_version:
         raise ValueError(
-            f"expected policy versions up to {policy_version}, found {versions.min()} to {versions.max()}"
+            f"its tokens have policy versions {versions.min()} to {versions.max()}, not all within 0 to "
+            f"{policy_version}"
         )
     choices = completion.expert_choices
     if choices is not None and (choices.layers, choices.topk) != limits.experts:
         raise ValueError(
-            f"expected expert choices of (layers, experts) {limits.experts}, found {(choices.layers, choices.topk)}"
+            f"its expert choices are of (layers, experts) {(choices.layers, choices.topk)}, the policy has "
+            f"{limits.experts or 'none'}"
         )
     return completion
 
@@ -113,46 +118,55 @@ class BatchFrames:
         self._held: HeldBatch | None = None
 
     def hold(self, frames: Sequence[Buffer]) -> int:
-        """Keep the batch in the frames of a Prepare; returns its step. Raises InvalidMessage as `checked` does.
+        """Keep the batch in the frames of a Prepare; returns its step.
 
-        Also on a rank that gets its batches from a peer, and while a batch is held.
+        Raises InvalidMessage as `checked` does, on a rank that gets its batches from a peer, and while it holds one.
         """
         batch = checked(frames, self._limits)
         if not self._parallel.holds_batch:
-            raise InvalidMessage(f"batch of step {batch.plan.step}: expected it from a peer, found it sent here")
+            raise InvalidMessage(f"batch of step {batch.plan.step}: this rank gets its batches from a peer")
         if self._held is not None:
             raise InvalidMessage(
-                f"batch of step {batch.plan.step}: expected the step of the one held, {self._held.plan.step}, first"
+                f"batch of step {batch.plan.step}: this rank still holds the batch of step {self._held.plan.step}"
             )
         self._held = batch
         return batch.plan.step
 
     def take(self, step: int) -> Batch:
-        """The batch held by this rank or its peer, which all of them must ask for together.
+        """The batch held by this rank or its peer, for which all these ranks must ask together.
 
-        Raises InvalidMessage if none is held, or that of another step.
+        Raises InvalidMessage if no batch is held, or the batch of another step.
         """
-        batch, self._held = self._held, None
-        if self._parallel.holds_batch and (batch is None or batch.plan.step != step):
-            found = "none" if batch is None else f"that of step {batch.plan.step}"
-            raise InvalidMessage(f"step {step}: expected its batch to be held, found {found}")
-        frames = shared(None if batch is None else batch.frames, self._parallel)
+        batch = self._held
+        self._held = None
+        sent = None
+        if batch is not None:
+            sent = batch.frames
+            if batch.plan.step != step:
+                raise InvalidMessage(f"step {step}: this rank holds the batch of step {batch.plan.step}")
+        elif self._parallel.holds_batch:
+            raise InvalidMessage(f"step {step}: this rank holds no batch")
+        frames = shared(sent, self._parallel)
         if batch is None:
+            # The frames came from a peer: this rank, too, checks what it builds from.
             batch = checked(frames, self._limits)
             if batch.plan.step != step:
-                raise InvalidMessage(f"step {step}: expected its batch, found that of step {batch.plan.step}")
+                raise InvalidMessage(f"step {step}: the peer sent the batch of step {batch.plan.step}")
         return build(batch.plan, batch.completions, pad_multiple=self._pad_multiple)
 
 
 def shared(frames: Sequence[Buffer] | None, parallel: Parallel) -> Sequence[Buffer]:
-    """The frames that the holding rank passes and its peers do not (None), on all of them.
+    """The frames of the holding rank on all its peers, which pass None. Collective.
 
-    They must call it together. Without peers the frames are returned as they are.
+    Without peers the frames are returned as they are.
     """
-    model, context = parallel.groups.mp, parallel.groups.cp
+    model = parallel.groups.mp
+    context = parallel.groups.cp
     if model.size() == context.size() == 1:
         assert frames is not None
         return frames
+    # Megatron's model-parallel group has the tensor and pipeline ranks of one context-parallel rank: first the group
+    # of the holding rank, then each of its members broadcasts to its context-parallel peers.
     sizes, payload = _joined(frames, parallel.device)
     if parallel.cp_rank == 0:
         sizes, payload = _broadcast(sizes, payload, model)
@@ -180,7 +194,8 @@ def _broadcast(sizes: Tensor, payload: Tensor, group: Any) -> tuple[Tensor, Tens
     dist.broadcast(lengths, first, group=group)
     if group.rank() != 0:
         count, total = lengths.tolist()
-        sizes, payload = sizes.new_empty(count), payload.new_empty(total)
+        sizes = sizes.new_empty(count)
+        payload = payload.new_empty(total)
     dist.broadcast(sizes, first, group=group)
     dist.broadcast(payload, first, group=group)
     return sizes, payload

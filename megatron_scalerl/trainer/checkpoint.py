@@ -5,8 +5,10 @@ and the controller's own state as JSON. It can be loaded under another tensor, p
 size; the RNG then keeps the seed of a new run, since the states are those of other ranks. `checkpoints.commit` says
 which folders are complete.
 
-`save` returns when the checkpoint is committed. `AsyncSave` copies the state to host memory and lets a thread of each
-rank write it; `finish` commits it between two of the trainer's commands, since it is collective.
+The life of a checkpoint: all ranks make its state, in which Megatron knows each shard's place; rank 0 empties the
+folder; each rank writes its files; rank 0 writes the index, the controller's state, and the commit file last. `save`
+returns when the checkpoint is committed. `AsyncSave` copies the state to host memory and lets a thread of each rank
+write it; `finish` commits it between two of the trainer's commands, since it is collective.
 """
 
 import contextlib
@@ -53,10 +55,13 @@ class AsyncSave:
 
     def __init__(self, path: str | Path, trainer: Trainer, extra: dict[str, Any]):
         """Copy what `save` writes, and begin to write it. Costs host memory: as many bytes as this rank writes."""
-        self._path, self._parallel, self._extra = Path(path), trainer.parallel, extra
+        self._path = Path(path)
+        self._parallel = trainer.parallel
+        self._extra = extra
         self._facts = {"step": trainer.steps_made}
         state = _sharded_state(trainer, loading=False, generators=True)
         _make_folder(self._path, self._parallel)
+        # Inside `writing_in_process` Megatron prepares the files and starts nothing; the thread is ours.
         with writing_in_process():
             request = dist_checkpointing.save(state, str(self._path), async_sharded_save=True, **ASYNC)
             self._writing = ShardWriting(request, live_storages(_inside_ddp(trainer.chunks), trainer.optimizer))
@@ -68,9 +73,10 @@ class AsyncSave:
         """
         if wait:
             self._writing.wait()
-        found = torch.tensor([self._writing.done, -self._writing.seconds], device=self._parallel.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MIN)
-        all_done, seconds = found.tolist()
+        # One reduction for both: the minimum of `done`, and of the negative seconds, which is the slowest rank's.
+        progress = torch.tensor([self._writing.done, -self._writing.seconds], device=self._parallel.device)
+        dist.all_reduce(progress, op=dist.ReduceOp.MIN)
+        all_done, seconds = progress.tolist()
         if not all_done:
             return None
         with _full_disk_named(self._path):
@@ -96,7 +102,7 @@ def _save(
 
 @contextlib.contextmanager
 def _full_disk_named(path: Path) -> Iterator[None]:
-    """Turn Megatron's report, which has the traceback of every rank, into an OSError with the path."""
+    """Context in which a full disk is an OSError with the path, not Megatron's report with every rank's traceback."""
     try:
         yield
     except CheckpointException as error:
@@ -108,6 +114,7 @@ def _full_disk_named(path: Path) -> Iterator[None]:
 
 
 def _make_folder(path: Path, parallel: Parallel) -> None:
+    """An empty folder at `path`, on all ranks."""
     if parallel.rank == 0:
         discard(path)
         path.mkdir(parents=True)
@@ -115,7 +122,9 @@ def _make_folder(path: Path, parallel: Parallel) -> None:
 
 
 def _commit(path: Path, parallel: Parallel, facts: dict[str, Any], extra: dict[str, Any] | None) -> None:
+    """Mark the folder as complete, once all ranks have written."""
     if parallel.rank == 0:
+        # The commit file is last: a folder without it counts as never written.
         if extra is not None:
             write_durably(path / EXTRA, json.dumps(extra).encode())
         write_commit(path, {**facts, "layout": _layout(parallel)})
@@ -140,6 +149,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
             "sizes may change)"
         )
     same_layout = saved == layout
+    # What engines have differs from the loaded weights in elements that nobody has recorded.
     trainer.changes.written.lose()
     state = safe_megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
     for key, model in keyed(_inside_ddp(trainer.chunks)).items():
@@ -161,12 +171,13 @@ def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "dp_cp_group": groups.dp_cp,
     }
-    models = state["model"] if len(trainer.chunks) == 1 else state
+    # Megatron's optimizers take the state of a single chunk itself, and the states of several under their keys.
+    models = state.get("model", state)
     with gathered_with_few_copies(trainer.optimizer):
         state["optimizer"] = trainer.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
     if generators:
-        rank, world = trainer.parallel.rank, trainer.parallel.world_size
-        state["generators"] = ShardedObject("generators", _generators(), (world,), (rank,))
+        shape = (trainer.parallel.world_size,)
+        state["generators"] = ShardedObject("generators", _generators(), shape, (trainer.parallel.rank,))
     return state
 
 

@@ -23,14 +23,15 @@ STOP_TIMEOUT_S = 30.0
 PROBE_INTERVAL_MS = 1_000
 """Silence after which the ranks' connections are checked (milliseconds)."""
 BLAME_S = 2.0
-"""Seconds after a failure in which a rank that exited unheard is looked for: its peers' collectives fail first."""
+"""Seconds after a failure in which a rank that exited without a word is looked for: its peers' collectives fail
+first."""
 
 
 class TrainerError(RuntimeError):
     """The trainer failed: a rank raised, exited or did not answer. The message names the rank."""
 
     full = ""
-    """The file for which a rank found no space, if that is what failed."""
+    """The file for which a rank found no space; empty for other failures."""
 
 
 class WeightGroupFailed(RuntimeError):
@@ -61,21 +62,25 @@ class TrainerClient:
     ):
         self.world_size = world_size
         self.info: TrainerInfo | None = None
-        self._run_id, self._incarnation, self._secret = run_id, incarnation, secret
+        self._run_id = run_id
+        self._incarnation = incarnation
+        self._secret = secret
         self._command_timeout_s = command_timeout_s
         self._rendezvous: Rendezvous | None = rendezvous
         self._met: set[int] = set()
         self._dp_ranks: dict[int, int] = {}
         self._holders: dict[int, int] = {}  # data-parallel rank -> the rank that receives its batches
         self._prepared: int | None = None  # the step whose batch was sent and which was not called yet
-        self._step_sent, self._all_held = asyncio.Event(), asyncio.Event()
-        """Every rank was sent the step that was called last, and holds the batch before: the next one may follow."""
+        # A batch follows once every rank was sent the step that was called last, and the batch before has arrived.
+        self._step_sent = asyncio.Event()
+        self._all_received = asyncio.Event()
         self._step_sent.set()
-        self._all_held.set()
-        self._unheld: set[int] = set()  # ranks that were sent a batch which they do not hold yet
+        self._all_received.set()
+        self._awaited: set[int] = set()  # ranks whose batch was sent and has not arrived yet
         self._identities: dict[int, bytes] = {}
         self._calls = 0
-        self._busy, self._sending = asyncio.Lock(), asyncio.Lock()
+        self._busy = asyncio.Lock()
+        self._sending = asyncio.Lock()
         self._socket = sockets.ControllerSocket(secret, sockets.Purpose.TRAINER, address=address)
         self.endpoint = self._socket.endpoint
 
@@ -106,41 +111,43 @@ class TrainerClient:
                 sender, message = await self._receive()
                 await self._greet(sender, message)
         assert self.info is not None
-        if missing := sorted(set(range(self.info.dp_size)) - self._holders.keys()):
-            raise TrainerError(f"trainer: expected a rank that receives batches of data-parallel rank {missing[0]}")
+        for dp_rank in range(self.info.dp_size):
+            if dp_rank not in self._holders:
+                raise TrainerError(f"trainer: no rank receives the batches of data-parallel rank {dp_rank}")
         return self.info
 
     async def prepare(self, plan: StepPlan, read: ReadCompletions) -> None:
         """Send each data-parallel rank's plan and completions to one of its ranks, which keeps them for `step`.
 
-        May run beside any command, but only one batch may be prepared and not yet stepped on, and every rank is sent
-        the step before the next batch. `read` is called for one data-parallel rank after the other; its bytes are
+        May run while any command does, but only one batch may be prepared and not yet stepped on, and every rank is
+        sent the step before the next batch. `read` is called for each data-parallel rank in turn; its bytes are
         not copied, and must not change. Raises TrainerError for a rank that is gone, and if the ranks do not hold the
         batch before within `command_timeout_s`; RuntimeError if `read` returns another number of completions. After
-        any of them only `close` is valid. What a rank objects to is raised by the command in progress or the next.
+        an error only `close` is valid. A rank's objection is raised by the command in progress or the next.
         """
         assert self.info is not None, "wait_ready first"
         assert len(plan.ranks) == self.info.dp_size, (len(plan.ranks), self.info.dp_size)
         async with self._sending:
             assert self._prepared is None, f"step {self._prepared} is prepared and was not called"
-            async with self._deadline(self._command_timeout_s, "batch", self._without_batch):
+            async with self._deadline(self._command_timeout_s, "take a batch", self._without_batch):
                 await self._step_sent.wait()
-                await self._all_held.wait()
+                await self._all_received.wait()
             for dp_rank, (part, numbers) in enumerate(zip(plan.ranks, plan.numbers, strict=True)):
                 completions = await read(numbers)
-                expected, found = len(numbers), len(completions)
-                if expected != found:
-                    raise RuntimeError(f"step {plan.step}: expected {expected} completions, found {found}")
+                if len(completions) != len(numbers):
+                    raise RuntimeError(
+                        f"step {plan.step}: {len(completions)} completions were read for {len(numbers)} samples"
+                    )
                 rank = self._holders[dp_rank]
-                self._unheld.add(rank)
-                self._all_held.clear()
-                async with self._deadline(self._command_timeout_s, "batch", self._without_batch):
+                self._awaited.add(rank)
+                self._all_received.clear()
+                async with self._deadline(self._command_timeout_s, "take a batch", self._without_batch):
                     await self._send(rank, *messages.batch_frames(part, completions))
             self._prepared = plan.step
 
     async def step(self, step: int) -> StepReport:
-        """One optimizer step on the batch that was prepared for it. Raises TrainerError, as all commands do."""
-        assert self._prepared == step, f"expected step {self._prepared}, which is prepared, found {step}"
+        """Make an optimizer step on the batch that was prepared for it. Raises TrainerError, as all commands do."""
+        assert self._prepared == step, f"step {step} was called, step {self._prepared} is prepared"
         self._prepared = None
         self._step_sent.clear()
         return await self._call(partial(messages.Step, step=step), StepReport, sent=self._step_sent.set)
@@ -171,7 +178,7 @@ class TrainerClient:
         return (await self.token_scores(token_ids))[0]
 
     async def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """[2] log-probabilities as `logprobs`, and entropies (nats) of what they were drawn from."""
+        """[2] log-probabilities as `logprobs`, and entropies (nats) of their distributions."""
         tokens = [list(ids) for ids in token_ids]
         return await self._call(partial(messages.ScoreTokens, token_ids=tokens), list[list[list[float]]])
 
@@ -214,16 +221,20 @@ class TrainerClient:
         `leaves`: after its answer a rank may disconnect. `sent`: called when every rank was sent the command.
         """
         answers: dict[int, msgspec.Raw] = {}
-        limit, what = (STOP_TIMEOUT_S, "stop") if leaves else (self._command_timeout_s, "command")
-        async with self._deadline(limit, what, lambda: set(answers)), self._busy:
+        limit = self._command_timeout_s
+        task = "answer a command"
+        if leaves:
+            limit = STOP_TIMEOUT_S
+            task = "stop"
+        async with self._deadline(limit, task, lambda: set(answers)), self._busy:
             self._calls += 1
             for rank in range(self.world_size):
                 await self._send(rank, messages.encode(make(call=self._calls)))
             sent()
             while len(answers) < self.world_size:
                 sender, message = await self._receive()
-                if isinstance(message, messages.Held):
-                    self._note_held(message.rank)
+                if isinstance(message, messages.BatchReceived):
+                    self._note_received(message.rank)
                 elif not isinstance(message, messages.Done):
                     await self._greet(sender, message)
                 # The answer to an earlier call is late if its caller stopped waiting.
@@ -237,35 +248,44 @@ class TrainerClient:
             raise TrainerError(f"trainer rank 0: {error}") from error
 
     def _without_batch(self) -> set[int]:
-        """Ranks that owe no answer to a batch."""
-        return set(range(self.world_size)) - self._unheld
+        """Ranks whose batch has arrived, or that get none."""
+        return set(range(self.world_size)) - self._awaited
 
-    def _note_held(self, rank: int) -> None:
-        self._unheld.discard(rank)
-        if not self._unheld:
-            self._all_held.set()
+    def _note_received(self, rank: int) -> None:
+        """Let the next batch follow if this was the last rank to receive one."""
+        self._awaited.discard(rank)
+        if not self._awaited:
+            self._all_received.set()
 
     async def _greet(self, sender: bytes, message: messages.ToController) -> None:
         """Answer a process that joins; refuse it if it is not a rank of this run."""
         if isinstance(message, messages.Hello):
             reason = self._objection(message)
-            answer = messages.Welcome() if reason is None else messages.Refused(reason=reason)
-            if reason is None:
+            answer: messages.Welcome | messages.Refused = messages.Welcome()
+            if reason is not None:
+                answer = messages.Refused(reason=reason)
+            else:
                 self._identities[message.rank] = sender
-                self._rendezvous = self._rendezvous or (message.bound if message.rank == 0 else None)
+                if message.rank == 0:
+                    self._rendezvous = self._rendezvous or message.bound
             # A process that has disconnected needs no answer; if it was a rank, the next probe finds it.
             await self._socket.send(sender, messages.encode(answer))
             await self._send_rendezvous()
             return
         assert isinstance(message, messages.Ready), message
-        rank, dp_rank, size = message.rank, message.dp_rank, message.info.dp_size
-        if not 0 <= dp_rank < size:
-            raise TrainerError(f"trainer rank {rank}: expected a data-parallel rank under {size}, found {dp_rank}")
-        if message.holds_batch and (holder := self._holders.setdefault(dp_rank, rank)) != rank:
+        rank = message.rank
+        dp_rank = message.dp_rank
+        if not 0 <= dp_rank < message.info.dp_size:
             raise TrainerError(
-                f"trainer rank {rank}: expected rank {holder} alone to receive the batches of data-parallel rank "
-                f"{dp_rank}, found a second one"
+                f"trainer rank {rank}: data-parallel rank {dp_rank} is not below {message.info.dp_size}"
             )
+        if message.holds_batch:
+            holder = self._holders.setdefault(dp_rank, rank)
+            if holder != rank:
+                raise TrainerError(
+                    f"trainer rank {rank}: it receives the batches of data-parallel rank {dp_rank}, "
+                    f"but rank {holder} already does"
+                )
         self._dp_ranks[rank] = dp_rank
         if rank == 0:
             self.info = message.info
@@ -280,20 +300,23 @@ class TrainerClient:
 
     def _objection(self, hello: messages.Hello) -> str | None:
         """The reason why this rank may not join, or None."""
-        if reason := hello.objection(self._run_id, self._incarnation):
+        reason = hello.objection(self._run_id, self._incarnation)
+        if reason:
             return reason
         if hello.world_size != self.world_size:
-            return f"world size: expected {self.world_size}, found {hello.world_size}"
+            return f"world size: this rank was started for {hello.world_size} ranks, the run has {self.world_size}"
         if not 0 <= hello.rank < self.world_size:
-            return f"rank: expected 0 to {self.world_size - 1}, found {hello.rank}"
+            return f"rank: {hello.rank} is not within 0 to {self.world_size - 1}"
         if hello.rank == 0 and self._rendezvous is None and hello.bound is None:
-            return "MSRL_BIND_HOST: expected the address where rank 0 binds the store of the run, found none"
-        return f"rank {hello.rank}: expected one process, found a second" if hello.rank in self._identities else None
+            return "MSRL_BIND_HOST: rank 0 needs the address where it binds the run's store"
+        if hello.rank in self._identities:
+            return f"rank {hello.rank}: another process has joined as this rank"
+        return None
 
     async def _send(self, rank: int, *frames: messages.Buffer) -> None:
         """Send the frames of a message, not copied. Raises TrainerError if the rank cannot be reached."""
         if rank not in self._identities:
-            raise TrainerError(f"trainer rank {rank}: expected a process that has joined, found none")
+            raise TrainerError(f"trainer rank {rank}: no process has joined as this rank")
         if not await self._socket.send(self._identities[rank], *frames):
             raise await self._last_words(rank)
 
@@ -338,16 +361,23 @@ class TrainerClient:
         if isinstance(message, messages.Hello):
             return sender, message
         if rank is not None and message.rank != rank:
-            raise TrainerError(f"trainer rank {rank}: expected its own messages, found one of rank {message.rank}")
-        return sender, None if rank is None else message
+            raise TrainerError(f"trainer rank {rank}: it sent a message of rank {message.rank}")
+        if rank is None:
+            return sender, None
+        return sender, message
 
     async def _blame(self, first: messages.Failed) -> TrainerError:
-        """The error that names the rank that exited unheard or, where none did, the first that failed."""
+        """The error that names the rank that exited without a word or, where none did, the first that failed."""
         failure = f"rank {first.rank}: {first.error}"
-        failed, end = {first.rank}, time.monotonic() + BLAME_S
+        failed = {first.rank}
+        end = time.monotonic() + BLAME_S
         while time.monotonic() < end and self._identities.keys() - failed:
-            lost = await self._lost(heard=failed)
-            if await self._socket.poll(50 if lost is None else 0):
+            lost = await self._lost(except_for=failed)
+            wait_ms = 50
+            if lost is not None:
+                wait_ms = 0
+            # A lost rank is blamed only if no last word of any rank is left to read.
+            if await self._socket.poll(wait_ms):
                 _, message = await self._read()
                 if isinstance(message, messages.Failed):
                     failed.add(message.rank)
@@ -357,22 +387,22 @@ class TrainerClient:
         error.full = first.full
         return error
 
-    async def _lost(self, *, heard: Set[int] = frozenset()) -> int | None:
-        """The first rank, not one of `heard`, that has joined and is no longer connected; None if all are."""
-        for rank in sorted(self._identities.keys() - heard):
+    async def _lost(self, *, except_for: Set[int] = frozenset()) -> int | None:
+        """The first rank that has joined and is no longer connected; None if all are."""
+        for rank in sorted(self._identities.keys() - except_for):
             if not await self._socket.connected(self._identities[rank]):
                 return rank
         return None
 
     @contextlib.asynccontextmanager
-    async def _deadline(self, seconds: float, what: str, answered: Callable[[], set[int]]) -> AsyncIterator[None]:
+    async def _deadline(self, seconds: float, task: str, answered: Callable[[], set[int]]) -> AsyncIterator[None]:
         """Raises TrainerError, naming the ranks without an answer, if the block takes longer than `seconds`."""
         try:
             async with time_limit(seconds):
                 yield
         except TimeoutError:
             silent = ", ".join(str(r) for r in range(self.world_size) if r not in answered())
-            raise TrainerError(f"trainer rank {silent}: no answer to a {what} within {seconds:g} s") from None
+            raise TrainerError(f"trainer rank {silent}: it did not {task} within {seconds:g} s") from None
 
 
 def _gone(rank: int, also: str = "") -> TrainerError:

@@ -23,7 +23,7 @@ class TrainerInfo:
 
     world_size: int
     dp_size: int
-    """Data-parallel size: batches per step."""
+    """Data-parallel size, the number of batches per step."""
     parameters: int
     """Parameters of the policy, each counted once."""
     vocab_size: int
@@ -44,7 +44,7 @@ class Hello(sockets.Hello, tag=True, frozen=True, kw_only=True):
     rank: int
     world_size: int
     bound: HostRendezvous | None = None
-    """On several hosts, from rank 0: address of the run's store, which it has bound."""
+    """On several hosts, from rank 0: address where it has bound the run's store."""
 
 
 class Meet(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     info: TrainerInfo
 
 
-class Held(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class BatchReceived(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Rank to controller: the batch of this step has arrived, whole and valid."""
 
     rank: int
@@ -88,13 +88,14 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     error: str
     """Last line of the traceback."""
     full: str = ""
-    """The file for which there was no space, if that ended it."""
+    """The file for which there was no space; empty after another exception."""
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Keep a batch until its Step; to the rank of each data-parallel rank that `Ready.holds_batch`. Answer: Held.
+    """Keep a batch until its Step; to the rank of each data-parallel rank that `Ready.holds_batch`.
 
-    A frame for each completion follows, in the order of `plan.samples` and the bytes of `batching.rollout_bytes`.
+    Answer: BatchReceived. A frame for each completion follows, in the order of `plan.samples` and the bytes of
+    `batching.rollout_bytes`.
     """
 
     plan: RankPlan
@@ -120,7 +121,7 @@ class PlanWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     call: int
     needs: tuple[Needs, ...]
-    """[shards]"""
+    """[shards] the tensors that each engine worker needs."""
 
 
 class ConnectWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -186,14 +187,14 @@ Command = (
     | Stop
 )
 ToRank = Welcome | Meet | Ping | Refused | Prepare | Command
-ToController = Hello | Ready | Held | Done | Failed
+ToController = Hello | Ready | BatchReceived | Done | Failed
 
 _to_rank = msgspec.msgpack.Decoder(ToRank)
 _to_controller = msgspec.msgpack.Decoder(ToController)
 
 
 def batch_frames(plan: RankPlan, completions: Sequence[Buffer]) -> list[Buffer]:
-    """The frames of a Prepare: completions are those of `plan.samples`, in this order; they are not copied."""
+    """The frames of a Prepare, with the completions of `plan.samples` in this order; they are not copied."""
     return [encode(Prepare(plan=plan, sizes=tuple(map(len, completions)))), *completions]
 
 
@@ -203,25 +204,25 @@ def decode_for_rank(frames: Sequence[Buffer]) -> ToRank:
     That includes a Prepare without exactly its completions, each of the size stated.
     """
     if not frames:
-        raise InvalidMessage("expected a message, found no frame")
+        raise InvalidMessage("a message arrived without a frame")
     message: ToRank = decode(_to_rank, frames[:1])
     if isinstance(message, Prepare):
         _check_sizes(message, frames[1:])
     elif len(frames) != 1:
-        raise InvalidMessage(f"expected a message in one frame, found {len(frames)}")
+        raise InvalidMessage(f"the message has {len(frames)} frames; only a Prepare has more than one")
     return message
 
 
 def _check_sizes(message: Prepare, completions: Sequence[Buffer]) -> None:
-    where, expected = f"batch of step {message.plan.step}", len(message.plan.samples)
+    where = f"batch of step {message.plan.step}"
+    expected = len(message.plan.samples)
     if not len(message.sizes) == len(completions) == expected:
         raise InvalidMessage(
-            f"{where}: expected {expected} completions, found {len(message.sizes)} sizes and "
-            f"{len(completions)} frames"
+            f"{where}: {len(completions)} completions and {len(message.sizes)} sizes arrived, the plan has {expected}"
         )
     for number, (size, completion) in enumerate(zip(message.sizes, completions)):
         if len(completion) != size:
-            raise InvalidMessage(f"{where}: completion {number}: expected {size} bytes, found {len(completion)}")
+            raise InvalidMessage(f"{where}: completion {number} has {len(completion)} bytes, its size is {size}")
 
 
 def decode_for_controller(frames: Sequence[bytes]) -> ToController:

@@ -34,7 +34,7 @@ from megatron_scalerl.weights.source import load_hf
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage of the policy."""
+    """A pipeline stage of the policy."""
 
     def __init__(
         self,
@@ -144,12 +144,16 @@ class PolicyModel(GPTModel):
             group=self.parallel.groups.cp,
             divisor=row_divisor(self.config),
         )
-        positions = position_ids if share.position_ids is None else share.position_ids
+        if share.position_ids is not None:
+            position_ids = share.position_ids
         chunk = self.family.attention_chunk_size
-        packed = packed_row(share.starts, positions, chunk=chunk, fused=HAVE_TE, share=share)
+        packed = packed_row(share.starts, position_ids, chunk=chunk, fused=HAVE_TE, share=share)
+        # Padding of the share has no loss, even where every token of the row has.
         if loss_mask is None and share.places is not None:
             loss_mask = torch.ones(share.length, dtype=torch.bool)
-        places = None if loss_mask is None else share.of_row(loss_mask).nonzero()[:, 0]
+        places = None
+        if loss_mask is not None:
+            places = share.of_row(loss_mask).nonzero()[:, 0]
         return Plan(share=share, packed=packed, places=places)
 
     def hidden_states(self, plan: Plan, tokens: Tensor, expert_choices: Tensor | None = None) -> Tensor:
@@ -157,16 +161,19 @@ class PolicyModel(GPTModel):
 
         Under sequence parallelism n is further split over the tensor-parallel ranks.
         """
-        share, row = plan.share, plan.packed
+        row = plan.packed
         assert row.position_ids is not None
-        tokens = share.of_row(tokens)[None]
         if expert_choices is not None:
-            size = self.parallel.tp_size if self.config.sequence_parallel else 1
-            rank = self.parallel.tp_rank if self.config.sequence_parallel else 0
-            choices = share.of_row(expert_choices, fill=routing.UNKNOWN)
-            row.expert_choices = routing.of_rank(choices, rank=rank, size=size)
-        positions = row.position_ids[None]
-        embedded = self.embedding(input_ids=tokens, position_ids=positions) if self.pre_process else None
+            row.expert_choices = plan.share.of_row(expert_choices, fill=routing.UNKNOWN)
+            # Routers then see the tokens of this tensor-parallel rank only.
+            if self.config.sequence_parallel:
+                row.expert_choices = routing.of_rank(
+                    row.expert_choices, rank=self.parallel.tp_rank, size=self.parallel.tp_size
+                )
+        embedded = None
+        if self.pre_process:
+            tokens = plan.share.of_row(tokens)[None]
+            embedded = self.embedding(input_ids=tokens, position_ids=row.position_ids[None])
         return self.decoder(
             hidden_states=embedded,
             attention_mask=None,
@@ -179,8 +186,10 @@ class PolicyModel(GPTModel):
 
         Called through the layer, so that Megatron's hooks run: under overlap_param_gather they wait for the weights.
         """
-        tied = self.share_embeddings_and_output_weights
-        return project(weight=self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
+        weight = self.output_layer.weight
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        return project(weight=weight)
 
     def _rotary_angles(self, row: PackedRow) -> Tensor:
         """[n, 1, 1, d] angles per token; for Transformer Engine [longest, 1, 1, d], indexed by position."""
@@ -191,13 +200,18 @@ class PolicyModel(GPTModel):
             assert row.position_ids is not None
             positions = row.position_ids
         half = positions.float()[:, None] * frequencies
-        pairs = torch.repeat_interleave(half, 2, dim=-1) if self.config.rotary_interleaved else half.repeat(1, 2)
+        # The angle of a pair, once for each of its two elements: neighbors if interleaved, else half a head apart.
+        pairs = half.repeat(1, 2)
+        if self.config.rotary_interleaved:
+            pairs = torch.repeat_interleave(half, 2, dim=-1)
         return pairs[:, None, None, :]
 
 
 def row_divisor(config: Any) -> int:
-    """A share's number of tokens must be a multiple of it: the tensor-parallel size under sequence parallelism."""
-    return config.tensor_model_parallel_size if config.sequence_parallel else 1
+    """The divisor of a share's number of tokens: the tensor-parallel size under sequence parallelism."""
+    if config.sequence_parallel:
+        return config.tensor_model_parallel_size
+    return 1
 
 
 def _loss_of_row(loss: ChunkLoss, row_places: Tensor, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
@@ -227,8 +241,11 @@ def build_policy(
         load_megatron(models, recipe.policy.megatron_path)
     elif load_weights:
         load_hf(models, family, hf_path, parallel)
-    config, ddp = options.config, ddp_config(recipe)
-    wrapped = [Float16Module(config, model) if config.bf16 else model for model in models]
+    config = options.config
+    ddp = ddp_config(recipe)
+    wrapped: list[torch.nn.Module] = list(models)
+    if config.bf16:
+        wrapped = [Float16Module(config, model) for model in models]
     chunks: list[torch.nn.Module] = [
         # Buckets help the first chunk only: reductions of later chunks overlap with compute anyway.
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
@@ -249,9 +266,16 @@ def _fused_rope_as(interleaved: bool) -> None:
         return
 
     def rotate(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
-        options = dict(cu_seqlens=cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
-        fused = te_extensions.apply_rotary_pos_emb
-        return fused(t, freqs, tensor_format="thd", interleaved=interleaved, fused=True, **options)
+        return te_extensions.apply_rotary_pos_emb(
+            t,
+            freqs,
+            tensor_format="thd",
+            interleaved=interleaved,
+            fused=True,
+            cu_seqlens=cu_seqlens,
+            cp_size=cp_size,
+            cp_rank=cp_rank,
+        )
 
     rope_utils.fused_apply_rotary_pos_emb_thd = rotate
 
@@ -263,9 +287,10 @@ def accumulate_in_linears(chunks: Sequence[torch.nn.Module]) -> None:
     is ours, would refuse it without apex (tensor_parallel/layers.py:924). Layers of Transformer Engine read it in
     every forward pass and tell DDP (module/linear.py:1444, 947 of 2.11.0).
     """
-    for module in (each for chunk in chunks for each in chunk.modules()):
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:
@@ -273,7 +298,10 @@ def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:
     if not ddp.overlap_grad_reduce:
         return
     functions = [chunk.no_sync for chunk in chunks]
-    config.no_sync_func = functions if len(functions) > 1 else functions[0]
+    # Megatron's interleaved schedule takes a list, the others a function.
+    config.no_sync_func = functions
+    if len(functions) == 1:
+        config.no_sync_func = functions[0]
 
 
 def load_megatron(models: Sequence[Any], path: str | Path) -> None:
@@ -298,4 +326,6 @@ def sharded_models(models: Sequence[Any]) -> dict[str, Any]:
 
 def keyed(models: Sequence[Any]) -> dict[str, Any]:
     """Model chunks by Megatron's keys."""
-    return {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
+    if len(models) == 1:
+        return {"model": models[0]}
+    return {f"model{i}": model for i, model in enumerate(models)}

@@ -39,7 +39,9 @@ def use_fused_adamw(optimizer: MegatronOptimizer) -> None:
         if isinstance(inner, torch.optim.AdamW):
             assert not inner.state, "AdamW already has step counters in host memory"
             for group in inner.param_groups:
-                group["fused"], group["foreach"] = True, False
+                # PyTorch allows one of the two; a group has both keys from its defaults.
+                group["fused"] = True
+                group["foreach"] = False
 
 
 def parts_of(optimizer: Any) -> Sequence[Any]:

@@ -57,16 +57,18 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     check_keys("megatron.model", given, sorted(defaults), expected=expected, in_recipe=True)
     settings = {**_common(), **_device_settings(), **family.transformer, "variable_seq_lengths": parallel.pp_size > 1}
     settings["deterministic_mode"] = HAVE_GPU and recipe.trainer.deterministic
-    settings |= _moe_settings() if family.transformer.get("num_moe_experts") else {}
+    if family.transformer.get("num_moe_experts"):
+        settings |= _moe_settings()
     _check_options(given, {**defaults, **family.gpt, **settings})
     settings |= {key: value for key, value in given.items() if key in FREE}
-    if HAVE_TE:  # for Transformer Engine's layers alone, see `model.accumulate_in_linears`
+    # Layers of Transformer Engine get it later, see `model.accumulate_in_linears`.
+    if HAVE_TE:
         settings["gradient_accumulation_fusion"] = False
     _refuse(settings)
     if parallel.cp_size > 1 and parallel.pp_size > 1 and not settings["variable_seq_lengths"]:
         raise ValueError(
-            "megatron.model.variable_seq_lengths: expected true in a pipeline with context parallelism (padding "
-            "depends on each row's sequences), found false"
+            "megatron.model.variable_seq_lengths: it has to be true in a pipeline with context parallelism, where "
+            "padding depends on each row's sequences; leave it out"
         )
     return ModelOptions(config=_transformer_config(settings | _owned_by_others(recipe, parallel)), gpt=family.gpt)
 
@@ -82,7 +84,9 @@ def _check_options(given: Mapping[str, Any], present: Mapping[str, Any]) -> None
     """Raises ValueError for an option that is not free and differs from what the policy and our layers have."""
     for key, value in given.items():
         if key in ELSEWHERE:
-            where = "policy.dtype" if key in ("bf16", "params_dtype", "pipeline_dtype") else "megatron.parallel"
+            where = "megatron.parallel"
+            if key in ("bf16", "params_dtype", "pipeline_dtype"):
+                where = "policy.dtype"
             raise ValueError(f"megatron.model.{key}: {where} sets it; leave it out here")
         if key in REFUSED and value and value != present[key]:
             raise ValueError(f"megatron.model.{key} is not supported: {REFUSED[key]}")
@@ -98,15 +102,17 @@ def _check_options(given: Mapping[str, Any], present: Mapping[str, Any]) -> None
 def _refuse(settings: Mapping[str, Any]) -> None:
     """Raises ValueError for auxiliary losses that Megatron-Core would compute or weigh wrongly."""
     kinds = settings.get("moe_router_load_balancing_type", "none")
-    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    if wrong := [kind for kind in kinds if kind not in ("none", "aux_loss")]:
+    if isinstance(kinds, str):
+        kinds = [kinds]
+    for kind in kinds:
+        if kind not in ("none", "aux_loss"):
+            raise ValueError(
+                f"megatron.model.moe_router_load_balancing_type: {kind} is not supported: Megatron-Core would "
+                "take a packed row for one sequence; use aux_loss or none"
+            )
+    if settings.get("calculate_per_token_loss") and ([*kinds] != ["none"] or settings.get("moe_z_loss_coeff")):
         raise ValueError(
-            f"megatron.model.moe_router_load_balancing_type: {wrong[0]} is not supported: Megatron-Core takes "
-            "all sequences of a packed row for one; use aux_loss or none"
-        )
-    if settings.get("calculate_per_token_loss") and (kinds != ["none"] or settings.get("moe_z_loss_coeff")):
-        raise ValueError(
-            "megatron.model.calculate_per_token_loss: is not supported with an auxiliary loss, which Megatron-Core "
+            "megatron.model.calculate_per_token_loss is not supported with an auxiliary loss, which Megatron-Core "
             "would multiply by the number of tokens of the batch"
         )
 
@@ -144,7 +150,7 @@ def _check_experts(config: TransformerConfig) -> None:
     """Raises ValueError for layouts of experts that Megatron-Core 0.16 trains wrongly (Megatron-LM issue 5916)."""
     if not config.num_moe_experts or not megatron.core.__version__.startswith("0.16."):
         return
-    tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    tp = config.tensor_model_parallel_size
     core = f"Megatron-Core {megatron.core.__version__}"
     remedy = "; an environment of Python 3.12 has Megatron-Core 0.19, which is right"
     if config.expert_tensor_parallel_size != tp:
@@ -152,7 +158,7 @@ def _check_experts(config: TransformerConfig) -> None:
             f"megatron.parallel.expert_tensor_parallel_size: {core} computes wrong gradients of experts "
             f"unless it equals tensor_model_parallel_size {tp}{remedy}"
         )
-    if config.moe_grouped_gemm and tp > 1 and ep > 1:
+    if config.moe_grouped_gemm and tp > 1 and config.expert_model_parallel_size > 1:
         raise ValueError(
             f"megatron.model.moe_grouped_gemm: {core} leaves grouped experts out of the gradient norm "
             f"with tensor and expert parallelism; set it to false{remedy}"
@@ -162,11 +168,13 @@ def _check_experts(config: TransformerConfig) -> None:
 def _first_rank(recipe: Recipe) -> Parallel:
     """The `Parallel` of rank 0, without process groups."""
     sizes = sizes_of(recipe.megatron.parallel)
-    parallel = {f"{name}_size": getattr(sizes, name) for name in ("tp", "pp", "ep", "etp", "cp")}
+    names = ("tp", "pp", "ep", "etp", "cp")
+    parallel = {f"{name}_size": getattr(sizes, name) for name in names}
+    ranks = {f"{name}_rank": 0 for name in names}
     world_size = recipe.trainer.world_size
-    ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "ep", "etp", "dp", "cp")}
     return Parallel(
         rank=0,
+        dp_rank=0,
         world_size=world_size,
         dp_size=world_size // sizes.unit[0],
         device=torch.device("cpu"),
@@ -184,9 +192,9 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
         overlap_grad_reduce=HAVE_GPU,
         overlap_param_gather=HAVE_GPU,
     )
-    known = [f.name for f in fields(DistributedDataParallelConfig)]
+    names = [field.name for field in fields(DistributedDataParallelConfig)]
     expected = "a field of DistributedDataParallelConfig"
-    check_keys("megatron.ddp", recipe.megatron.ddp, known, expected=expected, in_recipe=True)
+    check_keys("megatron.ddp", recipe.megatron.ddp, names, expected=expected, in_recipe=True)
     settings |= recipe.megatron.ddp
     if not settings["use_distributed_optimizer"]:
         settings["overlap_param_gather"] = bool(recipe.megatron.ddp.get("overlap_param_gather", False))
@@ -196,9 +204,10 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
 def optimizer_config(recipe: Recipe) -> OptimizerConfig:
     """AdamW with the settings of the optimizer section; megatron.optimizer adds to them.
 
-    Raises ValueError for unknown keys of megatron.optimizer, and for those that other sections set.
+    Raises ValueError for unknown keys of megatron.optimizer, and for keys that other sections set.
     """
-    section, ddp = recipe.optimizer, ddp_config(recipe)
+    section = recipe.optimizer
+    ddp = ddp_config(recipe)
     settings: dict[str, Any] = dict(
         optimizer="adam",
         lr=section.lr,
@@ -214,15 +223,17 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
         overlap_param_gather=ddp.overlap_param_gather,
     )
     given = recipe.megatron.optimizer
-    known = [f.name for f in fields(OptimizerConfig)]
-    check_keys("megatron.optimizer", given, known, expected="a field of OptimizerConfig", in_recipe=True)
+    names = [field.name for field in fields(OptimizerConfig)]
+    check_keys("megatron.optimizer", given, names, expected="a field of OptimizerConfig", in_recipe=True)
     for key in given:
         if key in settings:
-            raise ValueError(f"megatron.optimizer.{key}: expected to be set in the optimizer section or megatron.ddp")
+            raise ValueError(
+                f"megatron.optimizer.{key}: the optimizer section or megatron.ddp sets it; leave it out here"
+            )
     if given.get("use_precision_aware_optimizer"):
         raise ValueError(
-            "megatron.optimizer.use_precision_aware_optimizer: is not supported: Transformer Engine would hold the "
-            "main weights and write the policy's, where neither changed weights are found nor checkpoints read them"
+            "megatron.optimizer.use_precision_aware_optimizer is not supported: Transformer Engine would keep the "
+            "main weights, where neither weight updates nor checkpoints read them"
         )
     return OptimizerConfig(**settings, **given)
 

@@ -26,13 +26,19 @@ class KnownShapes(P2PCommunicator):
 
     def __init__(self, pp_group: Any, config: Any, shapes: Sequence[Shape]):
         super().__init__(pp_group=pp_group, config=config)
-        self._forward, self._backward = iter(shapes), iter(shapes)
+        self._forward = iter(shapes)
+        self._backward = iter(shapes)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Sequence[int], Sequence[int]]:
-        nothing = (0, 0, 0)
-        return next(self._forward) if recv_prev else nothing, next(self._backward) if recv_next else nothing
+        forward = backward = (0, 0, 0)
+        # Activations and their gradients have equal shapes, and each kind arrives in the order of the micro-batches.
+        if recv_prev:
+            forward = next(self._forward)
+        if recv_next:
+            backward = next(self._backward)
+        return forward, backward
 
 
 def known_shapes(micro_batches: Sequence[MicroBatch], config: Any, parallel: Parallel) -> dict[str, Any]:
@@ -40,8 +46,10 @@ def known_shapes(micro_batches: Sequence[MicroBatch], config: Any, parallel: Par
     if parallel.pp_size == 1 or not config.variable_seq_lengths or config.virtual_pipeline_model_parallel_size:
         return {}
     divisor = row_divisor(config)
-    lengths = [share_length(m.cu_seqlens.tolist(), size=parallel.cp_size, divisor=divisor) for m in micro_batches]
-    shapes = [(length // divisor, 1, config.hidden_size) for length in lengths]
+    shapes = []
+    for m in micro_batches:
+        length = share_length(m.cu_seqlens.tolist(), size=parallel.cp_size, divisor=divisor)
+        shapes.append((length // divisor, 1, config.hidden_size))
     return {
         "p2p_communicator": KnownShapes(parallel.groups.pp, config, shapes),
         "pg_collection": parallel.groups,

@@ -1,4 +1,4 @@
-"""What a rank computes in single steps, for telemetry.profile_steps."""
+"""Traces of a rank's computation in single steps, for telemetry.profile_steps."""
 
 import logging
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ def profile_of(step: int, recipe: Recipe, run_dir: Path, rank: int) -> AbstractC
 
 @contextmanager
 def profiled(folder: Path, name: str) -> Iterator[None]:
-    """Writes torch's trace of what happens inside to FOLDER/NAME.json.gz, and on GPUs the memory beside it.
+    """Context that writes torch's trace to FOLDER/NAME.json.gz, and on GPUs the memory to a file next to it.
 
     After an exception there is no trace, only the memory. A file that cannot be written is a line in the log.
     """
-    with recorded_memory(folder / f"{name}.memory.pickle"), torch.profiler.profile(record_shapes=True) as found:
+    with recorded_memory(folder / f"{name}.memory.pickle"), torch.profiler.profile(record_shapes=True) as trace:
         yield
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        found.export_chrome_trace(str(folder / f"{name}.json.gz"))
+        trace.export_chrome_trace(str(folder / f"{name}.json.gz"))
     except OSError as error:
-        logger.warning("no profile: %s", error)
+        logger.warning("the profile of this step was not written: %s", error)

@@ -1,4 +1,4 @@
-"""A trainer rank's place: environment, device and process groups by the recipe."""
+"""Environment, device and process groups of a trainer rank, by the recipe."""
 
 import os
 from typing import Any
@@ -46,8 +46,8 @@ def check_device(recipe: Recipe) -> None:
     chunks = recipe.megatron.parallel.get("virtual_pipeline_model_parallel_size")
     if chunks and not device.HAVE_GPU:
         raise ValueError(
-            "megatron.parallel.virtual_pipeline_model_parallel_size: expected none without a GPU (the interleaved "
-            f"schedule hangs over gloo), found {chunks}"
+            f"megatron.parallel.virtual_pipeline_model_parallel_size: {chunks} needs a GPU, since the interleaved "
+            "schedule hangs over gloo; leave it out"
         )
 
 

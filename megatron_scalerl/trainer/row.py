@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Row:
     token_weights: Tensor
     staleness: Tensor
     sequence_ids: Tensor
-    expert_choices: Tensor | None
+    expert_choices: Tensor | None = None
     plan: Plan
     places: Tensor
     """[K] int64 positions where loss_mask is True, ascending."""
@@ -47,9 +48,13 @@ def host_row(m: MicroBatch, plan_of: Callable[[list[int], Tensor, Tensor], Plan]
     `plan_of` returns the plan for sequence starts, positions [N] and loss mask [N].
     """
     plan = plan_of(m.cu_seqlens.tolist(), torch.from_numpy(m.position_ids), torch.from_numpy(m.loss_mask))
-    columns = {name: getattr(m, name) for name in _COLUMNS}
-    columns = {name: None if array is None else torch.from_numpy(array) for name, array in columns.items()}
-    places = plan.places if plan.share.places is None else None
-    if places is None:  # the plan has only those of this rank's share
+    columns: dict[str, Any] = {}
+    for name in _COLUMNS:
+        array = getattr(m, name)
+        if array is not None:
+            columns[name] = torch.from_numpy(array)
+    places = plan.places
+    # A share has the places of this rank alone, and metrics need the places of the whole row.
+    if places is None or plan.share.places is not None:
         places = columns["loss_mask"].nonzero()[:, 0]
     return Row(**columns, sequence_ids=torch.from_numpy(sequence_ids(m)), plan=plan, places=places)

@@ -70,7 +70,7 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: expected a new or empty folder to write the policy to, found something in it")
+        raise ValueError(f"{out}: it exists and is not an empty folder; name a new or empty folder for the policy")
     recipe = _of_warm_start(recipe)
     check_weights(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, read_hf_config(recipe.policy.path))
@@ -78,10 +78,12 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
     recipe = chat.settled(recipe)
     examples = read_examples(recipe, tokenizer)
     parallel = init_parallel(recipe)
-    for line in [f"sft: {chat.why}", *examples.lines()] if parallel.rank == 0 else ():
-        report(line)
+    if parallel.rank == 0:
+        for line in (f"sft: {chat.why}", *examples.lines()):
+            report(line)
     trainer = make_trainer(recipe, parallel, loss=cross_entropy, learning_rate=schedule(recipe.sft))
-    begin, seen = time.monotonic(), 0
+    begin = time.monotonic()
+    tokens = 0
     last: StepReport | None = None
     for step, samples in enumerate(_batches(recipe, examples.samples), start=1):
         batches = pack(
@@ -93,9 +95,9 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
             policy_version=step - 1,
         )
         last = trainer.step(batches[parallel.dp_rank])
-        seen += last.tokens
+        tokens += last.tokens
         if parallel.rank == 0 and (step % REPORT_EVERY == 0 or step == recipe.sft.steps):
-            report(_line(last, recipe.sft.steps, seen / (time.monotonic() - begin)))
+            report(_line(last, recipe.sft.steps, tokens / (time.monotonic() - begin)))
     weights = out.with_name(f".{out.name}.weights")
     save_policy(weights, trainer.chunks, parallel)
     shutdown_parallel()

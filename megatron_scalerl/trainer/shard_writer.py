@@ -21,8 +21,10 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 _WRITER = next(name for name in vars(FileSystemWriterAsync) if name.startswith("write_preloaded_data_multi"))
 """Megatron's writer of all files of a rank, in processes up to Megatron-Core 0.16, in threads since."""
-ASYNC = {} if _WRITER.endswith("proc") else {"async_strategy": "mcore"}
+ASYNC: dict[str, str] = {}
 """Arguments with which `dist_checkpointing.save` uses this writer for asynchronous saves as well."""
+if not _WRITER.endswith("proc"):
+    ASYNC["async_strategy"] = "mcore"
 
 
 @contextlib.contextmanager
@@ -41,11 +43,11 @@ def writing_in_process() -> Iterator[None]:
 
 
 write_bucket_of_one_file: Any = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
-"""Megatron's, without its decorator, which turns Python's garbage collection off for a process of its own."""
+"""Megatron's writer of a file without its decorator, which turns the garbage collection of its process off."""
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results: Any) -> None:
-    """Replaces Megatron's: the same files and the same report, one file after another."""
+    """Replaces Megatron's writer: the same files and the same report, one file after another."""
     written = {}
     for index, bucket in enumerate(write_buckets):
         report: queue.Queue[Any] = queue.Queue()
@@ -77,7 +79,7 @@ class ShardWriting:
         live: addresses of the memory that changes. It may change once this returns.
         """
         self.seconds = 0.0
-        """For which the thread wrote, once it is done."""
+        """Seconds for which the thread wrote, once it is done."""
         self._finalize = list(request.finalize_fns)
         self._thread: threading.Thread | None = None
         if request.async_fn is not None:
@@ -99,21 +101,23 @@ class ShardWriting:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until `done`."""
+        """Wait until `done`."""
         if self._thread is not None:
             self._thread.join()
 
     def complete(self) -> None:
         """Write the checkpoint's index once all ranks are `done`. Collective; raises CheckpointException."""
-        for each in self._finalize:
-            each()
+        for finalize in self._finalize:
+            finalize()
 
 
 def _copied(request: AsyncRequest, buckets: list[Any], live: Set[int]) -> list[Any]:
-    """The write buckets with tensors of their own in host memory; those in `buckets` are dropped."""
+    """The write buckets with copies in host memory of what is live; the tensors in `buckets` are dropped."""
     copied: list[Any] = request.preload_fn()  # waits for the copies from a device
     for (_, _, (_, tensors)), (_, _, (_, fresh)) in zip(buckets, copied, strict=True):
         tensors.clear()
-        for number, (item, tensor) in enumerate(fresh):  # Megatron has copied those that are parts of others
-            fresh[number] = (item, tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor)
+        for number, (item, tensor) in enumerate(fresh):
+            # Megatron has copied tensors that are parts of others, and tensors of a device.
+            if tensor.untyped_storage().data_ptr() in live:
+                fresh[number] = (item, tensor.clone())
     return copied

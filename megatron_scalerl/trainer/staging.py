@@ -48,7 +48,9 @@ def _collect(tree: Any, tensors: dict[int, Tensor]) -> None:
 def _parts(tree: Any) -> list[Any]:
     if is_dataclass(tree):
         return [getattr(tree, field.name) for field in fields(tree)]
-    return list(tree) if isinstance(tree, tuple) else []
+    if isinstance(tree, tuple):
+        return list(tree)
+    return []
 
 
 def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -78,4 +80,6 @@ def _rebuilt(tree: Any, moved: dict[int, Any]) -> Any:
         parts = {field.name: _rebuilt(getattr(tree, field.name), moved) for field in fields(tree)}
         moved[id(tree)] = replace(tree, **parts)
         return moved[id(tree)]
-    return tuple(_rebuilt(part, moved) for part in tree) if isinstance(tree, tuple) else tree
+    if isinstance(tree, tuple):
+        return tuple(_rebuilt(part, moved) for part in tree)
+    return tree

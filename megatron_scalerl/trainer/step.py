@@ -1,4 +1,9 @@
-"""One optimizer step on a packed batch, through Megatron's own schedules with our loss.
+"""An optimizer step on a packed batch, through Megatron's own schedules with our loss.
+
+The life of a step: all ranks compare their batches; gradients are zeroed and the rate is set; Megatron's schedule
+asks `forward` for each micro-batch, whose row is prepared on the host and copied while the device computes, and then
+for its loss; gradients are reduced with the last micro-batch; the optimizer steps, and the changed weights are
+counted; the metrics of all ranks are read back once.
 
 The loss is a plain sum over the tokens of all micro-batches and ranks; every denominator is part of the token
 weights. Megatron would divide twice: its schedule divides the loss in place by the number of micro-batches, its
@@ -50,7 +55,7 @@ def constant_with_warmup(section: OptimizerSection) -> Schedule:
     """
 
     def rate(step: int) -> float:
-        return section.lr * min(1.0, step / section.warmup_steps) if section.warmup_steps else section.lr
+        return section.lr * min(1.0, step / max(section.warmup_steps, 1))
 
     return rate
 
@@ -91,16 +96,20 @@ class Trainer:
         self._loss_in_chunk = loss_in_chunk
         self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = _finalize
-        # With calculate_per_token_loss the gradient buffers sum instead of averaging, also over context-parallel
-        # ranks, but the schedule still multiplies by their number.
-        self._averaged_ranks = 1 / parallel.cp_size if self._config.calculate_per_token_loss else parallel.dp_size
+        # The gradient buffers average over data-parallel ranks (distributed_data_parallel.py:258 of 0.16.1). With
+        # calculate_per_token_loss they sum, also over context-parallel ranks, but the schedule still multiplies by
+        # the number of these.
+        self._averaged_ranks: float = parallel.dp_size
+        if self._config.calculate_per_token_loss:
+            self._averaged_ranks = 1 / parallel.cp_size
         self._counts = parallel.is_last_stage and parallel.tp_rank == 0 and parallel.cp_rank == 0
 
     @property
     def experts(self) -> tuple[int, int] | None:
         """Layers and experts per token of the engine's choices for this policy; None for a dense one."""
-        config = self._config
-        return (config.num_layers, config.moe_router_topk) if config.num_moe_experts else None
+        if self._config.num_moe_experts:
+            return self._config.num_layers, self._config.moe_router_topk
+        return None
 
     def step(self, batch: Batch) -> StepReport:
         """Forward, backward and one optimizer step on this rank's batch.
@@ -118,22 +127,27 @@ class Trainer:
             # Megatron's own scheduler would apply both multipliers; wd_mult is 0 for vectors.
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
-        running, rows = StepMetrics(self.parallel.device), self._filled(batch.micro_batches)
+        running = StepMetrics(self.parallel.device)
+        rows = self._filled(batch.micro_batches)
         with device.labelled("forward and backward"):
             self._schedule(rows, partial(self._train_loss, running, len(rows)), train=True)
         self.changes.begin()
         with device.labelled("optimizer"):
             succeeded, grad_norm, _ = self.optimizer.step()
+            # Before the clock is read: kernels are only queued.
             device.synchronize()
         metrics = running.reduced(
             counts=self._counts,
-            tokens=real_tokens(batch) if self._counts else 0,
+            tokens=real_tokens(batch),
             seconds=time.monotonic() - begin,
             changes=self.changes.counts(),
         )
-        loss, grad_norm = metrics.pop("loss"), float(grad_norm)
+        loss = metrics.pop("loss")
+        grad_norm = float(grad_norm)
         if not (succeeded and math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise RuntimeError(f"step {batch.step}: expected finite loss and gradient, found {loss} and {grad_norm}")
+            raise RuntimeError(
+                f"step {batch.step}: the loss is {loss} and the gradient norm {grad_norm}; both have to be finite"
+            )
         self.steps_made = batch.step
         return StepReport(
             step=batch.step,
@@ -158,40 +172,49 @@ class Trainer:
         rows = scoring_micro_batches(
             token_ids, micro_batch_tokens=self.micro_batch_tokens, pad_multiple=self.pad_multiple
         )
-        found = []
+        scores = []
 
         def collect(row: Row, output: Tensor) -> _MegatronLoss:
-            found.append(torch.stack((output[0], output[1])).index_select(1, row.places).detach())
+            scores.append(torch.stack((output[0], output[1])).index_select(1, row.places).detach())
             return output.new_zeros(()), {}
 
         self._check(rows, step=self.steps_made)
         with torch.no_grad():
             self._schedule(self._filled(rows), collect, train=False)
         sizes = [len(ids) - 1 for ids in token_ids]
-        values = torch.cat(found, 1) if found else torch.zeros(2, sum(sizes), device=self.parallel.device)
+        # Only the last stage calls `collect`.
+        values = torch.zeros(2, sum(sizes), device=self.parallel.device)
+        if scores:
+            values = torch.cat(scores, 1)
         if self.parallel.pp_size > 1:
             last = dist.get_global_rank(self.parallel.groups.pp, self.parallel.pp_size - 1)
             dist.broadcast(values, last, group=self.parallel.groups.pp)
-        return [[part.tolist() for part in of.split(sizes)] for of in values.cpu()]
+        return [[part.tolist() for part in numbers.split(sizes)] for numbers in values.cpu()]
 
     def _train_loss(
         self, metrics: StepMetrics, count: int, row: Row, output: Tensor | tuple[Tensor, Tensor]
     ) -> _MegatronLoss:
-        """The sum over one of `count` micro-batches, times what Megatron will divide by."""
-        in_chunk, pair = output if isinstance(output, tuple) else (None, output)
-        inputs = row.loss_inputs(pair[0])
+        """The loss of one of `count` micro-batches, times the numbers by which Megatron will divide."""
+        loss = None
+        if isinstance(output, tuple):
+            loss, output = output
+        inputs = row.loss_inputs(output[0])
         result = self._loss(inputs)
-        metrics.add(inputs, result, pair[1].detach(), row.staleness, row.places)
-        # A new tensor, since the schedule divides it in place.
-        return (result.loss if in_chunk is None else in_chunk) * (count * self._averaged_ranks), {}
+        metrics.add(inputs, result, output[1].detach(), row.staleness, row.places)
+        if loss is None:
+            loss = result.loss
+        # A new tensor: the schedule changes it in place (pipeline_parallel/schedules.py:268 of 0.16.1).
+        return loss * (count * self._averaged_ranks), {}
 
     def _chunk_loss(self, row: Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
-        """The sum over some of a row's tokens."""
+        """The loss of some tokens of a row."""
         return self._loss(row.loss_inputs(logprobs, places)).loss
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """With fillers to a multiple of the pipeline's stages, which Megatron requires where they are interleaved."""
-        missing = -len(micro_batches) % self.parallel.pp_size if len(self.chunks) > 1 else 0
+        """The micro-batches, filled up to a multiple of the stages, which Megatron requires of interleaved ones."""
+        if len(self.chunks) == 1:
+            return [*micro_batches]
+        missing = -len(micro_batches) % self.parallel.pp_size
         return [*micro_batches, *[filler_micro_batch(self.pad_multiple)] * missing]
 
     def _schedule(
@@ -206,22 +229,28 @@ class Trainer:
         def forward(rows: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             # Prepared on the host while the device computes what was queued before.
             row = staged(host_row(next(rows), unwrap(model).plan), self.parallel.device)
+            chunk_loss = None
+            if train and self._loss_in_chunk:
+                chunk_loss = partial(self._chunk_loss, row)
             output = model(
                 row.tokens,
                 row.targets,
                 plan=row.plan,
                 temperature=self._temperature,
                 expert_choices=row.expert_choices,
-                loss=partial(self._chunk_loss, row) if train and self._loss_in_chunk else None,
+                loss=chunk_loss,
             )
             return output, partial(loss, row)
 
         for chunk in self.chunks:
             chunk.train(train)
-        iterators = [iter(micro_batches) for _ in self.chunks]
+        # An interleaved schedule asks each chunk's iterator, the others take the iterator itself.
+        iterators: Any = [iter(micro_batches) for _ in self.chunks]
+        if len(self.chunks) == 1:
+            iterators = iterators[0]
         get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
+            data_iterator=iterators,
             model=self.chunks,
             num_microbatches=len(micro_batches),
             seq_length=size,
@@ -231,6 +260,7 @@ class Trainer:
         )
 
     def _check(self, micro_batches: Sequence[MicroBatch], *, step: int) -> None:
+        """Raises as `step` does, before anything is queued: a later error would leave the other ranks waiting."""
         check_tokens(micro_batches, unwrap(self.chunks[0]).family.vocab_size)
         agree(micro_batches, self.parallel, step=step)
 
@@ -270,5 +300,5 @@ def make_trainer(
 
 
 def pad_multiple(parallel: Parallel) -> int:
-    """Micro-batch lengths must be a multiple of it: the tensor-parallel size, for sequence parallelism."""
+    """The divisor of micro-batch lengths: the tensor-parallel size, for sequence parallelism."""
     return parallel.tp_size

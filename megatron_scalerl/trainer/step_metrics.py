@@ -19,7 +19,8 @@ from torch import Tensor
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, log_ratio
 from megatron_scalerl.trainer.staging import staged
 
-SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+SUM = dist.ReduceOp.SUM
+MAX = dist.ReduceOp.MAX
 Scalar = Any
 """A 0-dimensional fp64 tensor on the device during the step, a float after the reduction."""
 
@@ -77,7 +78,9 @@ class EffectiveSampleSize(Metric):
 
     def value(self) -> float:
         """(sum of weights)^2 / (count x sum of squared weights)."""
-        return self.total**2 / (max(self.count, 1.0) * self.squares) if self.squares else 0.0
+        if not self.squares:
+            return 0.0
+        return self.total**2 / (max(self.count, 1.0) * self.squares)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,9 @@ class Max(Metric):
     @classmethod
     def of(cls, values: Tensor) -> Max:
         """The maximum of `values` [K], which may be empty."""
-        return cls(values.max() if values.numel() else values.new_zeros(()))
+        if not values.numel():
+            return cls(values.new_zeros(()))
+        return cls(values.max())
 
 
 Kinds = Mapping[str, type[Metric]]
@@ -122,7 +127,7 @@ MICRO_BATCH_METRICS: Kinds = {
     for name, kind in (("mismatch", Mean), ("loss_tokens", Sum))
 }
 STEP_METRICS: Kinds = {"tokens": Sum, "seconds": Max, "weights_changed": Mean}
-"""What is added once for a step; the last is counted by every rank."""
+"""Metrics that are added once for a step; every rank counts the last."""
 
 
 class StepMetrics:
@@ -141,9 +146,9 @@ class StepMetrics:
         `places` [K] int64 holds the positions of the loss mask. To index by the mask itself the host would have to
         wait for its count.
         """
-        found = _of_micro_batch(inputs, output, entropy, staleness, places, self._edges)
-        self._vectors[SUM] += _flat(found, SUM)
-        torch.maximum(self._vectors[MAX], _flat(found, MAX), out=self._vectors[MAX])
+        metrics = _micro_batch_metrics(inputs, output, entropy, staleness, places, self._edges)
+        self._vectors[SUM] += _flat(metrics, SUM)
+        torch.maximum(self._vectors[MAX], _flat(metrics, MAX), out=self._vectors[MAX])
 
     def reduced(self, *, counts: bool, tokens: int, seconds: float, changes: Tensor) -> dict[str, float]:
         """The metrics over all ranks of the world; every rank must call it, and gets the same.
@@ -153,20 +158,23 @@ class StepMetrics:
         the maximum is returned. `changes` [2]: elements of the weights that this rank changed, and wrote. Buckets of
         staleness without tokens are left out, and `weights_changed` where nothing was counted.
         """
-        kinds = {**MICRO_BATCH_METRICS, **STEP_METRICS}
         metrics = _named(MICRO_BATCH_METRICS, self._vectors)
         sums = self._vectors[SUM]
-        metrics["tokens"], metrics["seconds"] = Sum(sums.new_full((), tokens)), Max(sums.new_full((), seconds))
+        metrics["tokens"] = Sum(sums.new_full((), tokens))
+        metrics["seconds"] = Max(sums.new_full((), seconds))
         metrics["weights_changed"] = Mean(*changes.unbind())
         vectors = {op: _flat(metrics, op) for op in (SUM, MAX)}
+        # Every rank counts its own weights: the last parts of the sums stay.
         if not counts:
             vectors[SUM][: -len(changes)].zero_()
         if dist.get_world_size() > 1:
             for op, vector in vectors.items():
                 dist.all_reduce(vector, op=op)
+        # One vector, so that the host waits for the device once.
         read = torch.cat([vectors[SUM], vectors[MAX]]).tolist()
         split = len(vectors[SUM])
-        values = {name: m.value() for name, m in _named(kinds, {SUM: read[:split], MAX: read[split:]}).items()}
+        reduced = _named({**MICRO_BATCH_METRICS, **STEP_METRICS}, {SUM: read[:split], MAX: read[split:]})
+        values = {name: metric.value() for name, metric in reduced.items()}
         for bucket in _BUCKETS:
             if not values[f"loss_tokens_staleness_{bucket}"]:
                 del values[f"loss_tokens_staleness_{bucket}"], values[f"mismatch_staleness_{bucket}"]
@@ -175,16 +183,17 @@ class StepMetrics:
         return values
 
 
-def _of_micro_batch(
+def _micro_batch_metrics(
     inputs: LossInputs, output: LossOutput, entropy: Tensor, staleness: Tensor, places: Tensor, edges: Tensor
 ) -> dict[str, Metric]:
-    """The metrics MICRO_BATCH_METRICS."""
+    """The metrics of one micro-batch, MICRO_BATCH_METRICS."""
     log_ratios = log_ratio(inputs).index_select(0, places).double()
     mismatch = (inputs.trainer_logprobs - inputs.rollout_logprobs).index_select(0, places).abs().double()
     weights = output.is_weights.index_select(0, places).double()
     age = staleness.index_select(0, places)
-    tokens, weight = inputs.loss_mask.sum().double(), weights.sum()
-    found = {
+    tokens = inputs.loss_mask.sum().double()
+    weight = weights.sum()
+    metrics: dict[str, Metric] = {
         "loss": Sum(output.loss.detach().double()),
         "loss_tokens": Sum(tokens),
         "entropy": Mean(entropy.index_select(0, places).sum(dtype=torch.float64), tokens),
@@ -202,9 +211,9 @@ def _of_micro_batch(
     zeros = mismatch.new_zeros(len(_BUCKETS))
     counts = zeros.index_add(0, bucket, torch.ones_like(mismatch))
     for name, total, count in zip(_BUCKETS, zeros.index_add(0, bucket, mismatch), counts):
-        found[f"mismatch_staleness_{name}"] = Mean(total, count)
-        found[f"loss_tokens_staleness_{name}"] = Sum(count)
-    return found
+        metrics[f"mismatch_staleness_{name}"] = Mean(total, count)
+        metrics[f"loss_tokens_staleness_{name}"] = Sum(count)
+    return metrics
 
 
 def _length(kinds: Kinds, op: Any) -> int:

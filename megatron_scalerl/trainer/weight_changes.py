@@ -1,4 +1,4 @@
-"""Which elements of the weights an optimizer step changes, found where Megatron writes the new weights.
+"""Elements of the weights that an optimizer step changes, compared where Megatron writes the new weights.
 
 In bf16 a small step rounds away in most elements: what changed is what an update has to tell the engines. Megatron's
 optimizers with fp32 main weights round them into the policy's parameters in one place, and the old values are
@@ -19,19 +19,21 @@ from megatron_scalerl.weights.written import Written
 CHUNK = 1 << 20
 """Elements compared at once on CPUs, whose caches then hold them."""
 GPU_CHUNK = 1 << 24
-"""On GPUs; temporary memory is three bytes for each, and what is recorded."""
+"""Elements compared at once on GPUs; temporary memory is three bytes for each, and the recorded changes."""
 
 
 class WeightChanges:
     """Counts the elements of this rank's parameters, or of its shard of them, that an optimizer's steps change.
 
-    Where updates are of changes, `written` has them.
+    Where updates consist of changes, `written` records them.
     """
 
     def __init__(self, optimizer: Any, device: torch.device):
         self.written = Written()
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
-        self._chunk = CHUNK if device.type == "cpu" else GPU_CHUNK
+        self._chunk = GPU_CHUNK
+        if device.type == "cpu":
+            self._chunk = CHUNK
         for part in parts_of(optimizer):
             pairs = getattr(part, "_get_model_and_main_params_data_float16", None)
             if pairs is not None and not part.is_stub_optimizer:
@@ -47,32 +49,37 @@ class WeightChanges:
         return self._counts
 
     def _watch(self, part: Any, pairs: Any) -> None:
+        """Compare before every write of an optimizer, and register what it writes."""
         write = part._copy_main_params_to_model_params
 
         def counted() -> None:
-            for held, main in zip(*pairs()):
+            for values, main in zip(*pairs()):
                 if main is not None:
-                    self._compare(held.reshape(-1), main.reshape(-1))
+                    self._compare(values.reshape(-1), main.reshape(-1))
             write()
 
-        own = [held for held, main in zip(*pairs()) if main is not None and held.is_contiguous()]
-        for held in own:
-            self.written.watch(held)
-        group = getattr(part, "data_parallel_group", None)  # of a distributed optimizer
-        parameters = [each.data for buffer in getattr(part, "buffers", ()) for each in buffer.params]
-        # none for the experts of a pipeline stage that has none
+        shards = [values for values, main in zip(*pairs()) if main is not None and values.is_contiguous()]
+        for shard in shards:
+            self.written.watch(shard)
+        # Only a distributed optimizer has a group and buffers; that of experts is empty on a stage without them.
+        group = getattr(part, "data_parallel_group", None)
+        parameters = []
+        for buffer in getattr(part, "buffers", ()):
+            parameters += [parameter.data for parameter in buffer.params]
         if group is not None and group.size() > 1 and parameters:
-            self.written.gathers.append(ChangesGather(self.written, parameters, own, group))
+            self.written.gathers.append(ChangesGather(self.written, parameters, shards, group))
         part._copy_main_params_to_model_params = counted
 
     @torch.no_grad()
-    def _compare(self, held: Tensor, main: Tensor) -> None:
-        records = self.written.wanted and self.written.covers(held)
-        for number, (old, new) in enumerate(zip(held.split(self._chunk), main.split(self._chunk))):
+    def _compare(self, values: Tensor, main: Tensor) -> None:
+        """Count, and record where wanted, the elements of `values` that differ from `main` after rounding."""
+        records = self.written.wanted and self.written.covers(values)
+        for number, (old, new) in enumerate(zip(values.split(self._chunk), main.split(self._chunk))):
             self._counts[1] += old.numel()
-            if records:  # and write it: the optimizer will write the same
-                found = find(bits_of(old), new.to(old.dtype))
-                self._counts[0] += found.positions.numel()
-                self.written.add(held, number * self._chunk, found)
+            if records:
+                # `find` writes the new values into `old`, as the optimizer does again afterwards.
+                changes = find(bits_of(old), new.to(old.dtype))
+                self._counts[0] += changes.positions.numel()
+                self.written.add(values, number * self._chunk, changes)
             else:
                 self._counts[0] += (bits_of(old) != bits_of(new.to(old.dtype))).sum()

@@ -1,10 +1,13 @@
-"""One trainer rank as a process: `python -m megatron_scalerl.trainer.worker`.
+"""The process of a trainer rank: `python -m megatron_scalerl.trainer.worker`.
 
 Environment: from `TrainerClient.worker_env` RANK, WORLD_SIZE, MSRL_CONTROLLER, MSRL_RUN_ID, MSRL_INCARNATION and
 MSRL_SECRET; from the launcher MSRL_RECIPE (path of the resolved recipe) and, on several hosts, for rank 0
 MSRL_BIND_HOST (its own address at which the ranks meet); optionally MSRL_GREETING_TIMEOUT_S.
 
-The rank greets the controller, receives the rendezvous, builds its trainer, then executes one command after another.
+The life of a rank: it greets the controller, which may refuse it before it has loaded torch; it receives the
+rendezvous, joins the process group, builds its trainer and says Ready; it executes one command after another; at Stop
+it leaves the groups and exits with 0.
+
 After an exception it sends the last line of the traceback and exits with 1. When the controller disconnects it exits
 with 3, at once, also in the middle of a step, so that no orphan holds devices.
 """
@@ -70,7 +73,7 @@ class WorkerSettings:
         """Read MSRL_*, RANK and WORLD_SIZE. Raises ValueError naming the missing variables."""
         missing = [name for name in _VARIABLES if not environment.get(name)]
         if missing:
-            raise ValueError(f"environment: expected {', '.join(_VARIABLES)}, missing {', '.join(missing)}")
+            raise ValueError(f"environment: the launcher of this rank has not set {', '.join(missing)}")
         return cls(
             recipe_path=environment["MSRL_RECIPE"],
             endpoint=environment["MSRL_CONTROLLER"],
@@ -98,11 +101,13 @@ class Worker:
         from megatron_scalerl.weights.sending import WeightSending
         from megatron_scalerl.weights.source import MegatronWeightSource
 
-        self.recipe, self.run_dir = recipe, run_dir
+        self.recipe = recipe
+        self.run_dir = run_dir
         self.parallel = init_parallel(recipe, rendezvous)
         self.trainer = make_trainer(recipe, self.parallel)
-        most = recipe.weights.max_senders
-        self.source = MegatronWeightSource(self.trainer.chunks, self.parallel, most_senders=most)
+        self.source = MegatronWeightSource(
+            self.trainer.chunks, self.parallel, most_senders=recipe.weights.max_senders
+        )
         self.sending = WeightSending(
             self.source, bucket_mib=recipe.weights.bucket_mib, written=self.trainer.changes.written
         )
@@ -111,21 +116,20 @@ class Worker:
     def info(self) -> messages.TrainerInfo:
         """Facts for the controller, requested once."""
         parameters = self.source.manifest
-        sizes = [math.prod(meta.shape) for meta in parameters]
         return messages.TrainerInfo(
             world_size=self.parallel.world_size,
             dp_size=self.parallel.dp_size,
-            parameters=sum(sizes),
+            parameters=sum(math.prod(meta.shape) for meta in parameters),
             vocab_size=next(meta.shape[0] for meta in parameters if meta.name.endswith("embed_tokens.weight")),
             device=str(self.parallel.device),
-            backend="gloo" if self.parallel.device.type == "cpu" else "nccl",
+            backend={"cpu": "gloo"}.get(self.parallel.device.type, "nccl"),
             dtype=self.recipe.policy.dtype,
             logits=self.recipe.policy.logits,
         )
 
-    def hold(self, frames: Sequence[memoryview]) -> messages.Held:
+    def hold(self, frames: Sequence[memoryview]) -> messages.BatchReceived:
         """Keep a batch for its step: the frames of a Prepare. Raises InvalidMessage."""
-        return messages.Held(rank=self.parallel.rank, step=self._batches.hold(frames))
+        return messages.BatchReceived(rank=self.parallel.rank, step=self._batches.hold(frames))
 
     def run(self, command: messages.Command) -> Any:
         """Execute one command on this rank; the value is rank 0's answer."""
@@ -155,7 +159,8 @@ class Worker:
                 return None
             case messages.FinishSave(wait=wait):
                 assert self._saving is not None, "no checkpoint was begun"
-                if (seconds := self._saving.finish(wait=wait)) is not None:
+                seconds = self._saving.finish(wait=wait)
+                if seconds is not None:
                     self._saving = None
                 return seconds
             case messages.Load(path=path):
@@ -165,15 +170,17 @@ class Worker:
 
 def greet(link: sockets.ControllerLink, settings: WorkerSettings, listening: socket.socket | None) -> None:
     """Join the run. Raises RefusedError if this rank is not accepted."""
-    s = settings
+    bound = None
+    if listening is not None:
+        bound = address_of(listening)
     hello = messages.Hello(
-        rank=s.rank,
-        world_size=s.world_size,
-        run_id=s.run_id,
-        incarnation=s.incarnation,
-        bound=None if listening is None else address_of(listening),
+        rank=settings.rank,
+        world_size=settings.world_size,
+        run_id=settings.run_id,
+        incarnation=settings.incarnation,
+        bound=bound,
     )
-    answer = link.greet(hello, s.greeting_timeout_s)
+    answer = link.greet(hello, settings.greeting_timeout_s)
     assert isinstance(answer, messages.Welcome), answer
 
 
@@ -184,11 +191,15 @@ def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
 
     meet, _ = link.receive()
     assert isinstance(meet, messages.Meet), meet
-    store = None if listening is None else serve_store(listening)
+    # The store ends with this variable, which lives as long as the ranks may ask it.
+    store = None
+    if listening is not None:
+        store = serve_store(listening)
     worker = Worker(recipe, meet.rendezvous, Path(settings.recipe_path).parent)
     where = worker.parallel
-    ready = messages.Ready(rank=where.rank, dp_rank=where.dp_rank, holds_batch=where.holds_batch, info=worker.info())
-    link.send(ready)
+    link.send(
+        messages.Ready(rank=where.rank, dp_rank=where.dp_rank, holds_batch=where.holds_batch, info=worker.info())
+    )
     while True:
         command, frames = link.receive()
         if isinstance(command, messages.Prepare):
@@ -196,14 +207,18 @@ def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
             continue
         assert not isinstance(command, messages.Welcome | messages.Meet), command
         if isinstance(command, messages.Stop):
+            # Groups first: their end is collective, and the store serves it. The answer is last.
             shutdown_parallel()
             del store
             link.leave()
             link.send(messages.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(messages.encode(None))))
             return
         value = worker.run(command)
-        value = msgspec.Raw(messages.encode(value if settings.rank == 0 else None))
-        link.send(messages.Done(call=command.call, rank=settings.rank, value=value))
+        # Rank 0 answers for all ranks.
+        if settings.rank != 0:
+            value = None
+        answer = msgspec.Raw(messages.encode(value))
+        link.send(messages.Done(call=command.call, rank=settings.rank, value=answer))
 
 
 def main() -> int:
@@ -211,7 +226,9 @@ def main() -> int:
     log_to_stderr()
     settings = WorkerSettings.from_environment(os.environ)
     del os.environ["MSRL_SECRET"]  # child processes do not need it
-    listening = listen_on(settings.bind_host) if settings.bind_host and settings.rank == 0 else None
+    listening = None
+    if settings.bind_host and settings.rank == 0:
+        listening = listen_on(settings.bind_host)
     link = sockets.ControllerLink(
         settings.endpoint, settings.secret, sockets.Purpose.TRAINER, messages.decode_for_rank
     )
@@ -227,10 +244,11 @@ def main() -> int:
         line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         full = ""
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # A full disk: where the error was raised says nothing more.
             full = str(error.filename or "")
-            logger.error("%s", line)  # a full disk: where it was raised says nothing more
+            logger.error("%s", line)
         else:
-            logger.exception("failed, exiting")
+            logger.exception("this rank has failed and exits")
         link.send(messages.Failed(rank=settings.rank, error=line, full=full))
         link.exit(EXIT_FAILED)
     link.exit(0)

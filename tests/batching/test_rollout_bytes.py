@@ -63,9 +63,9 @@ def test_a_token_takes_eight_bytes_at_most_nine_with_versions_and_forced_ranges(
 def test_damaged_bytes_are_refused_or_are_another_completion_of_the_same_size(data):
     whole = write(data.draw(rollouts()))
     cut = data.draw(st.integers(0, len(whole) - 1))
-    with pytest.raises(ValueError, match=r"^rollout: expected"):
+    with pytest.raises(ValueError, match=r"^rollout: "):
         read(whole[:cut])
-    with pytest.raises(ValueError, match=r"^rollout: expected"):
+    with pytest.raises(ValueError, match=r"^rollout: "):
         read(whole + b"\0")
     place = data.draw(st.integers(0, len(whole) - 1))
     flipped = bytearray(whole)
@@ -73,7 +73,7 @@ def test_damaged_bytes_are_refused_or_are_another_completion_of_the_same_size(da
     try:
         arrays = read(bytes(flipped))
     except ValueError as error:
-        assert str(error).startswith("rollout: expected")
+        assert str(error).startswith("rollout: ")
     else:
         sizes = {len(getattr(arrays, f.name)) for f in dataclasses.fields(arrays)[:4]}
         assert sizes == {len(arrays.token_ids)} and len(write(arrays)) <= len(whole) + 8 * len(whole)
@@ -82,7 +82,7 @@ def test_damaged_bytes_are_refused_or_are_another_completion_of_the_same_size(da
 def test_random_bytes_are_refused():
     generator = np.random.default_rng(0)
     for size in (0, 1, 39, 40, 41, 200, 5000):
-        with pytest.raises(ValueError, match=r"^rollout: expected"):
+        with pytest.raises(ValueError, match=r"^rollout: "):
             read(generator.bytes(size))
 
 

@@ -17,38 +17,38 @@ def with_target(place, target):
 
 H, W, Y = problem(dtype=torch.float32)
 MISTAKES = {
-    "width": (dict(weight=W[:, :2]), r"expected hidden \[T, H\] and weight \[V/p, H\], found \[7, 5\] and \[11, 2\]"),
-    "tokens": (dict(targets=Y[:6]), r"expected targets \[7\], found \[6\]"),
-    "type of targets": (dict(targets=Y.int()), "targets: expected int64, found torch.int32"),
+    "width": (dict(weight=W[:, :2]), r"hidden is \[7, 5\] and weight \[11, 2\]"),
+    "tokens": (dict(targets=Y[:6]), r"targets is \[6\]; .* \[7\]"),
+    "type of targets": (dict(targets=Y.int()), "targets is torch.int32; .* int64"),
     "target above": (
         dict(targets=with_target(4, 11)),
-        r"targets: expected ids from 0 to 10, found 11 at position 4 \(1 such\)",
+        r"targets: id 11 at position 4 .* 11 ids .*of 1\)",
     ),
     "target with loss": (
         dict(targets=with_target(5, 99), loss_mask=torch.arange(7) > 3),
-        "from 0 to 10, found 99 at position 5",
+        "targets: id 99 at position 5 .* 11 ids",
     ),
-    "vocabulary": (dict(vocab_size=12), r"vocab_size: expected 1 to 11 \(11 rows on 1 ranks\), found 12"),
-    "mask": (dict(loss_mask=torch.ones(6, dtype=bool)), r"expected loss_mask \[7\] in bool, found \[6\]"),
-    "temperatures": (dict(temperature=torch.ones(3)), r"expected temperature a number or \[7\], found \[3\]"),
-    "temperature": (dict(temperature=0.0), "temperature: expected above 0, found 0.0"),
-    "temperature below": (dict(temperature=-1.0), "temperature: expected above 0, found -1.0"),
-    "int8 head": (dict(weight=W.to(torch.int8)), "quantized head has no exact logits.*found torch.int8"),
-    "head of a subclass": (dict(weight=W.as_subclass(Quantized)), "expected a plain tensor .*found Quantized"),
+    "vocabulary": (dict(vocab_size=12), r"vocab_size is 12; .* 1 to 11 \(11 rows on 1 ranks\)"),
+    "mask": (dict(loss_mask=torch.ones(6, dtype=bool)), r"loss_mask is \[6\] in torch.bool; .* \[7\] in bool"),
+    "temperatures": (dict(temperature=torch.ones(3)), r"temperature is \[3\]; .* a number or \[7\]"),
+    "temperature": (dict(temperature=0.0), "temperature is 0.0; .* above 0"),
+    "temperature below": (dict(temperature=-1.0), "temperature is -1.0; .* above 0"),
+    "int8 head": (dict(weight=W.to(torch.int8)), "weight is torch.int8; .* quantized head has no exact logits"),
+    "head of a subclass": (dict(weight=W.as_subclass(Quantized)), "weight is Quantized; .* a plain tensor"),
     "another type than hidden": (
         dict(weight=W.bfloat16()),
-        "weight: expected torch.float32 on cpu, as hidden, found torch.bfloat16 on cpu",
+        "weight is torch.bfloat16 on cpu, .* hidden is torch.float32 on cpu",
     ),
-    "no main_grad": (dict(main_grad=True), r"main_grad: expected a weight whose main_grad \[11, 5\].*found none"),
+    "no main_grad": (dict(main_grad=True), r"main_grad .* weight \[11, 5\], .* none"),
     "main_grad of another shape": (
         dict(weight=as_megatron_parameter(W).requires_grad_(), main_grad=True, cut=True),
-        r"main_grad \[11, 5\] .*found \[10, 5\]",
+        r"main_grad .* weight \[11, 5\], .* \[10, 5\]",
     ),
-    "logits": (dict(logits="bf16"), "logits: expected fp32 or model, found 'bf16'"),
+    "logits": (dict(logits="bf16"), "logits is 'bf16'; .* fp32 or model"),
     "backend": (dict(backend="numpy"), "is auto, cuda or torch, not 'numpy'"),
     "workspace": (
         dict(workspace_mb=0.0001),
-        r"workspace_mb: expected at least 0\.001 for one block of logits, found 0.0001",
+        r"workspace_mb is 0.0001; .* 0\.001",
     ),
 }
 
@@ -89,9 +89,9 @@ def test_places_say_what_a_mask_says(in_chunks):
 
 def test_places_replace_a_mask():
     places = torch.arange(3)
-    with pytest.raises(ValueError, match=r"expected places \[C\] in int64 instead of loss_mask, found beside"):
+    with pytest.raises(ValueError, match=r"places and loss_mask"):
         token_logprobs(H, W, Y, places=places, loss_mask=torch.ones(7, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"expected places .*found \[3\] in torch.int32"):
+    with pytest.raises(ValueError, match=r"places is \[3\] in torch.int32"):
         token_logprobs(H, W, Y, places=places.int())
 
 
@@ -103,7 +103,7 @@ def test_trusted_arguments_are_not_read():
         assert found.shape == (7,)
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         token_logprobs(h, w, y)
-    with pytest.raises(ValueError, match=r"expected targets \[7\], found \[6\]"):
+    with pytest.raises(ValueError, match=r"targets is \[6\]; .* \[7\]"):
         token_logprobs(h, w, y[:6], trusted=True)
 
 

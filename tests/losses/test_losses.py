@@ -247,11 +247,9 @@ def test_a_micro_batch_without_loss_is_zero_with_zero_gradient(name):
 
 
 def test_make_loss_refuses_what_does_not_exist():
-    with pytest.raises(ValueError, match=r"loss.name: expected one of cispo, .*, or module:function, found 'ppo'"):
+    with pytest.raises(ValueError, match=r"loss.name: 'ppo' .* cispo, .* module:function"):
         make_loss("ppo", {})
-    with pytest.raises(
-        ValueError, match=r"loss.clip_high: expected none .* cispo, which takes max_is_weight, found 0.2"
-    ):
+    with pytest.raises(ValueError, match=r"loss.clip_high is 0.2, .* cispo takes max_is_weight;"):
         make_loss("cispo", dict(max_is_weight=5.0, clip_high=0.2))
 
 
@@ -278,11 +276,11 @@ def test_a_loss_may_live_outside_the_package():
     plain, half = run(make_loss(name, {"scale": 1.0}), **TWO, rollout_probs=[0.05, 0.5], advantages=[1.0, -2.0])
     assert output.loss.item() == pytest.approx(2 * plain.loss.item()) and torch.equal(grad, 2 * half)
     assert is_separable(name) and is_separable("cispo") and not is_separable("gspo")
-    with pytest.raises(ValueError, match=r"loss.options: .*:reinforce takes, found {} \(missing a required .*scale"):
+    with pytest.raises(ValueError, match=r"loss.options: .*:reinforce .* {} \(missing a required .*scale"):
         make_loss(name, {})
-    with pytest.raises(ValueError, match=r"loss.max_is_weight: expected none .*, which takes scale, found 5.0"):
+    with pytest.raises(ValueError, match=r"loss.max_is_weight is 5.0, .* takes scale;"):
         make_loss(name, {"scale": 1.0, "max_is_weight": 5.0})
-    with pytest.raises(ValueError, match=r"loss.name: expected a function to import, found 'nowhere:loss'"):
+    with pytest.raises(ValueError, match=r"loss.name: 'nowhere:loss'"):
         make_loss("nowhere:loss", {})
-    with pytest.raises(ValueError, match=r"loss.options: .* math:pi takes, found {}"):
+    with pytest.raises(ValueError, match=r"loss.options: .* math:pi .* {}"):
         make_loss("math:pi", {})

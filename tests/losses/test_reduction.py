@@ -41,7 +41,7 @@ def test_completions_without_loss_tokens_weigh_nothing(reduction):
 
 @pytest.mark.parametrize("name", ["mean", "prompt", "sequence_means", "token", "unknown"])
 def test_unknown_reduction(name):
-    with pytest.raises(ValueError, match=f"expected prompt_mean, sequence_mean, token_mean; found '{name}'"):
+    with pytest.raises(ValueError, match=f"loss.reduction is '{name}'"):
         token_weights(LENGTHS, name)
 
 

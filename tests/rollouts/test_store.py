@@ -196,7 +196,7 @@ def test_a_completion_that_is_none_is_named(tmp_path):
     stored = writer.append(block_bytes(0, header, (data[0], data[1][:-1])))
     writer.close()
     path = segment_path(tmp_path, 0)
-    with pytest.raises(ValueError, match=rf"^{path}: byte 16: rollout: expected {len(data[1])} bytes, found"):
+    with pytest.raises(ValueError, match=rf"^{path}: byte 16: rollout: {len(data[1]) - 1} bytes .* {len(data[1])}$"):
         read_arrays(path, stored)
 
 

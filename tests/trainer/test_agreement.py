@@ -24,10 +24,10 @@ def changed(m, name, place, value):
 def test_ids_outside_the_vocabulary_are_named():
     first, second, *_ = rows()
     check_tokens([first, second], 64)
-    with pytest.raises(ValueError, match=r"micro-batch 1: tokens: expected ids .* to 63, found 64 at position 3 \("):
+    with pytest.raises(ValueError, match=r"micro-batch 1: tokens: id 64 at position 3 .* 64 ids"):
         check_tokens([first, changed(second, "tokens", 3, 64)], 64)
     place = int(np.flatnonzero(second.loss_mask)[2])
-    with pytest.raises(ValueError, match=rf"targets: expected .*, found -1 at position {place} \(1 such\)"):
+    with pytest.raises(ValueError, match=rf"targets: id -1 at position {place} .*of 1\)"):
         check_tokens([first, changed(second, "targets", place, -1)], 64)
 
 
@@ -51,9 +51,9 @@ def test_the_digest_sees_every_array_and_the_order():
     [
         ([0, 7, 2, 11], None),
         ([1, 7, 2, 99], None),  # another data-parallel rank: another batch
-        ([0, 7, 2, 99], "rank 1: expected the micro-batches of rank 0, both data-parallel rank 0, found others"),
-        ([1, 7, 3, 11], "rank 1: expected step 7 with 2 micro-batches, as rank 0, found step 7 with 3"),
-        ([1, 8, 2, 11], "rank 1: expected step 7 with 2 micro-batches, as rank 0, found step 8 with 2"),
+        ([0, 7, 2, 99], "rank 1 and rank 0 .* both are data-parallel rank 0"),
+        ([1, 7, 3, 11], "rank 1 has 3 .* step 7, rank 0 has 2 .* step 7"),
+        ([1, 8, 2, 11], "rank 1 has 2 .* step 8, rank 0 has 2 .* step 7"),
     ],
 )
 def test_ranks_that_differ_are_named(facts, message, new_trainer, monkeypatch):

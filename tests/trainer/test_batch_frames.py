@@ -119,63 +119,62 @@ def bad_batches():
     first, second = members
     raw = msgspec.msgpack.decode(frames[0])
     where = r"^batch of step 4: "
-    of_two = where + "expected 2 completions, found "
-    longer = r" completion 0: expected 3 tokens, found 4"
+    longer = r" completion 0: 4 tokens .* 3$"
     return {
-        "no frame": ([], "^expected a message, found no frame"),
-        "a completion missing": (frames[:-1], of_two + "2 sizes and 1 frames"),
-        "a completion too many": ([*frames, frames[1]], of_two + "2 sizes and 3 frames"),
-        "no completions": (frames[:1], of_two + "2 sizes and 0 frames"),
+        "no frame": ([], "without a frame"),
+        "a completion missing": (frames[:-1], where + "1 completions and 2 sizes .* 2$"),
+        "a completion too many": ([*frames, frames[1]], where + "3 completions and 2 sizes .* 2$"),
+        "no completions": (frames[:1], where + "0 completions and 2 sizes .* 2$"),
         "a completion cut": (
             [frames[0], frames[1][:-1], frames[2]],
-            where + "completion 0: expected 76 bytes, found 75",
+            where + "completion 0 has 75 bytes, .* 76$",
         ),
-        "completions exchanged": ([frames[0], *frames[:0:-1]], where + "completion 0: expected 76 bytes, found 68"),
+        "completions exchanged": ([frames[0], *frames[:0:-1]], where + "completion 0 has 68 bytes, .* 76$"),
         "another completion": (with_first(frames, rollout(tokens=(1, 2, 3, 4))), where[:-1] + longer),
         "a damaged completion": (
             [frames[0], b"\x09" + frames[1][1:], frames[2]],
-            where + "completion 0: rollout: expected format 1, found 9",
+            where + "completion 0: rollout: format 9 .* 1$",
         ),
         "a version of the future": (
             with_first(frames, rollout(versions=(3, 3, 4))),
-            where + "completion 0: expected policy versions up to 3, found 3 to 4",
+            where + "completion 0: .* versions 3 to 4, .* 3$",
         ),
         "a large version to train": (
             with_plan(frames, policy_version=2**63),
-            where + "expected a policy version up to 2147483647, found 9223372036854775808",
+            where + ".* version is 9223372036854775808; .* 2147483647$",
         ),
         "a negative version": (
             with_first(frames, rollout(versions=(-1, 0, 0))),
-            where + "completion 0: expected policy versions up to 3, found -1 to 0",
+            where + "completion 0: .* versions -1 to 0, .* 3$",
         ),
         "another policy's experts": (
             with_first(frames, experts(65535, 65535)),
-            where + r"completion 0: expected expert choices of \(layers, experts\) \(3, 2\), found \(65535, 65535\)",
+            where + r"completion 0: .* expert choices .* \(65535, 65535\), .* \(3, 2\)$",
         ),
         "a length without tokens": (
             with_plan(frames, micro_batches=((replace(first, tokens=2**60), second),)),
-            where + "micro-batch 0: expected at most 64 tokens, found",
+            where + "micro-batch 0 has .* tokens, .* 64$",
         ),
         "a negative length": (
             with_plan(frames, micro_batches=((replace(first, tokens=-3), second),)),
-            where + "completion 0: expected -3 tokens, found 3",
+            where + "completion 0: 3 tokens .* -3$",
         ),
         "no prompt": (
             with_plan(frames, micro_batches=((replace(first, prompt_token_ids=()), second),)),
-            where + "completion 0: expected a prompt of token ids, found 0 numbers",
+            where + "completion 0: the prompt .* 0 numbers",
         ),
         "a prompt of large numbers": (
             with_plan(frames, micro_batches=((replace(first, prompt_token_ids=(1, 2**63)), second),)),
-            where + "completion 0: expected a prompt of token ids, found 2 numbers",
+            where + "completion 0: the prompt .* 2 numbers",
         ),
-        "one sample fewer": (with_plan(frames, micro_batches=((first,),)), where + "expected 1 completions, found 2"),
+        "one sample fewer": (with_plan(frames, micro_batches=((first,),)), where + "2 completions and 2 sizes .* 1$"),
         "text for a number": (
             [msgspec.msgpack.encode(raw | {"plan": raw["plan"] | {"step": "4"}}), *frames[1:]],
             "bytes that have arrived are no message",
         ),
         "another message with frames": (
             [messages.encode(messages.Step(call=1, step=4)), *frames[1:]],
-            "^expected a message in one frame, found 3",
+            "^the message has 3 frames",
         ),
     }
 
@@ -215,22 +214,22 @@ def test_a_rank_holds_one_batch_for_its_step():
     _, frames = two()
     ours = rank()
     assert ours.hold(frames) == 4
-    with pytest.raises(InvalidMessage, match=r"^batch of step 4: expected the step of the one held, 4, first"):
+    with pytest.raises(InvalidMessage, match=r"^batch of step 4: .* step 4$"):
         ours.hold(frames)
     assert ours.take(4).step == 4
-    with pytest.raises(InvalidMessage, match=r"^step 4: expected its batch to be held, found none"):
+    with pytest.raises(InvalidMessage, match=r"^step 4: .* no batch"):
         ours.take(4)
     ours.hold(frames)
-    with pytest.raises(InvalidMessage, match=r"^step 5: expected its batch to be held, found that of step 4"):
+    with pytest.raises(InvalidMessage, match=r"^step 5: .* step 4$"):
         ours.take(5)
 
 
 def test_a_rank_with_a_peer_that_holds_its_batches_takes_none_from_the_controller():
-    with pytest.raises(InvalidMessage, match=r"^batch of step 4: expected it from a peer, found it sent here"):
+    with pytest.raises(InvalidMessage, match=r"^batch of step 4: .* a peer"):
         rank(holds_batch=False).hold(two()[1])
 
 
 def test_a_dense_policy_takes_no_experts():
     frames = with_first(two()[1], experts(1, 1, b"\0" * 4))
-    with pytest.raises(InvalidMessage, match=r"completion 0: expected expert choices of .* None, found \(1, 1\)"):
+    with pytest.raises(InvalidMessage, match=r"completion 0: .* expert choices .* \(1, 1\), .* none"):
         rank().hold(frames)

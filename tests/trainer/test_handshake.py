@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -70,8 +71,8 @@ def test_the_socket_of_several_hosts_may_have_an_address_of_ipv6():
     [
         ({"run_id": "other"}, "this controller's is run"),
         ({"incarnation": "1.1"}, "this controller's is 1.0"),
-        ({"world_size": 2}, "world size: expected 1, found 2"),
-        ({"rank": 1}, "rank: expected 0 to 0, found 1"),
+        ({"world_size": 2}, "world size: .* 2 ranks, .* 1$"),
+        ({"rank": 1}, "rank: 1 is .* 0 to 0"),
     ],
 )
 def test_strangers_are_refused_with_a_reason(changes, reason):
@@ -79,7 +80,7 @@ def test_strangers_are_refused_with_a_reason(changes, reason):
         with StandInRank(trainer) as stranger:
             await stranger.hello(**({"rank": 0, "world_size": 1} | changes))
             refused = await stranger.answer()
-            assert isinstance(refused, messages.Refused) and refused.reason.endswith(reason)
+            assert isinstance(refused, messages.Refused) and re.search(reason, refused.reason)
             assert not start.done()  # the client goes on waiting for its own
 
     conversation(scenario, world_size=1)
@@ -112,7 +113,7 @@ def test_an_exception_reaches_the_client_with_its_rank():
 def test_nobody_came():
     async def scenario():
         trainer = client(world_size=2)
-        with pytest.raises(TrainerError, match=r"trainer rank 0, 1: no answer to a start within 0.05 s"):
+        with pytest.raises(TrainerError, match=r"trainer rank 0, 1: .* start within 0.05 s"):
             await trainer.wait_ready(timeout_s=0.05)
         trainer.close()
 
@@ -120,7 +121,7 @@ def test_nobody_came():
 
 
 def test_missing_settings_are_named():
-    with pytest.raises(ValueError, match="missing MSRL_SECRET"):
+    with pytest.raises(ValueError, match=r"environment: .* MSRL_SECRET"):
         worker.WorkerSettings.from_environment({name: "1" for name in worker._VARIABLES if name != "MSRL_SECRET"})
 
 
@@ -178,8 +179,8 @@ def test_what_a_stranger_says_does_not_end_the_controller(frames):
     [
         ([b"\xc1"], r"^trainer rank 1: the 1 bytes that have arrived are no message"),
         ([b"a", b"b"], r"^trainer rank 1: a message has one frame, and 2"),
-        ([messages.encode(ready(0))], r"^trainer rank 1: expected its own messages, found one of rank 0"),
-        ([messages.encode(ready(1, dp_rank=2))], r"^trainer rank 1: expected a data-parallel rank under 2, found 2"),
+        ([messages.encode(ready(0))], r"^trainer rank 1: .* of rank 0"),
+        ([messages.encode(ready(1, dp_rank=2))], r"^trainer rank 1: data-parallel rank 2 .* 2$"),
     ],
 )
 def test_a_rank_with_an_invalid_message_is_named(message, error):
@@ -221,7 +222,7 @@ def test_a_stop_without_an_answer_ends_in_time_and_closes(monkeypatch):
             await start
             pending = asyncio.create_task(trainer.manifest())  # a command that is never answered holds the line
             await passes(1)
-            with pytest.raises(TrainerError, match=r"trainer rank 0: no answer to a stop within 0.2 s"):
+            with pytest.raises(TrainerError, match=r"trainer rank 0: .* stop within 0.2 s"):
                 await asyncio.wait_for(trainer.stop(), 120)
             assert trainer._socket.closed
             pending.cancel()

@@ -116,7 +116,7 @@ def test_pipelines_exchange_rows_of_any_length():
 
 
 def test_the_precision_aware_optimizer_is_refused():
-    with pytest.raises(ValueError, match=r"aware_optimizer: is not supported: .* checkpoints read them"):
+    with pytest.raises(ValueError, match=r"aware_optimizer is not supported: .* checkpoints read them"):
         optimizer_config(recipe(dict(optimizer=dict(use_precision_aware_optimizer=True))))
     assert not optimizer_config(recipe()).use_precision_aware_optimizer
 
@@ -159,7 +159,7 @@ def test_the_optimizer_section_reaches_adamw():
     found = (config.lr, config.adam_beta1, config.adam_beta2, config.adam_eps, config.weight_decay, config.clip_grad)
     assert found == (3e-4, 0.8, 0.9, 1e-15, 0.02, 0.5)
     assert config.use_distributed_optimizer and config.decoupled_weight_decay
-    with pytest.raises(ValueError, match=r"megatron\.optimizer\.lr: expected to be set in the optimizer section"):
+    with pytest.raises(ValueError, match=r"megatron\.optimizer\.lr: the optimizer section"):
         optimizer_config(recipe(dict(optimizer=dict(lr=1.0))))
 
 
@@ -191,9 +191,7 @@ def test_a_world_that_cannot_be_cut_is_one_clear_line(monkeypatch):
 def test_an_interleaved_pipeline_is_refused_on_cpus(monkeypatch):
     monkeypatch.setattr(device, "HAVE_GPU", False)
     parallel = dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    with pytest.raises(
-        ValueError, match=r"virtual_pipeline_model_parallel_size: expected none without a GPU.*found 2"
-    ):
+    with pytest.raises(ValueError, match=r"virtual_pipeline_model_parallel_size: 2 needs a GPU"):
         init_parallel(recipe(dict(parallel=parallel), world_size=2))
 
 
@@ -202,7 +200,7 @@ def test_a_pipeline_with_context_parallelism_requires_variable_lengths():
     assert model_options(llama(), recipe(), place).config.variable_seq_lengths
     given = recipe(dict(model=dict(variable_seq_lengths=False)))
     assert not model_options(llama(), given, alone(pp_size=2)).config.variable_seq_lengths
-    with pytest.raises(ValueError, match=r"megatron.model.variable_seq_lengths: expected true .* found false"):
+    with pytest.raises(ValueError, match=r"megatron.model.variable_seq_lengths: .* true"):
         model_options(llama(), given, place)
 
 

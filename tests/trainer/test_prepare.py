@@ -45,7 +45,7 @@ def test_one_rank_of_each_data_parallel_rank_gets_its_own_completions_and_all_ge
                 message, *completions = await frames(rank)
                 assert completions == [write(SAMPLES[i].rollout) for i in plan.numbers[number]]
                 assert messages.decode_for_rank([message, *completions]).plan == plan.ranks[number]
-                await rank.socket.send(messages.encode(messages.Held(rank=number, step=1)))
+                await rank.socket.send(messages.encode(messages.BatchReceived(rank=number, step=1)))
                 assert await rank.answer() == messages.Step(call=1, step=1)
             await finish(1, first, second)
             assert await stepping == REPORT
@@ -81,11 +81,11 @@ def test_the_next_batch_is_read_while_a_step_runs_once_the_ranks_hold_the_batch_
             await trainer.prepare(plans[0], read)
             stepping = asyncio.create_task(trainer.step(1))
             preparing = asyncio.create_task(trainer.prepare(plans[1], read))
-            await first.socket.send(messages.encode(messages.Held(rank=0, step=1)))
+            await first.socket.send(messages.encode(messages.BatchReceived(rank=0, step=1)))
             for rank in (first, second):
                 assert [type(await rank.answer()) for _ in range(2)] == [messages.Prepare, messages.Step]
             assert asked == list(plans[0].numbers) and not preparing.done()
-            await second.socket.send(messages.encode(messages.Held(rank=1, step=1)))
+            await second.socket.send(messages.encode(messages.BatchReceived(rank=1, step=1)))
             await preparing
             assert asked == [*plans[0].numbers, *plans[1].numbers] and not stepping.done()
             assert (await first.answer()).plan == plans[1].ranks[0]
@@ -117,7 +117,7 @@ def test_no_rank_is_sent_the_next_batch_before_the_step(monkeypatch):
 
             monkeypatch.setattr(trainer, "_send", slow)
             for number in range(2):
-                trainer._note_held(number)
+                trainer._note_received(number)
             stepping = asyncio.create_task(trainer.step(1))
             preparing = asyncio.create_task(trainer.prepare(plans[1], read))
             assert [type(await first.answer()) for _ in range(2)] == [messages.Prepare, messages.Step]
@@ -139,9 +139,9 @@ def test_a_batch_that_no_rank_takes_ends_in_time():
             trainer._command_timeout_s = 0.3
             read = of_rollouts([sample.rollout for sample in SAMPLES])
             await trainer.prepare(plan_of(SAMPLES, dp_size=2), read)
-            with pytest.raises(TrainerError, match=r"trainer rank 0, 1: no answer to a command within 0.3 s"):
+            with pytest.raises(TrainerError, match=r"trainer rank 0, 1: .* a command within 0.3 s"):
                 await trainer.step(1)
-            with pytest.raises(TrainerError, match=r"trainer rank 0, 1: no answer to a batch within 0.3 s"):
+            with pytest.raises(TrainerError, match=r"trainer rank 0, 1: .* a batch within 0.3 s"):
                 await trainer.prepare(plan_of(SAMPLES, step=2, dp_size=2), read)
 
     conversation(scenario)
@@ -156,7 +156,7 @@ def test_a_store_that_returns_fewer_completions_sends_nothing():
             await join(start, first, second)
             plan = plan_of(SAMPLES, dp_size=2)
             count = len(plan.numbers[0])
-            with pytest.raises(RuntimeError, match=f"^step 1: expected {count} completions, found {count - 1}"):
+            with pytest.raises(RuntimeError, match=f"^step 1: {count - 1} completions .* {count} samples"):
                 await trainer.prepare(plan, read)
 
     conversation(scenario)
@@ -167,9 +167,9 @@ def test_a_store_that_returns_fewer_completions_sends_nothing():
     [
         (
             (True, True),
-            r"^trainer rank [01]: expected rank [01] alone to receive the batches of data-parallel rank 0, found",
+            r"^trainer rank [01]: .* the batches of data-parallel rank 0, .* rank [01]",
         ),
-        ((False, False), r"^trainer: expected a rank that receives batches of data-parallel rank 0"),
+        ((False, False), r"^trainer: no rank .* data-parallel rank 0"),
     ],
 )
 def test_one_rank_of_a_data_parallel_rank_receives_its_batches(holds, error):

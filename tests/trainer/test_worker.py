@@ -211,7 +211,7 @@ def test_a_rank_that_raises_is_named_and_exits(tmp_path, policy):
 
     async def scenario(world):
         await world.start()
-        with pytest.raises(TrainerError, match=r"trainer rank 0: RuntimeError: step 1: expected finite loss"):
+        with pytest.raises(TrainerError, match=r"trainer rank 0: RuntimeError: step 1: .* finite"):
             await train(world.client, samples)
         return await world.exits()
 
@@ -282,7 +282,7 @@ def test_a_damaged_batch_names_the_rank_that_received_it_and_ends_its_peer_too(t
 
     error, exits = run(scenario, tmp_path, policy, world_size=2, megatron=TP2)
     assert error.startswith("trainer rank 0: ") and "\n" not in error
-    assert "batch of step 2: completion 0: rollout: expected format 1, found 9" in error
+    assert "batch of step 2: completion 0: rollout: format 9 " in error
     assert exits[0] == 1 and exits[1] in (EXIT_ORPHAN, 1)
 
 

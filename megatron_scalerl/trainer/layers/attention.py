@@ -1,6 +1,10 @@
 """Causal self-attention by PyTorch's scaled_dot_product_attention, on packed rows and on plain batches.
 
-Also Llama 4's chunks and query scale around Transformer Engine's attention.
+The life of a packed row in a layer: Megatron's SelfAttention projects and rotates queries and keys, then calls the
+core attention with the row's `PackedRow`. Without Transformer Engine that is `SdpaCoreAttention`: it gathers the
+sequences of each bucket into a padded block, attends causally, and puts the results back in the row's order; under
+context parallelism it gathers the keys of all ranks instead. Transformer Engine's own attention reads cu_seqlens, and
+`with_chunks` adds the chunks and the query scale of Llama 4.
 """
 
 from typing import Any
@@ -47,8 +51,10 @@ def with_chunks(core: type, *, chunked: bool, query_scale: Any) -> type:
             if query_scale is not None:
                 scale = query_scale(packed_seq_params.position_ids)
                 query = query * scale.to(query.dtype)[:, None, None]
-            row = packed_seq_params.in_chunks if chunked else None
-            return super().forward(query, *others, packed_seq_params=row or packed_seq_params, **keywords)
+            row = packed_seq_params
+            if chunked and row.in_chunks is not None:
+                row = row.in_chunks
+            return super().forward(query, *others, packed_seq_params=row, **keywords)
 
     return WithChunks
 
@@ -77,9 +83,13 @@ class SdpaCoreAttention(torch.nn.Module):
         **_: Any,
     ):
         super().__init__()
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout:
-            raise ValueError(f"megatron.model.attention_dropout: expected 0 with our attention, found {dropout}")
+        if attention_dropout is None:
+            attention_dropout = config.attention_dropout
+        if attention_dropout:
+            raise ValueError(
+                f"megatron.model.attention_dropout: {attention_dropout} is not possible with the plain layers; "
+                "set it to 0"
+            )
         self.layer_number = layer_number
         self.context_size = config.context_parallel_size
         self.softmax_scale = softmax_scale
@@ -102,20 +112,24 @@ class SdpaCoreAttention(torch.nn.Module):
         split = packed_seq_params is not None and packed_seq_params.context is not None
         assert split == (self.context_size > 1), "context parallelism splits packed rows only"
         if packed_seq_params is None:
-            out = self._attend(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
-            return out.permute(2, 0, 1, 3).reshape(s, b, heads * d)
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return self._attend(q, k, v).permute(2, 0, 1, 3).reshape(s, b, heads * d)
+        # For Megatron the row is one sequence, with rotary angles for every token (`PackedRow`).
         assert b == 1
         if self.query_scale is not None:
             scale = self.query_scale(packed_seq_params.position_ids)
             query = query * scale.to(query.dtype)[:, None, None, None]
-        q, k, v, context = query[:, 0], key[:, 0], value[:, 0], packed_seq_params.context
-        if context is not None:
-            return self._shared(q, k, v, context).reshape(s, 1, heads * d)
-        layout = packed_seq_params.chunked if self.chunked else packed_seq_params.layout
+        q, k, v = (x[:, 0] for x in (query, key, value))
+        if packed_seq_params.context is not None:
+            return self._shared(q, k, v, packed_seq_params.context).reshape(s, 1, heads * d)
+        layout = packed_seq_params.layout
+        if self.chunked:
+            layout = packed_seq_params.chunked
         assert layout is not None, "this row has the layout of Transformer Engine"
         return self._packed(q, k, v, layout).reshape(s, 1, heads * d)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
+        """[N, heads, d] of a whole row, bucket by bucket."""
         outputs = []
         for bucket in layout.buckets:
             shape = (bucket.sequences, bucket.length)
@@ -124,20 +138,29 @@ class SdpaCoreAttention(torch.nn.Module):
                 for x in (query, key, value)
             )
             out = self._attend(q, k, v).transpose(1, 2).reshape(-1, *query.shape[1:])
-            outputs.append(out if bucket.valid.numel() == out.shape[0] else out.index_select(0, bucket.valid))
+            # Sequences of equal length have no padding: no copy.
+            if bucket.valid.numel() < out.shape[0]:
+                out = out.index_select(0, bucket.valid)
+            outputs.append(out)
         return torch.cat(outputs).index_select(0, layout.restore)
 
     def _shared(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """[n, heads, d] of this rank's tokens; the gradients of keys and values are summed over the ranks."""
+        # Keys and values in one gather. Megatron's function reduces in the backward pass, since the queries of each
+        # rank add to the gradients of all keys.
         gathered = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=context.group)
         keys, values = gathered.index_select(0, context.order).split([key.shape[-1], value.shape[-1]], dim=-1)
-        spans = context.chunked if self.chunked else context.spans
+        spans = context.spans
+        if self.chunked:
+            spans = context.chunked
         parts = query.split([span.queries for span in spans])
         return torch.cat([self._span(part, keys, values, span) for part, span in zip(parts, spans)])
 
     def _span(self, query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
-        seen = slice(span.start, span.start + span.keys)
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, keys[seen], values[seen]))
+        """[queries, heads, d] of consecutive queries, which are the last positions of their keys."""
+        reach = slice(span.start, span.start + span.keys)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, keys[reach], values[reach]))
+        # `is_causal` would align the first query with the first key; here the last ones belong together.
         mask = torch.ones((span.queries, span.keys), dtype=torch.bool, device=query.device)
         mask = mask.tril(span.keys - span.queries)
         out = F.scaled_dot_product_attention(
@@ -146,6 +169,7 @@ class SdpaCoreAttention(torch.nn.Module):
         return out[0].transpose(0, 1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[b, heads, s, d] causal attention of a padded block. A valid query comes before its padding."""
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
         )

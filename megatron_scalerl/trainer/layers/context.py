@@ -1,5 +1,8 @@
 """Context parallelism: which tokens of a packed row a rank computes, and which keys its queries see.
 
+The life of a row: `share_of` pads it and says which tokens each rank computes; `Share.of_row` takes them; in every
+layer attention gathers keys by `Context.order` and computes the rank's `Span`s; `Share.whole` gathers the results.
+
 Every sequence is padded to a multiple of 2 x size tokens and split into as many chunks; rank r computes chunks r and
 2 x size - 1 - r, which balances causal attention. Megatron's RoPE for packed rows
 (megatron/core/models/common/embeddings/rope_utils.py:129) and Transformer Engine's attention for them
@@ -31,7 +34,7 @@ class Span:
 
 @record
 class Context:
-    """Inputs of attention beside a rank's own queries, keys and values."""
+    """Inputs of attention, in addition to the queries, keys and values of a rank."""
 
     group: Any
     """The context-parallel process group."""
@@ -40,7 +43,7 @@ class Context:
     spans: tuple[Span, ...]
     """This rank's queries, in the order of its share."""
     chunked: tuple[Span, ...]
-    """The same with attention inside chunks."""
+    """This rank's queries where layers attend inside chunks."""
 
 
 @record
@@ -53,7 +56,7 @@ class Share:
     size: int
     group: Any
     length: int
-    """N."""
+    """N, tokens of the given row."""
     places: Tensor | None = None
     """[n] index of each token in the given row, PADDING if there is none; None: the share is that row."""
     position_ids: Tensor | None = None
@@ -86,7 +89,7 @@ class Share:
         """The `Context` of this rank, with chunks of `chunk` tokens for layers with chunked attention."""
         assert self.order is not None
         whole = spans(self.starts, rank=self.rank, size=self.size)
-        chunked = whole if chunk is None else spans(self.starts, rank=self.rank, size=self.size, chunk=chunk)
+        chunked = spans(self.starts, rank=self.rank, size=self.size, chunk=chunk)
         return Context(group=self.group, order=self.order, spans=whole, chunked=chunked)
 
 
@@ -101,8 +104,10 @@ def share_of(starts: list[int], *, rank: int, size: int, group: Any, divisor: in
     padded, filler = _padded(lengths, size=size, divisor=divisor)
     if padded == lengths and not filler and size == 1:
         return Share(starts=starts, rank=rank, size=size, group=group, length=starts[-1])
+    # The filler is one more sequence, without a token of the given row.
     if filler:
-        lengths, padded = [*lengths, 0], [*padded, filler]
+        lengths.append(0)
+        padded.append(filler)
     ends = [0, *accumulate(padded)]
     places = torch.full((ends[-1],), PADDING)
     positions = torch.cat([torch.arange(length) for length in padded])
@@ -132,7 +137,10 @@ def share_length(starts: list[int], *, size: int, divisor: int) -> int:
 
 def _padded(lengths: list[int], *, size: int, divisor: int) -> tuple[list[int], int]:
     """Lengths of the padded sequences, and of the sequence of padding at the end."""
-    multiple = 2 * size if size > 1 else 1
+    # Two chunks for each rank; without context parallelism only the sum has to be a multiple.
+    multiple = 1
+    if size > 1:
+        multiple = 2 * size
     padded = [-(-length // multiple) * multiple for length in lengths]
     return padded, -sum(padded) % (multiple * divisor)
 
@@ -150,15 +158,18 @@ def _tokens(starts: list[int], *, rank: int, size: int) -> Tensor:
 
 def spans(starts: list[int], *, rank: int, size: int, chunk: int | None = None) -> tuple[Span, ...]:
     """Spans of a rank's queries: each sees the keys before it in the sequence, or in its chunk of `chunk` tokens."""
-    found = []
+    pieces = []
     for a, b in zip(starts, starts[1:]):
         part = (b - a) // (2 * size)
         reach = chunk or max(b - a, 1)
+        # The early and the late chunk of a rank together cost the same on all ranks.
         for j in (rank, 2 * size - 1 - rank):
-            here, end = j * part, (j + 1) * part
-            while here < end:
-                first = here // reach * reach
+            query = j * part
+            end = query + part
+            # A chunk of the rank may lie in several chunks of attention.
+            while query < end:
+                first = query // reach * reach
                 stop = min(end, first + reach)
-                found.append(Span(queries=stop - here, start=a + first, keys=stop - first))
-                here = stop
-    return tuple(found)
+                pieces.append(Span(queries=stop - query, start=a + first, keys=stop - first))
+                query = stop
+    return tuple(pieces)

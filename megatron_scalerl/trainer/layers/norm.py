@@ -46,25 +46,26 @@ class AllHeadsRMSNorm(torch.nn.Module):
     """
 
     heads: int
-    """Of all ranks."""
+    """Heads of all ranks."""
     group: Any
     """The tensor-parallel process group."""
 
     @classmethod
     def of(cls, heads: int, group: Any) -> type:
-        """The norm as a class of its own, which is what Megatron's specs take."""
+        """A class with this number of heads and this group: Megatron's specs take classes."""
         return type(cls.__name__, (cls,), {"heads": heads, "group": group})
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float):
-        """hidden_size: of a head."""
+        """`hidden_size` is that of a head, as Megatron's attention passes it."""
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(self.heads * hidden_size, dtype=config.params_dtype))
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., heads of this rank, d] to the same."""
+        """[..., heads of this rank, d] with mean square 1 over the heads of all ranks."""
         squares = x.float().square().sum(dim=(-2, -1), keepdim=True)
-        # summed forward for the mean, and backward since the result of every rank depends on it
+        # One function sums in the forward pass and copies in the backward pass, the other the reverse: the mean needs
+        # the sum of all ranks, and its gradient too, since the result of every rank depends on it.
         squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
         squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
         weight = self.weight.view(-1, *x.shape[-2:])[self.group.rank()]
@@ -72,7 +73,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
 
 def with_norm(linear: type, norm: Any) -> type:
-    """The linear layer with `norm` of its result."""
+    """The linear layer `linear`, followed by `norm`."""
 
     class WithNorm(linear):  # type: ignore[misc]
         def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **keywords: Any):

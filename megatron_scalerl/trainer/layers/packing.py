@@ -1,6 +1,8 @@
 """The layout of a packed row's sequences for attention; computed once per micro-batch, on the host.
 
-Everything here creates host tensors from host data. `trainer.staging` copies them to the device.
+The life of a layout: `PolicyModel.plan` asks for `packed_row` with the starts of the row's sequences;
+`trainer.staging` copies its host tensors to the device; Megatron hands it to every layer as packed_seq_params;
+`layers.attention` reads it. Nothing here looks at a device.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ class Bucket:
     sequences: int
     """Number of sequences."""
     length: int
-    """Tokens of the longest."""
+    """Tokens of the longest sequence."""
     gather: torch.Tensor
     """[sequences * length] index in the row of each padded slot; padding slots read the sequence's last token."""
     valid: torch.Tensor
-    """[tokens] slots that are not padding."""
+    """[tokens] index of each slot that is not padding."""
 
 
 @record
@@ -62,13 +64,13 @@ class PackedRow(PackedSeqParams):
     """Tokens of the longest sequence; `max_seqlen_q` may be an upper bound. Megatron's RoPE without fusion takes
     a table as long as the row for one with an entry per token, so tables have this length."""
     layout: Layout | None = None
-    """Whole sequences; None with Transformer Engine or `context`."""
+    """The layout of whole sequences; None with Transformer Engine or `context`."""
     chunked: Layout | None = None
     """The same row split further at multiples of the chunk, for layers with chunked attention."""
     context: Context | None = None
-    """Replaces both layouts with context parallelism, without Transformer Engine."""
+    """Keys and queries of this rank under context parallelism; None with Transformer Engine or a layout."""
     in_chunks: PackedRow | None = None
-    """The row with sequences split into chunks, for chunked layers with Transformer Engine; None: no sequence is."""
+    """The row with sequences split into chunks, for chunked layers with Transformer Engine; None if none is split."""
     expert_choices: torch.Tensor | None = None
     """[N', L, K] experts of this rank's tokens, see `layers.routing`."""
 
@@ -88,6 +90,7 @@ class Plan:
 def layout(starts: list[int]) -> Layout:
     """Buckets of the sequences between `starts` ([S+1], first 0, last N); empty sequences are left out."""
     spans = [(b - a, a) for a, b in zip(starts, starts[1:]) if b > a]
+    # Longest first: the first sequence of a bucket is its width.
     spans.sort(key=lambda span: (-span[0], span[1]))
     groups: list[list[tuple[int, int]]] = []
     for span in spans:
@@ -103,6 +106,7 @@ def layout(starts: list[int]) -> Layout:
 
 
 def _bucket(spans: list[tuple[int, int]]) -> Bucket:
+    """The bucket of (length, start) spans, the longest first."""
     length = spans[0][0]
     lengths = torch.tensor([span[0] for span in spans])[:, None]
     starts = torch.tensor([span[1] for span in spans])[:, None]
@@ -131,35 +135,48 @@ def packed_row(
 ) -> PackedRow:
     """The PackedRow of one row: `starts` (S+1 numbers) of whole sequences, `position_ids` [N] in host memory.
 
-    `fused` is for Transformer Engine. With context parallelism `share` is this rank's, N its tokens, and the starts
-    are those of the padded sequences. Raises ValueError for chunks with Transformer Engine's context parallelism.
+    `fused` is for Transformer Engine. With context parallelism `share` is this rank's, N its tokens, and `starts`
+    belong to the padded sequences. Raises ValueError for chunks with Transformer Engine's context parallelism.
     """
     longest = max((b - a for a, b in zip(starts, starts[1:])), default=0)
-    ranks = share.size if share else 1
+    ranks = 1
+    if share is not None:
+        ranks = share.size
     assert starts[0] == 0 and starts[-1] == position_ids.numel() * ranks, "the starts must cover the row"
-    inner = chunk if chunk is not None and chunk < longest else None
+    # Chunks that no sequence reaches change nothing.
+    inner = None
+    if chunk is not None and chunk < longest:
+        inner = chunk
     if fused and inner and ranks > 1:
         raise ValueError(
-            f"attention_chunk_size: expected at least the longest sequence ({longest} tokens) with Transformer "
-            f"Engine's context parallelism, which splits whole sequences, found {chunk}"
+            f"attention_chunk_size: {chunk} is less than the longest sequence ({longest} tokens); with context "
+            "parallelism Transformer Engine splits whole sequences only"
         )
-    step = math.lcm(LONGEST_STEP, 2 * ranks) if fused else 1
-    row = _plain_row(starts, position_ids, -(-longest // step) * step, fused)
-    row.longest = longest
     if fused:
-        row.in_chunks = _plain_row(split_into_chunks(starts, inner), position_ids, inner, fused) if inner else None
-    elif share and ranks > 1:
-        row.context = share.context(inner)
+        # Transformer Engine splits each sequence into 2 x ranks chunks, also the longest possible one.
+        step = math.lcm(LONGEST_STEP, 2 * ranks)
+        row = _plain_row(starts, position_ids, -(-longest // step) * step, "thd")
+        if inner:
+            row.in_chunks = _plain_row(split_into_chunks(starts, inner), position_ids, inner, "thd")
     else:
-        row.layout = layout(starts)
-        row.chunked = layout(split_into_chunks(starts, inner)) if inner else row.layout
+        row = _plain_row(starts, position_ids, longest, "sbhd")
+        if share is not None and ranks > 1:
+            row.context = share.context(inner)
+        else:
+            row.layout = layout(starts)
+            row.chunked = row.layout
+            if inner:
+                row.chunked = layout(split_into_chunks(starts, inner))
+    row.longest = longest
     return row
 
 
-def _plain_row(starts: list[int], position_ids: torch.Tensor, longest: int, fused: bool) -> PackedRow:
+def _plain_row(starts: list[int], position_ids: torch.Tensor, longest: int, qkv_format: str) -> PackedRow:
+    """A row with the fields of Megatron's PackedSeqParams and positions alone."""
+    # Transformer Engine and Megatron's RoPE read int32.
     boundaries = torch.tensor(starts, dtype=torch.int32)
     return PackedRow(
-        qkv_format="thd" if fused else "sbhd",
+        qkv_format=qkv_format,
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
         max_seqlen_q=longest,

@@ -4,9 +4,12 @@ Trainer and engine round differently, and a router with two nearly equal experts
 token's log-probability changes by far more than rounding. With the engine's choices the trainer's routers compute the
 experts' weights only, forward and backward, and still get their gradient through these.
 
+The life of the choices: the engine sends them with a completion; `PolicyModel.hidden_states` puts this rank's into
+the row; a pre-hook of each layer gives the layer's to its router; the router asks for them in place of its top-k.
+
 Megatron-Core's own RouterReplay keeps one set of choices per process, and distinguishes forward from recomputation by
 a flag. Here the choices are part of the row (`PackedRow.expert_choices`), so any pipeline schedule and the
-recomputation of whole layers use those of their own micro-batch.
+recomputation of whole layers use the choices of their micro-batch.
 """
 
 from collections.abc import Callable
@@ -24,14 +27,17 @@ class ReplayedRouting(RouterReplay):
     """Replays the experts of the current row at one router."""
 
     def __init__(self, layer: int):
-        # Without super().__init__, which would append this object to a list of the process.
+        # Without super().__init__, which appends the object to a list of the process that is never emptied
+        # (global_router_replay_instances in transformer/moe/router_replay.py).
         self.layer = layer
         self.choices: torch.Tensor | None = None
 
     def before_layer(self, _module: torch.nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Forward pre-hook of the transformer layer: reads this layer's choices from the row."""
-        choices = getattr(keywords.get("packed_seq_params"), "expert_choices", None)
-        self.choices = None if choices is None else choices[:, self.layer]
+        # In a hook of the layer, which Megatron also calls when it recomputes the layer in the backward pass.
+        self.choices = getattr(keywords.get("packed_seq_params"), "expert_choices", None)
+        if self.choices is not None:
+            self.choices = self.choices[:, self.layer]
 
     def get_replay_topk(
         self,
@@ -46,14 +52,15 @@ class ReplayedRouting(RouterReplay):
         Raises ValueError for choices of another shape.
         """
         assert default_compute_topk is not None
-        own, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        router_scores, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.choices is None:
-            return own, experts
+            return router_scores, experts
         if self.choices.shape != experts.shape:
             raise ValueError(
-                f"expert_choices: expected {list(experts.shape)} at layer {self.layer}, found "
-                f"{list(self.choices.shape)}"
+                f"expert_choices: layer {self.layer} has choices {list(self.choices.shape)}, its router makes "
+                f"{list(experts.shape)}"
             )
+        # No branch on the values: the host would wait for the device in every layer.
         experts = torch.where(self.choices == UNKNOWN, experts, self.choices.to(experts.dtype))
         return scores.gather(1, experts), experts
 
@@ -71,14 +78,16 @@ def install(decoder: Any) -> None:
 def check_replay(config: TransformerConfig, *, pipeline_size: int) -> None:
     """Raises ValueError for options under which a router would not see its row's choices."""
     if config.num_moe_experts is None:
-        raise ValueError("rollouts.routing_replay: expected a mixture-of-experts policy, found a dense one")
+        raise ValueError("rollouts.routing_replay: the policy is dense; only a mixture of experts has routers")
     if config.moe_router_fusion:
-        raise ValueError("rollouts.routing_replay: expected megatron.model.moe_router_fusion false, found true")
+        raise ValueError(
+            "rollouts.routing_replay: a fused router replays nothing; set megatron.model.moe_router_fusion to false"
+        )
     partly = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
     if partly and pipeline_size > 1:
         raise ValueError(
-            "rollouts.routing_replay: expected megatron.model.recompute_modules without moe in a pipeline (the "
-            "recomputation would meet another micro-batch's experts), found moe"
+            "rollouts.routing_replay: in a pipeline the recomputation of moe would meet another micro-batch's "
+            "experts; take moe out of megatron.model.recompute_modules"
         )
 
 

@@ -1,5 +1,8 @@
 """The layers of a policy as Megatron's ModuleSpecs: Transformer Engine's if available, else ours.
 
+The life of a spec: `PolicyModel` asks for `block_submodules` of its chunk; a provider names the classes of this
+machine; each layer's style in the family chooses among them; Megatron builds a TransformerLayer from each spec.
+
 The Transformer Engine part is written against Megatron-Core 0.16.1; it ran on one GPU with 0.19.2 (docs/gpu.md).
 """
 
@@ -25,6 +28,11 @@ from megatron_scalerl.models.family import Family, LayerStyle
 from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention, with_bias, with_chunks
 from megatron_scalerl.trainer.layers.norm import AllHeadsRMSNorm, HeadRMSNorm, SequenceParallelRMSNorm, with_norm
 
+_MOE_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_DENSE_NAMES = {**_MOE_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+"""Distributed checkpoints use Transformer Engine's names of the norms, so that either implementation reads the
+other's: a norm that it fuses into the following linear layer is part of that layer."""
+
 
 class PlainSpecProvider(LocalSpecProvider):
     """Megatron's plain linear layers with our norm and our core attention."""
@@ -48,7 +56,7 @@ def spec_provider() -> Any:
 
 
 def _post_norm(provider: Any) -> Any:
-    """The provider for layers with norms of results: no norm is fused into a following linear layer."""
+    """The provider for layers with norms after attention and MLP: no norm is fused into the next linear layer."""
 
     class PostNorm(type(provider)):  # type: ignore[misc]
         def fuse_layernorm_and_linear(self) -> bool:
@@ -69,7 +77,7 @@ def block_submodules(
     """
     if config.num_layers != len(family.layers):
         raise ValueError(
-            f"megatron.model.num_layers: expected {len(family.layers)} as in config.json, found {config.num_layers}"
+            f"megatron.model.num_layers: it is {config.num_layers}, but config.json has {len(family.layers)} layers"
         )
     provider = spec_provider()
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
@@ -81,41 +89,47 @@ def block_submodules(
 def _layer_spec(
     config: TransformerConfig, family: Family, style: LayerStyle, provider: Any, tp_group: Any
 ) -> ModuleSpec:
-    provider = _post_norm(provider) if style.post_norm else provider
-    fused = provider.fuse_layernorm_and_linear()
-    norm = IdentityOp if style.post_norm else provider.layer_norm(rms_norm=True)
+    norm = provider.layer_norm(rms_norm=True)
+    if style.post_norm:
+        norm = IdentityOp
+        provider = _post_norm(provider)
+    experts = None
+    names = _DENSE_NAMES
+    if style.moe:
+        experts = config.num_moe_experts
+        names = _MOE_NAMES
+    input_norm = norm
+    mlp_norm = norm
+    # Transformer Engine fuses a norm into the linear layer after it. Experts come after a router: theirs is separate.
+    if provider.fuse_layernorm_and_linear():
+        names = {}
+        input_norm = IdentityOp
+        if not style.moe:
+            mlp_norm = IdentityOp
     mlp = get_mlp_module_spec_for_backend(
-        backend=provider,
-        num_experts=config.num_moe_experts if style.moe else None,
-        moe_grouped_gemm=config.moe_grouped_gemm,
+        backend=provider, num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    names = {} if fused else _MOE_NAMES if style.moe else _DENSE_NAMES
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if fused else norm,
-            self_attention=_attention_spec(config, family, style, provider, tp_group),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm if style.moe or not fused else IdentityOp,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=names,
-        ),
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=input_norm,
+        self_attention=_attention_spec(config, family, style, provider, tp_group),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=mlp_norm,
+        mlp=mlp,
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=names,
     )
-
-
-_MOE_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-_DENSE_NAMES = {**_MOE_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-"""Distributed checkpoints use Transformer Engine's names of the norms, so that either implementation reads the
-other's: a norm that it fuses into the following linear layer is part of that layer."""
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 def _attention_spec(
     config: TransformerConfig, family: Family, style: LayerStyle, provider: Any, tp_group: Any
 ) -> ModuleSpec:
-    fused = provider.fuse_layernorm_and_linear()
+    """The attention of a layer: linear layers, norms of queries and keys, the core with chunks and query scale."""
     core = provider.core_attention()
-    scale = None if style.rope else family.query_scale
+    # Llama 4 scales queries in the layers that do not rotate them.
+    scale = family.query_scale
+    if style.rope:
+        scale = None
     if core is SdpaCoreAttention:
         core = partial(SdpaCoreAttention, chunked=style.chunked, query_scale=scale)
     elif style.chunked or scale is not None:
@@ -126,20 +140,18 @@ def _attention_spec(
         "weighted": provider.layer_norm(rms_norm=True, for_qk=True),
     }
     if style.qk_norm == "all_heads":
-        q_norm, k_norm = (
-            AllHeadsRMSNorm.of(heads, tp_group) for heads in (config.num_attention_heads, config.num_query_groups)
-        )
+        q_norm: Any = AllHeadsRMSNorm.of(config.num_attention_heads, tp_group)
+        k_norm: Any = AllHeadsRMSNorm.of(config.num_query_groups, tp_group)
     else:
         q_norm = k_norm = qk_norms[style.qk_norm]
+    qkv = provider.column_parallel_linear()
+    if provider.fuse_layernorm_and_linear():
+        qkv = provider.column_parallel_layer_norm_linear()
     proj = provider.row_parallel_linear()
-    return ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=provider.column_parallel_layer_norm_linear() if fused else provider.column_parallel_linear(),
-            core_attention=core,
-            linear_proj=with_bias(proj) if family.output_bias else proj,
-            q_layernorm=q_norm,
-            k_layernorm=k_norm,
-        ),
+    if family.output_bias:
+        proj = with_bias(proj)
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=qkv, core_attention=core, linear_proj=proj, q_layernorm=q_norm, k_layernorm=k_norm
     )
+    # SelfAttention passes the mask type to the core attention's constructor (transformer/attention.py:321 of 0.16.1).
+    return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
