@@ -70,7 +70,10 @@ class Ledger:
         self._incarnation = incarnation
         header, *rows = read_jsonl(self.path) or [{"unit": unit}]
         if header.get("unit") != unit:
-            raise ValueError(f"{path}: expected unit {unit}, found {header.get('unit')}")
+            raise ValueError(
+                f"{path}: the run was charged in {header.get('unit')} so far, and would be charged in {unit} now; "
+                "resume it on the kind of devices that it began on"
+            )
         self._hours: dict[Role, float] = defaultdict(float)
         self._axis = array("d")
         """Batch -> its device-hours on the forecast's compute axis. Sums alone stay: a month has 100,000 charges."""
@@ -171,4 +174,4 @@ def _charge(where: str, row: dict[str, Any], incarnation: str) -> Charge:
     try:
         return msgspec.convert(row, Charge)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: expected a charge or a heartbeat, found {error}") from None
+        raise ValueError(f"{where}: the row is neither a charge nor a heartbeat: {error}") from None

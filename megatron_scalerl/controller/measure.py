@@ -203,7 +203,7 @@ class Measurement:
         finally:
             lost.cancel()
         if not work.done():
-            raise VersionLost(f"{work.get_name()}: expected an engine that holds it, found none left")
+            raise VersionLost(f"{work.get_name()}: no engine is left that holds this version")
         await work
 
     async def close(self) -> None:

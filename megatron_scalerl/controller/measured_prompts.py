@@ -128,8 +128,7 @@ class HeldOut:
         for prompt, row in zip(self._prompts, rows):
             if not any(row):
                 raise RuntimeError(
-                    f"validation of version {step}: prompt {prompt.prompt_id}: expected a completion, found "
-                    f"all {generations} lost"
+                    f"validation of version {step}: prompt {prompt.prompt_id}: all {generations} completions are lost"
                 )
         outcomes = tuple(tuple(None if x is None else x.score.correct for x in row) for row in rows)
         by_prompt = means(outcomes)
@@ -153,7 +152,9 @@ class HeldOut:
 
     def lose(self, step: int, why: str) -> None:
         """The version was lost before its validation ended."""
-        logger.warning("validation of version %d is lost, and is made of a later one: %s", step, why)
+        logger.warning(
+            "the validation of version %d is lost, and a later version is validated instead: %s", step, why
+        )
 
     async def close(self) -> None:
         """Wait for the forecast, which takes less than a second."""
@@ -259,7 +260,7 @@ class EvaluationFiles:
             return ResultFile(path, header)
         except OtherResult as error:
             number = 1 + len(list(path.parent.glob(f"{path.name}.*")))
-            logger.warning("evaluation of version %d begins anew: %s", step, error)
+            logger.warning("the evaluation of version %d begins anew: %s", step, error)
             path.rename(path.with_name(f"{path.name}.{number}"))
             return ResultFile(path, header)
 
@@ -290,7 +291,7 @@ class EvaluationFiles:
 
     def lose(self, step: int, why: str) -> None:
         """Record that there is no evaluation of a step; one of a later version is due at once."""
-        logger.warning("evaluation of version %d is lost: %s", step, why)
+        logger.warning("the evaluation of version %d is lost: %s", step, why)
         self._record.append({"step": step, "lost": why})
         self._record.sync()
 

@@ -117,7 +117,7 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         except FileNotFoundError:
             known = cls()
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            logger.warning("%s: expected what W&B has, found %s; W&B may get records twice", path, error)
+            logger.warning("%s cannot be read, and W&B may get records twice: %s", path, error)
             known = cls()
         found = cls(
             batches=max(known.batches, *(r.get("batches", 0) for r in records), 0),

@@ -70,7 +70,7 @@ def policy_digest(folder: str) -> str:
 
 
 def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
-    """Load and check the recipe's inputs. Raises ValueError: one line with key or row, expected, found.
+    """Load and check the recipe's inputs. Raises ValueError: one line that names the key or the row.
 
     on_this_host: the run is to start here, which needs its sandboxes and ports.
     """
@@ -142,4 +142,4 @@ def _problem_of_tests(question: str, answer: str, columns: Mapping[str, Any]) ->
         return str(error)
     if not called or any(name in question for name in called):
         return ""
-    return f"expected a problem that names the function of its tests, {' or '.join(sorted(called))}, found none"
+    return f"the problem does not name {' or '.join(sorted(called))}, the function that its tests call"

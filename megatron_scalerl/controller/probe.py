@@ -63,10 +63,9 @@ def judged(tokens: Sequence[Scored], tolerance: float) -> str:
     if mean <= tolerance and worst.difference <= FAR * tolerance:
         return ""
     return (
-        f"expected log-probs within {tolerance:g} nats of the trainer's on average and {FAR * tolerance:g} in any "
-        f"token (weights.probe_tolerance), found {mean:.3g} and {worst.difference:.3g}: token {worst.place} of the "
-        f"completion of {worst.prompt_id}, id {worst.token_id}, has {worst.trainer:.4g} at the trainer and "
-        f"{worst.engine:.4g} here"
+        f"its log-probs differ from the trainer's by {mean:.3g} nats on average, and by {worst.difference:.3g} in "
+        f"token {worst.place} of {worst.prompt_id} (id {worst.token_id}: trainer {worst.trainer:.4g}, engine "
+        f"{worst.engine:.4g}); weights.probe_tolerance allows {tolerance:g} and {FAR * tolerance:g}"
     )
 
 
@@ -98,7 +97,9 @@ class Probe:
             tokens = await self._scored(rollouts)
             versions = sorted({v for rollout in rollouts for v in rollout.policy_versions.tolist()})
             if versions != [policy_version]:
-                raise ProbeError(f"{engine.name}: expected policy version {policy_version}, found {versions}")
+                raise ProbeError(
+                    f"{engine.name}: its tokens are of policy version {versions}; it has to serve {policy_version}"
+                )
             if wrong := judged(tokens, self._tolerance):
                 raise ProbeError(f"{engine.name} at policy version {policy_version}: {wrong}")
             found += [token.difference for token in tokens]

@@ -243,10 +243,10 @@ class RunFolder:
         except OSError as error:
             os.close(lock)
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-                raise RunInUse(f"{self.path}: expected a folder that no other run uses, found it locked") from None
+                raise RunInUse(f"{self.path}: another controller has locked the folder; end it first") from None
             raise RecipeError(
-                f"{self.path}/lock: expected a file system with file locks (flock), found {error.strerror}; choose "
-                "an output_dir on another file system"
+                f"{self.path}/lock cannot be locked (flock): {error.strerror}; choose an output_dir on another file "
+                "system"
             ) from None
         return lock
 
@@ -275,7 +275,9 @@ def check_recipe(recipe: Recipe) -> None:
     folder = recipe.run_dir
     if not (folder / "recipe.yaml").exists():
         if folder.exists() and not all(_is_leftover(item) for item in folder.iterdir()):
-            raise RecipeError(f"{folder}: expected an empty folder or a run, found files without recipe.yaml")
+            raise RecipeError(
+                f"{folder}: the folder has files and no recipe.yaml, so it is no run; choose an empty one"
+            )
         return
     settings = read_run_recipe(folder)
     _check_experts(folder, (settings.get("megatron") or {}).get("parallel") or {}, recipe)
@@ -287,8 +289,8 @@ def check_recipe(recipe: Recipe) -> None:
             raise RecipeError(f"{folder}: {PROMPTS_CHANGED} since the run began: restore it, or choose another name")
         if not _may_change(key):
             raise RecipeError(
-                f"{folder}: expected the recipe of the run in it, {key}: {was!r}, "
-                f"found {found!r}; choose another name or output_dir"
+                f"{folder}: {key} is {was!r} in the run's recipe and {found!r} here; "
+                "choose another name or output_dir"
             )
 
 
@@ -321,8 +323,8 @@ def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
     journal = run_dir / "journal.jsonl"
     if len(history.batches) < start.batches:
         raise RuntimeError(
-            f"{journal}: expected at least the {start.batches} batches of {start.checkpoint}, "
-            f"found {len(history.batches)}"
+            f"{journal}: has {len(history.batches)} batches, and had {start.batches} when {start.checkpoint} was "
+            "saved; restore the file from a copy"
         )
     for name, rows in start.record_rows:
         record = run_dir / name
@@ -343,8 +345,8 @@ def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
         found = journal.stat().st_size if journal.exists() else 0
         if found < position.journal_bytes:
             raise RuntimeError(
-                f"{journal}: expected at least the {position.journal_bytes} bytes of {start.checkpoint}, "
-                f"found {found}"
+                f"{journal}: has {found} bytes, and had {position.journal_bytes} when {start.checkpoint} was saved; "
+                "restore the file from a copy"
             )
     try:
         if position is not None:
@@ -382,7 +384,7 @@ def controller_state(checkpoint: Path) -> ControllerState:
     try:
         return msgspec.json.decode(file.read_bytes(), type=ControllerState)
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: expected JSON with step and batches, found {error!r}") from None
+        raise ValueError(f"{file}: the controller's state cannot be read: {error!r}") from None
 
 
 def _check_experts(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> None:
@@ -391,8 +393,8 @@ def _check_experts(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> N
     if old.ep != new.ep:
         was, now = (f"TP {s.tp}, PP {s.pp}, CP {s.cp}, EP {s.ep}" for s in (old, new))
         raise RecipeError(
-            f"{folder}: expected megatron.parallel.expert_model_parallel_size {old.ep} as in its attempts before "
-            f"({was}), found {new.ep} ({now}); tensor, pipeline, context and data-parallel sizes may change"
+            f"{folder}: megatron.parallel.expert_model_parallel_size was {old.ep} ({was}) and is {new.ep} ({now}); "
+            "within a run, only tensor, pipeline, context and data-parallel sizes may change"
         )
 
 

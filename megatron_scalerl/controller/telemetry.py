@@ -282,8 +282,8 @@ def _bind(host: str, port: int) -> socket.socket:
         return socket.create_server(where[:2], family=family)  # type: ignore[arg-type]
     except OSError as error:
         raise ValueError(
-            f"telemetry.metrics_host, telemetry.metrics_port: expected an address to listen at, found {host} and "
-            f"{port}: {error.strerror or error}"
+            f"telemetry.metrics_host, telemetry.metrics_port: nothing can listen at {host}, port {port}: "
+            f"{error.strerror or error}"
         ) from None
 
 

@@ -222,11 +222,10 @@ class WeightSync:
         self._steps = []
         if moving and last is not None and update.digest == last.digest:
             raise WeightsUnchanged(
-                f"weights of version {update.version}: expected values that differ from those of version "
-                f"{last.version} after a step with gradient norm {moving[-1].grad_norm:.3g} and learning rate "
-                f"{moving[-1].learning_rate:.3g}, found the same (digest {update.digest}): the optimizer's weights "
-                f"do not reach the policy, or the learning rate is too small for {policy.dtype}, which only a new "
-                f"run can change"
+                f"weights of version {update.version} are those of version {last.version} (digest {update.digest}) "
+                f"after a step with gradient norm {moving[-1].grad_norm:.3g} and learning rate "
+                f"{moving[-1].learning_rate:.3g}: the optimizer's weights do not reach the policy, or {policy.dtype} "
+                "needs a larger learning rate, in a new run"
             )
 
     async def catch_up(self, version: int) -> WeightUpdate | None:
@@ -379,13 +378,17 @@ class WeightSync:
         await engine.rpc("msrl_abandon_update")
         answers = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
         if not answers or not all(isinstance(answer, str) for answer in answers):
-            raise EngineError(f"msrl_weight_needs: expected the needs of its workers, found {answers!r}")
+            raise EngineError(
+                f"msrl_weight_needs: the answer {answers!r} does not hold the needs of the engine's workers"
+            )
         if refused := next((a for a in answers if a.startswith(REFUSED)), ""):
             raise _Refused(refused.removeprefix(REFUSED))
         world_size = (await engine.info()).world_size
         copies, rest = divmod(world_size, len(answers))  # vLLM asks the workers of its first data-parallel rank
         if rest or not copies:
-            raise EngineError(f"msrl_weight_needs: expected {world_size} workers or a part, found {len(answers)}")
+            raise EngineError(
+                f"msrl_weight_needs: {len(answers)} workers answered, which do not divide the engine's {world_size}"
+            )
         key = tuple(answers)
         if key not in checked:
             checked[key] = await asyncio.to_thread(_wrong, manifest, set(answers))
@@ -412,20 +415,22 @@ async def _stage(engine: EngineClient, version: int) -> None:
 async def _verify(engine: EngineClient, version: int, report: SendReport, shards: Sequence[int]) -> None:
     """Compare what an engine got and holds with what was sent. shards: of its workers.
 
-    Raises EngineError, with what was expected and found.
+    Raises EngineError, with the digests of both.
     """
     info = await engine.info()
     of_workers = shards[: len(info.weight_digests)]  # as in `_needs`
     digests = tuple(report.digests[shard] for shard in of_workers)
     expected, found = (str(version), digests), (info.weight_version, tuple(info.weight_digests))
     if expected != found:
-        raise EngineError(f"expected version, digests {expected}, found {found}")
+        raise EngineError(f"it reports version and digests {found}, and the trainer sent {expected}")
     held = await engine.rpc("msrl_live_digest")
     if not isinstance(held, list) or len(held) != len(info.weight_digests):
-        raise EngineError(f"expected a digest of each worker, found {held!r}")
+        raise EngineError(f"msrl_live_digest: the answer {held!r} does not hold a digest of each worker")
     for worker, (shard, live) in enumerate(zip(shards, held)):
         if live not in (report.values[shard], ""):
-            raise EngineError(f"worker {worker}: expected values of digest {report.values[shard]}, holds {live}")
+            raise EngineError(
+                f"worker {worker}: its weights have digest {live}, the sent ones {report.values[shard]}"
+            )
 
 
 def _wrong(manifest: Manifest, answers: set[str]) -> str:

@@ -84,7 +84,9 @@ class Reader:
         record = self.index.record_of(group_id)
         rollouts = self._fields(group_id, record)["rollouts"]
         if not 0 <= position < len(rollouts):
-            raise ValueError(f"completion: expected 0 to {len(rollouts) - 1} of group {group_id}, found {position}")
+            raise ValueError(
+                f"completion: group {group_id} has no completion {position}; its last one is {len(rollouts) - 1}"
+            )
         rollout = rollouts[position]
         ids, versions, sampled = (rollout[name] for name in ("token_ids", "policy_versions", "loss_mask"))
         spans, pieces = [], []
@@ -95,7 +97,9 @@ class Reader:
         logprobs = rollout["rollout_logprobs"]
         scored = self._scores(record).get((group_id, position))
         if scored is not None and not len(scored.logprobs) == len(scored.entropies) == len(logprobs):
-            raise ValueError(f"group {group_id}: expected scores of {len(logprobs)} tokens, found others")
+            raise ValueError(
+                f"group {group_id}: completion {position} has {len(logprobs)} tokens, and scores of others"
+            )
         return {
             "pieces": pieces,
             "ids": list(ids),

@@ -39,7 +39,7 @@ def is_run(folder: Path) -> bool:
     if folder.is_dir() and not (folder / "recipe.yaml").exists():
         if find_runs(folder).runs:
             return False
-        raise ValueError(f"{folder}: expected the folder of a run (recipe.yaml) or of runs, found neither")
+        raise ValueError(f"{folder}: it is no run (recipe.yaml), and no run is below it")
     read_run_recipe(folder)
     return True
 
@@ -66,7 +66,7 @@ def find_runs(folder: Path) -> FoundRuns:
         except OSError as error:
             if depth == 0:
                 raise
-            found.setdefault(top, f"expected a readable folder, found {error.strerror}")
+            found.setdefault(top, f"the folder cannot be read: {error.strerror}")
             continue
         if (key := (identity.st_dev, identity.st_ino)) in seen:
             continue
@@ -93,4 +93,4 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _described(names: list[str]) -> str:
-    return f"expected a run (recipe.yaml), found {listed(names, 4) or 'an empty folder'}"
+    return f"it is no run (recipe.yaml) and holds {listed(names, 4) or 'nothing'}"

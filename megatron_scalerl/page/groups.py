@@ -75,10 +75,10 @@ class GroupIndex:
         """
         event = self._finished.get(group_id)
         if event is None:
-            raise ValueError(f"{self._journal.path}: expected a finished group, found no group {group_id}")
+            raise ValueError(f"{self._journal.path}: no group {group_id} is finished")
         path = segment_path(self._folder, event.segment)
         if not path.is_file():
-            raise ValueError(f"{self._folder}: expected group {group_id}, found none (checkpoint.rollouts)")
+            raise ValueError(f"{self._folder}: group {group_id} is no longer stored (checkpoint.rollouts)")
         return stored_group(path, event.stored)
 
     def chosen(self, count: int) -> list[int]:

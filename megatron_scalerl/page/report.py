@@ -157,7 +157,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a run's JSONL file. Raises ValueError if it is missing, empty or invalid."""
     rows = read_jsonl(path)
     if not rows:
-        raise ValueError(f"{path}: expected at least one line, found {'none' if path.exists() else 'no file'}")
+        raise ValueError(f"{path} {'is empty' if path.exists() else 'does not exist'}")
     return rows
 
 

@@ -206,7 +206,7 @@ class RunsData:
         self._drawn: dict[int, tuple[RunFit, float, dict[str, Any]]] = {}
         self._search()
         if not self.runs:
-            raise ValueError(f"{self.folder}: expected a run (recipe.yaml) or a folder of runs, found neither")
+            raise ValueError(f"{self.folder}: it is no run (recipe.yaml), and no run is below it")
 
     def update(self) -> bool:
         """Read what is new; True if anything is."""

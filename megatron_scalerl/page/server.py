@@ -330,7 +330,7 @@ class PageServer:
         host = request.headers.get("Host", "")
         given = request.query.get("token", "")
         if host not in self._names() or not hmac.compare_digest(given.encode("utf8", "replace"), self.token.encode()):
-            return answer({"error": "expected the address that megatron-scalerl watch printed, with its token"}, 403)
+            return answer({"error": "use the address that megatron-scalerl watch printed, with its token"}, 403)
         try:
             return await handler(request)
         except web.HTTPException as error:

@@ -126,7 +126,7 @@ class DecoderPool:
             head = msgspec.json.encode(Job(plan=plan, seed=seed, where=where))
             reply, data = await self._workers.ask(head, body)
         except WorkerDied as death:
-            raise self._lost(f"{where}: expected a decoded completion of {len(body)} bytes", death) from None
+            raise self._lost(f"{where}: the answer of {len(body)} bytes cannot be decoded: {death}") from None
         self._lost_in_a_row = 0
         if reply.completion is not None:
             self.counters["decoded"] += 1
@@ -137,19 +137,18 @@ class DecoderPool:
         self.counters["lost"] += 1
         raise CompletionLost(reply.lost or "", reason=reply.lost_reason)
 
-    def _lost(self, expected: str, death: WorkerDied) -> Exception:
+    def _lost(self, problem: str) -> Exception:
         """The error for a body with which processes ended. Ends the pool if many in a row are lost."""
         self.counters["decoder_lost"] += 1
         self._lost_in_a_row += 1
-        found = f"{expected}, found none from the decoder processes, the last problem: {death}"
         if self._lost_in_a_row < MAX_LOST_IN_A_ROW:
-            return CompletionLost(found, reason="decoder_lost")
-        end = RuntimeError(f"{found}, {self._lost_in_a_row} times in a row")
+            return CompletionLost(problem, reason="decoder_lost")
+        end = RuntimeError(f"{problem}, {self._lost_in_a_row} times in a row")
         self._workers.end(end)
         return end
 
 
 def _warn(death: WorkerDied) -> bool:
     """Log the end of a process; its body is decoded again."""
-    logger.warning("expected a decoded completion, found %s; the decoder is replaced", death)
+    logger.warning("a decoder is replaced, because of %s", death)
     return False

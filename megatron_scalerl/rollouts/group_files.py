@@ -34,7 +34,7 @@ def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
     """
     folder = Path(run_dir) / "rollouts"
     if not folder.is_dir():
-        raise ValueError(f"{run_dir}: expected a run folder with rollouts, found none")
+        raise ValueError(f"{run_dir}: there is no folder rollouts in it; name the folder of a run")
     numbers = segments(folder)
     for number in numbers:
         path = segment_path(folder, number)

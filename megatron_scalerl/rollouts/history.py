@@ -121,7 +121,7 @@ def read_history(run_dir: Path) -> History:
     missing = [(r.batch, g) for r in batches for g in r.group_ids if g not in finished]
     if missing:
         batch, group = missing[0]
-        raise ValueError(f"{path}: expected group {group} of batch {batch} to be finished, found no event")
+        raise ValueError(f"{path}: batch {batch} has group {group}, of which no finish is recorded")
     return History(events=tuple(events), batches=tuple(batches), finished=finished)
 
 
@@ -141,7 +141,7 @@ def read_event(line: bytes, where: str) -> Admit | Finish | BatchRecord | None:
     except (ValueError, RecursionError) as error:
         if not line.endswith(b"\n"):
             return None
-        raise ValueError(f"{where}: expected an event, found {error}") from None
+        raise ValueError(f"{where}: the line is no event of a journal: {error}") from None
 
 
 _DECODER: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
@@ -154,8 +154,8 @@ def replay_draws(curriculum: Curriculum, history: History) -> None:
             prompt, _ = curriculum.draw()
             if prompt.prompt_id != event.prompt_id:
                 raise RecipeError(
-                    f"journal.jsonl: expected group {event.group_id} to draw prompt {prompt.prompt_id}, "
-                    f"found {event.prompt_id} (prompts, held-out split and seed must not change within a run)"
+                    f"journal.jsonl: group {event.group_id} drew prompt {event.prompt_id}, and would draw "
+                    f"{prompt.prompt_id} now; prompts, held-out split and seed must not change within a run"
                 )
         elif isinstance(event, Finish):
             curriculum.observe(event.prompt_id, event.pass_rate)
@@ -186,7 +186,9 @@ def _read_group(folder: Path, event: Finish) -> RolloutGroup:
     path = segment_path(folder, stored.segment)
     group_id, header = read_header(path, stored)
     if group_id != event.group_id:
-        raise ValueError(f"{path}: byte {stored.offset}: expected group {event.group_id}, found group {group_id}")
+        raise ValueError(
+            f"{path}: byte {stored.offset}: the block has group {group_id}, and the journal names {event.group_id}"
+        )
     return RolloutGroup(
         group_id=group_id,
         prompt=header.prompt,

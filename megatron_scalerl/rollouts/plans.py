@@ -39,8 +39,8 @@ def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tupl
     phrase_ids, think_end_ids = plan_ids(tokenizer, phrase, recipe.prompts.think_end)
     if stops := set(phrase_ids) & set(end_token_ids(recipe.policy.path, tokenizer)):
         raise ValueError(
-            f"interruption.phrase: expected tokens that end no sequence, found {sorted(stops)} "
-            f"(tokenizer and generation_config.json of {recipe.policy.path})"
+            f"interruption.phrase: its tokens {sorted(stops)} end a sequence (tokenizer and generation_config.json "
+            f"of {recipe.policy.path}); choose another phrase"
         )
     return phrase_ids, think_end_ids
 

@@ -40,10 +40,10 @@ def load_tokenizer(run_dir: Path) -> RunTokenizer:
     """
     recipe = run_dir / "recipe.yaml"
     if not recipe.is_file():
-        raise ValueError(f"{recipe}: expected the run's recipe, found nothing")
+        raise ValueError(f"{recipe} does not exist; name the folder of a run")
     path = Path(read_run_recipe(run_dir)["policy"]["path"])
     if not path.is_dir():
-        raise ValueError(f"{recipe}: policy.path: expected a folder with a tokenizer, found {path}")
+        raise ValueError(f"{recipe}: policy.path: {path} is no folder, and the tokenizer is read from it")
     if (path / "tokenizer.json").is_file():
         fast = _Fast(path / "tokenizer.json")
         if all(map(fast.knows, _added_ids(path / "tokenizer_config.json"))):
@@ -61,7 +61,7 @@ def _added_ids(config: Path) -> list[int]:
         data = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
         return [int(token_id) for token_id in data.get("added_tokens_decoder") or {}]
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{config}: expected a tokenizer's configuration, found {error}") from None
+        raise ValueError(f"{config}: the tokenizer's configuration cannot be read: {error}") from None
 
 
 def raw_text(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> str:

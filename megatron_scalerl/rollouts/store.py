@@ -89,7 +89,7 @@ def segment_header() -> bytes:
 def check_segment_header(data: bytes) -> None:
     """Raises ValueError unless `data` is the start of a segment."""
     if data != segment_header():
-        raise ValueError(f"expected a segment of rollouts, format {_FORMAT}, found {data!r}")
+        raise ValueError(f"the file begins with {data!r}, which is no segment of rollouts in format {_FORMAT}")
 
 
 def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]) -> bytes:
@@ -105,13 +105,13 @@ def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]
 def head_bytes(data: bytes) -> int:
     """Bytes of a block before its first completion, from its fixed first part. Raises ValueError."""
     if len(data) < _FIXED.size:
-        raise ValueError(f"expected a block of at least {_FIXED.size} bytes, found {len(data)}")
+        raise ValueError(f"only {len(data)} bytes are left, and a block has at least {_FIXED.size}")
     magic, _, size, _, header_bytes, completions = _FIXED.unpack_from(data)
     if magic != _MAGIC:
-        raise ValueError(f"expected a block that begins with {_MAGIC!r}, found {magic!r}")
+        raise ValueError(f"the bytes {magic!r} begin no block of a group")
     head = _FIXED.size + _ENTRY.size * completions + header_bytes
     if head > size:
-        raise ValueError(f"expected a block of at least {head} bytes, found {size}")
+        raise ValueError(f"the block has {size} bytes, fewer than the {head} of its head")
     return head
 
 
@@ -119,10 +119,9 @@ def read_head(data: bytes) -> BlockHead:
     """The head of the block that begins `data`, which has at least its `head_bytes`. Raises ValueError."""
     end = head_bytes(data)
     if len(data) < end:
-        raise ValueError(f"expected a block whose head has {end} bytes, found {len(data)}")
+        raise ValueError(f"only {len(data)} of the {end} bytes of the block's head are left")
     _, checksum, size, group_id, _, completions = _FIXED.unpack_from(data)
-    if (found := zlib.crc32(memoryview(data)[8:end])) != checksum:
-        raise ValueError(f"expected a block head with checksum {checksum:08x}, found {found:08x}")
+    check_bytes(memoryview(data)[8:end], checksum)
     table_end = _FIXED.size + _ENTRY.size * completions
     entries = list(_ENTRY.iter_unpack(memoryview(data)[_FIXED.size : table_end]))
     sizes = tuple(entry[0] for entry in entries)
@@ -131,7 +130,7 @@ def read_head(data: bytes) -> BlockHead:
         offsets.append(at)
         at += each
     if at != size:
-        raise ValueError(f"expected completions up to byte {size} of the block, found {at}")
+        raise ValueError(f"the completions end at byte {at} of the block, which has {size} bytes")
     return BlockHead(
         nbytes=size,
         group_id=group_id,
@@ -142,10 +141,11 @@ def read_head(data: bytes) -> BlockHead:
     )
 
 
-def check_completion(data: bytes | memoryview, checksum: int) -> None:
+def check_bytes(data: bytes | memoryview, checksum: int) -> None:
     """Raises ValueError unless `data` has this CRC-32."""
-    if (found := zlib.crc32(data)) != checksum:
-        raise ValueError(f"expected checksum {checksum:08x}, found {found:08x}")
+    actual = zlib.crc32(data)
+    if actual != checksum:
+        raise ValueError(f"the bytes are damaged: their checksum is {actual:08x}, and {checksum:08x} is recorded")
 
 
 SEGMENT_BYTES = 512 << 20
@@ -322,7 +322,7 @@ def read_block(path: Path, stored: BlockRef) -> StoredGroup:
         header = stored_header(head)
     for completion, at, checksum in zip(completions, head.offsets, head.checksums):
         with _placing(path, stored.offset + at):
-            check_completion(completion, checksum)
+            check_bytes(completion, checksum)
     return StoredGroup(group_id=head.group_id, header=header, completions=tuple(completions))
 
 
@@ -352,7 +352,7 @@ def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> 
         at = stored.offset + head.offsets[position]
         with _placing(path, at):
             data = _pread(path, at, head.sizes[position])
-            check_completion(data, head.checksums[position])
+            check_bytes(data, head.checksums[position])
         found.append(data)
     return found
 
@@ -371,7 +371,7 @@ def scan(path: Path, offset: int = SEGMENT_START) -> Iterator[tuple[BlockRef, Bl
         with _placing(path, offset):
             head = _head_at(path, offset, size - offset)
             if head.nbytes > size - offset:
-                raise ValueError(f"expected a block of {head.nbytes} bytes, found {size - offset}")
+                raise ValueError(f"only {size - offset} of the block's {head.nbytes} bytes are left")
         yield BlockRef(segment=segment, offset=offset, nbytes=head.nbytes), head
         offset += head.nbytes
 
@@ -383,18 +383,18 @@ def check_stored(folder: Path, references: Sequence[BlockRef]) -> None:
         ends[stored.segment] = max(ends.get(stored.segment, 0), stored.offset + stored.nbytes)
     for segment, end in sorted(ends.items()):
         path = segment_path(folder, segment)
-        found = path.stat().st_size if path.exists() else None
-        if found is None or found < end:
-            raise ValueError(f"{path}: expected at least {end} bytes, found {'no file' if found is None else found}")
+        size = path.stat().st_size if path.exists() else 0
+        if size < end:
+            raise ValueError(f"{path}: {size} bytes are left of the {end} that the journal refers to")
 
 
 def check_position(folder: Path, segment: int, offset: int) -> None:
     """Raises ValueError naming the file if the store ends before this byte of this segment."""
     newest = max(segments(folder), default=-1)
     path = segment_path(folder, segment)
-    found = path.stat().st_size if path.exists() else 0
-    if offset and (newest < segment or (newest == segment and found < offset)):
-        raise ValueError(f"{path}: expected at least {offset} bytes, found {found or 'no file'}")
+    size = path.stat().st_size if path.exists() else 0
+    if offset and (newest < segment or (newest == segment and size < offset)):
+        raise ValueError(f"{path}: {size} bytes are left of the {offset} that the checkpoint refers to")
 
 
 def _head_at(path: Path, offset: int, available: int) -> BlockHead:
@@ -406,7 +406,7 @@ def _head_at(path: Path, offset: int, available: int) -> BlockHead:
 
 def _check_size(head: BlockHead, stored: BlockRef) -> BlockHead:
     if head.nbytes != stored.nbytes:
-        raise ValueError(f"expected a block of {stored.nbytes} bytes, found {head.nbytes}")
+        raise ValueError(f"the block has {head.nbytes} bytes, and the journal refers to {stored.nbytes}")
     return head
 
 
@@ -415,10 +415,12 @@ def stored_header(head: BlockHead) -> GroupHeader:
     try:
         header = msgspec.json.decode(head.header, type=GroupHeader)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"expected the header of a group, found {error}") from None
-    found = len(header.scores), len(header.completions)
-    if found != (len(head.sizes),) * 2:
-        raise ValueError(f"expected scores and facts of {len(head.sizes)} completions, found {found}")
+        raise ValueError(f"the group's header cannot be read: {error}") from None
+    if not len(header.scores) == len(header.completions) == len(head.sizes):
+        raise ValueError(
+            f"the group has {len(head.sizes)} completions, and its header {len(header.scores)} scores and the facts "
+            f"of {len(header.completions)}"
+        )
     return header
 
 
@@ -428,7 +430,7 @@ def _pread(path: Path, offset: int, size: int) -> bytes:
     try:
         end = os.fstat(handle).st_size
         if offset < 0 or size < 0 or end < offset + size:
-            raise ValueError(f"expected {size} bytes, found {max(0, end - offset)}")
+            raise ValueError(f"{max(0, end - offset)} of {size} bytes are left")
         parts, left = [], size
         while left and (part := _read_some(path, handle, left, offset + size - left)):
             parts.append(part)
@@ -436,7 +438,7 @@ def _pread(path: Path, offset: int, size: int) -> bytes:
     finally:
         os.close(handle)
     if left:
-        raise ValueError(f"expected {size} bytes, found {size - left}")
+        raise ValueError(f"{size - left} of {size} bytes are left")
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -451,6 +453,6 @@ def _placing(path: Path, offset: int) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise ValueError(f"{path}: expected a segment of rollouts, found no file") from None
+        raise ValueError(f"{path}: the segment of rollouts does not exist") from None
     except ValueError as error:
         raise ValueError(f"{path}: byte {offset}: {error}") from None

@@ -487,7 +487,7 @@ class RolloutStream:
         """A recorded group was generated once more, for the others of its round; None if its engine was evicted."""
         if found is not None and tuple(found) != recorded.completions:
             logger.warning(
-                "group %d: its completions are others than before the restart: this run is not deterministic",
+                "group %d: the completions differ from those before the restart: this run is not deterministic",
                 recorded.group_id,
             )
         async with self._changed:
@@ -505,12 +505,13 @@ class RolloutStream:
             newest = found.completion.last_version
             if newest > self.policy_version + 1:  # during a weight update, engines may serve the next version already
                 raise EngineError(
-                    f"{engine.name}: policy versions: expected at most {self.policy_version + 1}, found {newest}"
+                    f"{engine.name}: a token of its completion has policy version {newest}, and no version after "
+                    f"{self.policy_version + 1} can have been published"
                 )
             if found.completion.first_version < served:  # the gate relies on it
                 raise EngineError(
-                    f"{engine.name}: policy versions: expected none below {served}, which it served when the request "
-                    f"was sent, found {found.completion.first_version}"
+                    f"{engine.name}: a token of its completion has policy version {found.completion.first_version}, "
+                    f"and it served version {served} when the request was sent"
                 )
             self._count_tokens(found.completion.tokens)
             self._loads.observe(found.completion.tokens)

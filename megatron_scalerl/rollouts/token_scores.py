@@ -46,7 +46,7 @@ def read_scores(run_dir: Path, step: int) -> dict[tuple[int, int], CompletionSco
     try:
         rows = [msgspec.convert(row, CompletionScores) for row in read_jsonl(path)]
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: expected scores of tokens, found {error}") from None
+        raise ValueError(f"{path}: a row holds no scores of tokens: {error}") from None
     return {(row.group_id, row.position): row for row in rows}
 
 
