@@ -66,7 +66,8 @@ class Ledger:
 
         Raises ValueError for a file in another unit, and for a row that is no charge.
         """
-        self.path, self.unit = path, unit
+        self.path = path
+        self.unit = unit
         self._incarnation = incarnation
         header, *rows = read_jsonl(self.path) or [{"unit": unit}]
         if header.get("unit") != unit:

@@ -96,14 +96,22 @@ class Controller:
         sinks: Sequence[Sink] = (),
     ):
         """resumed: the checkpoint to resume from, and the journal until it is replayed. sinks: of the records."""
-        self._recipe, self._prompts, self._folder, self._fleet = recipe, prompts.training, folder, fleet
-        start, history = resumed.start, resumed.history
+        self._recipe = recipe
+        self._prompts = prompts.training
+        self._folder = folder
+        self._fleet = fleet
+        start = resumed.start
+        history = resumed.history
         assert history is not None
         self._resumed = resumed
         self._empty: list[str] = []  # why nothing was left of each of the last batches in a row
-        self._sync, self._probe, self._saving = sync, probe, saving
+        self._sync = sync
+        self._probe = probe
+        self._saving = saving
         self._scorer = TokenScores(recipe, fleet, folder.path)
-        self._meter, self._ledger, self._progress = meter, meter.ledger, progress
+        self._meter = meter
+        self._ledger = meter.ledger
+        self._progress = progress
         self._state = RunState(step=start.step, batches=start.batches)
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
         at = {"step": start.step, "batches": start.batches, "last_step": max(start.step, history.last_step)}
@@ -262,12 +270,14 @@ class Controller:
 
         The probe follows every weights.probe_every-th step, or the first update from then on.
         """
-        state, before = self._state, self._state.served
+        state = self._state
+        before = self._state.served
         if state.step == before:
             return {}
         pinned = await self._measurements.unpin()
         update = await self._sync.publish(state.step)
-        state.served, state.digest = state.step, update.digest
+        state.served = state.step
+        state.digest = update.digest
         reached = (every := self._recipe.weights.probe_every) and state.step // every > before // every
         probed = await self._probe.check(state.step, new_only=not reached)
         return {"pinned_seconds": pinned} | update.metrics() | probed
@@ -348,5 +358,6 @@ def check_thinking(groups: Sequence[RolloutGroup], think_end: str) -> None:
 
 
 def _curriculum(recipe: Recipe, prompts: Sequence[Prompt]) -> Curriculum:
-    section, weights = recipe.curriculum, {task.name: task.weight for task in tasks_of(recipe)}
+    section = recipe.curriculum
+    weights = {task.name: task.weight for task in tasks_of(recipe)}
     return Curriculum(prompts, recipe.seed, section.no_positive_resampling, section.max_epochs, weights)

@@ -56,7 +56,8 @@ class HeldEngine:
     """At most one engine for each version, as long as another one serves."""
 
     def __init__(self, engines: Membership, meter: Meter):
-        self._engines, self._meter = engines, meter
+        self._engines = engines
+        self._meter = meter
         self._users: dict[int, list[EngineClient]] = {}
         """Version -> its engine, once for each measurement."""
 
@@ -106,8 +107,11 @@ class Measurement:
         rounds: Rounds | None = None,
     ):
         """rounds: for rollouts.deterministic."""
-        self._prompts, self._engines, self._held = prompts, engines, held
-        self._meter, self._rounds = meter, rounds
+        self._prompts = prompts
+        self._engines = engines
+        self._held = held
+        self._meter = meter
+        self._rounds = rounds
         self._per_engine = recipe.rollouts.max_in_flight
         self._engine_count = recipe.engine.count
         self._task: asyncio.Task[None] | None = None
@@ -143,7 +147,8 @@ class Measurement:
         engine needs to serve. last: of the run.
         """
         assert self._task is None
-        step, purpose = state.step, self._prompts.purpose
+        step = state.step
+        purpose = self._prompts.purpose
         self.engine = self._held.hold(step, purpose, alone=alone) if hold else None
         if hold and self.engine is None and (self._engines.held or not self._prompts.on_all):
             return False
@@ -179,7 +184,8 @@ class Measurement:
     def collect(self) -> None:
         """Forget a measurement that has ended. Raises its failure."""
         if self._task is not None and self._task.done():
-            task, self._task = self._task, None
+            task = self._task
+            self._task = None
             task.result()
 
     async def end(self, while_waiting: WhileWaiting) -> float:
@@ -233,8 +239,11 @@ class Measurements:
         progress: Progress,
     ):
         """start: the checkpoint from which the attempt goes on."""
-        self._recipe, self._state, self._engines = recipe, state, engines
-        self._metrics, self._meter = metrics, meter
+        self._recipe = recipe
+        self._state = state
+        self._engines = engines
+        self._metrics = metrics
+        self._meter = meter
         held = HeldEngine(engines, meter)
         usable = [prompt for prompt in prompts.held_out if not prompts.problems.get(prompt.prompt_id)]
         held_out = HeldOut(recipe, usable, sampler, metrics, progress)
@@ -282,7 +291,8 @@ class Measurements:
 
         publish: gives the engines the trainer's version.
         """
-        step, validations = self._state.step, self._validations
+        step = self._state.step
+        validations = self._validations
         if validations.beside:
             self._meter.charge_validation()
             await validations.end(while_waiting)

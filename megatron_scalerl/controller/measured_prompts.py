@@ -47,7 +47,8 @@ from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt,
 
 logger = logging.getLogger(__name__)
 
-FOLDER, RECORD = "evaluations", "evaluation.jsonl"
+FOLDER = "evaluations"
+RECORD = "evaluation.jsonl"
 _STEP = re.compile("step-([0-9]+)")
 """Name of the folder of an evaluation; one that began anew left another name."""
 
@@ -79,9 +80,12 @@ class HeldOut:
     def __init__(
         self, recipe: Recipe, prompts: Sequence[Prompt], sampler: Sampler, metrics: Metrics, progress: Progress
     ):
-        self._recipe, self._section = recipe, recipe.validation
+        self._recipe = recipe
+        self._section = recipe.validation
         self._prompts = first_of_each_task(prompts, self._section.prompts)
-        self._sampler, self._metrics, self._progress = sampler, metrics, progress
+        self._sampler = sampler
+        self._metrics = metrics
+        self._progress = progress
         self._forecast: asyncio.Task[None] | None = None
         """The forecast after the last validation, beside the training."""
         self.every = self._section.every_steps
@@ -104,7 +108,8 @@ class HeldOut:
         The first completions of a prompt have the same seeds whatever their number. Raises RuntimeError if all
         completions of a prompt are lost.
         """
-        section, step = self._section, version.step
+        section = self._section
+        step = version.step
         at_an_end = version.last or step in (0, self._recipe.steps)
         generations = (section.end_generations if at_an_end else None) or section.generations
         seed = section.seed + (step if section.fresh_seeds else 0)
@@ -201,8 +206,11 @@ class EvaluationFiles:
 
     def __init__(self, recipe: Recipe, files: Evaluated, folder: RunFolder, start: ResumePoint, sampler: Sampler):
         """start: the checkpoint from which this attempt goes on."""
-        self._section, self._files, self._sampler = recipe.evaluation, files, sampler
-        self._folder, self._run_id = folder.path, folder.attempt.run_id
+        self._section = recipe.evaluation
+        self._files = files
+        self._sampler = sampler
+        self._folder = folder.path
+        self._run_id = folder.attempt.run_id
         self._keys = files.keys(self._section.generations)
         self._unfinished: set[int] = set()
         """Steps of evaluations that an earlier attempt began and this one may come to."""
@@ -251,7 +259,8 @@ class EvaluationFiles:
 
     def _result(self, version: PinnedVersion) -> ResultFile:
         """The result of a step; one of other weights or settings, or damaged, is kept under another name."""
-        section, step = self._section, version.step
+        section = self._section
+        step = version.step
         path = self._folder / FOLDER / f"step-{step:06d}"
         header = self._files.header(
             policy=self._run_id, digest=version.digest, version=step, seed=section.seed, k=section.generations

@@ -46,7 +46,8 @@ class _Hold:
 
     def __init__(self, engine: EngineClient, devices: float, purpose: Purpose, now: float):
         self.purpose = purpose
-        self._engine, self._devices = engine, devices
+        self._engine = engine
+        self._devices = devices
         self._begin(now)
 
     def _begin(self, now: float) -> None:
@@ -92,14 +93,17 @@ class Meter:
         self._batch = BatchTime()
         self.pinned_seconds = 0.0
         """Seconds of the current window in which the trainer waited for a validation."""
-        self._trainer, self._engine = devices.trainer, devices.engine
+        self._trainer = devices.trainer
+        self._engine = devices.engine
         self._since = clock() if since is None else since
-        self._engine_since, self._engine_seconds = self._since, 0.0  # of the current window
+        self._engine_since = self._since
+        self._engine_seconds = 0.0  # of the current window
         self._holds: dict[EngineClient, _Hold] = {}
         self._apart: dict[Role, float] = {}  # device-seconds of engines that are held, in the current window
         self._apart_tokens = 0  # of training, finished on them
         self._held_tokens = 0  # of measurements, finished on them
-        self._batches, self._step = start.batches, start.step
+        self._batches = start.batches
+        self._step = start.step
 
     @property
     def elapsed(self) -> float:
@@ -118,7 +122,8 @@ class Meter:
         """From now on, the engines hold so many devices: one joined, or its host left the run for good."""
         now = self._clock()
         self._engine_seconds += self._engine * (now - self._engine_since)
-        self._engine, self._engine_since = count, now
+        self._engine = count
+        self._engine_since = now
 
     def hold(self, engine: EngineClient, devices: float, purpose: Purpose) -> None:
         """From now on, this engine is held for measurements, first of all for this one."""
@@ -166,12 +171,14 @@ class Meter:
 
         A window that repeats work charged in an earlier attempt is `lost`.
         """
-        self._batches, self._step = batch + 1, step
+        self._batches = batch + 1
+        self._step = step
         if self.ledger.is_charged(self._batches):
             self.charge_replay()
         else:
             self._split("train")
-        finished, self._batch = self._batch, BatchTime()
+        finished = self._batch
+        self._batch = BatchTime()
         return finished
 
     def charge_replay(self) -> None:
@@ -232,7 +239,8 @@ class Meter:
             tokens = self._training_tokens + self._validation_tokens + self._held_tokens
             self._batch = BatchTime(seconds=self._batch.seconds + seconds, tokens=self._batch.tokens + tokens)
         self._since += seconds
-        self._engine_since, self._engine_seconds = self._since, 0.0
+        self._engine_since = self._since
+        self._engine_seconds = 0.0
         self._training_tokens = self._validation_tokens = self._held_tokens = self._apart_tokens = 0
         self._apart = {}
         self.pinned_seconds = 0.0

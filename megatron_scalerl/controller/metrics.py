@@ -147,7 +147,8 @@ class WandbSink:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record named scalars of one step."""
-        of_batch, sent = "batches" in scalars, self._sent
+        of_batch = "batches" in scalars
+        sent = self._sent
         if not (scalars["batches"] <= sent.batches if of_batch else step in sent.validations):
             self._run.log({**scalars, "step": step})
 
@@ -170,7 +171,8 @@ class Metrics:
         steps, validations, by_prompt = (
             run_dir / f"{name}.jsonl" for name in ("metrics", "validation", "validation_by_prompt")
         )
-        records, validated = read_jsonl(steps), read_jsonl(validations)
+        records = read_jsonl(steps)
+        validated = read_jsonl(validations)
         sent = None
         if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
             sent = Sent.before(run_dir, records, [row["step"] for row in validated])

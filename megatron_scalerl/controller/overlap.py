@@ -48,7 +48,9 @@ class Sender:
     """Plans batches and sends them to the trainer's ranks."""
 
     def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path):
-        self._recipe, self._fleet, self._run_dir = recipe, fleet, run_dir
+        self._recipe = recipe
+        self._fleet = fleet
+        self._run_dir = run_dir
 
     async def send(self, groups: Sequence[RolloutGroup], policy_version: int) -> SentBatch:
         """Filter a batch, plan the step that trains `policy_version` on it, and send what is left.
@@ -85,7 +87,9 @@ class Ahead:
 
     def __init__(self, sender: Sender, take: Callable[[], Awaitable[Sequence[RolloutGroup]]], policy_version: int):
         """take: returns the groups; cancelled before that, it takes none. policy_version: trains on them."""
-        self._sender, self._take, self._policy_version = sender, take, policy_version
+        self._sender = sender
+        self._take = take
+        self._policy_version = policy_version
         self._taken = False
 
     async def batch(self) -> SentBatch | None:
@@ -124,8 +128,14 @@ class Overlap:
         meter: Meter,
         saving: SaveAndExit,
     ):
-        self._recipe, self._fleet, self._state, self._stream = recipe, fleet, state, stream
-        self._sync, self._probe, self._meter, self._saving = sync, probe, meter, saving
+        self._recipe = recipe
+        self._fleet = fleet
+        self._state = state
+        self._stream = stream
+        self._sync = sync
+        self._probe = probe
+        self._meter = meter
+        self._saving = saving
         self._sender = Sender(recipe, fleet, run_dir)
         self._ahead: SentBatch | None = None
         self.send_seconds = 0.0
@@ -140,7 +150,8 @@ class Overlap:
     async def send(self, groups: Sequence[RolloutGroup]) -> SentBatch:
         """The batch of these groups on the trainer's ranks, where it may be already. Raises as `Sender.send` does."""
         begin = self._meter.elapsed
-        sent, self._ahead = self._ahead, None
+        sent = self._ahead
+        self._ahead = None
         sent = sent or await self._sender.send(groups, self._state.step)
         self.send_seconds = self._meter.elapsed - begin
         return sent

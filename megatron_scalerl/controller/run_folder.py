@@ -103,7 +103,9 @@ restarts, and the trainer's layout."""
 
 RECORDS = ("ledger.jsonl", "metrics.jsonl", "validation.jsonl")
 """Records that the curve is made of."""
-ATTEMPTS, SAVES, END = "attempts.jsonl", "checkpoints.jsonl", "end.json"
+ATTEMPTS = "attempts.jsonl"
+SAVES = "checkpoints.jsonl"
+END = "end.json"
 SLURM = "slurm"
 """Folder in RUN/ that `slurm` fills before the first attempt."""
 _FOLDERS = ("logs", "checkpoints", "rollouts")
@@ -389,7 +391,8 @@ def controller_state(checkpoint: Path) -> ControllerState:
 
 def _check_experts(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> None:
     """Raises RecipeError where the expert-parallel size is another: no test shows that such a checkpoint loads."""
-    old, new = sizes_of(before), sizes_of(recipe.megatron.parallel)
+    old = sizes_of(before)
+    new = sizes_of(recipe.megatron.parallel)
     if old.ep != new.ep:
         was, now = (f"TP {s.tp}, PP {s.pp}, CP {s.cp}, EP {s.ep}" for s in (old, new))
         raise RecipeError(

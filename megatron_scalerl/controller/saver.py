@@ -45,7 +45,9 @@ class Saver:
         step: int,
     ):
         """step: of the checkpoint that the run resumes from."""
-        self._recipe, self._folder, self._trainer = recipe.checkpoint, folder, trainer
+        self._recipe = recipe.checkpoint
+        self._folder = folder
+        self._trainer = trainer
         self._meter, self._metrics, self._journal = records
         self.step = step
         """Step of the newest checkpoint that is committed."""
@@ -62,7 +64,8 @@ class Saver:
         rows = {name: rows_of(self._folder.path / name) for name in RECORDS}  # before each is found in its place
         self._meter.ledger.sync()
         self._metrics.sync()
-        run_id, position = self._folder.attempt.run_id, await self._journal.position()
+        run_id = self._folder.attempt.run_id
+        position = await self._journal.position()
         state = ControllerState(
             step=step,
             batches=batches,
@@ -70,7 +73,8 @@ class Saver:
             position=position,
             record_rows=rows,
         )
-        path, extra = str(self._folder.checkpoint(step)), msgspec.to_builtins(state)
+        path = str(self._folder.checkpoint(step))
+        extra = msgspec.to_builtins(state)
         asynchronous = self._recipe.async_save and not last
         await self._trainer.save(path, extra, asynchronous=asynchronous)
         seconds = self._meter.elapsed - begin
@@ -83,7 +87,8 @@ class Saver:
         """Commit the checkpoint that was begun, if there is one; if it is still being written, only with `wait`."""
         if self._begun is None:
             return
-        begin, begun = self._meter.elapsed, self._begun
+        begin = self._meter.elapsed
+        begun = self._begun
         written = await self._trainer.finish_save(wait=wait)
         seconds = self._meter.elapsed - begin
         begun.stopped_seconds += seconds

@@ -264,7 +264,8 @@ def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
     """A factory of the runner's connections that limits their number and their age."""
 
     def connection() -> asyncio.BaseProtocol:
-        server, loop = runner.server, asyncio.get_running_loop()
+        server = runner.server
+        loop = asyncio.get_running_loop()
         assert server is not None
         made = server()
         at_once = len(server.connections) >= MOST_CONNECTIONS

@@ -25,7 +25,9 @@ class TokenScores:
     """Scores completions of every few batches of one run."""
 
     def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path):
-        self._every, self._fleet, self._run_dir = recipe.telemetry.token_scores_every, fleet, run_dir
+        self._every = recipe.telemetry.token_scores_every
+        self._fleet = fleet
+        self._run_dir = run_dir
 
     async def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Before the step on these groups: score and write some, if it is due. Raises as `TrainerClient`, OSError."""

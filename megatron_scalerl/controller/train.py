@@ -207,8 +207,10 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
 
     resumed: where the first one starts.
     """
-    restarts, newest = 0, -1
-    present, minimum = run.placement.check_present, run.recipe.engine.min_engines
+    restarts = 0
+    newest = -1
+    present = run.placement.check_present
+    minimum = run.recipe.engine.min_engines
     held_since = time.monotonic() - held_uncharged()
     # private: a reason may quote what an engine answered
     with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as changes:
@@ -236,7 +238,8 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                         raise
                     resumed = await asyncio.to_thread(_resume, run.folder, run.console)  # engines are watched
                     reached = resumed.start.step
-                    restarts, newest = (restarts if reached == newest else 0) + 1, reached
+                    restarts = (restarts if reached == newest else 0) + 1
+                    newest = reached
                     if restarts > run.recipe.trainer.max_restarts:
                         raise
                     logger.exception("the attempt %s failed", run.folder.attempt.incarnation)
@@ -267,7 +270,9 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_sinc
     held_since: when the devices were held, or the attempt before it ended (monotonic seconds). first: its failure to
     start is final, as after a user's mistake.
     """
-    recipe, folder, attempt = run.recipe, run.folder, run.folder.attempt
+    recipe = run.recipe
+    folder = run.folder
+    attempt = run.folder.attempt
     start = resumed.start
     logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
     engines = launcher.engines.members
@@ -321,7 +326,8 @@ def _resume(folder: RunFolder, console: Console) -> Resumed:
 
 
 def _print_fleet(fleet: Fleet, console: Console) -> None:
-    info, devices = fleet.info, fleet.devices
+    info = fleet.info
+    devices = fleet.devices
     console.print(
         f"{info.parameters:,} parameters, {devices.trainer:g} trainer and {devices.engine:g} engine devices "
         f"({info.device}, {info.backend}), logits {info.logits}",

@@ -82,7 +82,9 @@ class _PhaseFailed(Exception):
 
     def __init__(self, phase: str, engines: dict[EngineClient, str], lines: Sequence[str], *, refused: bool):
         """engines: those that failed. refused: by all members."""
-        self.phase, self.engines, self.refused = phase, engines, refused
+        self.phase = phase
+        self.engines = engines
+        self.refused = refused
         super().__init__("; ".join(lines))
 
 
@@ -184,7 +186,9 @@ class WeightSync:
     """Weight updates of one trainer and its engines; one update at a time."""
 
     def __init__(self, trainer: TrainerClient, engines: Membership, recipe: Recipe):
-        self._trainer, self._engines, self._recipe = trainer, engines, recipe
+        self._trainer = trainer
+        self._engines = engines
+        self._recipe = recipe
         self._connected: list[EngineClient] = []
         self._sent_changes = False
         self._shards: dict[str, list[int]] = {}  # engine -> shard of each of its workers
@@ -214,11 +218,13 @@ class WeightSync:
 
     def _check_changed(self, update: WeightUpdate) -> None:
         """Trainer and engines agree on their digests, too, where the optimizer's weights never reach the model."""
-        policy, full = self._recipe.policy, self._recipe.optimizer.lr
+        policy = self._recipe.policy
+        full = self._recipe.optimizer.lr
         # in bf16 a step of the warm-up may be too small for every element
         least = full if policy.dtype == "bfloat16" else 0.0
         moving = [s for s in self._steps if s.grad_norm > 0 and s.learning_rate > 0 and s.learning_rate >= least]
-        last, self._last = self._last, update
+        last = self._last
+        self._last = update
         self._steps = []
         if moving and last is not None and update.digest == last.digest:
             raise WeightsUnchanged(
@@ -234,7 +240,8 @@ class WeightSync:
 
     async def _update(self, version: int, members: Callable[[], list[EngineClient]]) -> WeightUpdate | None:
         """Send the weights to `members()`, without those that fail; None if there are none left."""
-        begin, failures = time.perf_counter(), 0
+        begin = time.perf_counter()
+        failures = 0
         async with self._lock:
             while engines := members():
                 try:
@@ -270,7 +277,8 @@ class WeightSync:
         phases = _Phases(self._recipe.weights.timeout_s)
         if engines != self._connected:
             await self._connect(engines, phases)
-        clear, staged = self._recipe.rollouts.kv_cache == "recompute", self._recipe.weights.transaction == "staged"
+        clear = self._recipe.rollouts.kv_cache == "recompute"
+        staged = self._recipe.weights.transaction == "staged"
         body = {"update_info": {"version": version, "staged": staged}}
         label = {"weight_version": str(version)}
 
@@ -420,7 +428,8 @@ async def _verify(engine: EngineClient, version: int, report: SendReport, shards
     info = await engine.info()
     of_workers = shards[: len(info.weight_digests)]  # as in `_needs`
     digests = tuple(report.digests[shard] for shard in of_workers)
-    expected, found = (str(version), digests), (info.weight_version, tuple(info.weight_digests))
+    expected = (str(version), digests)
+    found = (info.weight_version, tuple(info.weight_digests))
     if expected != found:
         raise EngineError(f"it reports version and digests {found}, and the trainer sent {expected}")
     held = await engine.rpc("msrl_live_digest")

@@ -61,7 +61,8 @@ class Reader:
             else:
                 each["untrained"] = "a filter left it out of its batch"
             completions.append(each | ({"text": decode(tokenizer, rollout["token_ids"])} if texts else {}))
-        prompt, right = fields["prompt"], sum(score["correct"] for score in fields["scores"])
+        prompt = fields["prompt"]
+        right = sum(score["correct"] for score in fields["scores"])
         return {
             "id": group_id,
             "step": record.step if record else None,
@@ -89,7 +90,8 @@ class Reader:
             )
         rollout = rollouts[position]
         ids, versions, sampled = (rollout[name] for name in ("token_ids", "policy_versions", "loss_mask"))
-        spans, pieces = [], []
+        spans = []
+        pieces = []
         for (version, is_sampled), tokens in groupby(range(len(ids)), key=lambda t: (versions[t], sampled[t])):
             span = list(tokens)
             spans.append((span[0], version, not is_sampled))
@@ -148,7 +150,8 @@ def token_texts(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> list[str]:
             texts.append("")
             continue
         texts.append(printable(now[len(before) :]))
-        begin, read = read, end  # decoded with the text before it, since a tokenizer may join the two
+        begin = read
+        read = end  # decoded with the text before it, since a tokenizer may join the two
     return texts
 
 

@@ -49,11 +49,13 @@ def find_runs(folder: Path) -> FoundRuns:
 
     Raises OSError if the folder itself cannot be read.
     """
-    waiting, seen = deque([(folder, 0, "")]), set()
+    waiting = deque([(folder, 0, "")])
+    seen = set()
     runs: list[Path] = []
     found: dict[str, str] = {}
     """By name of the folder in `folder`: what it holds; empty once a run is found in it."""
-    looked, left_out = 0, ""
+    looked = 0
+    left_out = ""
     while waiting:
         path, depth, top = waiting.popleft()
         if looked == MOST_FOLDERS or len(runs) == MOST_RUNS:

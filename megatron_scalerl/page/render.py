@@ -17,7 +17,8 @@ from markupsafe import Markup
 from megatron_scalerl.record import record
 
 HERE = Path(__file__).parent
-TEMPLATES, UPLOT = HERE / "templates", HERE / "uplot"
+TEMPLATES = HERE / "templates"
+UPLOT = HERE / "uplot"
 STYLES = (UPLOT / "uPlot.min.css", TEMPLATES / "page.css")
 
 

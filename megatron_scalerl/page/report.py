@@ -108,7 +108,8 @@ def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
     """(rows to fit, later rows to forecast) by the recipe's `forecast` section; empty if the run is too short."""
     until = section["fit_until_share"] * rows[-1]["step"]
     used = [row for row in rows[1:] if row["step"] >= section["fit_from_steps"]]
-    fitted, unseen = [r for r in used if r["step"] <= until], [r for r in used if r["step"] > until]
+    fitted = [r for r in used if r["step"] <= until]
+    unseen = [r for r in used if r["step"] > until]
     long_enough = rows[0]["step"] == 0 and len(fitted) >= 3
     return (fitted, unseen) if long_enough else ([], [])
 
@@ -132,7 +133,8 @@ def gain_lines(run_dir: Path, last: dict[str, Any]) -> list[str]:
 
 def gains_by_task(run_dir: Path, last: dict[str, Any]) -> dict[str, Gain]:
     """The gain of each task of a mixture, none without one. last: the last row of validation.jsonl."""
-    found, start = {}, 0
+    found = {}
+    start = 0
     for column, count in last.items():
         if column.startswith("prompts/"):  # in the order in which the prompts are validated
             found[column.removeprefix("prompts/")] = gain(run_dir, slice(start, start + count))
@@ -146,7 +148,8 @@ def gain(run_dir: Path, part: slice = slice(None)) -> Gain:
     part: of the held-out prompts in the order of validation_by_prompt.jsonl.
     """
     rows = read_rows(run_dir / "validation_by_prompt.jsonl")
-    first, last = np.array(rows[0]["by_prompt"])[part], np.array(rows[-1]["by_prompt"])[part]
+    first = np.array(rows[0]["by_prompt"])[part]
+    last = np.array(rows[-1]["by_prompt"])[part]
     difference = last - first
     draws = np.random.default_rng(0).integers(0, len(difference), (BOOTSTRAP_DRAWS, len(difference)))
     low, high = np.quantile(difference[draws].mean(axis=1), [0.025, 0.975])

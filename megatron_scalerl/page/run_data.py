@@ -204,7 +204,8 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None
 def _evaluation_cells(row: Mapping[str, Any]) -> list[str]:
     if "lost" in row:
         return [str(row["step"]), printable(f"lost: {row['lost']}")[:300], "", "", "", "", ""]
-    low, high = row.get("low"), row.get("high")
+    low = row.get("low")
+    high = row.get("high")
     interval = "–" if low is None or high is None else f"{low:.3f}-{high:.3f}"
     pass_at_k = ", ".join(f"@{k} {value:.3f}" for k, value in (row.get("pass_at_k") or {}).items())
     weights = ", ".join(filter(None, (f"version {row['policy_version']}", row["weight_digest"][:12])))
@@ -222,7 +223,8 @@ def _event(time: Any, kind: str, text: str) -> dict[str, Any]:
 def _step(line: bytes) -> dict[str, Any]:
     """A row of metrics.jsonl as the page needs it."""
     row = json_row(line)
-    groups, kept = _number(row.get("batch/groups")), _number(row.get("batch/groups_kept"))
+    groups = _number(row.get("batch/groups"))
+    kept = _number(row.get("batch/groups_kept"))
     return {
         **{name: _number(row.get(name)) for name in COLUMNS},
         **{name: _sum(_number(row.get(part)) for part in parts) for name, parts in WAITS.items()},

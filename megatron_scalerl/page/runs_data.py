@@ -94,7 +94,8 @@ class RunSummary:
 
     def add_fit(self, rows: int, fit: RunFit | None, problem: str) -> None:
         """Keep what `made_fit` returned."""
-        self.fitted_rows, self.fit = rows, fit
+        self.fitted_rows = rows
+        self.fit = fit
         self._say("forecast", problem)
 
     def row(self) -> dict[str, Any]:
@@ -292,7 +293,8 @@ class RunsData:
             "values": {str(n): [settings.get(key) for key in differing] for n, settings in known.items()},
         }
         if recipes != self._recipes:
-            self._recipes, self._recipes_changed = recipes, self._version
+            self._recipes = recipes
+            self._recipes_changed = self._version
 
 
 def _drawn(fit: RunFit, horizon: float) -> dict[str, Any]:

@@ -115,7 +115,8 @@ class Page(ABC):
         """A stream of events: `change` when there is something new, `failed` with the line when a file is damaged."""
         response = web.StreamResponse(headers=security_headers() | {"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        news, said = asyncio.Event(), ""
+        news = asyncio.Event()
+        said = ""
         self.streams.add(news)
         news.set()  # what came between the page and this request
         try:
@@ -170,7 +171,8 @@ class RunPage(Page):
         return await document_answer(RUN, data, f"{data['header']['name']}: run")
 
     async def _data(self, request: web.Request) -> web.Response:
-        since, generation = whole_number(request, "since"), whole_number(request, "generation")
+        since = whole_number(request, "since")
+        generation = whole_number(request, "generation")
         known = since if generation == self._run.generation and since <= self._run.steps else 0
         return answer(await self._locked(partial(self._payload, known)))
 
@@ -196,7 +198,8 @@ class RunPage(Page):
 
     async def _work(self) -> bool:
         """Make the newest missing forecast; True if there was one."""
-        forecasts, rows = self._run.forecasts, list(self._run.validations)
+        forecasts = self._run.forecasts
+        rows = list(self._run.validations)
         missing = await self._locked(partial(forecasts.missing, rows))
         if not missing:
             return False

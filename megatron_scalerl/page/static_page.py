@@ -33,7 +33,8 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
     the records is logged and said in the page. Raises ValueError for a folder that is no run and a named group that
     cannot be read, OSError.
     """
-    run, index = _read(run_dir), GroupIndex(run_dir)
+    run = _read(run_dir)
+    index = GroupIndex(run_dir)
     index.update()
     data = thinned(run.payload(), MOST_STEPS) | {"live": False}
     data["header"]["damage"] += index.damage

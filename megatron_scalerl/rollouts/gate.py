@@ -207,7 +207,8 @@ class StalenessGate:
 
     def trained(self) -> None:
         """The batch is done: its new version is served, or there was no step. The one taken ahead trains next."""
-        self._training, self._ahead = self._ahead, 0
+        self._training = self._ahead
+        self._ahead = 0
 
 
 class PhaseGate(StalenessGate):

@@ -139,7 +139,8 @@ class Journal:
 
     async def position(self) -> Position:
         """Sync the journal and return what of it and of the store is on the disk. Raises OSError naming the file."""
-        size, (segment, offset) = self._events.size, self._on_disk
+        size = self._events.size
+        (segment, offset) = self._on_disk
         await self._in_thread(self._events.sync)
         await self._in_thread(self._store.sync)  # which finds a segment that was removed
         return Position(journal_bytes=size, segment=segment, offset=offset)
@@ -180,7 +181,8 @@ class Journal:
     async def _write_waiting(self) -> None:
         """Write groups until none waits, a sync for all that wait at a time."""
         while self._waiting:
-            taken, self._waiting = self._waiting, []
+            taken = self._waiting
+            self._waiting = []
             try:
                 places = await self._in_thread(partial(self._write, taken))
             except BaseException as failure:

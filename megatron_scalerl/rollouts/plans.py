@@ -13,7 +13,8 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.decoder import AnswerFormat
 
-TRAINING_PRIORITY, VALIDATION_PRIORITY = 1, 0
+TRAINING_PRIORITY = 1
+VALIDATION_PRIORITY = 0
 """The engine serves lower numbers first: validation comes first because the next weight update waits for it."""
 
 

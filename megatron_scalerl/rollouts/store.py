@@ -39,7 +39,8 @@ from megatron_scalerl.types import BlockRef, Completion, Prompt, Score
 
 _SEGMENT_START = struct.Struct("<8sI")
 _CHECKSUM = struct.Struct("<I")
-_SEGMENT_MAGIC, _FORMAT = b"MSRLSEGM", 1
+_SEGMENT_MAGIC = b"MSRLSEGM"
+_FORMAT = 1
 SEGMENT_START = _SEGMENT_START.size + _CHECKSUM.size
 """Offset of the first block."""
 _MAGIC = b"GRUP"
@@ -125,7 +126,8 @@ def read_head(data: bytes) -> BlockHead:
     table_end = _FIXED.size + _ENTRY.size * completions
     entries = list(_ENTRY.iter_unpack(memoryview(data)[_FIXED.size : table_end]))
     sizes = tuple(entry[0] for entry in entries)
-    offsets, at = [], end
+    offsets = []
+    at = end
     for each in sizes:
         offsets.append(at)
         at += each
@@ -265,7 +267,9 @@ class StoreWriter:
             raise
         self.close()
         self._complete = False
-        self._fd, self._segment, self._end = handle, self._segment + 1, SEGMENT_START
+        self._fd = handle
+        self._segment = self._segment + 1
+        self._end = SEGMENT_START
 
     def _reopen(self, path: Path, durable: int) -> None:
         """Go on with the newest segment after `durable` bytes, unless it is complete or damaged."""
@@ -286,7 +290,8 @@ class StoreWriter:
         except BaseException:
             os.close(handle)
             raise
-        self._fd, self._end = handle, end
+        self._fd = handle
+        self._end = end
 
 
 def _whole_end(path: Path, durable: int) -> int | None:
@@ -431,7 +436,8 @@ def _pread(path: Path, offset: int, size: int) -> bytes:
         end = os.fstat(handle).st_size
         if offset < 0 or size < 0 or end < offset + size:
             raise ValueError(f"{max(0, end - offset)} of {size} bytes are left")
-        parts, left = [], size
+        parts = []
+        left = size
         while left and (part := _read_some(path, handle, left, offset + size - left)):
             parts.append(part)
             left -= len(part)

@@ -82,7 +82,8 @@ class EngineLoads:
     def __init__(self, engines: Membership, *, group_size: int, max_in_flight: int, expected_tokens: float):
         """max_in_flight: completions per engine. expected_tokens: of a completion, before the first has finished."""
         self._engines = engines
-        self._group_size, self._max_in_flight = group_size, max_in_flight
+        self._group_size = group_size
+        self._max_in_flight = max_in_flight
         self._expected_tokens = expected_tokens
         self._loads: dict[EngineClient, _Load] = {}
         self._idle_since: float | None = None
@@ -118,7 +119,8 @@ class EngineLoads:
 
         Time in which no engine serves is not idle: the engines are being started then.
         """
-        serving, now = self._engines.serving, time.monotonic()
+        serving = self._engines.serving
+        now = time.monotonic()
         idle = bool(serving) and not any(self._loads[e].completions for e in serving if e in self._loads)
         if not idle and self._idle_since is not None:
             self._idle_seconds += now - self._idle_since
@@ -350,7 +352,8 @@ class RolloutStream:
                 self._changed.notify_all()
             if not admissions:
                 return await together.go([])
-            groups, requests = [], []
+            groups = []
+            requests = []
             for rank, admission in enumerate(admissions):
                 engine = together.engine(rank)
                 first = TRAINING_PRIORITY + rank * self._group_size
@@ -395,13 +398,15 @@ class RolloutStream:
             self.exhausted = str(end)
             self._gate.exhaust()
             return None
-        group_id, self._next_group_id = self._next_group_id, self._next_group_id + 1
+        group_id = self._next_group_id
+        self._next_group_id = self._next_group_id + 1
         self._journal.admit(group_id, prompt.prompt_id, epoch)
         return Admission(group_id=group_id, prompt=prompt, epoch=epoch)
 
     async def _group(self, engine: EngineClient, admission: Admission, weight: float, priority: int) -> None:
         """priority: of its first completion; in a round, those of the others follow it."""
-        group_id, prompt = admission.group_id, admission.prompt
+        group_id = admission.group_id
+        prompt = admission.prompt
         missing = [index for index in range(self._group_size) if index not in admission.kept]
         drawn = admission.redraws * self._group_size
         async with asyncio.TaskGroup() as tasks:
