@@ -71,7 +71,7 @@ def test_another_expert_parallel_size_is_refused_with_both_layouts(tmp_path, bef
 @pytest.mark.parametrize(
     ("megatron", "said"),
     [
-        ({"ddp": {"use_distributed_optimizer": False}}, "megatron.ddp.use_distributed_optimizer is None .* False here"),
+        ({"ddp": {"use_distributed_optimizer": False}}, "ddp.use_distributed_optimizer is None .* False here"),
         ({"model": {"layernorm_epsilon": 1e-3}}, "megatron.model.layernorm_epsilon is None .* 0.001 here"),
     ],
 )
