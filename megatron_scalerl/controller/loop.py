@@ -66,7 +66,7 @@ from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import tasks_of
-from megatron_scalerl.rollouts.history import BatchRecord, read_batch, read_groups, replay_draws
+from megatron_scalerl.rollouts.history import NO_HISTORY, BatchRecord, read_batch, read_groups, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """One attempt of a run."""
+    """The training loop of one attempt, and its components."""
 
     def __init__(
         self,
@@ -95,16 +95,16 @@ class Controller:
         evaluation: Evaluated | None = None,
         sinks: Sequence[Sink] = (),
     ):
-        """resumed: the checkpoint to resume from, and the journal until it is replayed. sinks: of the records."""
+        """resumed: its history is handed over, and dropped once it is replayed. sinks: these get every record."""
         self._recipe = recipe
         self._prompts = prompts.training
         self._folder = folder
         self._fleet = fleet
         start = resumed.start
         history = resumed.history
-        assert history is not None
         self._resumed = resumed
-        self._empty: list[str] = []  # why nothing was left of each of the last batches in a row
+        self._empty: list[str] = []
+        """Why nothing was left of the last batches, one line for each; empty after a batch with a step."""
         self._sync = sync
         self._probe = probe
         self._saving = saving
@@ -113,9 +113,17 @@ class Controller:
         self._ledger = meter.ledger
         self._progress = progress
         self._state = RunState(step=start.step, batches=start.batches)
-        rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
-        at = {"step": start.step, "batches": start.batches, "last_step": max(start.step, history.last_step)}
-        self._metrics = Metrics(folder.path, recipe.name, sinks=sinks, **at)
+        rounds = None
+        if recipe.rollouts.deterministic:
+            rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s)
+        self._metrics = Metrics(
+            folder.path,
+            recipe.name,
+            step=start.step,
+            batches=start.batches,
+            last_step=max(start.step, history.last_step),
+            sinks=sinks,
+        )
         self._measurements = Measurements(
             recipe,
             prompts,
@@ -212,20 +220,18 @@ class Controller:
         )
 
     async def _train_on(self, groups: Sequence[RolloutGroup], waited: float = 0.0) -> None:
-        """One batch: at most one optimizer step and one new policy version."""
+        """Train on a batch: at most one optimizer step and one new policy version."""
         async with self._saving.uninterrupted():
             await self._train_batch(groups, waited)
-        if self._recipe.rollouts.one_by_one:
-            await self._save()  # while the engines validate
-            await self._measurements.end_validation(self._overlap.while_waiting)
+        one_by_one = self._recipe.rollouts.one_by_one
+        if not one_by_one:
             await self._stream.trained(self._state.served)
-        else:
-            await self._stream.trained(self._state.served)
-            await self._save()  # while the engines generate
-
-    async def _save(self) -> None:
+        # the engines are busy while a checkpoint is written: they generate, or one by one they validate
         async with self._saving.uninterrupted():
             await self._saver.maybe(self._state.step, self._state.batches)
+        if one_by_one:
+            await self._measurements.end_validation(self._overlap.while_waiting)
+            await self._stream.trained(self._state.served)
 
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float) -> None:
         await self._saver.commit(wait=False)  # the trainer is idle
@@ -266,7 +272,7 @@ class Controller:
         return self._state.batches % self._recipe.rollouts.batches_per_update == 0
 
     async def _publish(self) -> dict[str, Any]:
-        """Update every engine to the trainer's weights where they are new; what the record of the batch says of it.
+        """Update every engine to the trainer's weights, if they are new; returns metrics for the batch's record.
 
         The probe follows every weights.probe_every-th step, or the first update from then on.
         """
@@ -278,12 +284,13 @@ class Controller:
         update = await self._sync.publish(state.step)
         state.served = state.step
         state.digest = update.digest
-        reached = (every := self._recipe.weights.probe_every) and state.step // every > before // every
-        probed = await self._probe.check(state.step, new_only=not reached)
+        interval = self._recipe.weights.probe_every
+        due = interval and state.step // interval > before // interval
+        probed = await self._probe.check(state.step, new_only=not due)
         return {"pinned_seconds": pinned} | update.metrics() | probed
 
     def _charge(self) -> dict[str, float]:
-        """Charge the batch that was just trained or skipped (`meter`); its times and hours for the step record."""
+        """Charge the batch that was just trained or skipped (`meter`); returns times and hours for its record."""
         batch = self._meter.charge_train(self._state.batches - 1, self._state.step)
         return {
             "step_seconds": batch.seconds,
@@ -305,8 +312,7 @@ class Controller:
         stream is not started yet, so nothing is generated.
         """
         history = self._resumed.history
-        assert history is not None
-        self._resumed.history = None
+        self._resumed.history = NO_HISTORY  # the caller keeps `resumed` as long as the attempt lasts
         replay_draws(self._curriculum, history)
         for record in history.batches[self._state.batches :]:
             await self._train_on(await asyncio.to_thread(read_batch, self._folder.path, history, record))
@@ -320,7 +326,7 @@ class Controller:
         self._stream.restore(list(ready.values()), unfinished, self._state.batches)
 
     async def _leave(self) -> None:
-        """Save what was trained since the last checkpoint. What was in flight is generated again after a restart."""
+        """Save the steps since the last checkpoint. Groups in flight are generated again after a restart."""
         await self._stream.close()
         await self._measurements.close()
         await self._saver.save_last(self._state.step, self._state.batches)

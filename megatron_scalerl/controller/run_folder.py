@@ -1,4 +1,4 @@
-"""RUN/, the folder of a run: its lock, its recipe, its attempts, and the checkpoint from which it resumes.
+"""The folder of a run: its lock, its recipe, its attempts, and the checkpoint from which it resumes.
 
 recipe.yaml      the resolved recipe
 attempts.jsonl   one line per start: run id, incarnation, time
@@ -114,7 +114,7 @@ _BEFORE_RECIPE = frozenset({"lock", ".recipe.yaml.draft", "recipe.yaml.tmp", *_F
 
 
 class RunState:
-    """Where an attempt is. `loop` writes it; what goes on beside the step reads it."""
+    """Step, batches and versions of an attempt. `loop` writes it, and its components read it."""
 
     def __init__(self, *, step: int, batches: int, served: int = -1):
         self.step = step
@@ -124,7 +124,7 @@ class RunState:
         self.served = served
         """Policy version that the engines got last, -1 before the first."""
         self.digest = ""
-        """Digest of its weights."""
+        """Digest of the weights of version `served`."""
 
 
 @record
@@ -138,20 +138,20 @@ class ResumePoint:
     batches: int = 0
     """Batches of the run's lineage that the checkpoint includes, those without a step too."""
     position: Position | None = None
-    """What the checkpoint names of the journal; None without a checkpoint."""
+    """Ends of the journal and the store at the checkpoint; None without a checkpoint."""
     record_rows: tuple[tuple[str, int], ...] = ()
-    """Of the checkpoint, see `ControllerState`."""
+    """(record, its rows at the checkpoint), see `ControllerState`."""
     damaged: tuple[str, ...] = ()
     """One line about each newer checkpoint that is damaged."""
 
 
 class Resumed:
-    """Where an attempt goes on."""
+    """The checkpoint and the journal from which an attempt goes on."""
 
     def __init__(self, start: ResumePoint, history: History):
         self.start = start
-        self.history: History | None = history
-        """The journal of the attempts before, until it is replayed: it may have a million events."""
+        self.history = history
+        """The journal of the attempts before; `NO_HISTORY` once it is replayed: it may have a million events."""
 
 
 class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,7 +221,7 @@ class RunFolder:
     def end(self, reason: str, *, step: int, final: bool, gave_up: bool) -> None:
         """Record that the attempt finished.
 
-        final: the run cannot resume, even with a larger `steps`. gave_up: it made no progress any more.
+        final: the run cannot resume, even with a larger `steps`. gave_up: the run made no progress any more.
         """
         state = {"step": step, "final": final, "gave_up": gave_up, "incarnation": self.attempt.incarnation}
         rewrite(self.path / END, [{"reason": reason} | state])
@@ -260,10 +260,13 @@ class RunFolder:
         path = self.path / ATTEMPTS
         attempts = read_jsonl(path)
         run_id = attempts[0]["run_id"] if attempts else secrets.token_hex(8)
+        incarnation = f"local.{len(attempts)}"
         job = os.environ.get("SLURM_JOB_ID")
-        incarnation = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else f"local.{len(attempts)}"
+        if job:
+            incarnation = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
         earlier = sum(row["incarnation"].split("-")[0] == incarnation for row in attempts)
-        incarnation += f"-{earlier}" if earlier else ""
+        if earlier:
+            incarnation += f"-{earlier}"
         with contextlib.closing(JsonlWriter(path)) as file:
             file.append({"run_id": run_id, "incarnation": incarnation, "unix_time": time.time()})
             file.sync()
@@ -283,16 +286,16 @@ def check_recipe(recipe: Recipe) -> None:
         return
     settings = read_run_recipe(folder)
     _check_experts(folder, (settings.get("megatron") or {}).get("parallel") or {}, recipe)
-    if not (settings.get("policy") or {}).get("digest"):  # begun before it was recorded
+    if not (settings.get("policy") or {}).get("digest"):  # the run was begun before digests were recorded
         recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"digest": None})})
-    others = differing(settings, recipe.model_dump(mode="json"))
-    for key, was, found in sorted(others, key=lambda other: other[0] == "policy.digest"):  # the reason is said first
+    differences = differing(settings, recipe.model_dump(mode="json"))
+    # policy.digest comes last: where policy.path differs, too, that is the reason
+    for key, was, now in sorted(differences, key=lambda difference: difference[0] == "policy.digest"):
         if key == "prompts.digest":
             raise RecipeError(f"{folder}: {PROMPTS_CHANGED} since the run began: restore it, or choose another name")
         if not _may_change(key):
             raise RecipeError(
-                f"{folder}: {key} is {was!r} in the run's recipe and {found!r} here; "
-                "choose another name or output_dir"
+                f"{folder}: {key} is {was!r} in the run's recipe and {now!r} here; choose another name or output_dir"
             )
 
 
@@ -330,10 +333,10 @@ def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
         )
     for name, rows in start.record_rows:
         record = run_dir / name
-        left = rows_of(record)
-        if left < rows:
+        remaining = rows_of(record)
+        if remaining < rows:
             raise RuntimeError(
-                f"{record}: has {left} rows, and had {rows} when {start.checkpoint} was saved; the run's curve "
+                f"{record}: has {remaining} rows, and had {rows} when {start.checkpoint} was saved; the run's curve "
                 "would be wrong: restore the file from a copy"
             )
     charged = max((row["batch"] for row in read_jsonl(run_dir / "ledger.jsonl") if "role" in row), default=0)
@@ -344,10 +347,10 @@ def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
         )
     position = start.position
     if position is not None:
-        found = journal.stat().st_size if journal.exists() else 0
-        if found < position.journal_bytes:
+        size = journal.stat().st_size if journal.exists() else 0
+        if size < position.journal_bytes:
             raise RuntimeError(
-                f"{journal}: has {found} bytes, and had {position.journal_bytes} when {start.checkpoint} was saved; "
+                f"{journal}: has {size} bytes, and had {position.journal_bytes} when {start.checkpoint} was saved; "
                 "restore the file from a copy"
             )
     try:

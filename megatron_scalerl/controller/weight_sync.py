@@ -159,7 +159,7 @@ class _Phases:
 
 @record
 class WeightUpdate:
-    """One finished weight update."""
+    """A finished weight update, with its times and bytes."""
 
     version: int
     """Policy version that every engine serves after the update."""

@@ -7,10 +7,11 @@ so at most that many bodies are in memory, and in each process the one that it w
 sockets' buffers (128 KiB each in this process), and the engines' servers wait with them. `close` fails what is
 outstanding.
 
-The pool of processes says how they are started and replaced. One that dies or does not answer within TIMEOUT_S is
-replaced, and its body decoded again. A body with which two processes ended is lost (CompletionLost, `decoder_lost`),
-and one for which no process starts. Where MAX_LOST_IN_A_ROW bodies are lost with none decoded in between, or no
-process starts any more, the run ends (RuntimeError).
+The life of a body: `slot` admits it, `EngineClient.generate` reads it, `decode` sends it to a process and gives the
+slot back. A process that dies or does not answer within TIMEOUT_S is replaced (`processes.worker_pool`), and its body
+is decoded again. A body is lost (CompletionLost, `decoder_lost`) if two processes ended with it, or if no process
+starts for it. The run ends (RuntimeError) if MAX_LOST_IN_A_ROW bodies are lost with none decoded in between, or if no
+process starts any more.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MAX_DEFAULT_WORKERS = 4
 
 @record
 class Decoded:
-    """One completion as its decoder process returned it."""
+    """A completion as its decoder process returned it."""
 
     completion: Completion
     data: bytes
@@ -76,7 +77,9 @@ class DecoderPool:
     ):
         """logs: folder of the processes' logs, `decoder-N.log`."""
         fast: Any = getattr(tokenizer, "backend_tokenizer", None)
-        text = fast.to_str() if hasattr(fast, "to_str") else None
+        text = None
+        if hasattr(fast, "to_str"):  # the processes then need no transformers, whose import takes seconds
+            text = fast.to_str()
         setup = Setup(answer=plans.answer_format(), tokenizer=text, policy=recipe.policy.path)
         workers = recipe.rollouts.decoders or min(MAX_DEFAULT_WORKERS, default_workers())
         self.counters: Counter[str] = Counter()

@@ -1,7 +1,8 @@
-"""Reading the journal: its events, and the groups and batches that they refer to.
+"""Reads the journal: its events, and the groups and batches that they refer to.
 
-Events are decoded into compact records; of groups only references are held. A group is read by its own bytes: its
-block of the store.
+A restart, step by step: `read_history` decodes the events into compact records, with references to groups;
+`check_groups` finds that the store is long enough for them; `replay_draws` restores the curriculum; `read_batch` and
+`read_groups` read heads of blocks, for the batches to train again and the groups that are in none.
 """
 
 from collections.abc import Container, Iterable
@@ -50,7 +51,7 @@ class Finish(
 
     @property
     def stored(self) -> BlockRef:
-        """Its place in the store."""
+        """The group's block in the store."""
         return BlockRef(segment=self.segment, offset=self.offset, nbytes=self.nbytes)
 
 
@@ -89,8 +90,8 @@ class History:
     @property
     def last_stored(self) -> BlockRef | None:
         """The last block of the store that the journal names."""
-        places = (event.stored for event in self.finished.values())
-        return max(places, key=lambda p: (p.segment, p.offset), default=None)
+        blocks = (event.stored for event in self.finished.values())
+        return max(blocks, key=lambda block: (block.segment, block.offset), default=None)
 
     def unbatched(self) -> tuple[int, ...]:
         """Finished groups that are in no batch, in order of admission."""
@@ -103,6 +104,9 @@ class History:
         return tuple(
             e for e in self.events if isinstance(e, Admit) and e.group_id not in batched and e.group_id not in ready
         )
+
+
+NO_HISTORY = History(events=(), batches=(), finished={})
 
 
 def read_history(run_dir: Path) -> History:
@@ -129,17 +133,18 @@ def _events(path: Path) -> Iterable[Admit | Finish | BatchRecord]:
     if path.exists():
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if (event := read_event(line, f"{path} line {number}")) is None:
+                event = read_event(line, f"{path} line {number}")
+                if event is None:
                     return
                 yield event
 
 
 def read_event(line: bytes, where: str) -> Admit | Finish | BatchRecord | None:
-    """The event in a line of the journal; None for a torn one. Raises ValueError, naming `where`."""
+    """The event in a line of the journal; None for a torn line. Raises ValueError, naming `where`."""
     try:
         return _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n"):  # the last line, which a crash has cut off
             return None
         raise ValueError(f"{where}: the line is no event of a journal: {error}") from None
 
@@ -162,7 +167,7 @@ def replay_draws(curriculum: Curriculum, history: History) -> None:
 
 
 def read_groups(run_dir: Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
-    """The finished groups of these ids: their headers are read, their tokens stay where they are.
+    """The finished groups of these ids. Their headers are read; their tokens stay in the store.
 
     Raises ValueError naming the file, and the byte, for a group that is missing or damaged.
     """
@@ -171,12 +176,12 @@ def read_groups(run_dir: Path, history: History, group_ids: Iterable[int]) -> di
 
 
 def read_batch(run_dir: Path, history: History, record: BatchRecord) -> list[RolloutGroup]:
-    """The groups of a batch, in its order. Raises ValueError if one is missing: they were synced before it."""
+    """The groups of a batch, in its order. Raises ValueError if one is missing, which was synced before the batch."""
     return list(read_groups(run_dir, history, record.group_ids).values())
 
 
 def check_groups(run_dir: Path, history: History, batches: int) -> None:
-    """Raises ValueError naming the segment that is too short for the groups that a resume after `batches` needs."""
+    """Raises ValueError, naming the segment, if the store lacks a group that a resume after `batches` needs."""
     needed = [g for record in history.batches[batches:] for g in record.group_ids]
     check_stored(run_dir / "rollouts", [history.finished[g].stored for g in [*needed, *history.unbatched()]])
 

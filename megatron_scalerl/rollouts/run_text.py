@@ -11,7 +11,7 @@ from megatron_scalerl.recipe.file import read_run_recipe
 
 
 class RunTokenizer(Protocol):
-    """What decoding needs of a tokenizer."""
+    """The part of a tokenizer that decoding needs."""
 
     def decode(self, token_ids: list[int], **settings: bool) -> str:
         """The text of these tokens."""
@@ -54,7 +54,7 @@ def load_tokenizer(run_dir: Path) -> RunTokenizer:
 
 
 def _added_ids(config: Path) -> list[int]:
-    """Tokens that only the configuration adds, which tokenizer.json alone may not have."""
+    """Ids of the tokens that the configuration adds, which tokenizer.json may lack."""
     if not config.is_file():
         return []
     try:

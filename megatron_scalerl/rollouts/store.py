@@ -1,8 +1,11 @@
 """The run's rollout store: finished groups in RUN/rollouts/segment-NNNNN.bin, appended and read by reference.
 
 One writer appends to the newest segment and begins a new one at `SEGMENT_BYTES`; one file is open for writing. A
-block is read by its reference (`types.BlockRef`) with reads of its own bytes, as a whole, or its head, or one
-completion; every checksum is verified. `scan` lists the blocks of a segment without the journal.
+block is read by its reference (`types.BlockRef`): as a whole, or its head, or one completion. No other bytes are
+read, and every checksum is verified. `scan` lists the blocks of a segment without the journal.
+
+The life of a segment: `_begin_segment`, `append` and `sync` by turns, `_reopen` after a restart, and no more bytes
+once the next segment is begun; retention may delete it then.
 
 A crash may leave a torn block at the end of the newest segment: it is cut when the store is opened for writing.
 Blocks up to the last reference of the journal were synced before it, so no byte before that is cut. Only the owner
@@ -27,6 +30,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -37,6 +41,11 @@ from megatron_scalerl.checkpoints.atomic_io import check_in_place, naming, sync,
 from megatron_scalerl.record import record
 from megatron_scalerl.types import BlockRef, Completion, Prompt, Score
 
+SEGMENT_BYTES = 512 << 20
+"""Size at which a segment is complete: retention deletes whole segments."""
+_SEGMENT = re.compile(r"segment-(\d+)\.bin")
+_FIRST_READ = 1 << 14
+"""Bytes that are read for a head at first; most heads have fewer."""
 _SEGMENT_START = struct.Struct("<8sI")
 _CHECKSUM = struct.Struct("<I")
 _SEGMENT_MAGIC = b"MSRLSEGM"
@@ -66,15 +75,15 @@ class GroupHeader:
 
 @record
 class BlockHead:
-    """The start of a block, verified."""
+    """The verified start of a block."""
 
     nbytes: int
-    """Size of the whole block."""
+    """Bytes of the whole block."""
     group_id: int
     header: bytes
     """JSON of a `GroupHeader`."""
     offsets: tuple[int, ...]
-    """[C] first byte of each completion in the block."""
+    """[C] offset of each completion in the block."""
     sizes: tuple[int, ...]
     """[C] bytes of each completion."""
     checksums: tuple[int, ...]
@@ -126,13 +135,10 @@ def read_head(data: bytes) -> BlockHead:
     table_end = _FIXED.size + _ENTRY.size * completions
     entries = list(_ENTRY.iter_unpack(memoryview(data)[_FIXED.size : table_end]))
     sizes = tuple(entry[0] for entry in entries)
-    offsets = []
-    at = end
-    for each in sizes:
-        offsets.append(at)
-        at += each
-    if at != size:
-        raise ValueError(f"the completions end at byte {at} of the block, which has {size} bytes")
+    offsets = [*accumulate(sizes, initial=end)]
+    completions_end = offsets.pop()
+    if completions_end != size:
+        raise ValueError(f"the completions end at byte {completions_end} of the block, which has {size} bytes")
     return BlockHead(
         nbytes=size,
         group_id=group_id,
@@ -148,13 +154,6 @@ def check_bytes(data: bytes | memoryview, checksum: int) -> None:
     actual = zlib.crc32(data)
     if actual != checksum:
         raise ValueError(f"the bytes are damaged: their checksum is {actual:08x}, and {checksum:08x} is recorded")
-
-
-SEGMENT_BYTES = 512 << 20
-"""Size at which a segment is complete: what retention deletes at once."""
-_SEGMENT = re.compile(r"segment-(\d+)\.bin")
-_FIRST_READ = 1 << 14
-"""Bytes with which a head is read; most fit."""
 
 
 @record
@@ -174,7 +173,8 @@ def segment_path(folder: Path, segment: int) -> Path:
 
 def segments(folder: Path) -> list[int]:
     """Numbers of the segments in RUN/rollouts, ascending."""
-    return sorted(int(match[1]) for path in folder.glob("segment-*.bin") if (match := _SEGMENT.fullmatch(path.name)))
+    matches = (_SEGMENT.fullmatch(path.name) for path in folder.glob("segment-*.bin"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 class StoreWriter:
@@ -192,12 +192,15 @@ class StoreWriter:
         self._failure: OSError | None = None
         self._lock = threading.RLock()
         newest = max(segments(folder), default=-1)
-        durable_segment = durable.segment if durable else -1
-        self._segment = max(newest, durable_segment)
+        self._segment = newest
         self._end = 0
+        durable_bytes = 0
+        if durable:
+            self._segment = max(newest, durable.segment)  # a removed segment's number is not used again
+            if durable.segment == newest:
+                durable_bytes = durable.offset + durable.nbytes
         if newest == self._segment >= 0:
-            keep = durable.offset + durable.nbytes if durable and durable.segment == newest else 0
-            self._reopen(segment_path(folder, newest), keep)
+            self._reopen(segment_path(folder, newest), durable_bytes)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -219,7 +222,7 @@ class StoreWriter:
                 with naming(segment_path(self.folder, self._segment)):
                     write_all(self._fd, block)
             except OSError:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # a torn block would hide the next one from `scan`
                     os.ftruncate(self._fd, self._end)
                 raise
             stored = BlockRef(segment=self._segment, offset=self._end, nbytes=len(block))
@@ -268,16 +271,19 @@ class StoreWriter:
         self.close()
         self._complete = False
         self._fd = handle
-        self._segment = self._segment + 1
+        self._segment += 1
         self._end = SEGMENT_START
 
     def _reopen(self, path: Path, durable: int) -> None:
-        """Go on with the newest segment after `durable` bytes, unless it is complete or damaged."""
+        """Go on with the newest segment after its whole blocks, unless it is complete or damaged.
+
+        durable: bytes that the journal refers to, which are never cut.
+        """
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             with naming(path):
                 end = _whole_end(path, durable)
-                if end is None or end >= self._limit:
+                if end is None or end >= self._limit:  # `append` begins a new segment then
                     self._end = os.fstat(handle).st_size
                     os.close(handle)
                     return
@@ -305,7 +311,9 @@ def _whole_end(path: Path, durable: int) -> int | None:
     if durable > size:
         return None
     if start != segment_header():
-        return 0 if len(start) < SEGMENT_START or (not any(start) and not durable) else None
+        # a file system may leave zeros in the place of a header that was not synced
+        torn = len(start) < SEGMENT_START or (not any(start) and not durable)
+        return 0 if torn else None
     end = max(durable, SEGMENT_START)
     with contextlib.suppress(ValueError):
         for stored, _ in scan(path, end):
@@ -317,7 +325,7 @@ def _whole_end(path: Path, durable: int) -> int | None:
 def read_block(path: Path, stored: BlockRef) -> StoredGroup:
     """The block at this place of the segment `path`, with one read.
 
-    Raises ValueError naming file, offset, what was expected and what was found; OSError.
+    Raises ValueError naming file and offset, for a block that is missing or damaged; OSError.
     """
     with _placing(path, stored.offset):
         data = _pread(path, stored.offset, stored.nbytes)
@@ -346,26 +354,26 @@ def read_header(path: Path, stored: BlockRef) -> tuple[int, GroupHeader]:
 
 
 def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> list[bytes]:
-    """These completions of the block at this place; the others are not read.
+    """The completions at these positions of the block; the others are not read.
 
     Raises as `read_block`, and IndexError.
     """
     with _placing(path, stored.offset):
         head = _check_size(_head_at(path, stored.offset, stored.nbytes), stored)
-    found = []
+    completions = []
     for position in positions:
         at = stored.offset + head.offsets[position]
         with _placing(path, at):
             data = _pread(path, at, head.sizes[position])
             check_bytes(data, head.checksums[position])
-        found.append(data)
-    return found
+        completions.append(data)
+    return completions
 
 
 def scan(path: Path, offset: int = SEGMENT_START) -> Iterator[tuple[BlockRef, BlockHead]]:
     """Place and head of every block of a segment from `offset` on, in order; completions are not read.
 
-    Raises ValueError, naming file and offset, at the first that is damaged or torn; OSError.
+    Raises ValueError, naming file and offset, at the first block that is damaged or torn; OSError.
     """
     match = _SEGMENT.fullmatch(path.name)
     segment = int(match[1]) if match else 0
@@ -404,7 +412,8 @@ def check_position(folder: Path, segment: int, offset: int) -> None:
 
 def _head_at(path: Path, offset: int, available: int) -> BlockHead:
     data = _pread(path, offset, min(_FIRST_READ, available))
-    if (size := head_bytes(data)) > len(data):
+    size = head_bytes(data)
+    if size > len(data):
         data = _pread(path, offset, min(size, available))
     return read_head(data)
 
@@ -434,17 +443,19 @@ def _pread(path: Path, offset: int, size: int) -> bytes:
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         end = os.fstat(handle).st_size
+        # before anything is read: a damaged size would allocate its bytes
         if offset < 0 or size < 0 or end < offset + size:
             raise ValueError(f"{max(0, end - offset)} of {size} bytes are left")
         parts = []
-        left = size
-        while left and (part := _read_some(path, handle, left, offset + size - left)):
+        missing = size
+        # the system reads at most 2 GiB at a time, and may return less
+        while missing and (part := _read_some(path, handle, missing, offset + size - missing)):
             parts.append(part)
-            left -= len(part)
+            missing -= len(part)
     finally:
         os.close(handle)
-    if left:
-        raise ValueError(f"{size - left} of {size} bytes are left")
+    if missing:
+        raise ValueError(f"{size - missing} of {size} bytes are left")
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -455,7 +466,7 @@ def _read_some(path: Path, handle: int, size: int, offset: int) -> bytes:
 
 @contextlib.contextmanager
 def _placing(path: Path, offset: int) -> Iterator[None]:
-    """Context whose ValueErrors and missing file name the place."""
+    """Context that adds the place in a segment to ValueErrors, and makes one of a missing file."""
     try:
         yield
     except FileNotFoundError:
