@@ -62,7 +62,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path, unit: ComputeUnit, *, incarnation: str):
-        """Open or create, and charge what a crash left uncharged.
+        """Open or create the file, and charge the time that a crash left uncharged.
 
         Raises ValueError for a file in another unit, and for a row that is no charge.
         """

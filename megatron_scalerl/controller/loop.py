@@ -22,7 +22,7 @@ What differs by schedule, after a batch:
 | | within a phase of ppo_off_policy | at its end, and rollouts.deterministic | pipeline |
 |---|---|---|---|
 | publish, measure | - | yes | yes |
-| new groups start | at once, at the old version | after the validation | at once, beside the validation |
+| new groups start | at once, at the old version | after the validation | at once, during the validation |
 
 A weight update (`_publish`): a validation on all engines is awaited first, because it measures one policy version;
 one on a held engine delays nothing. Then every engine pauses between two tokens, keeps its requests, receives the
@@ -172,9 +172,10 @@ class Controller:
             await self._fleet.trainer.load(str(self._resumed.start.checkpoint))
         await self._publish()
         self._meter.charge_startup()
-        if self._phase_over and self._measurements.begin(beside=False):
+        # of step 0, or of a version whose validation is not recorded; nothing trains yet
+        if self._phase_over and self._measurements.begin(while_training=False):
             await self._measurements.end_validation(self._overlap.while_waiting)
-        await self._replay()
+        await self._replay()  # before the start: the curriculum and the gate have to be those of the journal's end
         self._stream.start(self._state.step)
         return await self._train()
 
@@ -194,6 +195,7 @@ class Controller:
             waited = self._meter.elapsed - begin
             if self._state.batches == 0 and self._recipe.sft.path is None:
                 check_thinking(groups, self._recipe.prompts.think_end)
+            # in the journal before the step: a restart trains the same batches again
             async with self._saving.uninterrupted():
                 await self._record(groups)
             await self._train_on(groups, waited)
@@ -207,7 +209,7 @@ class Controller:
         return await self._finish(f"all {self._recipe.steps} steps are made")
 
     async def _record(self, groups: Sequence[RolloutGroup]) -> None:
-        """Charge a batch, then journal it: one in the journal must not lack the charge for producing it."""
+        """Charge a batch, then journal it: a batch in the journal must not lack the charge for producing it."""
         state = self._state
         self._meter.charge_produce(state.batches)
         await self._journal.batch(
@@ -254,7 +256,7 @@ class Controller:
             self._measurements.begin()
 
     def _note(self, record: dict[str, Any], report: StepReport | None, stats: Mapping[str, float]) -> None:
-        """Record and show a batch. report: of its step, None without one. stats: counts of the filters."""
+        """Record and show a batch. report: of its step, None if it made none. stats: counts of the filters."""
         step = self._state.step
         if report is None:
             self._empty.append(why_empty(stats))
@@ -317,6 +319,7 @@ class Controller:
         for record in history.batches[self._state.batches :]:
             await self._train_on(await asyncio.to_thread(read_batch, self._folder.path, history, record))
             self._meter.charge_replay()
+        # finished groups that are in no batch wait for the gate again
         ready = await asyncio.to_thread(read_groups, self._folder.path, history, history.unbatched())
         prompts = {p.prompt_id: p for p in self._prompts}
         unfinished = [
@@ -330,7 +333,7 @@ class Controller:
         await self._stream.close()
         await self._measurements.close()
         await self._saver.save_last(self._state.step, self._state.batches)
-        logger.info("asked to save and exit: checkpoint of step %d", self._saver.step)
+        logger.info("the run was asked to save and exit; its last checkpoint is of step %d", self._saver.step)
 
     async def _finish(self, reason: str, *, final: bool = False, gave_up: bool = False) -> str:
         """The last validation, checkpoint and charge; final, gave_up: as `RunFolder.end`."""

@@ -122,7 +122,7 @@ class Measurement:
         self._per_engine = recipe.rollouts.max_in_flight
         self._engine_count = recipe.engine.count
         self._task: asyncio.Task[None] | None = None
-        """The measurement in progress, or one that has ended since the last `collect`."""
+        """The task of the measurement in progress, or of the last one until `collect` drops it."""
         self.engine: EngineClient | None = None
         """The engine that is, or was, held for the last measurement; None if all engines generated."""
 
@@ -132,7 +132,7 @@ class Measurement:
         return self._task is not None and not self._task.done()
 
     @property
-    def beside(self) -> bool:
+    def on_held_engine(self) -> bool:
         """True while a measurement is in progress on a held engine."""
         return self.in_progress and self.engine is not None
 
@@ -217,7 +217,7 @@ class Measurement:
             await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             lost.cancel()
-        if not work.done():
+        if not work.done():  # an engine that joins now could only get a later version
             raise VersionLost(f"{work.get_name()}: no engine is left that holds this version")
         await work
 
@@ -264,16 +264,16 @@ class Measurements:
         self._on_all = False
         """A validation on all engines was begun, and its time is not charged yet."""
 
-    def begin(self, *, beside: bool = True) -> bool:
+    def begin(self, *, while_training: bool = True) -> bool:
         """Start the measurements that are due of the version that the engines hold; True for a validation.
 
-        beside: the training goes on meanwhile.
+        while_training: the training goes on meanwhile.
         """
         step = self._state.step
         # the evaluation first: the validation then shares its engine, or runs on the others
         if self._evaluations is not None and self._evaluations.due(step):
             self._evaluations.begin(self._state)
-        hold = beside and self._recipe.validation.engine == "held" and not self._recipe.rollouts.one_by_one
+        hold = while_training and self._recipe.validation.engine == "held" and not self._recipe.rollouts.one_by_one
         begun = self._validations.due(step) and self._validations.begin(self._state, hold=hold)
         self._on_all = begun and self._validations.engine is None
         return begun
@@ -283,13 +283,13 @@ class Measurements:
 
         Raises VersionLost if no engine is left: the trainer holds a later version already.
         """
-        if self._validations.beside:
+        if self._validations.on_held_engine:
             return 0.0
         return await self._validations.end(self._validations.unless_lost)
 
     async def end_validation(self, while_waiting: WhileWaiting) -> None:
         """Wait for the validation on all engines that `begin` started last, if it did, and charge the time."""
-        if not self._validations.beside:
+        if not self._validations.on_held_engine:
             await self._validations.end(while_waiting)
         if self._on_all:
             self._on_all = False
@@ -302,7 +302,7 @@ class Measurements:
         """
         step = self._state.step
         validations = self._validations
-        if validations.beside:
+        if validations.on_held_engine:
             self._meter.charge_validation()
             await validations.end(while_waiting)
             self._meter.charge_waiting("validation")

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "evaluations"
 RECORD = "evaluation.jsonl"
 _STEP = re.compile("step-([0-9]+)")
-"""Name of the folder of an evaluation; one that began anew left another name."""
+"""Name of an evaluation's folder; the folders of those that began anew have a suffix."""
 
 
 @record
@@ -63,7 +63,7 @@ class PinnedVersion:
     axis: dict[str, Any]
     """`compute`, `compute_total` and their `unit` at the step (`ledger`)."""
     last: bool = False
-    """The run ends with it."""
+    """True for the last measurement of the run."""
 
 
 Complete = Callable[[Iterable[Request], Finished], Awaitable[None]]
@@ -133,6 +133,7 @@ class HeldOut:
             for index in range(generations)
         ]
         await complete(requests, finished)
+        # a prompt without a completion would change the set of prompts, and so the curve
         for prompt, row in zip(self._prompts, rows):
             if not any(row):
                 raise RuntimeError(

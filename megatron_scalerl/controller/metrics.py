@@ -176,6 +176,7 @@ class Metrics:
         by_prompt = run_dir / "validation_by_prompt.jsonl"
         records = read_jsonl(steps)
         validated = read_jsonl(validations)
+        # before the rewrites: W&B keeps records that they drop
         sent = None
         if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
             sent = Sent.before(run_dir, records, [row["step"] for row in validated])

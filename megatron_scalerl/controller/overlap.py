@@ -59,7 +59,7 @@ class Sender:
         self._run_dir = run_dir
 
     async def send(self, groups: Sequence[RolloutGroup], policy_version: int) -> SentBatch:
-        """Filter a batch, plan the step that trains `policy_version` on it, and send what is left.
+        """Filter a batch, plan the step that trains `policy_version` on it, and send the remaining samples.
 
         Raises as `TrainerClient.prepare`, `plan_step` and the reader of `completions_of` do.
         """

@@ -126,11 +126,11 @@ def check_answers(
         # by hash: the same references are checked at every start, whatever their order in the file
         slow.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
         texts -= {*slow[MOST_REFERENCES:]}
-        problems = dict(zip(texts, check_references([*texts])))
-        unknown = dict.fromkeys(problems, "")
+        by_text = dict(zip(texts, check_references([*texts])))
+        checked = dict.fromkeys(by_text, "")
         return (
-            [problems.get(answer, "") for _, answer, _ in answers],
-            [unknown.get(answer) for _, answer, _ in answers],
+            [by_text.get(answer, "") for _, answer, _ in answers],
+            [checked.get(answer) for _, answer, _ in answers],
         )
     if task.rewards.verifier != "code":
         return [""] * len(answers), [""] * len(answers)

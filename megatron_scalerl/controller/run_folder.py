@@ -51,7 +51,7 @@ _LAYOUT = frozenset(
         *(f"megatron.model.{key}" for key in MODEL_KEYS),
     }
 )
-"""The trainer's layout: tests/distributed/test_dp_trainer.py loads a checkpoint in another one."""
+"""Keys of the trainer's layout: tests/distributed/test_dp_trainer.py loads a checkpoint in another layout."""
 MAY_CHANGE = _LAYOUT | frozenset(
     {
         "steps",
@@ -98,8 +98,8 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "weights.connect_timeout_s",
     }
 )
-"""Keys that may differ between attempts of one run: its length, what is kept and shown of it, limits of time and of
-restarts, and the trainer's layout."""
+"""Keys that may differ between attempts of a run: its length, limits of time and restarts, the trainer's layout, and
+the settings of checkpoints, evaluations and metrics."""
 
 RECORDS = ("ledger.jsonl", "metrics.jsonl", "validation.jsonl")
 """Records that the curve is made of."""
@@ -180,7 +180,7 @@ class RunFolder:
     def __init__(self, recipe: Recipe):
         """Create or reopen. Raises RecipeError if the folder belongs to another recipe, RunInUse if it is locked."""
         self.path = recipe.run_dir
-        check_recipe(recipe)
+        check_recipe(recipe)  # before anything is written into a folder that may be a stranger's
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -215,7 +215,7 @@ class RunFolder:
         try:
             return min(controller_state(path).batches for path in paths)
         except ValueError as error:
-            logger.warning("rollouts are kept: %s", error)
+            logger.warning("rollouts are kept, because a checkpoint cannot be read: %s", error)
             return 0
 
     def end(self, reason: str, *, step: int, final: bool, gave_up: bool) -> None:

@@ -37,7 +37,7 @@ class _Begun:
 
 
 class Saver:
-    """Writes the checkpoints of one attempt. Raises what the trainer's client raises."""
+    """Writes the checkpoints of one attempt. Raises as `TrainerClient` does."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ SUMMED = ("tokens", "weight_bytes")
 METRICS_PATH = "/metrics"
 INTERVAL = "15s"
 MOST_CONNECTIONS = 64
-"""At a time; further ones are closed at once, so that no user of this host takes the files that the run needs."""
+"""Most open connections; others are closed at once, so that no user of this host takes the files that a run needs."""
 CONNECTION_S = 60.0
 """Seconds after which a connection takes no further request."""
 
@@ -58,7 +58,7 @@ class RunCollector(Collector):
     """
 
     def __init__(self, *, run: str, run_id: str, planned_steps: int, device: str):
-        """run: the recipe's name. device: what a device is, gpu or process."""
+        """run: the recipe's name. device: the kind of a device, gpu or process."""
         self.members: Callable[[], Sequence[Member]] = lambda: ()
         """Returns the engines; none before they are launched."""
         self._info = {"run": run, "run_id": run_id, "device": device}
@@ -164,11 +164,11 @@ class Endpoint:
     """Answers GET requests for metrics, and nothing else; writes the files of one start of the run."""
 
     def __init__(self, collector: RunCollector, run_dir: Path, *, name: str, address: str, token: str | None):
-        """name: of the run. address: host:port at which Prometheus finds the endpoint. token: what a request has to
-        bring; None: nothing."""
+        """name: of the run. address: host:port at which Prometheus finds the endpoint. token: the bearer token of
+        requests; None if they need none."""
         folder = _folder(run_dir).absolute()
         folder.mkdir(mode=0o700, exist_ok=True)
-        folder.chmod(0o700)
+        folder.chmod(0o700)  # an earlier start may have made it
         self._registry = collector.registry
         self._authorization: bytes | None = None
         job: dict[str, object] = {"job_name": f"scalerl/{name}"}
@@ -297,7 +297,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _address(bound: socket.socket) -> str:
-    """host:port of a socket as others reach it; of one at all addresses, by this host's name."""
+    """host:port at which others reach a socket; the host is this host's name if it listens at all addresses."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

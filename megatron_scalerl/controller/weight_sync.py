@@ -299,7 +299,7 @@ class WeightSync:
         return gone or bool(failed.engines)
 
     def _evict_newcomers(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> None:
-        """Evict the engines that have completed no update, the likely cause. Raises WeightUpdateError without one."""
+        """Evict the engines that have completed no update. Raises WeightUpdateError if that leaves nothing to try."""
         newcomers = [engine for engine in engines if engine not in self._proven]
         if not newcomers or not self._proven:
             raise WeightUpdateError(str(failed)) from failed
@@ -388,7 +388,7 @@ class WeightSync:
         )
 
         async def join(engine: EngineClient) -> None:
-            needed = [""] * len(plans)  # an engine gets the plans of its own shards: each may have megabytes
+            needed = [""] * len(plans)  # an engine gets the plans of its shards alone: each may have megabytes
             for place in places[engine]:
                 needed[place.shard] = plans[place.shard]
             info = {

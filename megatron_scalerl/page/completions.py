@@ -1,4 +1,4 @@
-"""A group as the page's reader shows it: facts about its completions, and one completion token by token.
+"""Reads a group for the page: facts about its completions, and one completion token by token.
 
 The store has the engine's log-probability, the policy version and the loss mask of each token. The trainer's
 log-probabilities and the entropy of each token are known of the completions that it scored, with
@@ -33,6 +33,7 @@ class Reader:
         self.index = index
         self._run_dir = run_dir
         self._recipe = recipe
+        # an advantage needs the scores of the whole batch, which are read from its groups
         self._advantages = lru_cache(CACHED_BATCHES)(self._batch_advantages)
         # the last group is kept, since its completions are read next
         self._fields = lru_cache(1)(lambda group_id, _record: index.read(group_id))

@@ -1,4 +1,4 @@
-"""The runs below a folder, and what else lies directly in it."""
+"""Finds the runs below a folder, and describes the other folders in it."""
 
 import os
 from collections import deque
@@ -13,7 +13,7 @@ MARKS = frozenset(
 )
 """Files of a run. Its folder has at least one of them, from its first seconds on."""
 DEPTH = 4
-"""Levels of folders below the given one that are searched; a study has its runs in the third."""
+"""Levels of folders that are searched below the given folder; a study has its runs in the third."""
 MOST_RUNS = 200
 MOST_FOLDERS = 5000
 """Most folders that are searched."""

@@ -58,6 +58,7 @@ class Rows(Generic[Row]):
         except OSError as error:
             self._failure = str(error)
             return False
+        # a line without its end is being written, and is left for the next update
         lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
         for line in lines:
             try:

@@ -47,6 +47,7 @@ _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 def page(document: Document, data: dict[str, Any], *, title: str, live: bool) -> str:
     """The HTML of a page. data: see `elements.js`; title: any text; live: with requests to its own server."""
+    # names that a template lacks are errors, and texts are escaped unless they are Markup
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )

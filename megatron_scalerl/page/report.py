@@ -36,7 +36,7 @@ Rows = Sequence[dict[str, Any]]
 
 @record
 class Gain:
-    """Held-out pass rate at the end minus the one at step 0, on the same prompts."""
+    """Held-out pass rate at the end minus the pass rate at step 0, on the same prompts."""
 
     first: float
     """Mean pass rate at step 0."""
@@ -91,7 +91,7 @@ def report(run_dir: Path, console: Console) -> None:
     say(_error_text(evaluation))
     try:
         text = _error_text(evaluate(rows[0], fitted, unseen, method="paper", name=name))
-    except ValueError as error:  # its grid of asymptotes ends at 0.8
+    except ValueError as error:  # the paper's grid of asymptotes ends at 0.8
         text = f"paper: no forecast: {error}"
     say(printable(text))
     compute = [prediction.compute for prediction in evaluation.predictions]
@@ -157,6 +157,7 @@ def gain(run_dir: Path, part: slice = slice(None)) -> Gain:
     first = np.array(rows[0]["by_prompt"])[part]
     last = np.array(rows[-1]["by_prompt"])[part]
     difference = last - first
+    # always the same draws: two reports of a run agree
     draws = np.random.default_rng(0).integers(0, len(difference), (BOOTSTRAP_DRAWS, len(difference)))
     low, high = np.quantile(difference[draws].mean(axis=1), [0.025, 0.975])
     return Gain(first=first.mean(), last=last.mean(), last_step=rows[-1]["step"], low=float(low), high=float(high))

@@ -46,7 +46,7 @@ WAITS = {
 }
 """Column -> the columns of metrics.jsonl that are added up in it (seconds of a step)."""
 STEP_COLUMNS = (*COLUMNS, *WAITS, "degenerate", *(f"weight_{phase}" for phase in UPDATE_PHASES))
-"""Columns of the page's steps; a last one has the seconds since the start."""
+"""Columns of the page's steps; `seconds`, since the start, is added to them."""
 MOST_EVENTS = 300
 MOST_EVALUATIONS = 500
 """Rows of evaluations on the page, the newest."""
@@ -54,7 +54,7 @@ EVALUATION_COLUMNS = ("step", "file", "problems", "mean@k", "95 %", "pass@k", "w
 
 
 class RunData:
-    """The records of one run. Reads what is new at each `update`; not for several threads at a time."""
+    """The records of one run. Reads new rows at each `update`. Not safe for several threads."""
 
     def __init__(self, run_dir: Path):
         """Raises ValueError for a folder that is no run."""
@@ -66,6 +66,7 @@ class RunData:
         self._validation = Rows(self.run_dir / "validation.jsonl", validation_row)
         files = ("attempts.jsonl", "engines.jsonl", "evaluation.jsonl", "end.json")
         self._others = {name: Rows(self.run_dir / name, json_row) for name in files}
+        # by number of rows and generation, which say whether the rows are others
         self._updates = lru_cache(1)(self._update_table)
         self._gain = lru_cache(1)(self._gain_lines)
 

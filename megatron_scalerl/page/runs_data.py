@@ -72,15 +72,15 @@ class RunSummary:
         return printable(unit_name(str(unit)))[:40]
 
     def update(self) -> bool:
-        """Read what is new; True if the row in the list changed."""
+        """Read the files that changed; True if the row in the list changed."""
         before = (self._state, dict(self.problems))
         changed = [self._reread("recipe.yaml", self._read_recipe), self._reread("metrics.jsonl", self._read_newest)]
-        self._reread("ledger.jsonl", self._read_ledger)  # its heartbeat of every 10 s says nothing new
+        self._reread("ledger.jsonl", self._read_ledger)  # not in `changed`: it has a heartbeat every 10 s
         generation = self._validation.generation
         for rows in self._files:
             changed.append(rows.update())
             self._say(rows.path.name, rows.problem)
-        if generation != self._validation.generation:
+        if generation != self._validation.generation:  # as many rows as before may be other rows
             self.fitted_rows = -1
         self._state = self._found_state()
         return any(changed) or before != (self._state, self.problems)

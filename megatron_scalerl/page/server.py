@@ -127,7 +127,7 @@ class Page(ABC):
                 except TimeoutError:
                     await response.write(b": still here\n\n")
                     continue
-                news.clear()
+                news.clear()  # before the writes: news that come during them are sent next
                 if self.failure != sent_failure:
                     sent_failure = self.failure
                     await response.write(b"event: failed\ndata: " + msgspec.json.encode(sent_failure) + b"\n\n")
@@ -314,6 +314,7 @@ class PageServer:
     async def serving(self, port: int = 0) -> AsyncIterator[None]:
         """Follow and answer within the block. port: 0 for one of the kernel's choice. Raises ValueError, OSError."""
         app = web.Application(middlewares=[self._guard])
+        # one route for all: the pages of runs come and go, and a router cannot be changed while it serves
         app.router.add_get("/{path:.*}", self._answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         async with self.page.following():
@@ -362,7 +363,7 @@ def whole_number(request: web.Request, name: str) -> int:
 
 
 def answer(body: Any, status: int = 200) -> web.Response:
-    """A JSON response. body: what msgspec encodes."""
+    """A JSON response. body: any value that msgspec encodes."""
     data = msgspec.json.encode(body)
     return web.Response(body=data, status=status, content_type="application/json", headers=security_headers())
 

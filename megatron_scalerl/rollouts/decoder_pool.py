@@ -87,6 +87,7 @@ class DecoderPool:
             name="decoder",
             module="megatron_scalerl.rollouts.decoder",
             setup=msgspec.json.encode(setup),
+            # a process decodes one body at a time, so it needs no threads
             environment=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             subject="rollouts.decoders",
             timeout_s=timeout_s,
@@ -106,7 +107,7 @@ class DecoderPool:
         await self.close()
 
     async def close(self) -> None:
-        """Kill all processes and fail what is outstanding; may be called twice."""
+        """Kill all processes and fail the bodies in progress; may be called twice."""
         await self._workers.close()
 
     @property
@@ -115,7 +116,7 @@ class DecoderPool:
         return self._workers.pids
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """Held from before a body is read until it is decoded."""
+        """A slot, to be held from before a body is read until it is decoded."""
         return self._slots
 
     async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[Decoded, int]:

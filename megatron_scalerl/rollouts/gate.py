@@ -29,7 +29,7 @@ The next batch: while one batch trains at version v, it may be taken by the same
 * When one of them starts, at most (k + 1) * G groups are outstanding, 2 * G of them in the two batches. So at most
   (k - 1) * G remain, whatever their deadlines: the rule at v + 1 holds for j = k - 1, and for j = k.
 * No group in the second batch is late. The first batch left none with a deadline <= v, and what started since has the
-  deadline v + k >= v + 1; with k = 0 nothing has started, and nothing is outstanding beside the first batch.
+  deadline v + k >= v + 1; with k = 0 nothing has started, and nothing but the first batch is outstanding.
 
 If the first batch makes no step, the second one trains at v: the rule at v + 1 implies the rule at v.
 
@@ -167,7 +167,7 @@ class StalenessGate:
         earliest = self._in_flight.pop(group_id)
         deadline = first_token_version + self.max_staleness_steps
         assert deadline >= earliest, f"group {group_id}: first token older than its admission"
-        self._ready[group_id] = deadline
+        self._ready[group_id] = deadline  # later than at the start if an update came before the first token
 
     def drop(self, group_id: int) -> None:
         """Discard a group in flight for good."""

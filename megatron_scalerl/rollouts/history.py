@@ -56,14 +56,14 @@ class Finish(
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="batch"):
-    """The composition of one batch about to be trained on."""
+    """The composition of a batch that is about to be trained on."""
 
     batch: Count
     """Number of the batch in the run's lineage, from 0, counting batches without a step."""
     step: Count
     """The optimizer step for which the batch was composed, from 1."""
     policy_version: int
-    """Policy version that trained on it."""
+    """Policy version that is trained on the batch."""
     group_ids: tuple[int, ...]
 
 

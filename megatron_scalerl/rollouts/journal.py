@@ -113,6 +113,7 @@ class Journal:
         self._waiting.append(
             _Waiting(group_id=group.group_id, header=header, completions=tuple(completions), done=done)
         )
+        # one task at a time: the groups that come while it waits for the disk share its next sync
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_waiting(), name="rollout store")
         stored = await done
@@ -210,6 +211,7 @@ class Journal:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread, to its end even if the caller is cancelled: `close` waits for it."""
+        # a thread cannot be cancelled, and must not write to a file that `close` has closed
         running = asyncio.ensure_future(asyncio.to_thread(work))
         self._in_threads.add(running)
         running.add_done_callback(self._ran)

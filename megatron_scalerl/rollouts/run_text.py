@@ -44,6 +44,7 @@ def load_tokenizer(run_dir: Path) -> RunTokenizer:
     path = Path(read_run_recipe(run_dir)["policy"]["path"])
     if not path.is_dir():
         raise ValueError(f"{recipe}: policy.path: {path} is no folder, and the tokenizer is read from it")
+    # without transformers if tokenizer.json has all tokens
     if (path / "tokenizer.json").is_file():
         fast = _Fast(path / "tokenizer.json")
         if all(map(fast.knows, _added_ids(path / "tokenizer_config.json"))):

@@ -106,6 +106,7 @@ def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]
     """The block of one group."""
     encoded = msgspec.json.encode(header)
     size = _FIXED.size + _ENTRY.size * len(completions) + len(encoded) + sum(map(len, completions))
+    # the checksum covers the head only: each completion has its own, and is read alone
     covered = _COVERED.pack(size, group_id, len(encoded), len(completions))
     table = b"".join(_ENTRY.pack(len(c), zlib.crc32(c)) for c in completions)
     start = b"".join([covered, table, encoded])
@@ -258,12 +259,13 @@ class StoreWriter:
     def _begin_segment(self) -> None:
         self.sync()
         path = segment_path(self.folder, self._segment + 1)
+        # never a file or a link that is there already: both could be another program's
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         handle = os.open(path, flags, 0o600)
         try:
             with naming(path):
                 write_all(handle, segment_header())
-            sync(self.folder)
+            sync(self.folder)  # without it, a power loss may take the new file's name
         except OSError:
             os.close(handle)
             path.unlink(missing_ok=True)
@@ -292,7 +294,7 @@ class StoreWriter:
                 if end == 0:
                     write_all(handle, segment_header())
                     end = SEGMENT_START
-                os.fsync(handle)
+                os.fsync(handle)  # of blocks that a crash left in the system's memory, too: later ones follow them
         except BaseException:
             os.close(handle)
             raise
@@ -403,6 +405,7 @@ def check_stored(folder: Path, references: Sequence[BlockRef]) -> None:
 
 def check_position(folder: Path, segment: int, offset: int) -> None:
     """Raises ValueError naming the file if the store ends before this byte of this segment."""
+    # retention may have deleted the segment since the checkpoint, but only if there is a newer one
     newest = max(segments(folder), default=-1)
     path = segment_path(folder, segment)
     size = path.stat().st_size if path.exists() else 0
@@ -439,7 +442,7 @@ def stored_header(head: BlockHead) -> GroupHeader:
 
 
 def _pread(path: Path, offset: int, size: int) -> bytes:
-    """These bytes of the file. Raises ValueError if it ends before, OSError naming it."""
+    """The `size` bytes of the file from `offset` on. Raises ValueError if it ends before, OSError naming it."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         end = os.fstat(handle).st_size

@@ -185,6 +185,7 @@ class RolloutStream:
                 batch = self._take(self.policy_version)
                 if batch is not None:
                     return batch
+                # nothing can become ready any more; groups that do not fill a batch are left
                 if self.exhausted and self._gate.in_flight == 0 and not self._reissue:
                     return None
                 await self._changed.wait()
@@ -195,6 +196,7 @@ class RolloutStream:
         Waits, also if there are none or the stream has failed, until it is cancelled; it has taken no group then.
         """
         async with self._changed:
+            # a failure is raised by `next_batch`, which is called after the step in progress
             while (batch := self._take(self.policy_version + 1)) is None:
                 await self._changed.wait()
             return batch
@@ -251,7 +253,7 @@ class RolloutStream:
         epoch = self._engines.epoch
         while True:
             await self._engines.until(lambda: self._engines.epoch != epoch)  # noqa: B023
-            epoch = self._engines.epoch
+            epoch = self._engines.epoch  # before the notification, so that a change during it is noticed, too
             async with self._changed:
                 self._loads.note_idle()
                 self._changed.notify_all()
@@ -272,7 +274,7 @@ class RolloutStream:
         weight = self._loads.add(engine, admission.prompt, self._group_size - len(admission.kept))
         name = f"group {admission.group_id}"
         task = asyncio.create_task(self._guarded(self._group, engine, admission, weight, priority), name=name)
-        self._tasks.add(task)
+        self._tasks.add(task)  # asyncio itself keeps weak references to tasks only
         task.add_done_callback(self._tasks.discard)
         return task
 
@@ -290,7 +292,7 @@ class RolloutStream:
             async with self._changed:
                 admissions = self._draw_round(self._groups_per_engine * next_round.size)
                 self._changed.notify_all()
-            if not admissions:
+            if not admissions:  # the engines are paused, and have to be resumed without requests
                 return await next_round.go([])
             groups = []
             requests = []
@@ -314,6 +316,7 @@ class RolloutStream:
         return drawn
 
     def _may_start(self) -> bool:
+        # a counted group is outstanding already: issued again, it does not bring the gate nearer to its bound
         return bool(self._reissue and self._reissue[0].counted) or self._gate.may_start()
 
     def _draw(self) -> Admission | None:
@@ -333,7 +336,7 @@ class RolloutStream:
         raise RuntimeError(f"none of the last {MOST_UNUSABLE} prompts that were drawn can be learned from")
 
     def _next(self) -> Admission | None:
-        """The next group: one to reissue, otherwise a new prompt; None if the curriculum is exhausted."""
+        """The next group: to issue again, otherwise of a new prompt; None if the curriculum is exhausted."""
         if self._reissue:
             return self._reissue.pop(0)
         try:
@@ -465,7 +468,7 @@ class RolloutStream:
             self._changed.notify_all()
 
     async def _repeated(self, recorded: RolloutGroup, kept: Sequence[ScoredCompletion], *, evicted: bool) -> None:
-        """Compare a recorded group, which was generated once more for the others of its round, with the new one."""
+        """Compare a recorded group with its completions from the repeated round."""
         if not evicted and tuple(scored.completion for scored in kept) != recorded.completions:
             logger.warning(
                 "group %d: the completions differ from those before the restart: this run is not deterministic",
