@@ -96,34 +96,18 @@ class Controller:
         sinks: Sequence[Sink] = (),
     ):
         """resumed: its history is handed over, and dropped once it is replayed. sinks: these get every record."""
-        self._recipe = recipe
+        self._recipe, self._folder, self._fleet, self._resumed = recipe, folder, fleet, resumed
+        self._sync, self._probe, self._meter = sync, probe, meter
+        self._saving, self._progress = saving, progress
         self._prompts = prompts.training
-        self._folder = folder
-        self._fleet = fleet
         start = resumed.start
         history = resumed.history
-        self._resumed = resumed
-        self._empty: list[str] = []
-        """Why nothing was left of the last batches, one line for each; empty after a batch with a step."""
-        self._sync = sync
-        self._probe = probe
-        self._saving = saving
+        self._empty: list[str] = []  # why nothing was left of each batch since the last step
         self._scorer = TokenScores(recipe, fleet, folder.path)
-        self._meter = meter
-        self._ledger = meter.ledger
-        self._progress = progress
         self._state = RunState(step=start.step, batches=start.batches)
-        rounds = None
-        if recipe.rollouts.deterministic:
-            rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s)
-        self._metrics = Metrics(
-            folder.path,
-            recipe.name,
-            step=start.step,
-            batches=start.batches,
-            last_step=max(start.step, history.last_step),
-            sinks=sinks,
-        )
+        rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
+        steps = {"step": start.step, "batches": start.batches, "last_step": max(start.step, history.last_step)}
+        self._metrics = Metrics(folder.path, recipe.name, **steps, sinks=sinks)
         self._measurements = Measurements(
             recipe,
             prompts,
@@ -303,8 +287,8 @@ class Controller:
             "reissued_groups": self._stream.reissued_groups,
             "groups_in_flight": self._stream.in_flight,
             "groups_ready": self._stream.ready,
-            self._fleet.devices.unit: self._ledger.axis_at(self._state.batches),
-            f"{self._fleet.devices.unit}_total": self._ledger.hours(),
+            self._fleet.devices.unit: self._meter.ledger.axis_at(self._state.batches),
+            f"{self._fleet.devices.unit}_total": self._meter.ledger.hours(),
         }
 
     async def _replay(self) -> None:

@@ -271,11 +271,10 @@ def _guarded(sink: str, what: str, outcome: str = "") -> Iterator[None]:
     """Context in which a failure of a sink is a line in the log: the records are in the JSONL files."""
     try:
         yield
-    except MemoryError:
-        raise
-    except (
-        Exception
-    ) as error:  # a sink's library has its own, as wandb.errors.UsageError, which derive from this alone
+    # a sink's library has its own exceptions, as wandb.errors.UsageError, which derive from Exception alone
+    except Exception as error:
+        if isinstance(error, MemoryError):
+            raise
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         logger.warning("%s: %s failed: %s%s", sink, what, problem, outcome)
 

@@ -125,9 +125,7 @@ class Reader:
 
     def _scores(self, record: BatchRecord | None) -> dict[tuple[int, int], CompletionScores]:
         """The trainer's scores of tokens of a batch. Raises ValueError for a damaged file."""
-        if record is None:
-            return {}
-        return read_scores(self._run_dir, record.step)
+        return {} if record is None else read_scores(self._run_dir, record.step)
 
     def _batch_advantages(self, record: BatchRecord) -> Advantages | str:
         """The advantages of a batch's completions; or why they are unknown, if a group of the batch is not stored."""
@@ -175,9 +173,7 @@ def token_texts(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> list[str]:
 def _facts(index: int, rollout: Mapping[str, Any], score: Mapping[str, Any]) -> dict[str, Any]:
     sampled = [p for p, counts in zip(rollout["rollout_logprobs"], rollout["loss_mask"]) if counts]
     versions = rollout["policy_versions"] or [0]
-    logprob = None
-    if sampled:
-        logprob = round(sum(sampled) / len(sampled), 4)
+    logprob = round(sum(sampled) / len(sampled), 4) if sampled else None
     return {
         "index": index,
         "reward": score["reward"],

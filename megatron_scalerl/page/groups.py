@@ -68,9 +68,7 @@ class GroupIndex:
     def record_of(self, group_id: int) -> BatchRecord | None:
         """The batch that trained the group; None if there is none yet."""
         batch = self._batch_of.get(group_id)
-        if batch is None:
-            return None
-        return self._records[batch]
+        return None if batch is None else self._records[batch]
 
     def read(self, group_id: int) -> dict[str, Any]:
         """The fields of a group as `rollouts.group_files.stored_group` gives them.

@@ -167,9 +167,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a run's JSONL file. Raises ValueError if it is missing, empty or invalid."""
     rows = read_jsonl(path)
     if not rows:
-        problem = "does not exist"
-        if path.exists():
-            problem = "is empty"
+        problem = "is empty" if path.exists() else "does not exist"
         raise ValueError(f"{path} {problem}")
     return rows
 

@@ -288,6 +288,4 @@ def _number(value: Any) -> float | None:
 def _sum(values: Iterable[float | None]) -> float | None:
     """The sum of the numbers; None without any."""
     numbers = [value for value in values if value is not None]
-    if not numbers:
-        return None
-    return _number(math.fsum(numbers))
+    return _number(math.fsum(numbers)) if numbers else None

@@ -109,9 +109,7 @@ class RunSummary:
 
     def row(self) -> dict[str, Any]:
         """The row of the list: JSON, with `None` for unknown values."""
-        last: dict[str, Any] = {}
-        if self.rows:
-            last = self.rows[-1]
+        last = self.rows[-1] if self.rows else {}
         metrics = self._newest.get("metrics.jsonl") or {}
         totals = (metrics.get("device_hours_total"), last.get("compute_total"))
         hours = [float(total) for total in totals if total is not None]
@@ -132,9 +130,7 @@ class RunSummary:
         }
 
     def _steps(self, rows: list[dict[str, Any]]) -> int:
-        if not rows:
-            return self.recipe.get("steps", 0)
-        return last_step(rows, self.recipe)
+        return last_step(rows, self.recipe) if rows else self.recipe.get("steps", 0)
 
     def _found_state(self) -> tuple[str, str]:
         reason = ending(self._end.rows, self._attempts.rows)
@@ -251,9 +247,7 @@ class RunsData:
 
     def payload(self, since: int = 0) -> dict[str, Any]:
         """The data of the page. since: `version` of an earlier payload; rows that have not changed are left out."""
-        recipes = None
-        if self._recipes_changed > since:
-            recipes = self._recipes
+        recipes = self._recipes if self._recipes_changed > since else None
         return {
             "version": self._version,
             "since": since,
@@ -325,9 +319,7 @@ def _drawn(fit: RunFit, horizon: float) -> dict[str, Any]:
     low, high = fit.result.intervals["asymptote"]
     compute = np.unique([*np.geomspace(fit.last_compute, horizon, PATH_POINTS), fit.end_compute])
     path = fit.result.predict(compute)
-    forecast = ""
-    if fit.outlook:
-        forecast = fit.outlook.line()
+    forecast = fit.outlook.line() if fit.outlook else ""
     return {
         "ceiling": [round(value, 4) for value in (fit.result.asymptote, low, high)],
         "end": float(f"{fit.end_compute:.6g}"),

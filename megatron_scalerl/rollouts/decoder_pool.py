@@ -77,9 +77,8 @@ class DecoderPool:
     ):
         """logs: folder of the processes' logs, `decoder-N.log`."""
         fast: Any = getattr(tokenizer, "backend_tokenizer", None)
-        text = None
-        if hasattr(fast, "to_str"):  # the processes then need no transformers, whose import takes seconds
-            text = fast.to_str()
+        # with this text the processes need no transformers, whose import takes seconds
+        text = fast.to_str() if hasattr(fast, "to_str") else None
         setup = Setup(answer=plans.answer_format(), tokenizer=text, policy=recipe.policy.path)
         workers = recipe.rollouts.decoders or min(MAX_DEFAULT_WORKERS, default_workers())
         self.counters: Counter[str] = Counter()

@@ -36,9 +36,7 @@ def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tupl
     """
     if not recipe.prompts.think_end.strip():
         return (), ()
-    phrase = ""
-    if recipe.interruption.enabled:
-        phrase = recipe.interruption.phrase
+    phrase = recipe.interruption.phrase if recipe.interruption.enabled else ""
     phrase_ids, think_end_ids = plan_ids(tokenizer, phrase, recipe.prompts.think_end)
     end_ids = set(phrase_ids) & set(end_token_ids(recipe.policy.path, tokenizer))
     if end_ids:
@@ -54,9 +52,7 @@ def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity
 
     capacity: trainer.micro_batch_tokens. Raises ValueError for a limit that is shorter.
     """
-    phrase_tokens = 0
-    if tokenizer:
-        phrase_tokens = len(forced_ids(recipe, tokenizer)[0])
+    phrase_tokens = len(forced_ids(recipe, tokenizer)[0]) if tokenizer else 0
     longest = recipe.longest_sequence(phrase_tokens)
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     for key, limit, remedy in (
@@ -98,9 +94,7 @@ class Plans:
     def plan(self, cut: int) -> Plan:
         """The interruption plan of a completion that is cut after `cut` tokens of thinking."""
         section = self._recipe.interruption
-        whole_budget = None
-        if section.after_natural_end == "rest_of_budget":
-            whole_budget = self._recipe.max_completion_tokens
+        whole_budget = self._recipe.max_completion_tokens if section.after_natural_end == "rest_of_budget" else None
         return Plan(
             cut=cut,
             phrase_ids=self._phrase_ids,
@@ -135,7 +129,6 @@ class Plans:
         """The rule by which the answer is found in a completion."""
         # the closing tag may be a special token, and stays in the text: it is cut off as text
         hidden = (self._special_ids | set(self._end_ids)) - set(self._think_end_ids)
-        plan = None
-        if self._think_end_ids:
-            plan = self.plan(1)  # with any cut: all plans of the run have the same closing tag
+        # with any cut: all plans of the run have the same closing tag
+        plan = self.plan(1) if self._think_end_ids else None
         return AnswerFormat(plan=plan, think_end=self._recipe.prompts.think_end, hidden_ids=hidden)

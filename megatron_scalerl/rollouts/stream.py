@@ -230,9 +230,7 @@ class RolloutStream:
         await cancelled(*self._tasks, *(task for task in (self._admission, self._following) if task is not None))
 
     def _start_admission(self) -> None:
-        admit = self._admit
-        if self._rounds is not None:
-            admit = self._admit_in_rounds
+        admit = self._admit if self._rounds is None else self._admit_in_rounds
         self._admission = asyncio.create_task(self._guarded(admit), name="admission")
 
     async def _guarded(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
