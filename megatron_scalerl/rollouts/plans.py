@@ -86,9 +86,7 @@ class Plans:
         """The random choices for completion `index` of a group, a function of these three numbers."""
         digest = hashlib.sha256(f"sampling/{seed}/{group_id}/{index}".encode()).digest()
         interruption = self._recipe.interruption
-        cut = 0
-        if interruption.enabled:
-            cut = draw_cut(seed, group_id, index, *interruption.thinking_tokens)
+        cut = draw_cut(seed, group_id, index, *interruption.thinking_tokens) if interruption.enabled else 0
         return Draw(seed=int.from_bytes(digest[:4], "big") >> 1, thinking_cut=cut)
 
     def plan(self, cut: int) -> Plan:
