@@ -92,9 +92,7 @@ class RunSummary:
     def made_fit(self) -> tuple[int, RunFit | None, str]:
         """(rows fitted, the fit, why there is none): takes a fifth of a second and changes nothing."""
         rows = list(self.rows)
-        start = 0
-        if self.recipe:
-            start = self.recipe["forecast"]["fit_from_steps"]
+        start = self.recipe["forecast"]["fit_from_steps"] if self.recipe else 0
         try:
             fit = run_fit(rows, steps=self._steps(rows), fit_from_steps=start)
         except (ValueError, ArithmeticError) as error:
