@@ -53,7 +53,7 @@ def problems(path):
             "l.jsonl",
             '{"unit": "h"}\n{"batch": 1, "step": 1, "role": "trainer"}\n',
             lambda path: Ledger(path, "h", incarnation="0"),
-            "line 2: expected a charge or a heartbeat",
+            "line 2: the row is neither a charge",
         ),
         (
             "r.yaml",

@@ -326,7 +326,7 @@ def test_a_journal_behind_its_checkpoint_is_refused(tmp_path):
     path = tmp_path / "r" / "journal.jsonl"
     rows = path.read_text().splitlines(keepends=True)
     path.write_text("".join(rows[: len(rows) // 4]))
-    with pytest.raises(RuntimeError, match=r"journal.jsonl: expected at least the 3 batches of .*step_000003, found"):
+    with pytest.raises(RuntimeError, match=r"journal.jsonl: has \d batches, and had 3 when .*step_000003"):
         attempt(settings)
 
 
@@ -375,7 +375,7 @@ def test_validation_tries_a_lost_completion_again_and_leaves_out_the_second_loss
 
 def test_a_prompt_without_any_validation_completion_ends_the_run(tmp_path):
     settings = recipe(tmp_path, steps=2, validation={"seed": 5})
-    with pytest.raises(RuntimeError, match="prompt p41: expected a completion, found all 2 lost"):
+    with pytest.raises(RuntimeError, match=r"validation of version .*prompt p41: all 2 "):
         attempt(settings, lost={(5, 1, 0): 2, (5, 1, 1): 2})
 
 

@@ -259,7 +259,7 @@ def test_an_engine_is_shared_by_the_measurements_of_one_version():
     assert engines.held == [engine]
     held.release(engine)
     assert engines.stale == [engine] and said == ["held", "released"]
-    assert held.hold(5, "evaluation") is None and held.hold(5, "evaluation", alone=True) is not None
+    assert held.hold(5, "evaluation") is None and held.hold(5, "evaluation", least_serving=1) is not None
 
 
 def test_the_time_of_a_held_engine_goes_to_what_it_finished(tmp_path):

@@ -130,11 +130,11 @@ def another_file(place, name):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (lambda place: ["optimizer.lr=2e-4"], "optimizer.lr: 0.0001, found 0.0002"),
-        (lambda place: ["loss.name=dapo", "loss.clip_low=0.2", "loss.clip_high=0.26"], "loss.clip_high: None, found"),
-        (lambda place: [f"prompts.path={another_file(place, 'prompts.jsonl')}"], "prompts.path: 'prompts.jsonl', "),
-        (lambda place: from_elsewhere(place)[1:], "policy.path: 'base_policy', found '/"),
-        (lambda place: ["megatron.ddp.use_distributed_optimizer=false"], "use_distributed_optimizer: None, found"),
+        (lambda place: ["optimizer.lr=2e-4"], "optimizer.lr is 0.0001 in the run's recipe and 0.0002 here"),
+        (lambda place: ["loss.name=dapo", "loss.clip_low=0.2", "loss.clip_high=0.26"], "loss.clip_high is None "),
+        (lambda place: [f"prompts.path={another_file(place, 'prompts.jsonl')}"], "prompts.path is 'prompts.jsonl' "),
+        (lambda place: from_elsewhere(place)[1:], "policy.path is 'base_policy' in the run's recipe and '/"),
+        (lambda place: ["megatron.ddp.use_distributed_optimizer=false"], "use_distributed_optimizer is None "),
     ],
 )
 def test_train_refuses_another_recipe(

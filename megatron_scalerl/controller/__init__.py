@@ -6,7 +6,7 @@ preflight.py      checks of a recipe's inputs before any process starts
 run_folder.py     lock, recipe and attempts of RUN/; the checkpoint to resume from
 weight_sync.py    coordinates a weight update of all engines
 probe.py          compares log-probs of trainer and engines after an update
-measure.py        validations and evaluations beside the training: when, and on which engines
+measure.py        validations and evaluations while the training goes on: when, and on which engines
 measured_prompts.py  what they measure and record: RUN/validation.jsonl, RUN/evaluation.jsonl, RUN/evaluations
 meter.py          measures time windows and charges them to the ledger
 ledger.py         device-hours by role and batch: RUN/ledger.jsonl, the forecast's compute axis

@@ -32,7 +32,7 @@ Phase = Literal["startup", "produce", "train", "validate", "replay", "crash"]
 
 @record
 class Charge:
-    """Devices held by one role in one window of time."""
+    """The devices that one role held in one window of time."""
 
     batch: int
     """Batches of the run's lineage at the end of the window: the window belongs to batch number `batch` - 1."""
@@ -62,18 +62,22 @@ class Ledger:
     """
 
     def __init__(self, path: Path, unit: ComputeUnit, *, incarnation: str):
-        """Open or create, and charge what a crash left uncharged.
+        """Open or create the file, and charge the time that a crash left uncharged.
 
         Raises ValueError for a file in another unit, and for a row that is no charge.
         """
-        self.path, self.unit = path, unit
+        self.path = path
+        self.unit = unit
         self._incarnation = incarnation
         header, *rows = read_jsonl(self.path) or [{"unit": unit}]
         if header.get("unit") != unit:
-            raise ValueError(f"{path}: expected unit {unit}, found {header.get('unit')}")
+            raise ValueError(
+                f"{path}: the run was charged in {header.get('unit')} so far, and would be charged in {unit} now; "
+                "resume it on the kind of devices that it began on"
+            )
         self._hours: dict[Role, float] = defaultdict(float)
         self._axis = array("d")
-        """Batch -> its device-hours on the forecast's compute axis. Sums alone stay: a month has 100,000 charges."""
+        """Batch -> its device-hours on the forecast's compute axis. Only sums stay: a month has 100,000 charges."""
         self._trained = 0
         charges = _recovered(self.path, rows)
         self._add(charges)
@@ -99,7 +103,7 @@ class Ledger:
             )
             for role, count in devices
         ]
-        self._file.append(*map(_row, charges))
+        self._file.append(*map(_row, charges))  # a crash may leave a part of them, see `_recovered`
         self._add(charges)
 
     def heartbeat(self, *, batch: int, step: int, devices: float, seconds: float) -> None:
@@ -152,23 +156,29 @@ def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
     charges: list[Charge] = []
     complete = 0
     heartbeat: Charge | None = None
+    incarnation = ""
     for number, row in enumerate(rows, 2):
-        charge = _charge(f"{path} line {number}", row, charges[-1].incarnation if charges else "")
-        heartbeat = charge if "heartbeat" in row else None
-        if heartbeat is not None:
+        charge = _charge(f"{path} line {number}", row, incarnation)
+        if "heartbeat" in row:
+            heartbeat = charge
             continue
+        heartbeat = None  # its time is in the charge that follows it
+        incarnation = charge.incarnation
         charges.append(charge)
+        # the trainer's charge, or one of all devices, is the last of its window
         if charge.role not in ("engine", "validation", "evaluation"):
             complete = len(charges)
     charges[complete:] = [dataclasses.replace(c, role="lost", phase="crash") for c in charges[complete:]]
-    return charges if heartbeat is None else [*charges, heartbeat]
+    if heartbeat is not None:
+        charges.append(heartbeat)
+    return charges
 
 
 def _charge(where: str, row: dict[str, Any], incarnation: str) -> Charge:
-    """A row as a charge; a heartbeat as what was lost until it, of the attempt `incarnation`."""
+    """A row as a charge; a heartbeat as a charge of the time lost until then, of the attempt `incarnation`."""
     if "heartbeat" in row:
         row |= {"seconds": row["heartbeat"], "role": "lost", "phase": "crash", "incarnation": incarnation}
     try:
         return msgspec.convert(row, Charge)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: expected a charge or a heartbeat, found {error}") from None
+        raise ValueError(f"{where}: the row is neither a charge nor a heartbeat: {error}") from None

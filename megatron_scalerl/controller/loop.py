@@ -22,7 +22,7 @@ What differs by schedule, after a batch:
 | | within a phase of ppo_off_policy | at its end, and rollouts.deterministic | pipeline |
 |---|---|---|---|
 | publish, measure | - | yes | yes |
-| new groups start | at once, at the old version | after the validation | at once, beside the validation |
+| new groups start | at once, at the old version | after the validation | at once, during the validation |
 
 A weight update (`_publish`): a validation on all engines is awaited first, because it measures one policy version;
 one on a held engine delays nothing. Then every engine pauses between two tokens, keeps its requests, receives the
@@ -66,7 +66,7 @@ from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import tasks_of
-from megatron_scalerl.rollouts.history import BatchRecord, read_batch, read_groups, replay_draws
+from megatron_scalerl.rollouts.history import NO_HISTORY, BatchRecord, read_batch, read_groups, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """One attempt of a run."""
+    """The training loop of one attempt, and its components."""
 
     def __init__(
         self,
@@ -95,19 +95,19 @@ class Controller:
         evaluation: Evaluated | None = None,
         sinks: Sequence[Sink] = (),
     ):
-        """resumed: the checkpoint to resume from, and the journal until it is replayed. sinks: of the records."""
-        self._recipe, self._prompts, self._folder, self._fleet = recipe, prompts.training, folder, fleet
-        start, history = resumed.start, resumed.history
-        assert history is not None
-        self._resumed = resumed
-        self._empty: list[str] = []  # why nothing was left of each of the last batches in a row
-        self._sync, self._probe, self._saving = sync, probe, saving
+        """resumed: its history is handed over, and dropped once it is replayed. sinks: these get every record."""
+        self._recipe, self._folder, self._fleet, self._resumed = recipe, folder, fleet, resumed
+        self._sync, self._probe, self._meter = sync, probe, meter
+        self._saving, self._progress = saving, progress
+        self._prompts = prompts.training
+        start = resumed.start
+        history = resumed.history
+        self._empty: list[str] = []  # why nothing was left of each batch since the last step
         self._scorer = TokenScores(recipe, fleet, folder.path)
-        self._meter, self._ledger, self._progress = meter, meter.ledger, progress
         self._state = RunState(step=start.step, batches=start.batches)
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
-        at = {"step": start.step, "batches": start.batches, "last_step": max(start.step, history.last_step)}
-        self._metrics = Metrics(folder.path, recipe.name, sinks=sinks, **at)
+        steps = {"step": start.step, "batches": start.batches, "last_step": max(start.step, history.last_step)}
+        self._metrics = Metrics(folder.path, recipe.name, **steps, sinks=sinks)
         self._measurements = Measurements(
             recipe,
             prompts,
@@ -156,9 +156,10 @@ class Controller:
             await self._fleet.trainer.load(str(self._resumed.start.checkpoint))
         await self._publish()
         self._meter.charge_startup()
-        if self._phase_over and self._measurements.begin(beside=False):
+        # of step 0, or of a version whose validation is not recorded; nothing trains yet
+        if self._phase_over and self._measurements.begin(while_training=False):
             await self._measurements.end_validation(self._overlap.while_waiting)
-        await self._replay()
+        await self._replay()  # before the start: the curriculum and the gate have to be those of the journal's end
         self._stream.start(self._state.step)
         return await self._train()
 
@@ -178,6 +179,7 @@ class Controller:
             waited = self._meter.elapsed - begin
             if self._state.batches == 0 and self._recipe.sft.path is None:
                 check_thinking(groups, self._recipe.prompts.think_end)
+            # in the journal before the step: a restart trains the same batches again
             async with self._saving.uninterrupted():
                 await self._record(groups)
             await self._train_on(groups, waited)
@@ -191,7 +193,7 @@ class Controller:
         return await self._finish(f"all {self._recipe.steps} steps are made")
 
     async def _record(self, groups: Sequence[RolloutGroup]) -> None:
-        """Charge a batch, then journal it: one in the journal must not lack the charge for producing it."""
+        """Charge a batch, then journal it: a batch in the journal must not lack the charge for producing it."""
         state = self._state
         self._meter.charge_produce(state.batches)
         await self._journal.batch(
@@ -204,20 +206,18 @@ class Controller:
         )
 
     async def _train_on(self, groups: Sequence[RolloutGroup], waited: float = 0.0) -> None:
-        """One batch: at most one optimizer step and one new policy version."""
+        """Train on a batch: at most one optimizer step and one new policy version."""
         async with self._saving.uninterrupted():
             await self._train_batch(groups, waited)
-        if self._recipe.rollouts.one_by_one:
-            await self._save()  # while the engines validate
-            await self._measurements.end_validation(self._overlap.while_waiting)
+        one_by_one = self._recipe.rollouts.one_by_one
+        if not one_by_one:
             await self._stream.trained(self._state.served)
-        else:
-            await self._stream.trained(self._state.served)
-            await self._save()  # while the engines generate
-
-    async def _save(self) -> None:
+        # the engines are busy while a checkpoint is written: they generate, or one by one they validate
         async with self._saving.uninterrupted():
             await self._saver.maybe(self._state.step, self._state.batches)
+        if one_by_one:
+            await self._measurements.end_validation(self._overlap.while_waiting)
+            await self._stream.trained(self._state.served)
 
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float) -> None:
         await self._saver.commit(wait=False)  # the trainer is idle
@@ -240,7 +240,7 @@ class Controller:
             self._measurements.begin()
 
     def _note(self, record: dict[str, Any], report: StepReport | None, stats: Mapping[str, float]) -> None:
-        """Record and show a batch. report: of its step, None without one. stats: counts of the filters."""
+        """Record and show a batch. report: of its step, None if it made none. stats: counts of the filters."""
         step = self._state.step
         if report is None:
             self._empty.append(why_empty(stats))
@@ -258,22 +258,25 @@ class Controller:
         return self._state.batches % self._recipe.rollouts.batches_per_update == 0
 
     async def _publish(self) -> dict[str, Any]:
-        """Update every engine to the trainer's weights where they are new; what the record of the batch says of it.
+        """Update every engine to the trainer's weights, if they are new; returns metrics for the batch's record.
 
         The probe follows every weights.probe_every-th step, or the first update from then on.
         """
-        state, before = self._state, self._state.served
+        state = self._state
+        before = self._state.served
         if state.step == before:
             return {}
         pinned = await self._measurements.unpin()
         update = await self._sync.publish(state.step)
-        state.served, state.digest = state.step, update.digest
-        reached = (every := self._recipe.weights.probe_every) and state.step // every > before // every
-        probed = await self._probe.check(state.step, new_only=not reached)
+        state.served = state.step
+        state.digest = update.digest
+        interval = self._recipe.weights.probe_every
+        due = interval and state.step // interval > before // interval
+        probed = await self._probe.check(state.step, new_only=not due)
         return {"pinned_seconds": pinned} | update.metrics() | probed
 
     def _charge(self) -> dict[str, float]:
-        """Charge the batch that was just trained or skipped (`meter`); its times and hours for the step record."""
+        """Charge the batch that was just trained or skipped (`meter`); returns times and hours for its record."""
         batch = self._meter.charge_train(self._state.batches - 1, self._state.step)
         return {
             "step_seconds": batch.seconds,
@@ -284,8 +287,8 @@ class Controller:
             "reissued_groups": self._stream.reissued_groups,
             "groups_in_flight": self._stream.in_flight,
             "groups_ready": self._stream.ready,
-            self._fleet.devices.unit: self._ledger.axis_at(self._state.batches),
-            f"{self._fleet.devices.unit}_total": self._ledger.hours(),
+            self._fleet.devices.unit: self._meter.ledger.axis_at(self._state.batches),
+            f"{self._fleet.devices.unit}_total": self._meter.ledger.hours(),
         }
 
     async def _replay(self) -> None:
@@ -295,12 +298,12 @@ class Controller:
         stream is not started yet, so nothing is generated.
         """
         history = self._resumed.history
-        assert history is not None
-        self._resumed.history = None
+        self._resumed.history = NO_HISTORY  # the caller keeps `resumed` as long as the attempt lasts
         replay_draws(self._curriculum, history)
         for record in history.batches[self._state.batches :]:
             await self._train_on(await asyncio.to_thread(read_batch, self._folder.path, history, record))
             self._meter.charge_replay()
+        # finished groups that are in no batch wait for the gate again
         ready = await asyncio.to_thread(read_groups, self._folder.path, history, history.unbatched())
         prompts = {p.prompt_id: p for p in self._prompts}
         unfinished = [
@@ -310,11 +313,11 @@ class Controller:
         self._stream.restore(list(ready.values()), unfinished, self._state.batches)
 
     async def _leave(self) -> None:
-        """Save what was trained since the last checkpoint. What was in flight is generated again after a restart."""
+        """Save the steps since the last checkpoint. Groups in flight are generated again after a restart."""
         await self._stream.close()
         await self._measurements.close()
         await self._saver.save_last(self._state.step, self._state.batches)
-        logger.info("asked to save and exit: checkpoint of step %d", self._saver.step)
+        logger.info("the run was asked to save and exit; its last checkpoint is of step %d", self._saver.step)
 
     async def _finish(self, reason: str, *, final: bool = False, gave_up: bool = False) -> str:
         """The last validation, checkpoint and charge; final, gave_up: as `RunFolder.end`."""
@@ -348,5 +351,6 @@ def check_thinking(groups: Sequence[RolloutGroup], think_end: str) -> None:
 
 
 def _curriculum(recipe: Recipe, prompts: Sequence[Prompt]) -> Curriculum:
-    section, weights = recipe.curriculum, {task.name: task.weight for task in tasks_of(recipe)}
+    section = recipe.curriculum
+    weights = {task.name: task.weight for task in tasks_of(recipe)}
     return Curriculum(prompts, recipe.seed, section.no_positive_resampling, section.max_epochs, weights)

@@ -1,4 +1,4 @@
-"""Measures one policy version beside the training: validations and evaluations (`measured_prompts`).
+"""Measures one policy version while the training goes on: validations and evaluations (`measured_prompts`).
 
 Consumes: prompts and the engines' slots, at a higher priority than training completions.
 Waits for: every completion and its score, and for a serving engine (`evaluation.completing`).
@@ -10,12 +10,19 @@ Where a second engine serves, one is held at the version and nothing waits: the 
     begin of a measurement   a serving engine is held: no new group, no weight update; completions in flight go on
     end of the last one      it is stale, and gets the weights in the next update, or while the trainer waits
 
-Both measurements of one version share the engine. One that is evicted is not replaced: by then the trainer may have
-left the version, so the measurement is lost, and is made of a later version.
+Both measurements of one version share the engine. A held engine that is evicted is not replaced: by then the trainer
+may have left the version. The measurement is lost then, and a later version is measured instead.
 
 With one engine, or with validation.engine: all, the next weight update waits for the validation. The trainer may
 leave the version meanwhile; an engine that is started again cannot get it any more then, and when the last engine
 that holds it is evicted, the validation cannot end: VersionLost.
+
+The life of a measurement:
+
+    due       its step is a multiple of every_steps, or one was skipped; nothing of it is recorded or in progress
+    begin     holds an engine, or takes all; `_run` completes the requests in a task
+    collect   drops the task once it has ended, and raises its failure; `end` waits for it first
+    close     cancels it; completions that are recorded stay, and a restart goes on with them
 """
 
 import asyncio
@@ -42,7 +49,7 @@ from megatron_scalerl.types import CompletionLost
 logger = logging.getLogger(__name__)
 
 _TRIES = 2
-"""Attempts at the last evaluation, beside one that was in progress."""
+"""Attempts at the last evaluation, without the one that was in progress."""
 
 WhileWaiting = Callable[[Awaitable[None]], Awaitable[None]]
 """Waits for work while engines that join get the trainer's weights (`overlap.Overlap.while_waiting`)."""
@@ -53,27 +60,28 @@ class VersionLost(RuntimeError):
 
 
 class HeldEngine:
-    """At most one engine for each version, as long as another one serves."""
+    """Holds engines for measurements: at most one for each version, and only while another one serves."""
 
     def __init__(self, engines: Membership, meter: Meter):
-        self._engines, self._meter = engines, meter
+        self._engines = engines
+        self._meter = meter
         self._users: dict[int, list[EngineClient]] = {}
-        """Version -> its engine, once for each measurement."""
+        """Version -> its engine, once for each measurement that uses it."""
 
-    def hold(self, version: int, purpose: Purpose, *, alone: bool = False) -> EngineClient | None:
+    def hold(self, version: int, purpose: Purpose, *, least_serving: int = 2) -> EngineClient | None:
         """The engine that keeps `version`, which all serving engines have now; each call needs a `release`.
 
-        The one with the fewest requests in flight; the others serve on. alone: no other needs to. None if fewer than
-        two serve, or if the engine of this version was evicted.
+        It is the engine with the fewest requests in flight. None if fewer engines than `least_serving` serve, this
+        one included, or if the engine of this version was evicted.
         """
         users = self._users.get(version, [])
         if users:
             engine = users[0]
             if engine not in self._engines.held:
-                return None
+                return None  # evicted; the others may have another version by now
         else:
             serving = self._engines.serving
-            if len(serving) < (1 if alone else 2):
+            if len(serving) < least_serving:
                 return None
             engine = min(serving, key=lambda engine: engine.in_flight)
             self._meter.hold(engine, self._engines.devices_of(engine), purpose)
@@ -83,7 +91,7 @@ class HeldEngine:
         return engine
 
     def release(self, engine: EngineClient) -> None:
-        """One measurement on this engine is over."""
+        """End the use of a held engine by one measurement; after the last one it goes back to the training."""
         version = next(version for version, users in self._users.items() if engine in users)
         self._users[version].pop()
         if not self._users[version]:
@@ -93,7 +101,7 @@ class HeldEngine:
 
 
 class Measurement:
-    """One set of prompts, which is measured every so many steps, one version at a time."""
+    """Measures one set of prompts every `every_steps` steps, one version at a time."""
 
     def __init__(
         self,
@@ -101,19 +109,22 @@ class Measurement:
         prompts: HeldOut | EvaluationFiles,
         *,
         engines: Membership,
-        held: HeldEngine,
+        holder: HeldEngine,
         meter: Meter,
         rounds: Rounds | None = None,
     ):
         """rounds: for rollouts.deterministic."""
-        self._prompts, self._engines, self._held = prompts, engines, held
-        self._meter, self._rounds = meter, rounds
+        self._prompts = prompts
+        self._engines = engines
+        self._holder = holder
+        self._meter = meter
+        self._rounds = rounds
         self._per_engine = recipe.rollouts.max_in_flight
         self._engine_count = recipe.engine.count
         self._task: asyncio.Task[None] | None = None
-        """The one in progress, or one that has ended since the last `collect`."""
+        """The task of the measurement in progress, or of the last one until `collect` drops it."""
         self.engine: EngineClient | None = None
-        """The engine that is, or was, held for the last one."""
+        """The engine that is, or was, held for the last measurement; None if all engines generated."""
 
     @property
     def in_progress(self) -> bool:
@@ -121,34 +132,36 @@ class Measurement:
         return self._task is not None and not self._task.done()
 
     @property
-    def beside(self) -> bool:
-        """True while one is in progress on an engine that is held."""
+    def on_held_engine(self) -> bool:
+        """True while a measurement is in progress on a held engine."""
         return self.in_progress and self.engine is not None
 
     def due(self, step: int) -> bool:
-        """True if `step` is a multiple of every_steps, or the first step asked for from one on.
+        """True if `step` is a multiple of every_steps, or if a multiple since the newest record was passed.
 
-        Not if the measurement is recorded or in progress. Raises the failure of the one before.
+        False while a measurement is in progress. Raises the failure of the one before.
         """
         self.collect()
-        every = self._prompts.every
-        if not every or self.in_progress:
+        interval = self._prompts.every
+        if not interval or self.in_progress:
             return False
-        return step // every > self._prompts.newest(step) // every
+        return step // interval > self._prompts.newest(step) // interval
 
-    def begin(self, state: RunState, *, hold: bool = True, alone: bool = False, last: bool = False) -> bool:
+    def begin(self, state: RunState, *, hold: bool = True, least_serving: int = 2, last: bool = False) -> bool:
         """Start a measurement of the version that the engines hold.
 
-        False if it stays due because no engine can be held. hold: an engine, else all generate. alone: no other
-        engine needs to serve. last: of the run.
+        False if it stays due because no engine can be held. hold: one engine generates, else all. least_serving: as
+        for `HeldEngine.hold`. last: the run ends with it.
         """
         assert self._task is None
-        step, purpose = state.step, self._prompts.purpose
-        self.engine = self._held.hold(step, purpose, alone=alone) if hold else None
-        if hold and self.engine is None and (self._engines.held or not self._prompts.on_all):
-            return False
-        where = "" if self.engine is None else f" on {self.engine.name}"
-        logger.info("%s of version %d%s", purpose, step, where)
+        step = state.step
+        purpose = self._prompts.purpose
+        self.engine = None
+        if hold:
+            self.engine = self._holder.hold(step, purpose, least_serving=least_serving)
+            if self.engine is None and (self._engines.held or not self._prompts.on_all):
+                return False
+        logger.info("%s of version %d begins", purpose, step)
         ledger = self._meter.ledger
         axis = {"compute": ledger.axis_at(state.batches), "compute_total": ledger.hours(), "unit": ledger.unit}
         version = PinnedVersion(step=step, digest=state.digest, axis=axis, last=last)
@@ -157,8 +170,9 @@ class Measurement:
 
     async def _run(self, version: PinnedVersion, engine: EngineClient | None) -> None:
         pinned = Pinned(members=self._engines, version=version.step, only=engine)
-        one_engine = engine is not None or self._rounds is not None
-        at_once = self._per_engine * (1 if one_engine else self._engine_count)
+        at_once = self._per_engine
+        if engine is None and self._rounds is None:
+            at_once *= self._engine_count
 
         async def complete(requests: Iterable[Request], finished: Finished) -> None:
             def counted(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
@@ -174,16 +188,17 @@ class Measurement:
             self._prompts.lose(version.step, str(lost))
         finally:
             if engine is not None:
-                self._held.release(engine)
+                self._holder.release(engine)
 
     def collect(self) -> None:
         """Forget a measurement that has ended. Raises its failure."""
         if self._task is not None and self._task.done():
-            task, self._task = self._task, None
+            task = self._task
+            self._task = None
             task.result()
 
     async def end(self, while_waiting: WhileWaiting) -> float:
-        """Wait for the one in progress, if any; returns the seconds waited. Raises its failure."""
+        """Wait for the measurement in progress, if any; returns the seconds waited. Raises its failure."""
         self.collect()
         if self._task is None:
             return 0.0
@@ -195,19 +210,19 @@ class Measurement:
         return waited
 
     async def unless_lost(self, work: Awaitable[None]) -> None:
-        """Wait for the one in progress. Raises VersionLost if no engine is left that holds its version."""
+        """Wait for the measurement in progress. Raises VersionLost if no engine is left that holds its version."""
         assert isinstance(work, asyncio.Task)
         lost = asyncio.create_task(self._engines.until(lambda: not self._engines.serving))
         try:
             await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             lost.cancel()
-        if not work.done():
-            raise VersionLost(f"{work.get_name()}: expected an engine that holds it, found none left")
+        if not work.done():  # an engine that joins now could only get a later version
+            raise VersionLost(f"{work.get_name()}: no engine is left that holds this version")
         await work
 
     async def close(self) -> None:
-        """Cancel the one in progress, if any; what it has completed stays."""
+        """Cancel the measurement in progress, if any; completions that are recorded stay."""
         if self._task is not None:
             await cancelled(self._task)
         await self._prompts.close()
@@ -233,29 +248,32 @@ class Measurements:
         progress: Progress,
     ):
         """start: the checkpoint from which the attempt goes on."""
-        self._recipe, self._state, self._engines = recipe, state, engines
-        self._metrics, self._meter = metrics, meter
-        held = HeldEngine(engines, meter)
+        self._recipe = recipe
+        self._state = state
+        self._engines = engines
+        self._metrics = metrics
+        self._meter = meter
+        holder = HeldEngine(engines, meter)  # one for both, so that they share an engine
         usable = [prompt for prompt in prompts.held_out if not prompts.problems.get(prompt.prompt_id)]
         held_out = HeldOut(recipe, usable, sampler, metrics, progress)
-        self._validations = Measurement(recipe, held_out, engines=engines, held=held, meter=meter, rounds=rounds)
+        self._validations = Measurement(recipe, held_out, engines=engines, holder=holder, meter=meter, rounds=rounds)
         self._evaluations: Measurement | None = None
         if evaluation is not None:
             files = EvaluationFiles(recipe, evaluation, folder, start, sampler)
-            self._evaluations = Measurement(recipe, files, engines=engines, held=held, meter=meter)
+            self._evaluations = Measurement(recipe, files, engines=engines, holder=holder, meter=meter)
         self._on_all = False
         """A validation on all engines was begun, and its time is not charged yet."""
 
-    def begin(self, *, beside: bool = True) -> bool:
-        """Start what is due of the version that the engines hold; True if a validation was started.
+    def begin(self, *, while_training: bool = True) -> bool:
+        """Start the measurements that are due of the version that the engines hold; True for a validation.
 
-        beside: the training goes on meanwhile. The evaluation comes first, so that both share one held engine, also
-        where the validation is on all others.
+        while_training: the training goes on meanwhile.
         """
         step = self._state.step
+        # the evaluation first: the validation then shares its engine, or runs on the others
         if self._evaluations is not None and self._evaluations.due(step):
             self._evaluations.begin(self._state)
-        hold = beside and self._recipe.validation.engine == "held" and not self._recipe.rollouts.one_by_one
+        hold = while_training and self._recipe.validation.engine == "held" and not self._recipe.rollouts.one_by_one
         begun = self._validations.due(step) and self._validations.begin(self._state, hold=hold)
         self._on_all = begun and self._validations.engine is None
         return begun
@@ -265,25 +283,26 @@ class Measurements:
 
         Raises VersionLost if no engine is left: the trainer holds a later version already.
         """
-        if self._validations.beside:
+        if self._validations.on_held_engine:
             return 0.0
         return await self._validations.end(self._validations.unless_lost)
 
     async def end_validation(self, while_waiting: WhileWaiting) -> None:
         """Wait for the validation on all engines that `begin` started last, if it did, and charge the time."""
-        if not self._validations.beside:
+        if not self._validations.on_held_engine:
             await self._validations.end(while_waiting)
         if self._on_all:
             self._on_all = False
             self._meter.charge_validation()
 
     async def finish(self, while_waiting: WhileWaiting, publish: Callable[[], Awaitable[object]]) -> None:
-        """At the end of the run: what is in progress, the last validation, an evaluation that is due.
+        """End the measurements of the run: those in progress, the last validation, and an evaluation that is due.
 
         publish: gives the engines the trainer's version.
         """
-        step, validations = self._state.step, self._validations
-        if validations.beside:
+        step = self._state.step
+        validations = self._validations
+        if validations.on_held_engine:
             self._meter.charge_validation()
             await validations.end(while_waiting)
             self._meter.charge_waiting("validation")
@@ -300,12 +319,12 @@ class Measurements:
             for _ in range(_TRIES):
                 if evaluations.due(step):
                     await while_waiting(self._engines.until(lambda: bool(self._engines.serving)))
-                    evaluations.begin(self._state, alone=True)
+                    evaluations.begin(self._state, least_serving=1)
                     await evaluations.end(while_waiting)
             self._meter.charge_waiting("evaluation")
 
     async def close(self) -> None:
-        """Cancel what is in progress."""
+        """Cancel the measurements in progress."""
         await self._validations.close()
         if self._evaluations is not None:
             await self._evaluations.close()

@@ -1,4 +1,4 @@
-"""What a run measures, and the records of it: the held-out prompts (validation), and evaluation files.
+"""The measurements of a run, and their records: validations on held-out prompts, and evaluations on files.
 
 A validation is mean@k on the held-out prompts, with one policy version. Interruption, sampling and verifier are those
 of training. Every validation has the same prompts, so that their difficulty is no noise of the curve. Seeds and
@@ -47,9 +47,10 @@ from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt,
 
 logger = logging.getLogger(__name__)
 
-FOLDER, RECORD = "evaluations", "evaluation.jsonl"
+FOLDER = "evaluations"
+RECORD = "evaluation.jsonl"
 _STEP = re.compile("step-([0-9]+)")
-"""Name of the folder of an evaluation; one that began anew left another name."""
+"""Name of an evaluation's folder; the folders of those that began anew have a suffix."""
 
 
 @record
@@ -58,11 +59,11 @@ class PinnedVersion:
 
     step: int
     digest: str
-    """Of the weights that the engines hold."""
+    """Digest of the weights that the engines hold."""
     axis: dict[str, Any]
     """`compute`, `compute_total` and their `unit` at the step (`ledger`)."""
     last: bool = False
-    """The run ends with it."""
+    """True for the last measurement of the run."""
 
 
 Complete = Callable[[Iterable[Request], Finished], Awaitable[None]]
@@ -74,16 +75,19 @@ class HeldOut:
 
     purpose: ClassVar[Purpose] = "validation"
     on_all: ClassVar[bool] = True
-    """All engines generate where none can be held."""
+    """True: all engines generate where none can be held."""
 
     def __init__(
         self, recipe: Recipe, prompts: Sequence[Prompt], sampler: Sampler, metrics: Metrics, progress: Progress
     ):
-        self._recipe, self._section = recipe, recipe.validation
+        self._recipe = recipe
+        self._section = recipe.validation
         self._prompts = first_of_each_task(prompts, self._section.prompts)
-        self._sampler, self._metrics, self._progress = sampler, metrics, progress
+        self._sampler = sampler
+        self._metrics = metrics
+        self._progress = progress
         self._forecast: asyncio.Task[None] | None = None
-        """The forecast after the last validation, beside the training."""
+        """The forecast after the last validation, which is made in a thread."""
         self.every = self._section.every_steps
 
     def newest(self, step: int) -> int:
@@ -99,15 +103,19 @@ class HeldOut:
         self._forecast = asyncio.create_task(self._look_ahead(), name=f"forecast at version {version.step}")
 
     async def validate(self, version: PinnedVersion, complete: Complete) -> tuple[PassRate, Outcomes]:
-        """(the pass rate of a policy version, [prompts][generations] what each completion was).
+        """(the pass rate of a policy version, [prompts][generations] the outcomes of its completions).
 
         The first completions of a prompt have the same seeds whatever their number. Raises RuntimeError if all
         completions of a prompt are lost.
         """
-        section, step = self._section, version.step
-        at_an_end = version.last or step in (0, self._recipe.steps)
-        generations = (section.end_generations if at_an_end else None) or section.generations
-        seed = section.seed + (step if section.fresh_seeds else 0)
+        section = self._section
+        step = version.step
+        generations = section.generations
+        if version.last or step in (0, self._recipe.steps):
+            generations = section.end_generations or generations
+        seed = section.seed
+        if section.fresh_seeds:  # common seeds would make the errors of two validations alike
+            seed += step
         rows: list[list[ScoredCompletion | None]] = [[None] * generations for _ in self._prompts]
 
         def finished(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
@@ -125,11 +133,11 @@ class HeldOut:
             for index in range(generations)
         ]
         await complete(requests, finished)
+        # a prompt without a completion would change the set of prompts, and so the curve
         for prompt, row in zip(self._prompts, rows):
             if not any(row):
                 raise RuntimeError(
-                    f"validation of version {step}: prompt {prompt.prompt_id}: expected a completion, found "
-                    f"all {generations} lost"
+                    f"validation of version {step}: prompt {prompt.prompt_id}: all {generations} completions are lost"
                 )
         outcomes = tuple(tuple(None if x is None else x.score.correct for x in row) for row in rows)
         by_prompt = means(outcomes)
@@ -152,8 +160,10 @@ class HeldOut:
         return pass_rate, outcomes
 
     def lose(self, step: int, why: str) -> None:
-        """The version was lost before its validation ended."""
-        logger.warning("validation of version %d is lost, and is made of a later one: %s", step, why)
+        """Log that a validation is lost, because no engine holds its version any more."""
+        logger.warning(
+            "the validation of version %d is lost, and a later version is validated instead: %s", step, why
+        )
 
     async def close(self) -> None:
         """Wait for the forecast, which takes less than a second."""
@@ -170,7 +180,7 @@ class HeldOut:
                 fit_from_steps=self._recipe.forecast.fit_from_steps,
             )
         except (ValueError, ArithmeticError, RuntimeError, OSError, MemoryError) as error:
-            logger.warning("no forecast: %s: %s", type(error).__name__, error)
+            logger.warning("no forecast can be made: %s: %s", type(error).__name__, error)
             return
         if forecast is not None:
             self._progress.outlook(forecast)
@@ -188,7 +198,9 @@ def _by_task(prompts: Sequence[Prompt], by_prompt: Sequence[float]) -> dict[str,
 def _entropy(completions: Sequence[Completion]) -> float:
     """Minus the mean log-probability (nats) of all sampled tokens; NaN if none was sampled."""
     sampled = sum(c.sampled_tokens for c in completions)
-    return -sum(c.logprob_sum for c in completions) / sampled if sampled else math.nan
+    if not sampled:
+        return math.nan
+    return -sum(c.logprob_sum for c in completions) / sampled
 
 
 class EvaluationFiles:
@@ -196,15 +208,18 @@ class EvaluationFiles:
 
     purpose: ClassVar[Purpose] = "evaluation"
     on_all: ClassVar[bool] = False
-    """Nothing waits for an evaluation: one for which no engine can be held stays due."""
+    """False: an evaluation for which no engine can be held stays due, since nothing waits for it."""
 
     def __init__(self, recipe: Recipe, files: Evaluated, folder: RunFolder, start: ResumePoint, sampler: Sampler):
         """start: the checkpoint from which this attempt goes on."""
-        self._section, self._files, self._sampler = recipe.evaluation, files, sampler
-        self._folder, self._run_id = folder.path, folder.attempt.run_id
+        self._section = recipe.evaluation
+        self._files = files
+        self._sampler = sampler
+        self._folder = folder.path
+        self._run_id = folder.attempt.run_id
         self._keys = files.keys(self._section.generations)
         self._unfinished: set[int] = set()
-        """Steps of evaluations that an earlier attempt began and this one may come to."""
+        """Steps of unfinished evaluations of earlier attempts that this attempt may come to again."""
         self.every = self._section.every_steps
         self._record = JsonlWriter(self._folder / RECORD)
         rows = read_jsonl(self._folder / RECORD)
@@ -212,19 +227,23 @@ class EvaluationFiles:
         self._note_unfinished(start.step, {(row["step"], row.get("file")) for row in rows})
 
     def _note_unfinished(self, start_step: int, recorded: set[tuple[int, str | None]]) -> None:
-        """Record evaluations that an earlier attempt finished or began and this one cannot go on with.
+        """Record evaluations of earlier attempts: the finished ones, and as lost those that cannot go on.
 
-        recorded: step and file of each row, None for a loss. A power loss may leave a part of an evaluation's rows.
+        recorded: step and file of each row, None for a loss.
         """
+        recorded_steps = {step for step, _ in recorded}
         for path in sorted((self._folder / FOLDER).glob("step-*")):
-            if (name := _STEP.fullmatch(path.name)) is None:
+            match = _STEP.fullmatch(path.name)
+            if match is None:
                 continue
-            step = int(name[1])
+            step = int(match[1])
             if (path / SUMMARY).exists():
                 rows = msgspec.json.decode((path / SUMMARY).read_bytes())["rows"]
-                if left := [row for row in rows if (step, row["file"]) not in recorded]:
-                    self._append(step, left)
-            elif any(step == known for known, _ in recorded):
+                # a power loss may leave a part of an evaluation's rows
+                missing = [row for row in rows if (step, row["file"]) not in recorded]
+                if missing:
+                    self._append(step, missing)
+            elif step in recorded_steps:
                 continue
             elif step < start_step:
                 self.lose(step, f"the run was stopped, and went on from step {start_step}")
@@ -236,7 +255,7 @@ class EvaluationFiles:
         return self._last
 
     async def measure(self, version: PinnedVersion, complete: Complete) -> None:
-        """Complete every file, or what is missing of it, and record the result. Raises ProblemLost."""
+        """Complete every file, or the rest of an unfinished evaluation, and record the result. Raises ProblemLost."""
 
         def finished(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
             result.append(row_of(request, completion, self._files.tokenizer))
@@ -249,8 +268,9 @@ class EvaluationFiles:
         self._append(version.step, rows)
 
     def _result(self, version: PinnedVersion) -> ResultFile:
-        """The result of a step; one of other weights or settings, or damaged, is kept under another name."""
-        section, step = self._section, version.step
+        """The result of a step. A result of other weights or settings is moved away, as is a damaged one."""
+        section = self._section
+        step = version.step
         path = self._folder / FOLDER / f"step-{step:06d}"
         header = self._files.header(
             policy=self._run_id, digest=version.digest, version=step, seed=section.seed, k=section.generations
@@ -259,7 +279,7 @@ class EvaluationFiles:
             return ResultFile(path, header)
         except OtherResult as error:
             number = 1 + len(list(path.parent.glob(f"{path.name}.*")))
-            logger.warning("evaluation of version %d begins anew: %s", step, error)
+            logger.warning("the evaluation of version %d begins anew: %s", step, error)
             path.rename(path.with_name(f"{path.name}.{number}"))
             return ResultFile(path, header)
 
@@ -284,13 +304,15 @@ class EvaluationFiles:
         self._record.sync()
         self._last = max(self._last, step)
         self._unfinished.discard(step)
-        for other in sorted(o for o in self._unfinished if o // self.every <= self._last // self.every):
+        # a multiple of every_steps that this evaluation stands for is never due again
+        passed = sorted(other for other in self._unfinished if other // self.every <= self._last // self.every)
+        for other in passed:
             self._unfinished.discard(other)
             self.lose(other, f"the run was stopped, and version {step} was evaluated instead")
 
     def lose(self, step: int, why: str) -> None:
-        """Record that there is no evaluation of a step; one of a later version is due at once."""
-        logger.warning("evaluation of version %d is lost: %s", step, why)
+        """Record that the evaluation of a step is lost; an evaluation of a later version is due at once."""
+        logger.warning("the evaluation of version %d is lost: %s", step, why)
         self._record.append({"step": step, "lost": why})
         self._record.sync()
 

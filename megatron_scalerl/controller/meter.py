@@ -5,9 +5,12 @@ window the devices of trainer and engines are charged for the whole time. If a v
 split between `validation` and `engine` in proportion to the tokens generated for each; trainer time counts as
 `validation` while the trainer waits for the validation.
 
-The time of an engine that is held at a version (`measure`) is charged apart: to `validation`, `evaluation` and,
+The time of an engine that is held at a version (`measure`) is charged separately: to `validation`, `evaluation` and,
 for the training completions that were in flight on it, `engine`, in proportion to the tokens that it finished for
 each in the window; to the measurement where it finished none. The other engines' time is then the training's.
+
+The life of a window: it begins with the charge before it, counts tokens (`count_training`, `count_measured`), pinned
+seconds, held engines and joining or leaving devices, and ends in `_write`, which charges it and clears all counts.
 """
 
 import asyncio
@@ -26,11 +29,13 @@ from megatron_scalerl.record import record
 
 HEARTBEAT_S = 10.0
 """Seconds between heartbeats: the longest time that a crash leaves uncharged."""
+Purpose = Literal["validation", "evaluation"]
+"""Kinds of measurements."""
 
 
 @record
 class BatchTime:
-    """Both windows of one batch together."""
+    """Time and tokens of a batch, both windows together."""
 
     seconds: float = 0.0
     """Wall time."""
@@ -38,15 +43,13 @@ class BatchTime:
     """Tokens of the completions that finished in it, validation included."""
 
 
-Purpose = Literal["validation", "evaluation"]
-
-
 class _Hold:
-    """An engine that is held, since it was charged last."""
+    """A held engine, and its tokens since it was charged last."""
 
     def __init__(self, engine: EngineClient, devices: float, purpose: Purpose, now: float):
         self.purpose = purpose
-        self._engine, self._devices = engine, devices
+        self._engine = engine
+        self._devices = devices
         self._begin(now)
 
     def _begin(self, now: float) -> None:
@@ -56,8 +59,9 @@ class _Hold:
         """Tokens of finished completions."""
 
     def close(self, now: float) -> tuple[dict[Role, float], int]:
-        """(role -> its device-seconds since the last call, tokens that it finished for training)."""
+        """(role -> device-seconds since the last call, tokens of training that finished since then)."""
         seconds = self._devices * (now - self._since)
+        # a completion of a measurement may be received in one window and counted, once it is scored, in the next
         training = max(0, self._engine.received_tokens - self._received - sum(self.measured.values()))
         tokens = {**self.measured, "engine": training}
         total = sum(tokens.values())
@@ -81,25 +85,37 @@ class Meter:
         lag: LoopLag | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """start: the checkpoint to resume from. since: by the clock, since when the devices are held: the end of
-        the attempt before it in this process, for the first one the job's start. None: from now on. clock: monotonic
-        seconds."""
+        """start: the checkpoint to resume from. since: the time, by the clock, from which on the devices are held:
+        the end of the attempt before it in this process, for the first one the job's start. None: from now on.
+        clock: monotonic seconds."""
         self.ledger = ledger
         self.lag = lag or LoopLag()
-        """Of the event loop, since the last batch."""
+        """Lag of the event loop since the last batch."""
         self._clock = clock
-        self._training_tokens = self._validation_tokens = 0
-        self._batch = BatchTime()
-        self.pinned_seconds = 0.0
-        """Seconds of the current window in which the trainer waited for a validation."""
-        self._trainer, self._engine = devices.trainer, devices.engine
         self._since = clock() if since is None else since
-        self._engine_since, self._engine_seconds = self._since, 0.0  # of the current window
+        self._batch = BatchTime()
+        self._batches = start.batches
+        self._step = start.step
+        self._trainer = devices.trainer
+        self._engine = devices.engine
         self._holds: dict[EngineClient, _Hold] = {}
-        self._apart: dict[Role, float] = {}  # device-seconds of engines that are held, in the current window
-        self._apart_tokens = 0  # of training, finished on them
-        self._held_tokens = 0  # of measurements, finished on them
-        self._batches, self._step = start.batches, start.step
+        self._clear()
+
+    def _clear(self) -> None:
+        """Begin a window at `_since`."""
+        self.pinned_seconds = 0.0
+        """Seconds in which the trainer waited for a validation."""
+        self._training_tokens = 0
+        self._validation_tokens = 0
+        self._engine_since = self._since
+        self._engine_seconds = 0.0
+        """Device-seconds of the engines until `_engine_since`, when their devices last changed."""
+        self._held_seconds: dict[Role, float] = {}
+        """Role -> device-seconds of held engines."""
+        self._held_training_tokens = 0
+        """Tokens of training that finished on held engines."""
+        self._held_measured_tokens = 0
+        """Tokens of measurements that finished on held engines."""
 
     @property
     def elapsed(self) -> float:
@@ -115,40 +131,40 @@ class Meter:
         return (self._engine_seconds + self._engine * (now - self._engine_since)) / (now - self._since)
 
     def hold_engine_devices(self, count: float) -> None:
-        """From now on, the engines hold so many devices: one joined, or its host left the run for good."""
+        """From now on, the engines hold `count` devices: one joined, or its host left the run for good."""
         now = self._clock()
         self._engine_seconds += self._engine * (now - self._engine_since)
-        self._engine, self._engine_since = count, now
+        self._engine = count
+        self._engine_since = now
 
     def hold(self, engine: EngineClient, devices: float, purpose: Purpose) -> None:
         """From now on, this engine is held for measurements, first of all for this one."""
         self._holds[engine] = _Hold(engine, devices, purpose, self._clock())
 
     def release(self, engine: EngineClient) -> None:
-        """An engine that was held is no more."""
+        """From now on, this engine is held no more."""
         self._close_holds()
         del self._holds[engine]
 
     def count_measured(self, purpose: Purpose, tokens: int, engine: EngineClient | None = None) -> None:
-        """Count a finished completion of a measurement. engine: the one that is held for it, else a validation is on
-        all of them."""
+        """Count a finished completion of a measurement. engine: the held engine; None if all of them validate."""
         if engine is None:
             self._validation_tokens += tokens
             return
         hold = self._holds[engine]
         hold.purpose = purpose
         hold.measured[purpose] += tokens
-        self._held_tokens += tokens
+        self._held_measured_tokens += tokens
 
     def _close_holds(self) -> None:
         for hold in self._holds.values():
             roles, training = hold.close(self._clock())
             for role, seconds in roles.items():
-                self._apart[role] = self._apart.get(role, 0.0) + seconds
-            self._apart_tokens += training
+                self._held_seconds[role] = self._held_seconds.get(role, 0.0) + seconds
+            self._held_training_tokens += training
 
     def count_training(self, tokens: int) -> None:
-        """Count a finished training completion of so many tokens."""
+        """Count a finished completion of training."""
         self._training_tokens += tokens
 
     def charge_startup(self) -> None:
@@ -162,16 +178,18 @@ class Meter:
         self.ledger.sync()
 
     def charge_train(self, batch: int, step: int) -> BatchTime:
-        """Charge the training of batch number `batch`, after which the policy is at `step`; both its windows.
+        """Charge the training of batch number `batch`, after which the policy is at `step`; returns both its windows.
 
         A window that repeats work charged in an earlier attempt is `lost`.
         """
-        self._batches, self._step = batch + 1, step
+        self._batches = batch + 1
+        self._step = step
         if self.ledger.is_charged(self._batches):
             self.charge_replay()
         else:
             self._split("train")
-        finished, self._batch = self._batch, BatchTime()
+        finished = self._batch
+        self._batch = BatchTime()
         return finished
 
     def charge_replay(self) -> None:
@@ -210,32 +228,35 @@ class Meter:
         self._write(phase, self.elapsed, [(role, self._trainer + self._engine_devices)])
 
     def _split(self, phase: Phase) -> None:
+        """Charge the window to the roles that used its devices; each charge is a mean number of devices."""
         self._close_holds()
         seconds = self.elapsed
-        apart = {role: held / seconds if seconds > 0 else 0.0 for role, held in self._apart.items()}
-        engine = max(0.0, self._engine_devices - sum(apart.values()))  # of the engines that are not held
-        training = max(0, self._training_tokens - self._apart_tokens)
-        tokens = training + self._validation_tokens
-        validating = engine * self._validation_tokens / tokens if tokens else 0.0
-        pinned = self._trainer * min(1.0, self.pinned_seconds / seconds) if seconds > 0 else 0.0
-        validation = validating + pinned + apart.get("validation", 0.0)
-        evaluation = apart.get("evaluation", 0.0)
-        devices: list[tuple[Role, float]] = [("validation", validation)] if validation else []
-        devices += [("evaluation", evaluation)] if evaluation else []
-        devices += [("engine", engine - validating + apart.get("engine", 0.0)), ("trainer", self._trainer - pinned)]
+        on_held: dict[Role, float] = {}
+        pinned = 0.0
+        if seconds > 0:
+            on_held = {role: device_seconds / seconds for role, device_seconds in self._held_seconds.items()}
+            pinned = self._trainer * min(1.0, self.pinned_seconds / seconds)
+        # the other engines: their tokens are those of the window without the ones that held engines finished
+        engine = max(0.0, self._engine_devices - sum(on_held.values()))
+        training = max(0, self._training_tokens - self._held_training_tokens)
+        validating = engine * self._validation_tokens / max(1, training + self._validation_tokens)
+        devices: list[tuple[Role, float]] = [
+            ("validation", validating + pinned + on_held.get("validation", 0.0)),
+            ("evaluation", on_held.get("evaluation", 0.0)),
+        ]
+        devices = [charge for charge in devices if charge[1]]
+        # the trainer's charge is the last: it marks the window as complete (`ledger`)
+        devices += [("engine", engine - validating + on_held.get("engine", 0.0)), ("trainer", self._trainer - pinned)]
         self._write(phase, seconds, devices)
 
     def _write(self, phase: Phase, seconds: float, devices: list[tuple[Role, float]]) -> None:
-        self._close_holds()  # what is charged as a whole, too, ends the window
+        self._close_holds()  # a window that is charged as a whole ends for held engines, too
         self.ledger.charge(batch=self._batches, step=self._step, phase=phase, seconds=seconds, devices=devices)
         if phase in ("produce", "train", "replay"):
-            tokens = self._training_tokens + self._validation_tokens + self._held_tokens
+            tokens = self._training_tokens + self._validation_tokens + self._held_measured_tokens
             self._batch = BatchTime(seconds=self._batch.seconds + seconds, tokens=self._batch.tokens + tokens)
-        self._since += seconds
-        self._engine_since, self._engine_seconds = self._since, 0.0
-        self._training_tokens = self._validation_tokens = self._held_tokens = self._apart_tokens = 0
-        self._apart = {}
-        self.pinned_seconds = 0.0
+        self._since += seconds  # not the clock's now: no time between two windows is left uncharged
+        self._clear()
 
 
 @contextlib.asynccontextmanager

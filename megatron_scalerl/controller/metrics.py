@@ -102,43 +102,44 @@ class _EventFile:
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """RUN/wandb/sent.json: what W&B has of all attempts, also of batches that a restart has repeated in part."""
+    """RUN/wandb/sent.json: the batches and validations of all attempts that W&B has, repeated ones included."""
 
     batches: int = 0
+    """Number of batches."""
     validations: tuple[int, ...] = ()
-    """Their steps."""
+    """Steps of the validations."""
 
     @classmethod
     def before(cls, run_dir: Path, records: Sequence[Mapping[str, Any]], validations: Sequence[int]) -> Sent:
-        """What earlier attempts sent; on the disk when this returns, because the records are dropped then."""
+        """The records that earlier attempts sent; written durably, because the records are dropped after this."""
         path = run_dir / "wandb" / "sent.json"
+        old = cls()
         try:
-            known = msgspec.json.decode(path.read_bytes(), type=cls)
+            old = msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
-            known = cls()
+            pass
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            logger.warning("%s: expected what W&B has, found %s; W&B may get records twice", path, error)
-            known = cls()
-        found = cls(
-            batches=max(known.batches, *(r.get("batches", 0) for r in records), 0),
-            validations=tuple(sorted({*known.validations, *validations})),
+            logger.warning("%s cannot be read, and W&B may get records twice: %s", path, error)
+        new = cls(
+            batches=max(old.batches, *(r.get("batches", 0) for r in records), 0),
+            validations=tuple(sorted({*old.validations, *validations})),
         )
-        if found != known:
+        if new != old:
             path.parent.mkdir(exist_ok=True)
-            write_durably(path, msgspec.json.encode(found))
-        return found
+            write_durably(path, msgspec.json.encode(new))
+        return new
 
 
 class WandbSink:
     """A W&B run named like the recipe; used if wandb is installed and WANDB_MODE is not disabled.
 
-    The axis is the column `step`. W&B's own step only rises, and drops a record of an earlier one: a validation that
-    ends beside later optimizer steps. Nothing can be taken back from W&B either, so that after a restart the first
+    The axis is the column `step`. W&B's own step only rises, and drops a record of an earlier step: a validation that
+    ends during later optimizer steps. Nothing can be taken back from W&B either, so that after a restart the first
     record of a repeated batch or validation stays, and the second is not sent.
     """
 
     def __init__(self, run_dir: Path, name: str, *, sent: Sent):
-        """sent: by the attempts before. Raises what wandb raises where it is not logged in or reaches no server."""
+        """sent: records of the attempts before. Raises wandb's errors, as where it is not logged in."""
         import wandb
 
         self._sent = sent
@@ -147,8 +148,11 @@ class WandbSink:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record named scalars of one step."""
-        of_batch, sent = "batches" in scalars, self._sent
-        if not (scalars["batches"] <= sent.batches if of_batch else step in sent.validations):
+        if "batches" in scalars:
+            is_sent = scalars["batches"] <= self._sent.batches
+        else:
+            is_sent = step in self._sent.validations
+        if not is_sent:
             self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
@@ -165,12 +169,14 @@ class Metrics:
     def __init__(
         self, run_dir: Path, name: str, *, step: int, batches: int, last_step: int, sinks: Iterable[Sink] = ()
     ):
-        """step, batches: of the checkpoint to resume from. last_step: newest step in the journal. sinks: more of
-        them, which get the records of this attempt."""
-        steps, validations, by_prompt = (
-            run_dir / f"{name}.jsonl" for name in ("metrics", "validation", "validation_by_prompt")
-        )
-        records, validated = read_jsonl(steps), read_jsonl(validations)
+        """step, batches: of the checkpoint to resume from. last_step: newest step in the journal. sinks: further
+        sinks, which get the records of this attempt."""
+        steps = run_dir / "metrics.jsonl"
+        validations = run_dir / "validation.jsonl"
+        by_prompt = run_dir / "validation_by_prompt.jsonl"
+        records = read_jsonl(steps)
+        validated = read_jsonl(validations)
+        # before the rewrites: W&B keeps records that they drop
         sent = None
         if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
             sent = Sent.before(run_dir, records, [row["step"] for row in validated])
@@ -180,7 +186,9 @@ class Metrics:
         self._validated = {row["step"] for row in rows}
         # written before its validation: a crash between the two writes leaves a row without a validation
         rewrite(by_prompt, [r for r in read_jsonl(by_prompt) if r["step"] in self._validated])
-        self._steps, self._validations, self._by_prompt = map(JsonlWriter, (steps, validations, by_prompt))
+        self._steps = JsonlWriter(steps)
+        self._validations = JsonlWriter(validations)
+        self._by_prompt = JsonlWriter(by_prompt)
         self._sinks: list[Sink] = [*sinks]
         if importlib.util.find_spec("tensorboard"):
             self._sinks.append(self._tensorboard(run_dir))
@@ -196,17 +204,18 @@ class Metrics:
     def validation(self, result: PassRate, by_prompt: Sequence[float], outcomes: str = "") -> None:
         """Append one validation, and the pass rate of each held-out prompt for paired comparisons.
 
-        outcomes: of every completion, as `text` writes them.
-        Synced to disk when this returns, because it is expensive and a restart does not repeat it.
+        outcomes: of every completion, as `text` writes them. All is on the disk when this returns: a validation is
+        expensive, and a restart does not repeat it.
         """
         row = validation_row(result)
-        late = result.step < max(self._validated, default=-1)
+        is_last = result.step >= max(self._validated, default=-1)
         self._by_prompt.append({"step": result.step, "by_prompt": list(by_prompt), "outcomes": outcomes})
         self._by_prompt.sync()
         self._validations.append(row)
         self._validations.sync()
-        if late:  # of a version from which the run was resumed, while a later one is recorded already
-            self._validations, self._by_prompt = map(_in_order, (self._validations, self._by_prompt))
+        if not is_last:  # the run was resumed from this version, and an attempt before has recorded a later one
+            self._validations = _in_order(self._validations)
+            self._by_prompt = _in_order(self._by_prompt)
         self._validated.add(result.step)
         self._to_sinks(result.step, _validation_scalars(row))
 
@@ -251,7 +260,7 @@ class Metrics:
 
 
 def _in_order(file: JsonlWriter) -> JsonlWriter:
-    """The same file with its rows by step."""
+    """A writer of the file, whose rows are sorted by step."""
     file.close()
     rewrite(file.path, sorted(read_jsonl(file.path), key=itemgetter("step")))
     return JsonlWriter(file.path)
@@ -259,21 +268,19 @@ def _in_order(file: JsonlWriter) -> JsonlWriter:
 
 @contextlib.contextmanager
 def _guarded(sink: str, what: str, outcome: str = "") -> Iterator[None]:
-    """A sink that fails does not end the run: the records are in the JSONL files. One line says it.
-
-    A sink's library has exceptions of its own, as wandb.errors.UsageError, which derive from Exception alone.
-    """
+    """Context in which a failure of a sink is a line in the log: the records are in the JSONL files."""
     try:
         yield
+    # a sink's library has its own exceptions, as wandb.errors.UsageError, which derive from Exception alone
     except Exception as error:
         if isinstance(error, MemoryError):
             raise
-        found = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        logger.warning("%s: %s failed: %s%s", sink, what, found, outcome)
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        logger.warning("%s: %s failed: %s%s", sink, what, problem, outcome)
 
 
 def validation_row(result: PassRate) -> dict[str, Any]:
-    """The line of validation.jsonl; the parts of tasks are columns of their own."""
+    """The line of validation.jsonl; each number of a task is a column."""
     row = asdict(result)
     for task, part in row.pop("tasks").items():
         row |= {f"{column}/{task}": value for column, value in part.items()}
@@ -302,12 +309,13 @@ def batch_metrics(
     scores = [s for g in groups for s in g.scores]
     staleness = [policy_version - g.first_token_version for g in groups]
     count = len(completions)
+    metrics = {f"batch/{name}": value for name, value in stats.items()}
+    metrics["reward"] = sum(s.reward for s in scores) / count
+    metrics["train_pass_rate"] = sum(s.correct for s in scores) / count
     within = within_variance([[score.correct for score in group.scores] for group in groups])
-    return {
-        **{f"batch/{name}": value for name, value in stats.items()},
-        "reward": sum(s.reward for s in scores) / count,
-        "train_pass_rate": sum(s.correct for s in scores) / count,
-        **({} if within is None else {"train_within_variance": within}),
+    if within is not None:
+        metrics["train_within_variance"] = within
+    return metrics | {
         "train_completions": float(count),
         **_pass_rates_by_task(groups),
         "truncated_share": sum(c.truncated for c in completions) / count,
@@ -324,9 +332,10 @@ def batch_metrics(
 
 
 def _lost_shares(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Shares of completions that were lost: of all, and of the groups below and above the middle of the batch.
+    """Shares of lost completions: of the whole batch, and of each half of its groups.
 
-    In pass rate (`hard`, `easy`) and in mean length (`short`, `long`): where two differ, losses bias what is trained.
+    The halves are those by pass rate (`hard`, `easy`) and by mean length (`short`, `long`): where two differ, losses
+    bias the training.
     """
     middle = len(groups) // 2
     by_pass_rate = sorted(groups, key=lambda group: group.pass_rate)
@@ -367,7 +376,7 @@ def engine_metrics(engines: Membership) -> dict[str, float]:
 
 
 def _pass_rates_by_task(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Of a mixture: pass rate and groups of each task that is in the batch."""
+    """Pass rate and number of groups of each task in the batch; empty without a mixture."""
     scores: dict[str, list[bool]] = {}
     for group in groups:
         if group.prompt.task:
@@ -394,6 +403,13 @@ def within_variance(outcomes: Iterable[Sequence[bool | None]]) -> float | None:
     The binomial variance of a pass rate of N completions is this over N, given the prompts. p (1 - p) of the mean is
     larger, by the variance between prompts. Prompts with fewer than two completions are left out.
     """
-    kept = [[x for x in row if x is not None] for row in outcomes]
-    found = [sum(row) * (len(row) - sum(row)) / (len(row) * (len(row) - 1)) for row in kept if len(row) > 1]
-    return sum(found) / len(found) if found else None
+    variances = []
+    for row in outcomes:
+        kept = [outcome for outcome in row if outcome is not None]
+        count = len(kept)
+        correct = sum(kept)
+        if count > 1:
+            variances.append(correct * (count - correct) / (count * (count - 1)))
+    if not variances:
+        return None
+    return sum(variances) / len(variances)

@@ -1,10 +1,16 @@
-"""What goes on beside the trainer: the next batch is sent while it steps, and engines that join are served.
+"""The work that overlaps with the trainer: sending the next batch while it steps, and serving engines that join.
 
-    trainer waits (`while_waiting`)   engines that join get its weights, the current ones, and are probed
-    trainer steps (`step`)            the next batch is taken and sent, if the gate releases it for the next version;
+The life of a batch, in calls of the train loop:
 
-What is sent ahead is a copy: its groups stay finished and in no batch until the journal records their batch, before
-the step that trains on it. A crash or a failure in between costs the sending, and the batch is composed again.
+    next_batch     the groups: of the batch that was sent early, else of the next one that the gate releases
+    send           filters, advantages, assignment, and the bytes to the trainer's ranks, unless they were sent early
+    step           the optimizer step; meanwhile the next batch is taken and sent, if the gate releases it in time
+
+While the trainer waits for a batch or a measurement (`while_waiting`), engines that join get its weights and are
+probed.
+
+A batch that is sent early is a copy: its groups stay finished and in no batch until the journal records their batch,
+before the step that trains on it. A crash or a failure in between costs the sending, and the batch is composed again.
 """
 
 from __future__ import annotations
@@ -45,13 +51,15 @@ class SentBatch:
 
 
 class Sender:
-    """Plans batches and sends them to the trainer's ranks."""
+    """Filters and plans batches, and sends them to the trainer's ranks."""
 
     def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path):
-        self._recipe, self._fleet, self._run_dir = recipe, fleet, run_dir
+        self._recipe = recipe
+        self._fleet = fleet
+        self._run_dir = run_dir
 
     async def send(self, groups: Sequence[RolloutGroup], policy_version: int) -> SentBatch:
-        """Filter a batch, plan the step that trains `policy_version` on it, and send what is left.
+        """Filter a batch, plan the step that trains `policy_version` on it, and send the remaining samples.
 
         Raises as `TrainerClient.prepare`, `plan_step` and the reader of `completions_of` do.
         """
@@ -76,32 +84,35 @@ class Sender:
         return SentBatch(groups=tuple(groups), stats=plan.stats, step=step.step)
 
 
-class Ahead:
-    """A batch that is taken and sent while the block of this context manager runs a step; leaves no task behind.
+class EarlyBatch:
+    """Takes and sends a batch while the block of this context manager runs a step; leaves no task behind.
 
     One task. Consumes: at most one batch. Waits for: `take`, then the trainer's socket and the disk. It is cancelled
     at the end of the block, or by `batch` if nothing was taken.
     """
 
     def __init__(self, sender: Sender, take: Callable[[], Awaitable[Sequence[RolloutGroup]]], policy_version: int):
-        """take: returns the groups; cancelled before that, it takes none. policy_version: trains on them."""
-        self._sender, self._take, self._policy_version = sender, take, policy_version
+        """take: returns the groups of the batch; if it is cancelled, it has taken none. policy_version: the version
+        that trains on them."""
+        self._sender = sender
+        self._take = take
+        self._policy_version = policy_version
         self._taken = False
 
     async def batch(self) -> SentBatch | None:
-        """The batch, once it is sent; None if none was taken, and none will be. Raises as `Sender.send` does."""
+        """The batch, once it is sent; None if the gate has released none. Raises as `Sender.send` does."""
         if not self._taken:
-            self._task.cancel()
+            self._task.cancel()  # a batch that is released now is for `next_batch`, with the new version
             return None
         return await self._task
 
     async def _send(self) -> SentBatch:
         groups = await self._take()
-        self._taken = True
+        self._taken = True  # from here on the groups are the batch's, so that `batch` waits for them
         return await self._sender.send(groups, self._policy_version)
 
-    async def __aenter__(self) -> Ahead:
-        self._task = asyncio.create_task(self._send(), name="batch ahead")
+    async def __aenter__(self) -> EarlyBatch:
+        self._task = asyncio.create_task(self._send(), name="early batch")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -109,7 +120,7 @@ class Ahead:
 
 
 class Overlap:
-    """The work beside the trainer of one attempt."""
+    """Batches and weights of one attempt, sent while the trainer steps or waits."""
 
     def __init__(
         self,
@@ -124,44 +135,51 @@ class Overlap:
         meter: Meter,
         saving: SaveAndExit,
     ):
-        self._recipe, self._fleet, self._state, self._stream = recipe, fleet, state, stream
-        self._sync, self._probe, self._meter, self._saving = sync, probe, meter, saving
+        self._recipe = recipe
+        self._fleet = fleet
+        self._state = state
+        self._stream = stream
+        self._sync = sync
+        self._probe = probe
+        self._meter = meter
+        self._saving = saving
         self._sender = Sender(recipe, fleet, run_dir)
-        self._ahead: SentBatch | None = None
+        self._early: SentBatch | None = None
+        """The next batch, if it is sent already."""
         self.send_seconds = 0.0
-        """For which the trainer waited until the last batch, and the one sent ahead of the next, was on its way."""
+        """Seconds that the trainer waited for the sending of the last batch, and of the early one after it."""
 
     async def next_batch(self) -> Sequence[RolloutGroup] | None:
-        """The batch that was sent ahead, else the stream's next one; None if no prompt is left."""
-        if self._ahead is not None:
-            return self._ahead.groups
+        """The batch that was sent early, else the stream's next one; None if no prompt is left."""
+        if self._early is not None:
+            return self._early.groups
         return await self.while_waiting(self._stream.next_batch())
 
     async def send(self, groups: Sequence[RolloutGroup]) -> SentBatch:
-        """The batch of these groups on the trainer's ranks, where it may be already. Raises as `Sender.send` does."""
+        """Send the batch of these groups, unless it was sent early. Raises as `Sender.send` does."""
         begin = self._meter.elapsed
-        sent, self._ahead = self._ahead, None
-        sent = sent or await self._sender.send(groups, self._state.step)
+        sent = self._early or await self._sender.send(groups, self._state.step)
+        self._early = None
         self.send_seconds = self._meter.elapsed - begin
         return sent
 
     async def step(self, step: int) -> StepReport:
         """The trainer's step; meanwhile the next batch is sent."""
-        if step == self._recipe.steps:
+        if step == self._recipe.steps:  # the last step: no batch follows
             return await self._fleet.trainer.step(step)
-        async with Ahead(self._sender, self._stream.next_batch_ahead, step) as ahead:
+        async with EarlyBatch(self._sender, self._stream.next_batch_ahead, step) as early:
             report = await self._fleet.trainer.step(step)
             begin = self._meter.elapsed
-            self._ahead = await ahead.batch()
+            self._early = await early.batch()
             self.send_seconds += self._meter.elapsed - begin
             return report
 
     async def while_waiting(self, work: Awaitable[T]) -> T:
         """The result of `work`, for which the trainer waits, too.
 
-        Engines that join meanwhile get the trainer's weights and are probed before the result is returned. Not probed
-        with rollouts.deterministic, where the probe would join a round: after the next step. None get the weights
-        within a phase of ppo_off_policy, while the trainer is ahead of the engines.
+        Engines that join meanwhile get the trainer's weights and are probed before the result is returned. With
+        rollouts.deterministic they are probed after the next step, since the probe would join a round. Within a phase
+        of ppo_off_policy they get no weights, because the trainer has a later version than the engines.
         """
         if self._state.step != self._state.served:
             return await work
@@ -175,6 +193,7 @@ class Overlap:
                 finally:
                     joined.cancel()
                 if not task.done():
+                    # a signal to save in the middle of an update would leave engines paused
                     async with self._saving.uninterrupted():
                         await self._sync.catch_up(self._state.step)
                         if not self._recipe.rollouts.deterministic:

@@ -41,8 +41,7 @@ class Inputs(Settings):
     evaluation: Evaluated | None
 
     def resolved(self, recipe: Recipe) -> Recipe:
-        """The settled recipe with digests of policy and prompts, the engine's context length and the trainer's
-        capacity."""
+        """The settled recipe, with the digests, the engine's context length and the trainer's capacity filled in."""
         recipe = self.chat.settled(recipe)
         options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
         trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})
@@ -70,7 +69,7 @@ def policy_digest(folder: str) -> str:
 
 
 def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
-    """Load and check the recipe's inputs. Raises ValueError: one line with key or row, expected, found.
+    """Load and check the recipe's inputs. Raises ValueError: one line that names the key or the row.
 
     on_this_host: the run is to start here, which needs its sandboxes and ports.
     """
@@ -91,8 +90,11 @@ def checked_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Promp
     digest = prompts.digest()
     if recipe.prompts.digest not in (None, digest):
         raise ValueError(f"prompts.digest: {PROMPTS_CHANGED}: they were {recipe.prompts.digest}, and are {digest}")
-    for task in tasks_of(recipe) if recipe.validation.every_steps else ():
-        if all(prompt.task != task.name or prompts.problems.get(prompt.prompt_id) for prompt in prompts.held_out):
+    if not recipe.validation.every_steps:
+        return prompts
+    usable = {prompt.task for prompt in prompts.held_out if not prompts.problems.get(prompt.prompt_id)}
+    for task in tasks_of(recipe):
+        if task.name not in usable:
             raise ValueError(
                 f"validation.every_steps: there are no held-out prompts to validate on; set {task.key}.held_out"
             )
@@ -105,26 +107,30 @@ def _check_host(recipe: Recipe) -> None:
     for task in tasks_of(recipe):
         if task.rewards.verifier == "code":
             check_sandbox(limits_of(task.rewards))
-    for index in range(recipe.engine.count if recipe.engine.port else 0):
-        bind_server(recipe.engine.host, recipe.engine.port + index).close()
+    if recipe.engine.port:
+        for index in range(recipe.engine.count):
+            bind_server(recipe.engine.host, recipe.engine.port + index).close()
 
 
 def check_answers(
     task: Task, answers: Sequence[tuple[str, str, Mapping[str, Any]]]
 ) -> tuple[list[str], list[str | None]]:
-    """As `CheckAnswers`.
+    """Check the answers of a task (`prompts.dataset.CheckAnswers`).
 
-    Of mathematical references beside whole numbers, those MOST_REFERENCES with the smallest hashes are checked. Tests
-    are tried with programs (`code_checks`).
+    Mathematical references that are no whole numbers are checked up to MOST_REFERENCES. Tests are tried with programs
+    (`code_checks`).
     """
     if task.rewards.verifier == "math":
         texts = {answer for _, answer, _ in answers}
-        rest = [text for text in texts if not text.isdecimal()]
-        texts -= {*sorted(rest, key=lambda text: hashlib.sha256(text.encode()).digest())[MOST_REFERENCES:]}
-        found = dict(zip(texts, check_references([*texts])))
+        slow = [text for text in texts if not text.isdecimal()]
+        # by hash: the same references are checked at every start, whatever their order in the file
+        slow.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
+        texts -= {*slow[MOST_REFERENCES:]}
+        by_text = dict(zip(texts, check_references([*texts])))
+        checked = dict.fromkeys(by_text, "")
         return (
-            [found.get(answer, "") for _, answer, _ in answers],
-            ["" if answer in found else None for _, answer, _ in answers],
+            [by_text.get(answer, "") for _, answer, _ in answers],
+            [checked.get(answer) for _, answer, _ in answers],
         )
     if task.rewards.verifier != "code":
         return [""] * len(answers), [""] * len(answers)
@@ -135,11 +141,11 @@ def check_answers(
 
 
 def _problem_of_tests(question: str, answer: str, columns: Mapping[str, Any]) -> str:
-    """Why tests cannot be run, or nothing."""
+    """Why tests cannot be run; empty if they can."""
     try:
         called = parse_tests(answer, columns).called
     except ValueError as error:
         return str(error)
     if not called or any(name in question for name in called):
         return ""
-    return f"expected a problem that names the function of its tests, {' or '.join(sorted(called))}, found none"
+    return f"the problem does not name {' or '.join(sorted(called))}, the function that its tests call"

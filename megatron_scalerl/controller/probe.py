@@ -40,33 +40,32 @@ class ProbeError(RuntimeError):
 
 
 class Scored(NamedTuple):
-    """One sampled token."""
+    """A sampled token with both log-probs (nats)."""
 
     prompt_id: str
     place: int
-    """In the completion."""
+    """Number of the token in the completion."""
     token_id: int
     trainer: float
-    """Log-probs (nats)."""
     engine: float
 
     @property
     def difference(self) -> float:
-        """Between the two."""
+        """The distance between the two log-probs; NaN if one of them is."""
         return abs(self.trainer - self.engine)
 
 
 def judged(tokens: Sequence[Scored], tolerance: float) -> str:
-    """What is wrong with an engine's log-probs, empty if nothing is. A NaN is wrong."""
-    mean = fmean(each.difference for each in tokens)
+    """The difference of an engine's log-probs in one line; empty if all are within the tolerance. A NaN is not."""
+    mean = fmean(token.difference for token in tokens)
+    # a NaN compares false with everything, so it has to be the worst by its own rule
     worst = max(tokens, key=lambda token: (math.isnan(token.difference), token.difference))
     if mean <= tolerance and worst.difference <= FAR * tolerance:
         return ""
     return (
-        f"expected log-probs within {tolerance:g} nats of the trainer's on average and {FAR * tolerance:g} in any "
-        f"token (weights.probe_tolerance), found {mean:.3g} and {worst.difference:.3g}: token {worst.place} of the "
-        f"completion of {worst.prompt_id}, id {worst.token_id}, has {worst.trainer:.4g} at the trainer and "
-        f"{worst.engine:.4g} here"
+        f"its log-probs differ from the trainer's by {mean:.3g} nats on average, and by {worst.difference:.3g} in "
+        f"token {worst.place} of {worst.prompt_id} (id {worst.token_id}: trainer {worst.trainer:.4g}, engine "
+        f"{worst.engine:.4g}); weights.probe_tolerance allows {tolerance:g} and {FAR * tolerance:g}"
     )
 
 
@@ -84,10 +83,10 @@ class Probe:
     async def check(self, policy_version: int, *, new_only: bool = False) -> dict[str, float]:
         """Mean and largest |trainer - engine log-prob| (nats) of the engines that serve `policy_version`.
 
-        new_only: of those whose server was started since the last check. An engine that fails meanwhile is evicted.
-        Raises ProbeError beyond the tolerance.
+        new_only: only of engines whose server was started since the last check. An engine that fails meanwhile is
+        evicted. Raises ProbeError beyond the tolerance.
         """
-        found = []
+        differences: list[float] = []
         self._checked &= set(self._fleet.engines.serving)
         for engine in self._fleet.engines.serving:
             if new_only and engine in self._checked:
@@ -98,12 +97,19 @@ class Probe:
             tokens = await self._scored(rollouts)
             versions = sorted({v for rollout in rollouts for v in rollout.policy_versions.tolist()})
             if versions != [policy_version]:
-                raise ProbeError(f"{engine.name}: expected policy version {policy_version}, found {versions}")
-            if wrong := judged(tokens, self._tolerance):
-                raise ProbeError(f"{engine.name} at policy version {policy_version}: {wrong}")
-            found += [token.difference for token in tokens]
+                raise ProbeError(
+                    f"{engine.name}: its tokens are of policy version {versions}; it has to serve {policy_version}"
+                )
+            if problem := judged(tokens, self._tolerance):
+                raise ProbeError(f"{engine.name} at policy version {policy_version}: {problem}")
+            differences += [token.difference for token in tokens]
             self._checked.add(engine)
-        return {"probe_mismatch_mean": sum(found) / len(found), "probe_mismatch_max": max(found)} if found else {}
+        if not differences:
+            return {}
+        return {
+            "probe_mismatch_mean": sum(differences) / len(differences),
+            "probe_mismatch_max": max(differences),
+        }
 
     async def _completions(self, engine: EngineClient) -> list[RolloutArrays] | None:
         """The probe's completions; None if the engine failed, and is evicted, or if a completion was lost."""
@@ -125,6 +131,7 @@ class Probe:
             self._fleet.engines.evict(engine, str(errors.exceptions[0]))
         except* CompletionLost as errors:
             logger.warning("%s is not probed: a completion is lost: %s", engine.name, errors.exceptions[0])
+        # a failure has cancelled the other completions, and another part of the run may have evicted the engine
         if engine not in self._fleet.engines.serving or any(task.cancelled() or task.exception() for task in running):
             return None
         return [read(task.result().data) for task in running]
@@ -132,16 +139,15 @@ class Probe:
     async def _scored(self, rollouts: Sequence[RolloutArrays]) -> list[Scored]:
         sequences = [[*p.token_ids, *r.token_ids.tolist()] for p, r in zip(self._prompts, rollouts)]
         scored = await self._fleet.trainer.logprobs(sequences)
-        return [
-            Scored(prompt.prompt_id, place, token, trainer, engine)
-            for prompt, rollout, logprobs in zip(self._prompts, rollouts, scored)
-            for place, (token, trainer, engine, sampled) in enumerate(
-                zip(
-                    rollout.token_ids.tolist(),
-                    logprobs[len(prompt.token_ids) - 1 :],
-                    rollout.rollout_logprobs.tolist(),
-                    rollout.loss_mask,
-                )
+        tokens = []
+        for prompt, rollout, logprobs in zip(self._prompts, rollouts, scored):
+            columns = zip(
+                rollout.token_ids.tolist(),
+                logprobs[len(prompt.token_ids) - 1 :],  # the first is of the token after the prompt
+                rollout.rollout_logprobs.tolist(),
+                rollout.loss_mask,
             )
-            if sampled
-        ]
+            for place, (token_id, trainer, engine, sampled) in enumerate(columns):
+                if sampled:
+                    tokens.append(Scored(prompt.prompt_id, place, token_id, trainer, engine))
+        return tokens

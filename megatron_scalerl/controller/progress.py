@@ -14,7 +14,7 @@ HEADER = " step  reward  pass  stale mean/max  trunc  interr  mismatch  entropy 
 
 
 class Progress:
-    """On a terminal, a progress bar below a line for every step; elsewhere, a line for every n-th step."""
+    """On a terminal, a progress bar below a line for every step; elsewhere, a line for every `every`-th step."""
 
     def __init__(self, console: Console, steps: int, *, every: int = 5):
         self._console = console
@@ -62,18 +62,21 @@ class Progress:
         """Show a batch without an optimizer step."""
         self._console.print(f"{step:5d}  all samples of the batch are filtered out, no step: {why}")
 
-    def outlook(self, found: Outlook) -> None:
+    def outlook(self, forecast: Outlook) -> None:
         """Show the forecast of the run's end that a validation led to."""
-        self._console.print(f"{found.step:5d}  forecast {found.line()}", style="cyan")
+        self._console.print(f"{forecast.step:5d}  forecast {forecast.line()}", style="cyan")
 
     def validation(self, result: PassRate) -> None:
         """Show one validation."""
         self._bar.update(self._task, pass_rate=f"held-out {result.pass_rate:.3f}")
+        entropy = ""
+        if result.entropy is not None:
+            entropy = f", entropy {result.entropy:.3f}"
         self._console.print(
             f"{result.step:5d}  held-out pass rate {result.pass_rate:.3f}"
             f"{''.join(f', {task} {part.pass_rate:.3f}' for task, part in result.tasks.items())}"
             f" ({result.prompts} prompts x {result.generations}, {result.mean_completion_tokens:.1f} tokens,"
             f" interrupted {result.interrupted_share:.3f}, truncated {result.truncated_share:.3f}"
-            f"{'' if result.entropy is None else f', entropy {result.entropy:.3f}'})",
+            f"{entropy})",
             style="green",
         )

@@ -1,4 +1,4 @@
-"""RUN/, the folder of a run: its lock, its recipe, its attempts, and the checkpoint from which it resumes.
+"""The folder of a run: its lock, its recipe, its attempts, and the checkpoint from which it resumes.
 
 recipe.yaml      the resolved recipe
 attempts.jsonl   one line per start: run id, incarnation, time
@@ -51,7 +51,7 @@ _LAYOUT = frozenset(
         *(f"megatron.model.{key}" for key in MODEL_KEYS),
     }
 )
-"""The trainer's layout: tests/distributed/test_dp_trainer.py loads a checkpoint in another one."""
+"""Keys of the trainer's layout: tests/distributed/test_dp_trainer.py loads a checkpoint in another layout."""
 MAY_CHANGE = _LAYOUT | frozenset(
     {
         "steps",
@@ -98,12 +98,14 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "weights.connect_timeout_s",
     }
 )
-"""Keys that may differ between attempts of one run: its length, what is kept and shown of it, limits of time and of
-restarts, and the trainer's layout."""
+"""Keys that may differ between attempts of a run: its length, limits of time and restarts, the trainer's layout, and
+the settings of checkpoints, evaluations and metrics."""
 
 RECORDS = ("ledger.jsonl", "metrics.jsonl", "validation.jsonl")
 """Records that the curve is made of."""
-ATTEMPTS, SAVES, END = "attempts.jsonl", "checkpoints.jsonl", "end.json"
+ATTEMPTS = "attempts.jsonl"
+SAVES = "checkpoints.jsonl"
+END = "end.json"
 SLURM = "slurm"
 """Folder in RUN/ that `slurm` fills before the first attempt."""
 _FOLDERS = ("logs", "checkpoints", "rollouts")
@@ -112,7 +114,7 @@ _BEFORE_RECIPE = frozenset({"lock", ".recipe.yaml.draft", "recipe.yaml.tmp", *_F
 
 
 class RunState:
-    """Where an attempt is. `loop` writes it; what goes on beside the step reads it."""
+    """Step, batches and versions of an attempt. `loop` writes it, and its components read it."""
 
     def __init__(self, *, step: int, batches: int, served: int = -1):
         self.step = step
@@ -122,7 +124,7 @@ class RunState:
         self.served = served
         """Policy version that the engines got last, -1 before the first."""
         self.digest = ""
-        """Digest of its weights."""
+        """Digest of the weights of version `served`."""
 
 
 @record
@@ -136,20 +138,20 @@ class ResumePoint:
     batches: int = 0
     """Batches of the run's lineage that the checkpoint includes, those without a step too."""
     position: Position | None = None
-    """What the checkpoint names of the journal; None without a checkpoint."""
+    """Ends of the journal and the store at the checkpoint; None without a checkpoint."""
     record_rows: tuple[tuple[str, int], ...] = ()
-    """Of the checkpoint, see `ControllerState`."""
+    """(record, its rows at the checkpoint), see `ControllerState`."""
     damaged: tuple[str, ...] = ()
     """One line about each newer checkpoint that is damaged."""
 
 
 class Resumed:
-    """Where an attempt goes on."""
+    """The checkpoint and the journal from which an attempt goes on."""
 
     def __init__(self, start: ResumePoint, history: History):
         self.start = start
-        self.history: History | None = history
-        """The journal of the attempts before, until it is replayed: it may have a million events."""
+        self.history = history
+        """The journal of the attempts before; `NO_HISTORY` once it is replayed: it may have a million events."""
 
 
 class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +180,7 @@ class RunFolder:
     def __init__(self, recipe: Recipe):
         """Create or reopen. Raises RecipeError if the folder belongs to another recipe, RunInUse if it is locked."""
         self.path = recipe.run_dir
-        check_recipe(recipe)
+        check_recipe(recipe)  # before anything is written into a folder that may be a stranger's
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -213,13 +215,13 @@ class RunFolder:
         try:
             return min(controller_state(path).batches for path in paths)
         except ValueError as error:
-            logger.warning("rollouts are kept: %s", error)
+            logger.warning("rollouts are kept, because a checkpoint cannot be read: %s", error)
             return 0
 
     def end(self, reason: str, *, step: int, final: bool, gave_up: bool) -> None:
         """Record that the attempt finished.
 
-        final: the run cannot resume, even with a larger `steps`. gave_up: it made no progress any more.
+        final: the run cannot resume, even with a larger `steps`. gave_up: the run made no progress any more.
         """
         state = {"step": step, "final": final, "gave_up": gave_up, "incarnation": self.attempt.incarnation}
         rewrite(self.path / END, [{"reason": reason} | state])
@@ -243,10 +245,10 @@ class RunFolder:
         except OSError as error:
             os.close(lock)
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-                raise RunInUse(f"{self.path}: expected a folder that no other run uses, found it locked") from None
+                raise RunInUse(f"{self.path}: another controller has locked the folder; end it first") from None
             raise RecipeError(
-                f"{self.path}/lock: expected a file system with file locks (flock), found {error.strerror}; choose "
-                "an output_dir on another file system"
+                f"{self.path}/lock cannot be locked (flock): {error.strerror}; choose an output_dir on another file "
+                "system"
             ) from None
         return lock
 
@@ -258,10 +260,13 @@ class RunFolder:
         path = self.path / ATTEMPTS
         attempts = read_jsonl(path)
         run_id = attempts[0]["run_id"] if attempts else secrets.token_hex(8)
+        incarnation = f"local.{len(attempts)}"
         job = os.environ.get("SLURM_JOB_ID")
-        incarnation = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else f"local.{len(attempts)}"
+        if job:
+            incarnation = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
         earlier = sum(row["incarnation"].split("-")[0] == incarnation for row in attempts)
-        incarnation += f"-{earlier}" if earlier else ""
+        if earlier:
+            incarnation += f"-{earlier}"
         with contextlib.closing(JsonlWriter(path)) as file:
             file.append({"run_id": run_id, "incarnation": incarnation, "unix_time": time.time()})
             file.sync()
@@ -275,20 +280,22 @@ def check_recipe(recipe: Recipe) -> None:
     folder = recipe.run_dir
     if not (folder / "recipe.yaml").exists():
         if folder.exists() and not all(_is_leftover(item) for item in folder.iterdir()):
-            raise RecipeError(f"{folder}: expected an empty folder or a run, found files without recipe.yaml")
+            raise RecipeError(
+                f"{folder}: the folder has files and no recipe.yaml, so it is no run; choose an empty one"
+            )
         return
     settings = read_run_recipe(folder)
     _check_experts(folder, (settings.get("megatron") or {}).get("parallel") or {}, recipe)
-    if not (settings.get("policy") or {}).get("digest"):  # begun before it was recorded
+    if not (settings.get("policy") or {}).get("digest"):  # the run was begun before digests were recorded
         recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"digest": None})})
-    others = differing(settings, recipe.model_dump(mode="json"))
-    for key, was, found in sorted(others, key=lambda other: other[0] == "policy.digest"):  # the reason is said first
+    differences = differing(settings, recipe.model_dump(mode="json"))
+    # policy.digest comes last: where policy.path differs, too, that is the reason
+    for key, was, now in sorted(differences, key=lambda difference: difference[0] == "policy.digest"):
         if key == "prompts.digest":
             raise RecipeError(f"{folder}: {PROMPTS_CHANGED} since the run began: restore it, or choose another name")
         if not _may_change(key):
             raise RecipeError(
-                f"{folder}: expected the recipe of the run in it, {key}: {was!r}, "
-                f"found {found!r}; choose another name or output_dir"
+                f"{folder}: {key} is {was!r} in the run's recipe and {now!r} here; choose another name or output_dir"
             )
 
 
@@ -321,15 +328,15 @@ def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
     journal = run_dir / "journal.jsonl"
     if len(history.batches) < start.batches:
         raise RuntimeError(
-            f"{journal}: expected at least the {start.batches} batches of {start.checkpoint}, "
-            f"found {len(history.batches)}"
+            f"{journal}: has {len(history.batches)} batches, and had {start.batches} when {start.checkpoint} was "
+            "saved; restore the file from a copy"
         )
     for name, rows in start.record_rows:
         record = run_dir / name
-        left = rows_of(record)
-        if left < rows:
+        remaining = rows_of(record)
+        if remaining < rows:
             raise RuntimeError(
-                f"{record}: has {left} rows, and had {rows} when {start.checkpoint} was saved; the run's curve "
+                f"{record}: has {remaining} rows, and had {rows} when {start.checkpoint} was saved; the run's curve "
                 "would be wrong: restore the file from a copy"
             )
     charged = max((row["batch"] for row in read_jsonl(run_dir / "ledger.jsonl") if "role" in row), default=0)
@@ -340,11 +347,11 @@ def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
         )
     position = start.position
     if position is not None:
-        found = journal.stat().st_size if journal.exists() else 0
-        if found < position.journal_bytes:
+        size = journal.stat().st_size if journal.exists() else 0
+        if size < position.journal_bytes:
             raise RuntimeError(
-                f"{journal}: expected at least the {position.journal_bytes} bytes of {start.checkpoint}, "
-                f"found {found}"
+                f"{journal}: has {size} bytes, and had {position.journal_bytes} when {start.checkpoint} was saved; "
+                "restore the file from a copy"
             )
     try:
         if position is not None:
@@ -382,17 +389,18 @@ def controller_state(checkpoint: Path) -> ControllerState:
     try:
         return msgspec.json.decode(file.read_bytes(), type=ControllerState)
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: expected JSON with step and batches, found {error!r}") from None
+        raise ValueError(f"{file}: the controller's state cannot be read: {error!r}") from None
 
 
 def _check_experts(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> None:
     """Raises RecipeError where the expert-parallel size is another: no test shows that such a checkpoint loads."""
-    old, new = sizes_of(before), sizes_of(recipe.megatron.parallel)
+    old = sizes_of(before)
+    new = sizes_of(recipe.megatron.parallel)
     if old.ep != new.ep:
         was, now = (f"TP {s.tp}, PP {s.pp}, CP {s.cp}, EP {s.ep}" for s in (old, new))
         raise RecipeError(
-            f"{folder}: expected megatron.parallel.expert_model_parallel_size {old.ep} as in its attempts before "
-            f"({was}), found {new.ep} ({now}); tensor, pipeline, context and data-parallel sizes may change"
+            f"{folder}: megatron.parallel.expert_model_parallel_size was {old.ep} ({was}) and is {new.ep} ({now}); "
+            "within a run, only tensor, pipeline, context and data-parallel sizes may change"
         )
 
 

@@ -1,8 +1,12 @@
-"""Checkpoints of a run: what is synced before, written by the trainer, and deleted after.
+"""Checkpoints of a run. The life of one:
 
-A checkpoint holds the trainer's state and the controller's own (step, batches, length of the journal), which the
-trainer's rank 0 writes with it. Batches before
-it are never replayed, so the controller's records of them are on the disk before it is committed.
+    save          records, ledger and journal are synced; the trainer's ranks write, or copy their state to write it
+    commit        with checkpoint.async_save: between two later steps, once all ranks have written
+    _committed    older checkpoints and rollouts that no resume needs are deleted
+
+A checkpoint holds the trainer's state and the controller's (step, batches, length of the journal), which the
+trainer's rank 0 writes with it. Batches before it are never replayed, so the controller's records of them are on the
+disk before it is committed.
 
 With checkpoint.async_save the trainer stops only while its ranks copy their state; they write during the next steps.
 `commit`, between two steps, completes the checkpoint once all have written. A run that fails before resumes from the
@@ -24,16 +28,16 @@ from megatron_scalerl.trainer.client import TrainerClient
 
 @dataclass(kw_only=True, slots=True)
 class _Begun:
-    """A checkpoint that the ranks have copied."""
+    """A checkpoint whose state the ranks have copied."""
 
     step: int
     copy_seconds: float
     stopped_seconds: float
-    """For which the trainer has waited for it so far."""
+    """Seconds that the trainer has waited for the checkpoint so far."""
 
 
 class Saver:
-    """Writes the checkpoints of one attempt. Raises what the trainer's client raises."""
+    """Writes the checkpoints of one attempt. Raises as `TrainerClient` does."""
 
     def __init__(
         self,
@@ -44,8 +48,10 @@ class Saver:
         *,
         step: int,
     ):
-        """step: of the checkpoint that the run resumes from."""
-        self._recipe, self._folder, self._trainer = recipe.checkpoint, folder, trainer
+        """records: synced before a checkpoint is written. step: of the checkpoint that the run resumes from."""
+        self._section = recipe.checkpoint
+        self._folder = folder
+        self._trainer = trainer
         self._meter, self._metrics, self._journal = records
         self.step = step
         """Step of the newest checkpoint that is committed."""
@@ -55,24 +61,24 @@ class Saver:
     async def save(self, step: int, batches: int, *, last: bool = False) -> None:
         """Write and commit a checkpoint, or begin to with checkpoint.async_save. Not while the trainer steps.
 
-        last: nothing could be done while it is written, so it is not copied.
+        last: it is not copied, since no step is made while it is written.
         """
         await self.commit(wait=True)
         begin = self._meter.elapsed
-        rows = {name: rows_of(self._folder.path / name) for name in RECORDS}  # before each is found in its place
+        # counted before the syncs, which find a record that was replaced: no count is of a file that is not synced
+        rows = {name: rows_of(self._folder.path / name) for name in RECORDS}
         self._meter.ledger.sync()
         self._metrics.sync()
-        run_id, position = self._folder.attempt.run_id, await self._journal.position()
         state = ControllerState(
             step=step,
             batches=batches,
-            run_id=run_id,
-            position=position,
+            run_id=self._folder.attempt.run_id,
+            position=await self._journal.position(),
             record_rows=rows,
         )
-        path, extra = str(self._folder.checkpoint(step)), msgspec.to_builtins(state)
-        asynchronous = self._recipe.async_save and not last
-        await self._trainer.save(path, extra, asynchronous=asynchronous)
+        asynchronous = self._section.async_save and not last
+        path = str(self._folder.checkpoint(step))
+        await self._trainer.save(path, msgspec.to_builtins(state), asynchronous=asynchronous)
         seconds = self._meter.elapsed - begin
         if asynchronous:
             self._begun = _Begun(step=step, copy_seconds=seconds, stopped_seconds=seconds)
@@ -80,21 +86,24 @@ class Saver:
             await self._committed(step, seconds=seconds, stopped_seconds=seconds)
 
     async def commit(self, *, wait: bool) -> None:
-        """Commit the checkpoint that was begun, if there is one; if it is still being written, only with `wait`."""
-        if self._begun is None:
+        """Commit the checkpoint that was begun, if there is one. wait: for its ranks, if they still write it."""
+        begun = self._begun
+        if begun is None:
             return
-        begin, begun = self._meter.elapsed, self._begun
-        written = await self._trainer.finish_save(wait=wait)
-        seconds = self._meter.elapsed - begin
-        begun.stopped_seconds += seconds
-        if written is not None:
-            self._begun = None
-            total = begun.copy_seconds + max(written, seconds)
-            await self._committed(begun.step, seconds=total, stopped_seconds=begun.stopped_seconds)
+        begin = self._meter.elapsed
+        written_seconds = await self._trainer.finish_save(wait=wait)
+        waited = self._meter.elapsed - begin
+        begun.stopped_seconds += waited
+        if written_seconds is None:
+            return
+        self._begun = None
+        total = begun.copy_seconds + max(written_seconds, waited)
+        await self._committed(begun.step, seconds=total, stopped_seconds=begun.stopped_seconds)
 
     async def maybe(self, step: int, batches: int) -> None:
-        """Between two steps: save if a checkpoint is due, else complete the one that is being written, if it is."""
-        if (every := self._recipe.every_steps) and step % every == 0 and step > self._newest:
+        """Between two steps: save if a checkpoint is due, else commit the one that was begun, if it is written."""
+        interval = self._section.every_steps
+        if interval and step % interval == 0 and step > self._newest:
             await self.save(step, batches)
         else:
             await self.commit(wait=False)
@@ -110,9 +119,10 @@ class Saver:
         await self.commit(wait=True)
 
     async def _committed(self, step: int, *, seconds: float, stopped_seconds: float) -> None:
-        """Delete what this checkpoint makes unnecessary."""
+        """Note a committed checkpoint, and delete the older files that it makes unnecessary."""
         self.step = step
         self._folder.saved(step, seconds=seconds, stopped_seconds=stopped_seconds)
-        self._folder.keep_checkpoints(self._recipe.keep, newest=step)
-        await self._journal.retain(self._folder.kept_batches(self._recipe.keep))
+        self._folder.keep_checkpoints(self._section.keep, newest=step)
+        # the checkpoints first: what the kept ones include decides which rollouts are needed
+        await self._journal.retain(self._folder.kept_batches(self._section.keep))
         release_memory()

@@ -1,6 +1,6 @@
-"""The run for Prometheus: its metrics, the HTTP endpoint that serves them, and the files that name it.
+"""Metrics of a run for Prometheus, the HTTP endpoint that serves them, and the files that name it.
 
-    GET /metrics                  the run, read at the moment of a scrape, between two tasks of the event loop
+    GET /metrics                  the metrics, read at the moment of a scrape, between two tasks of the event loop
     RUN/metrics/token             the bearer token, mode 0600; kept from one start of the run to the next
     RUN/metrics/targets.json      the endpoint, as Prometheus' file_sd reads them
     RUN/metrics/prometheus.yml    a whole configuration; its scrape_configs fit into any other
@@ -44,7 +44,7 @@ SUMMED = ("tokens", "weight_bytes")
 METRICS_PATH = "/metrics"
 INTERVAL = "15s"
 MOST_CONNECTIONS = 64
-"""At a time; further ones are closed at once, so that no user of this host takes the files that the run needs."""
+"""Most open connections; others are closed at once, so that no user of this host takes the files that a run needs."""
 CONNECTION_S = 60.0
 """Seconds after which a connection takes no further request."""
 
@@ -52,15 +52,15 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RunCollector(Collector):
-    """The run as metric families; also a sink of step records and validations (`controller.metrics`).
+    """Metric families of a run; also a sink of step records and validations (`controller.metrics`).
 
     All methods run in the controller's event loop.
     """
 
     def __init__(self, *, run: str, run_id: str, planned_steps: int, device: str):
-        """run: the recipe's name. device: what a device is, gpu or process."""
+        """run: the recipe's name. device: the kind of a device, gpu or process."""
         self.members: Callable[[], Sequence[Member]] = lambda: ()
-        """The engines, once there are some."""
+        """Returns the engines; none before they are launched."""
         self._info = {"run": run, "run_id": run_id, "device": device}
         self._planned = planned_steps
         self._device_seconds: Callable[[], Mapping[str, float]] = dict
@@ -92,7 +92,10 @@ class RunCollector(Collector):
                 self._sums[key] += max(0.0, value)
         seconds = scalars.get("step_seconds", 0.0)
         self._counts["generated_tokens"] += scalars.get("generated_tokens_per_second", 0.0) * seconds
-        self._counts["skipped_batches" if "skipped" in scalars else "batches"] += 1
+        if "skipped" in scalars:
+            self._counts["skipped_batches"] += 1
+        else:
+            self._counts["batches"] += 1
         if "weight_bytes" in scalars:
             self._counts["weight_updates"] += 1
 
@@ -161,15 +164,16 @@ class Endpoint:
     """Answers GET requests for metrics, and nothing else; writes the files of one start of the run."""
 
     def __init__(self, collector: RunCollector, run_dir: Path, *, name: str, address: str, token: str | None):
-        """name: of the run. address: host:port at which Prometheus finds the endpoint. token: what a request has to
-        bring; None: nothing."""
+        """name: of the run. address: host:port at which Prometheus finds the endpoint. token: the bearer token of
+        requests; None if they need none."""
         folder = _folder(run_dir).absolute()
         folder.mkdir(mode=0o700, exist_ok=True)
-        folder.chmod(0o700)
+        folder.chmod(0o700)  # an earlier start may have made it
         self._registry = collector.registry
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._authorization: bytes | None = None
         job: dict[str, object] = {"job_name": f"scalerl/{name}"}
         if token is not None:
+            self._authorization = f"Bearer {token}".encode()
             job["authorization"] = {"credentials_file": str(folder / "token")}
         job["file_sd_configs"] = [{"files": [str(folder / "targets.json")]}]
         config = {"global": {"scrape_interval": INTERVAL}, "scrape_configs": [job]}
@@ -181,9 +185,10 @@ class Endpoint:
 
     @web.middleware
     async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._expected is not None:
-            given = request.headers.getall("Authorization", [])
-            if len(given) != 1 or not hmac.compare_digest(given[0].encode(errors="replace"), self._expected):
+        if self._authorization is not None:
+            # two headers are refused: which of them counts differs from one server to another
+            headers = request.headers.getall("Authorization", [])
+            if len(headers) != 1 or not hmac.compare_digest(headers[0].encode(errors="replace"), self._authorization):
                 return web.Response(status=401, headers={"WWW-Authenticate": "Bearer"})
         return await handler(request)
 
@@ -194,23 +199,24 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> AsyncIterator[RunCollector | None]:
-    """The endpoint of a recipe inside the block, and what it shows; None without telemetry.metrics_port.
+    """Serves the endpoint of a recipe inside the block; yields its collector, None without telemetry.metrics_port.
 
-    Raises ValueError for an address that cannot be bound, and for a token file that others own or may read. Where an
-    earlier start of the run had an endpoint, an address in use is a warning, and None: nobody may be there to choose
-    another port.
+    Raises ValueError for an address that cannot be bound, and for a token file that others own or may read.
     """
     section = recipe.telemetry
-    again = _list_nothing(run_dir)
+    restarted = _list_nothing(run_dir)
     if section.metrics_port is None:
         yield None
         return
-    token = _token(run_dir) if section.metrics_access == "token" else None
+    token = None
+    if section.metrics_access == "token":
+        token = _token(run_dir)
     try:
         bound = _bind(section.metrics_host, section.metrics_port)
     except ValueError as error:
-        if not again:
+        if not restarted:
             raise
+        # nobody may be there to choose another port, and a run is worth more than its metrics
         logger.warning("the run goes on without its endpoint for metrics: %s", error)
         yield None
         return
@@ -236,7 +242,7 @@ def _folder(run_dir: Path) -> Path:
 
 
 def _token(run_dir: Path) -> str:
-    """The run's token, made if there is none. Raises ValueError for a file that others own or may read."""
+    """The run's token; a run without one gets one. Raises ValueError for a file that others own or may read."""
     path = _folder(run_dir) / "token"
     if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
         path.unlink()  # a start was killed while it wrote it
@@ -249,9 +255,9 @@ def _token(run_dir: Path) -> str:
 
 
 def _list_nothing(run_dir: Path) -> bool:
-    """Take the targets of an earlier start off: another's process may listen there, and would get the token.
+    """Clear the targets of an earlier start: a stranger's process may listen there, and would get the token.
 
-    Returns whether there were any. Raises OSError.
+    Returns whether an earlier start had an endpoint. Raises OSError.
     """
     path = _folder(run_dir) / "targets.json"
     if path.exists():
@@ -264,13 +270,16 @@ def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
     """A factory of the runner's connections that limits their number and their age."""
 
     def connection() -> asyncio.BaseProtocol:
-        server, loop = runner.server, asyncio.get_running_loop()
+        server = runner.server
+        loop = asyncio.get_running_loop()
         assert server is not None
-        made = server()
-        at_once = len(server.connections) >= MOST_CONNECTIONS
-        loop.call_later(0.0 if at_once else CONNECTION_S, made.force_close if at_once else made.close)
-        loop.call_later(CONNECTION_S + 1.0, made.force_close)
-        return made
+        new = server()
+        if len(server.connections) >= MOST_CONNECTIONS:
+            loop.call_later(0.0, new.force_close)  # not now: the loop has not given it a transport yet
+        else:
+            loop.call_later(CONNECTION_S, new.close)  # after the answer in progress
+            loop.call_later(CONNECTION_S + 1.0, new.force_close)
+        return new
 
     return connection
 
@@ -282,13 +291,16 @@ def _bind(host: str, port: int) -> socket.socket:
         return socket.create_server(where[:2], family=family)  # type: ignore[arg-type]
     except OSError as error:
         raise ValueError(
-            f"telemetry.metrics_host, telemetry.metrics_port: expected an address to listen at, found {host} and "
-            f"{port}: {error.strerror or error}"
+            f"telemetry.metrics_host, telemetry.metrics_port: nothing can listen at {host}, port {port}: "
+            f"{error.strerror or error}"
         ) from None
 
 
 def _address(bound: socket.socket) -> str:
-    """host:port of a socket as others reach it; of one at all addresses, by this host's name."""
+    """host:port at which others reach a socket; the host is this host's name if it listens at all addresses."""
     host, port = bound.getsockname()[:2]
-    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    if ":" in host:
+        host = f"[{host}]"
+    return f"{host}:{port}"

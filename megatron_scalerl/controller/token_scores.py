@@ -18,20 +18,25 @@ from megatron_scalerl.rollouts.token_scores import CompletionScores, write_score
 from megatron_scalerl.types import BlockRef, RolloutGroup
 
 _GROUPS = 4
-"""Whose best and worst completions are scored: the trainer waits for a forward pass over them."""
+"""Groups of a batch of which two completions are scored: the trainer waits for a forward pass over them."""
 
 
 class TokenScores:
     """Scores completions of every few batches of one run."""
 
     def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path):
-        self._every, self._fleet, self._run_dir = recipe.telemetry.token_scores_every, fleet, run_dir
+        self._every = recipe.telemetry.token_scores_every
+        self._fleet = fleet
+        self._run_dir = run_dir
 
     async def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Before the step on these groups: score and write some, if it is due. Raises as `TrainerClient`, OSError."""
+        """Score and write some completions of these groups, if it is due; before the step on them.
+
+        Raises as `TrainerClient`, and OSError.
+        """
         if not self._every or step % self._every:
             return
-        chosen = [(group, index) for group in _telling(groups) for index in _ends(group)]
+        chosen = [(group, index) for group in _with_contrast(groups) for index in _ends(group)]
         if not chosen:
             return
         tokens = await asyncio.to_thread(lambda: [self._tokens(group, index) for group, index in chosen])
@@ -56,10 +61,10 @@ class TokenScores:
         return [int(token) for token in rollout_bytes.read(data).token_ids]
 
 
-def _telling(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """The first groups whose completions have different rewards, as most that are trained."""
-    found = [g for g in groups if isinstance(g.stored, BlockRef) and len({s.reward for s in g.scores}) > 1]
-    return sorted(found, key=lambda group: group.group_id)[:_GROUPS]
+def _with_contrast(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """The first groups whose completions have different rewards, as most groups that are trained on."""
+    chosen = [g for g in groups if isinstance(g.stored, BlockRef) and len({s.reward for s in g.scores}) > 1]
+    return sorted(chosen, key=lambda group: group.group_id)[:_GROUPS]
 
 
 def _ends(group: RolloutGroup) -> tuple[int, int]:
@@ -69,5 +74,5 @@ def _ends(group: RolloutGroup) -> tuple[int, int]:
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
-    """In a file of text, to 1e-4."""
+    """The values to 1e-4, which keeps the file small."""
     return [round(value, 4) for value in values]

@@ -110,7 +110,9 @@ def _failures(log: str | Path) -> Iterator[None]:
 
 
 def _first_of(error: Exception) -> Exception:
-    return _first_of(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 _RESTART = (TrainerError, ProcessDied, WeightUpdateError, VersionLost)
@@ -135,7 +137,9 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     inputs = check_inputs(recipe)
     evaluated = inputs.evaluation
     reports = [f"prompts: {inputs.chat.why}", *inputs.prompts.report.lines()]
-    for line in [*reports, *(evaluated.lines() if evaluated else ())]:
+    if evaluated:
+        reports += evaluated.lines()
+    for line in reports:
         console.print(line, highlight=False)
     recipe = inputs.resolved(recipe)
     check_recipe(recipe)
@@ -186,7 +190,7 @@ async def _train(
 
 @record
 class _Run:
-    """What the attempts of one process share."""
+    """Objects that the attempts of one process share."""
 
     recipe: Recipe
     inputs: Inputs
@@ -198,17 +202,20 @@ class _Run:
     placement: Placement
     takeover: Takeover
     collector: RunCollector | None
-    """What the Prometheus endpoint shows, None without one."""
+    """Collects the metrics of the Prometheus endpoint; None without one."""
     lag: LoopLag
 
 
 async def _attempts(run: _Run, resumed: Resumed) -> str:
-    """Attempts until one ends. Raises the failure of the one after trainer.max_restarts restarts without progress.
+    """Run attempts until one ends the run; returns why it ended.
 
-    resumed: where the first one starts.
+    resumed: the state from which the first one starts. Raises the failure of an attempt after trainer.max_restarts
+    restarts without progress.
     """
-    restarts, newest = 0, -1
-    present, minimum = run.placement.check_present, run.recipe.engine.min_engines
+    restarts = 0
+    newest = -1
+    present = run.placement.check_present
+    minimum = run.recipe.engine.min_engines
     held_since = time.monotonic() - held_uncharged()
     # private: a reason may quote what an engine answered
     with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as changes:
@@ -230,25 +237,32 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                         ) from error
                     held_since = time.monotonic()
                     too_few = launcher.engines.members.left < minimum
-                    await asyncio.to_thread(present, run.hosts, engines=minimum if too_few else 0)
+                    required = 0
+                    if too_few:
+                        required = minimum
+                    await asyncio.to_thread(present, run.hosts, engines=required)
                     # engines that are given up do not come back, nor does space
                     if too_few or _is_full(error, run.folder.path):
                         raise
-                    resumed = await asyncio.to_thread(_resume, run.folder, run.console)  # engines are watched
-                    reached = resumed.start.step
-                    restarts, newest = (restarts if reached == newest else 0) + 1, reached
+                    # in a thread: the event loop watches the engines meanwhile
+                    resumed = await asyncio.to_thread(_resume, run.folder, run.console)
+                    if resumed.start.step != newest:
+                        restarts = 0
+                    restarts += 1
+                    newest = resumed.start.step
                     if restarts > run.recipe.trainer.max_restarts:
                         raise
                     logger.exception("the attempt %s failed", run.folder.attempt.incarnation)
-                    what = f"restart {restarts} of at most {run.recipe.trainer.max_restarts} from step {reached}"
+                    what = f"restart {restarts} of at most {run.recipe.trainer.max_restarts} from step {newest}"
                     run.console.print(f"{what}: {str(error).splitlines()[0]}", highlight=False)
                 run.folder.attempt = run.folder.begin_attempt()
 
 
 def _is_full(error: BaseException, run: Path) -> bool:
     """Whether a rank found no space for a file of the run: the next one would not, either."""
-    full = error.full if isinstance(error, TrainerError) else ""
-    return full != "" and Path(full).absolute().is_relative_to(run.absolute())
+    if not isinstance(error, TrainerError) or not error.full:
+        return False
+    return Path(error.full).absolute().is_relative_to(run.absolute())
 
 
 def _record(engines: JsonlWriter, member: Member) -> None:
@@ -262,12 +276,14 @@ def _record(engines: JsonlWriter, member: Member) -> None:
 
 
 async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_since: float, first: bool) -> str:
-    """One attempt.
+    """Run one attempt, from the newest checkpoint to its end; returns why it ended.
 
     held_since: when the devices were held, or the attempt before it ended (monotonic seconds). first: its failure to
     start is final, as after a user's mistake.
     """
-    recipe, folder, attempt = run.recipe, run.folder, run.folder.attempt
+    recipe = run.recipe
+    folder = run.folder
+    attempt = run.folder.attempt
     start = resumed.start
     logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
     engines = launcher.engines.members
@@ -321,7 +337,8 @@ def _resume(folder: RunFolder, console: Console) -> Resumed:
 
 
 def _print_fleet(fleet: Fleet, console: Console) -> None:
-    info, devices = fleet.info, fleet.devices
+    info = fleet.info
+    devices = fleet.devices
     console.print(
         f"{info.parameters:,} parameters, {devices.trainer:g} trainer and {devices.engine:g} engine devices "
         f"({info.device}, {info.backend}), logits {info.logits}",

@@ -10,14 +10,22 @@ if none is alive.
 Unblocked by: these answers, weights.timeout_s, and the eviction of an engine, which ends its requests. Engines pause
 between two tokens and keep their requests, so no phase waits for a completion.
 
-Who takes part: `publish` updates every engine that is alive (`engine.membership`), which one that is held for a
-measurement is not; `catch_up` only the stale ones, while the others go on. The group of the broadcast is formed again
-whenever the engines of an update are not those of the last one. An engine that fails is evicted, the group is formed
-again without it, and the update is repeated: an engine serves a version only after an update that succeeded in every
-phase, or is evicted. In `connect` and `update` all members fail with the one that fails; if none is known to be gone,
-the update is repeated _TRIES times. Then the engines that have completed no update of this trainer are evicted, if
-others take part that have, or if they are alone (`catch_up`); without such engines, the update raises
-WeightUpdateError.
+The life of an update (`_update`, `_send`):
+
+    needs, digest, connect   only if the engines are not those of the last update: `_connect` forms the groups again
+    stage                    only with weights.transaction staged: the engines receive while they generate
+    pause, start             the engines stop between two tokens
+    update, finish, verify   they receive or write the weights, label them, and report digests, which are compared
+    resume                   they go on, and serve the version from then on
+
+`publish` updates every engine that is alive (`engine.membership`), which an engine that is held for a measurement is
+not. `catch_up` updates the stale engines alone, while the others go on.
+
+An engine that fails is evicted, and the update is repeated without it: an engine serves a version only after an
+update that succeeded in every phase. In `connect`, `stage` and `update` all members fail with the one that fails. If
+none of them is known to be gone, the update is tried _TRIES times. Then the newcomers are evicted, which have
+completed no update of this trainer. Without newcomers, or before any engine has completed an update, the failure is
+raised as a WeightUpdateError.
 """
 
 import asyncio
@@ -25,7 +33,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -55,10 +63,10 @@ _TRIES = 3
 _COLLECTIVE = ("connect", "stage", "update")
 """Phases in which the failure of one member makes all others fail too."""
 _POLL_S = 0.02
-"""Between two questions whether a staged update has arrived."""
+"""Seconds between two questions whether a staged update has arrived."""
 
 NO_UPDATE = {"publish_seconds": 0.0, "engine_paused_seconds": 0.0, "pinned_seconds": 0.0}
-"""What the record of a batch without a weight update says of it."""
+"""Metrics of a batch without a weight update."""
 
 
 class WeightUpdateError(RuntimeError):
@@ -77,12 +85,23 @@ class _Refused(EngineError):
     """The trainer's tensors are not those of this engine's model."""
 
 
+class _Place(NamedTuple):
+    """The place of one worker of an engine among the receivers."""
+
+    shard: int
+    """Number of its shard. The workers with the same needs share a shard, and one process group with its sender."""
+    rank: int
+    """Rank in that group; the sender has rank 0."""
+
+
 class _PhaseFailed(Exception):
     """Some members failed in a phase."""
 
     def __init__(self, phase: str, engines: dict[EngineClient, str], lines: Sequence[str], *, refused: bool):
-        """engines: those that failed. refused: by all members."""
-        self.phase, self.engines, self.refused = phase, engines, refused
+        """engines: the ones that failed, with their lines. refused: all members refused the tensors."""
+        self.phase = phase
+        self.engines = engines
+        self.refused = refused
         super().__init__("; ".join(lines))
 
 
@@ -113,20 +132,21 @@ class _Phases:
         results = await asyncio.gather(*map(self._limited, calls), return_exceptions=True)
         self.seconds[phase] = time.perf_counter() - begin
         for result in results:
-            of_member = isinstance(result, RuntimeError | ValueError | OSError)
-            if isinstance(result, TrainerError) or (isinstance(result, BaseException) and not of_member):
+            # a TrainerError is a RuntimeError, too, but it ends the trainer, and no other update can help
+            is_failed_member = isinstance(result, RuntimeError | ValueError | OSError)
+            if isinstance(result, TrainerError) or (isinstance(result, BaseException) and not is_failed_member):
                 raise result
-        of_engines = {
+        failed = {
             engine: f"{engine.name}: {phase}: {_line(result)}"
             for engine, result in zip(engines, results[-len(engines) :])
             if isinstance(result, Exception)
         }
-        lines = list(of_engines.values())
+        lines = list(failed.values())
         if trainer is not None and isinstance(results[0], Exception):
             lines.insert(0, f"trainer: {phase}: {_line(results[0])}")
         if lines:
             refused = all(isinstance(result, _Refused) for result in results)
-            raise _PhaseFailed(phase, of_engines, lines, refused=refused)
+            raise _PhaseFailed(phase, failed, lines, refused=refused)
         return results
 
     async def _limited(self, call: Awaitable[Any]) -> Any:
@@ -139,7 +159,7 @@ class _Phases:
 
 @record
 class WeightUpdate:
-    """One finished weight update."""
+    """A finished weight update, with its times and bytes."""
 
     version: int
     """Policy version that every engine serves after the update."""
@@ -152,11 +172,11 @@ class WeightUpdate:
     `start`, `update` (packed, sent, received, written), `finish`, `verify`, `resume`. Of the last attempt.
     With weights.transaction staged, before `pause`: `stage` (packed, sent, received); `update` is then written."""
     seconds_sending: float
-    """Of the update, as the trainer's rank 0 measured: packed and sent."""
+    """Seconds in which the trainer packed and sent, as its rank 0 measured."""
     bytes: int
     """Bytes that all senders sent, padding included."""
     whole_bytes: int
-    """What they would have sent without weights.deltas."""
+    """Bytes that they would have sent without weights.deltas."""
     most_sent: int
     """Bytes of the sender that sent most."""
     most_received: int
@@ -165,7 +185,9 @@ class WeightUpdate:
     """Digest of the values of each shard of the weights, whatever the trainer's layout (`weights.digest`)."""
 
     def metrics(self) -> dict[str, Any]:
-        """What the record of its step says of it."""
+        """The metrics of the update, for the record of its step."""
+        # a staged update is sent while the engines generate, and `update` is then only its writing
+        seconds = max(self.phases.get("stage", self.phases["update"]), 1e-9)
         return {
             "publish_seconds": self.seconds_total,
             "engine_paused_seconds": self.seconds_paused,
@@ -174,7 +196,7 @@ class WeightUpdate:
             "weight_most_sent_bytes": float(self.most_sent),
             "weight_most_received_bytes": float(self.most_received),
             "weight_send_seconds": self.seconds_sending,
-            "weight_gb_per_s": self.bytes / 1e9 / max(self.phases.get("stage", self.phases["update"]), 1e-9),
+            "weight_gb_per_s": self.bytes / 1e9 / seconds,
             **{f"weight_{phase}_seconds": seconds for phase, seconds in self.phases.items()},
             "weight_digest": self.digest,
         }
@@ -184,13 +206,19 @@ class WeightSync:
     """Weight updates of one trainer and its engines; one update at a time."""
 
     def __init__(self, trainer: TrainerClient, engines: Membership, recipe: Recipe):
-        self._trainer, self._engines, self._recipe = trainer, engines, recipe
-        self._connected: list[EngineClient] = []
+        self._trainer = trainer
+        self._engines = engines
+        self._recipe = recipe
+        self._connected: dict[EngineClient, list[_Place]] = {}
+        """The engines of the last update -> the places of their workers; empty after a failure."""
         self._sent_changes = False
-        self._shards: dict[str, list[int]] = {}  # engine -> shard of each of its workers
-        self._proven: list[EngineClient] = []  # engines that have completed an update
-        self._steps: list[StepReport] = []  # since the last version was published
-        self._last: WeightUpdate | None = None  # the last version published
+        """The last update sent changes, not whole tensors (weights.deltas)."""
+        self._proven: list[EngineClient] = []
+        """The engines that have completed an update of this trainer."""
+        self._steps: list[StepReport] = []
+        """The optimizer steps since the last version was published."""
+        self._last: WeightUpdate | None = None
+        """The last version that was published."""
         self._lock = asyncio.Lock()
 
     def trained(self, report: StepReport) -> None:
@@ -213,20 +241,25 @@ class WeightSync:
                 return update
 
     def _check_changed(self, update: WeightUpdate) -> None:
-        """Trainer and engines agree on their digests, too, where the optimizer's weights never reach the model."""
-        policy, full = self._recipe.policy, self._recipe.optimizer.lr
-        # in bf16 a step of the warm-up may be too small for every element
-        least = full if policy.dtype == "bfloat16" else 0.0
+        """Raises WeightsUnchanged if steps that had to change values changed none.
+
+        The comparison of digests with the engines does not find it: trainer and engines agree, too, where the
+        optimizer's weights never reach the model.
+        """
+        policy = self._recipe.policy
+        least = 0.0
+        if policy.dtype == "bfloat16":  # a step of the warm-up may be too small for every element
+            least = self._recipe.optimizer.lr
         moving = [s for s in self._steps if s.grad_norm > 0 and s.learning_rate > 0 and s.learning_rate >= least]
-        last, self._last = self._last, update
+        previous = self._last
+        self._last = update
         self._steps = []
-        if moving and last is not None and update.digest == last.digest:
+        if moving and previous is not None and update.digest == previous.digest:
             raise WeightsUnchanged(
-                f"weights of version {update.version}: expected values that differ from those of version "
-                f"{last.version} after a step with gradient norm {moving[-1].grad_norm:.3g} and learning rate "
-                f"{moving[-1].learning_rate:.3g}, found the same (digest {update.digest}): the optimizer's weights "
-                f"do not reach the policy, or the learning rate is too small for {policy.dtype}, which only a new "
-                f"run can change"
+                f"weights of version {update.version} are those of version {previous.version} "
+                f"(digest {update.digest}) after a step with gradient norm {moving[-1].grad_norm:.3g} and learning "
+                f"rate {moving[-1].learning_rate:.3g}: the optimizer's weights do not reach the policy, or "
+                f"{policy.dtype} needs a larger learning rate, in a new run"
             )
 
     async def catch_up(self, version: int) -> WeightUpdate | None:
@@ -235,43 +268,50 @@ class WeightSync:
 
     async def _update(self, version: int, members: Callable[[], list[EngineClient]]) -> WeightUpdate | None:
         """Send the weights to `members()`, without those that fail; None if there are none left."""
-        begin, failures = time.perf_counter(), 0
+        begin = time.perf_counter()
+        failures = 0
         async with self._lock:
             while engines := members():
                 try:
                     return await self._send(version, engines, begin)
                 except _PhaseFailed as failed:
-                    self._connected = []
+                    self._connected = {}  # a broken group cannot be used again
                     if failed.refused and not self._proven:
                         raise WeightsRefused(str(failed)) from failed
-                    failures += self._evict_failed(failed, engines)
+                    if not self._evict_failed(failed, engines):
+                        failures += 1
                     if failures == _TRIES:
                         failures = 0
-                        newcomers = [engine for engine in engines if engine not in self._proven]
-                        if not newcomers or (len(newcomers) == len(engines) and not self._proven):
-                            raise WeightUpdateError(str(failed)) from failed
-                        for engine in newcomers:
-                            self._engines.evict(engine, f"{engine.name}: no update in {_TRIES} tries: {failed}")
+                        self._evict_newcomers(failed, engines)
                     logger.warning("weights of version %d are sent again: %s", version, failed)
         return None
 
     def _evict_failed(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> bool:
-        """Evict the engines that caused a failure; False if one of them was, or had been meanwhile."""
-        gone = [engine for engine in engines if engine not in self._engines.alive]
+        """Evict the engines that caused a failure; True if one is evicted, or had been meanwhile."""
+        gone = any(engine not in self._engines.alive for engine in engines)
         everyone = len(failed.engines) == len(engines)
         if failed.phase in _COLLECTIVE and (gone or everyone):
-            return not gone
+            return gone  # the others failed with one of them, and nothing says with which
         if failed.phase == "verify" and everyone and self._sent_changes:
-            return True  # something unrecorded wrote the trainer's weights; a new connection sends them whole
+            return False  # something unrecorded wrote the trainer's weights; a new connection sends them whole
         for engine, reason in failed.engines.items():
             self._engines.evict(engine, reason)
-        return not (gone or failed.engines)
+        return gone or bool(failed.engines)
+
+    def _evict_newcomers(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> None:
+        """Evict the engines that have completed no update. Raises WeightUpdateError if that leaves nothing to try."""
+        newcomers = [engine for engine in engines if engine not in self._proven]
+        if not newcomers or not self._proven:
+            raise WeightUpdateError(str(failed)) from failed
+        for engine in newcomers:
+            self._engines.evict(engine, f"{engine.name}: no update in {_TRIES} tries: {failed}")
 
     async def _send(self, version: int, engines: list[EngineClient], begin: float) -> WeightUpdate:
         phases = _Phases(self._recipe.weights.timeout_s)
-        if engines != self._connected:
-            await self._connect(engines, phases)
-        clear, staged = self._recipe.rollouts.kv_cache == "recompute", self._recipe.weights.transaction == "staged"
+        if engines != list(self._connected):
+            self._connected = await self._connect(engines, phases)
+        clear = self._recipe.rollouts.kv_cache == "recompute"
+        staged = self._recipe.weights.transaction == "staged"
         body = {"update_info": {"version": version, "staged": staged}}
         label = {"weight_version": str(version)}
 
@@ -280,19 +320,19 @@ class WeightSync:
 
         if staged:
             sending = self._trainer.send_weights(version)
-            report, *_ = await phases.all("stage", engines, lambda engine: _stage(engine, version), trainer=sending)
+            answers = await phases.all("stage", engines, lambda engine: _stage(engine, version), trainer=sending)
         await phases.all("pause", engines, lambda engine: engine.pause(clear_cache=clear))
         paused = time.perf_counter()
         await phases.all("start", engines, lambda engine: engine.post("/start_weight_update", None))
         if staged:
             await phases.all("update", engines, write)
         else:
-            report, *_ = await phases.all("update", engines, write, trainer=self._trainer.send_weights(version))
+            answers = await phases.all("update", engines, write, trainer=self._trainer.send_weights(version))
+        report: SendReport = answers[0]
         self._sent_changes = report.bytes < report.whole_bytes
+        # the label comes first, since `_verify` asks for it; the engines are paused until both are done
         await phases.all("finish", engines, lambda engine: engine.post("/finish_weight_update", label))
-        await phases.all(
-            "verify", engines, lambda engine: _verify(engine, version, report, self._shards[engine.name])
-        )
+        await phases.all("verify", engines, lambda engine: _verify(engine, version, report, self._connected[engine]))
         resumed = time.perf_counter()
         await phases.all("resume", engines, lambda engine: engine.resume())
         for engine in engines:
@@ -311,33 +351,36 @@ class WeightSync:
             digest="-".join(report.values),
         )
 
-    async def _connect(self, engines: list[EngineClient], phases: _Phases) -> None:
-        """Join the trainer's senders and the engines in process groups, leaving earlier ones."""
+    async def _connect(self, engines: list[EngineClient], phases: _Phases) -> dict[EngineClient, list[_Place]]:
+        """Join the trainer's senders and the engines in process groups, leaving earlier ones.
+
+        Returns the places of each engine's workers.
+        """
         section = self._recipe.weights
         manifest = await self._trainer.manifest()
         checked: dict[tuple[str, ...], str] = {}
         needs: list[list[str]] = await phases.all(
             "needs", engines, lambda engine: self._needs(engine, manifest, checked)
         )
-        shards = list(dict.fromkeys(need for of_engine in needs for need in of_engine))
-        members = [0] * len(shards)
-        places: dict[str, list[tuple[int, int]]] = {}
-        for engine, of_engine in zip(engines, needs):
-            for need in of_engine:
-                shard = shards.index(need)
-                members[shard] += 1
-                places.setdefault(engine.name, []).append((shard, members[shard]))
-        self._shards = {name: [shard for shard, _ in of_workers] for name, of_workers in places.items()}
-        parsed = await asyncio.to_thread(lambda: tuple(needs_from_json(need, manifest) for need in shards))
+        # the needs of a shard, as text -> the size of its process group, in the order of the shards' numbers
+        sizes: dict[str, int] = {}
+        places: dict[EngineClient, list[_Place]] = {engine: [] for engine in engines}
+        for engine, worker_needs in zip(engines, needs):
+            for need in worker_needs:
+                rank = sizes.setdefault(need, 1)  # rank 0 is the sender's
+                sizes[need] += 1
+                places[engine].append(_Place(list(sizes).index(need), rank))
+        # plans of large models take seconds, which the event loop cannot spare
+        parsed = await asyncio.to_thread(lambda: tuple(needs_from_json(need, manifest) for need in sizes))
         plan = await self._trainer.plan_weights(parsed)
-        plans = await asyncio.to_thread(lambda: [to_json(plan.of_shard(shard)) for shard in range(len(shards))])
+        plans = await asyncio.to_thread(lambda: [to_json(plan.of_shard(shard)) for shard in range(len(sizes))])
         connection = Connection(
             backend=resolve_transport(
                 section.transport, self._trainer.rendezvous, colocated=self._recipe.engine.colocate
             ),
             rendezvous=self._trainer.rendezvous,
             group=f"weights-{uuid.uuid4().hex}",
-            world_sizes=tuple(1 + count for count in members),
+            world_sizes=tuple(sizes.values()),
             bucket_mib=section.bucket_mib,
             timeout_s=section.timeout_s,
             connect_timeout_s=section.connect_timeout_s,
@@ -345,53 +388,61 @@ class WeightSync:
         )
 
         async def join(engine: EngineClient) -> None:
-            own = set(self._shards[engine.name])
+            needed = [""] * len(plans)  # an engine gets the plans of its shards alone: each may have megabytes
+            for place in places[engine]:
+                needed[place.shard] = plans[place.shard]
             info = {
                 "connection": msgspec.to_builtins(connection),
-                "places": places[engine.name],
-                "plans": [text if shard in own else "" for shard, text in enumerate(plans)],
+                "places": places[engine],
+                "plans": needed,
             }
             await engine.post("/init_weight_transfer_engine", {"init_info": info})
 
+        # the groups form only once all of their members have come, so the calls have to run at the same time
         await phases.all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
-        self._connected = list(engines)
+        return places
 
     async def _deltas(self, engines: list[EngineClient], phases: _Phases) -> Literal["off", "absolute"]:
-        """How changes are sent: off if an engine's loader takes whole tensors only, which have no digest."""
-        section = self._recipe.weights
-        if section.deltas == "off":
-            return "off"
-        held = await phases.all("digest", engines, lambda engine: engine.rpc("msrl_live_digest"))
-        whole = [engine.name for engine, of in zip(engines, held) if not isinstance(of, list) or not all(of)]
-        if whole:
-            logger.warning("weights.deltas: off: %s takes whole tensors only", whole[0])
-            return "off"
-        return section.deltas
+        """The setting for changes: off if an engine's loader takes whole tensors only, which have no digest."""
+        deltas = self._recipe.weights.deltas
+        if deltas == "off":
+            return deltas
+        answers = await phases.all("digest", engines, lambda engine: engine.rpc("msrl_live_digest"))
+        for engine, digests in zip(engines, answers):
+            if not isinstance(digests, list) or not all(digests):
+                logger.warning("weights.deltas is off, because %s takes whole tensors only", engine.name)
+                return "off"
+        return deltas
 
     async def _needs(
         self, engine: EngineClient, manifest: Manifest, checked: dict[tuple[str, ...], str]
     ) -> list[str]:
-        """What each worker of an engine needs of the tensors of a manifest.
+        """The needs of each worker of an engine, of the tensors of a manifest.
 
-        It has no unfinished update then: vLLM refuses to start another one beside it. checked: answers -> what is
-        wrong with them. Raises _Refused if they are not those of its model.
+        An unfinished update of the engine is abandoned first: vLLM refuses to start another one. checked: answers of
+        the engines so far -> their problem. Raises _Refused if the tensors are not those of the engine's model.
         """
         await engine.rpc("msrl_abandon_update")
         answers = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
         if not answers or not all(isinstance(answer, str) for answer in answers):
-            raise EngineError(f"msrl_weight_needs: expected the needs of its workers, found {answers!r}")
+            raise EngineError(
+                f"msrl_weight_needs: the answer {answers!r} does not hold the needs of the engine's workers"
+            )
         if refused := next((a for a in answers if a.startswith(REFUSED)), ""):
             raise _Refused(refused.removeprefix(REFUSED))
         world_size = (await engine.info()).world_size
-        copies, rest = divmod(world_size, len(answers))  # vLLM asks the workers of its first data-parallel rank
-        if rest or not copies:
-            raise EngineError(f"msrl_weight_needs: expected {world_size} workers or a part, found {len(answers)}")
+        if not world_size or world_size % len(answers):
+            raise EngineError(
+                f"msrl_weight_needs: {len(answers)} workers answered, which do not divide the engine's {world_size}"
+            )
+        # engines of one kind answer alike, and a check of a large model takes seconds
         key = tuple(answers)
         if key not in checked:
-            checked[key] = await asyncio.to_thread(_wrong, manifest, set(answers))
+            checked[key] = await asyncio.to_thread(_problem, manifest, set(answers))
         if checked[key]:
             raise _Refused(checked[key])
-        return list(answers) * copies
+        # vLLM asks the workers of its first data-parallel rank; those of the others need the same
+        return list(answers) * (world_size // len(answers))
 
 
 async def _stage(engine: EngineClient, version: int) -> None:
@@ -409,27 +460,28 @@ async def _stage(engine: EngineClient, version: int) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _verify(engine: EngineClient, version: int, report: SendReport, shards: Sequence[int]) -> None:
-    """Compare what an engine got and holds with what was sent. shards: of its workers.
+async def _verify(engine: EngineClient, version: int, report: SendReport, places: Sequence[_Place]) -> None:
+    """Compare the bytes that an engine received, and the values that it holds, with the trainer's.
 
-    Raises EngineError, with what was expected and found.
+    places: of the engine's workers. Raises EngineError, with both digests.
     """
     info = await engine.info()
-    of_workers = shards[: len(info.weight_digests)]  # as in `_needs`
-    digests = tuple(report.digests[shard] for shard in of_workers)
-    expected, found = (str(version), digests), (info.weight_version, tuple(info.weight_digests))
-    if expected != found:
-        raise EngineError(f"expected version, digests {expected}, found {found}")
-    held = await engine.rpc("msrl_live_digest")
-    if not isinstance(held, list) or len(held) != len(info.weight_digests):
-        raise EngineError(f"expected a digest of each worker, found {held!r}")
-    for worker, (shard, live) in enumerate(zip(shards, held)):
-        if live not in (report.values[shard], ""):
-            raise EngineError(f"worker {worker}: expected values of digest {report.values[shard]}, holds {live}")
+    workers = places[: len(info.weight_digests)]  # of the first data-parallel rank, as in `_needs`
+    sent = (str(version), tuple(report.digests[place.shard] for place in workers))
+    received = (info.weight_version, tuple(info.weight_digests))
+    if received != sent:
+        raise EngineError(f"it reports version and digests {received}, and the trainer sent {sent}")
+    live = await engine.rpc("msrl_live_digest")
+    if not isinstance(live, list) or len(live) != len(info.weight_digests):
+        raise EngineError(f"msrl_live_digest: the answer {live!r} does not hold a digest of each worker")
+    for worker, (place, digest) in enumerate(zip(places, live)):
+        values = report.values[place.shard]
+        if digest not in (values, ""):  # a loader that takes whole tensors only has no digest
+            raise EngineError(f"worker {worker}: its weights have digest {digest}, and the sent ones {values}")
 
 
-def _wrong(manifest: Manifest, answers: set[str]) -> str:
-    """What is wrong with the needs of an engine's workers, empty if nothing is."""
+def _problem(manifest: Manifest, answers: set[str]) -> str:
+    """Why the manifest does not cover the needs of an engine's workers; empty if it does."""
     try:
         return not_covered(manifest, [needs_from_json(answer, manifest) for answer in sorted(answers)])
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A group as the page's reader shows it: facts about its completions, and one completion token by token.
+"""Reads a group for the page: facts about its completions, and one completion token by token.
 
 The store has the engine's log-probability, the policy version and the loss mask of each token. The trainer's
 log-probabilities and the entropy of each token are known of the completions that it scored, with
@@ -26,13 +26,14 @@ Advantages = Mapping[tuple[int, int], float]
 
 
 class Reader:
-    """Reads groups and completions of a run for the page. Not for several threads at a time."""
+    """Reads groups and completions of a run for the page. Not safe for several threads."""
 
     def __init__(self, run_dir: Path, recipe: Mapping[str, Any], index: GroupIndex):
         """recipe: of the run (`recipe.file.read_run_recipe`)."""
         self.index = index
         self._run_dir = run_dir
         self._recipe = recipe
+        # an advantage needs the scores of the whole batch, which are read from its groups
         self._advantages = lru_cache(CACHED_BATCHES)(self._batch_advantages)
         # the last group is kept, since its completions are read next
         self._fields = lru_cache(1)(lambda group_id, _record: index.read(group_id))
@@ -50,44 +51,59 @@ class Reader:
         fields = self._fields(group_id, record)
         tokenizer = self._tokenizer
         scored = self._scores(record)
-        advantages = self._advantages(record) if record else "the group is in no batch yet"
+        advantages: Advantages | str = "the group is in no batch yet"
+        batch: dict[str, Any] = dict.fromkeys(("step", "batch", "policy_version"))
+        if record is not None:
+            advantages = self._advantages(record)
+            batch = {"step": record.step, "batch": record.batch, "policy_version": record.policy_version}
         completions = []
         for i, (rollout, score) in enumerate(zip(fields["rollouts"], fields["scores"])):
-            each = _facts(i, rollout, score) | {"advantage": None, "untrained": "", "scored": (group_id, i) in scored}
+            facts = _facts(i, rollout, score) | {
+                "advantage": None,
+                "untrained": "",
+                "scored": (group_id, i) in scored,
+            }
             if isinstance(advantages, str):
-                each["untrained"] = advantages
+                facts["untrained"] = advantages
             elif (group_id, i) in advantages:
-                each["advantage"] = round(advantages[group_id, i], 4)
+                facts["advantage"] = round(advantages[group_id, i], 4)
             else:
-                each["untrained"] = "a filter left it out of its batch"
-            completions.append(each | ({"text": decode(tokenizer, rollout["token_ids"])} if texts else {}))
-        prompt, right = fields["prompt"], sum(score["correct"] for score in fields["scores"])
+                facts["untrained"] = "a filter left it out of its batch"
+            if texts:
+                facts["text"] = decode(tokenizer, rollout["token_ids"])
+            completions.append(facts)
+        prompt = fields["prompt"]
+        correct = sum(score["correct"] for score in fields["scores"])
         return {
             "id": group_id,
-            "step": record.step if record else None,
-            "batch": record.batch if record else None,
-            "policy_version": record.policy_version if record else None,
+            **batch,
             "epoch": fields["epoch"],
             "task": printable(prompt.get("task") or ""),
             "prompt": decode(tokenizer, prompt["token_ids"]),
             "answer": printable(str(prompt["answer"])),
-            "pass_rate": right / len(fields["scores"]),
+            "pass_rate": correct / len(fields["scores"]),
             "completions": completions,
         }
 
     def completion(self, group_id: int, position: int) -> dict[str, Any]:
-        """One completion [T]: `pieces` of text and `logprobs` per token, `spans` of (first token, version, forced).
+        """A completion [T]: `pieces` of text and `logprobs` per token, `spans` of (first token, version, forced).
 
-        `mismatch` (trainer minus engine, nats) and `entropies` are None where the trainer did not score it. Raises
-        ValueError as `group`, and for a position that it does not have.
+        `mismatch` (trainer minus engine, nats) and `entropies` are None where the trainer did not score the
+        completion. Raises ValueError as `group`, and for a position that the group does not have.
         """
         record = self.index.record_of(group_id)
         rollouts = self._fields(group_id, record)["rollouts"]
         if not 0 <= position < len(rollouts):
-            raise ValueError(f"completion: expected 0 to {len(rollouts) - 1} of group {group_id}, found {position}")
+            raise ValueError(
+                f"completion: group {group_id} has no completion {position}; its last one is {len(rollouts) - 1}"
+            )
         rollout = rollouts[position]
-        ids, versions, sampled = (rollout[name] for name in ("token_ids", "policy_versions", "loss_mask"))
-        spans, pieces = [], []
+        ids = rollout["token_ids"]
+        versions = rollout["policy_versions"]
+        sampled = rollout["loss_mask"]
+        spans = []
+        pieces = []
+        # span by span, so that the text of a forced phrase does not join that of sampled tokens
         for (version, is_sampled), tokens in groupby(range(len(ids)), key=lambda t: (versions[t], sampled[t])):
             span = list(tokens)
             spans.append((span[0], version, not is_sampled))
@@ -95,7 +111,9 @@ class Reader:
         logprobs = rollout["rollout_logprobs"]
         scored = self._scores(record).get((group_id, position))
         if scored is not None and not len(scored.logprobs) == len(scored.entropies) == len(logprobs):
-            raise ValueError(f"group {group_id}: expected scores of {len(logprobs)} tokens, found others")
+            raise ValueError(
+                f"group {group_id}: completion {position} has {len(logprobs)} tokens, and scores of others"
+            )
         return {
             "pieces": pieces,
             "ids": list(ids),
@@ -106,11 +124,11 @@ class Reader:
         }
 
     def _scores(self, record: BatchRecord | None) -> dict[tuple[int, int], CompletionScores]:
-        """What the trainer scored of a batch. Raises ValueError for a damaged file."""
+        """The trainer's scores of tokens of a batch. Raises ValueError for a damaged file."""
         return {} if record is None else read_scores(self._run_dir, record.step)
 
     def _batch_advantages(self, record: BatchRecord) -> Advantages | str:
-        """Of the batch's completions; why they are unknown, if a group of the batch is not stored."""
+        """The advantages of a batch's completions; or why they are unknown, if a group of the batch is not stored."""
         try:
             groups = self.index.read_batch(record)
         except ValueError:
@@ -123,9 +141,9 @@ class Reader:
             zero_variance=recipe["filters"]["zero_variance"],
             reduction=recipe["loss"]["reduction"],
         )
-        by_place = {group.stored: group.group_id for group in groups}
+        group_ids = {group.stored: group.group_id for group in groups}
         return {
-            (by_place[stored], position): sample.advantage
+            (group_ids[stored], position): sample.advantage
             for (stored, position), sample in zip(plan.sources, plan.samples)
         }
 
@@ -136,21 +154,26 @@ def token_texts(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> list[str]:
     A token that ends within a character adds nothing, and the one that completes the character adds all of it.
     """
     texts = []
-    begin = read = 0
+    begin = 0
+    read = 0
     for end in range(1, len(token_ids) + 1):
         before = raw_text(tokenizer, token_ids[begin:read])
         now = raw_text(tokenizer, token_ids[begin:end])
+        # a decoder writes U+FFFD for a character whose bytes are not complete
         if end < len(token_ids) and now.endswith("\ufffd") and end - read < LONGEST_CHARACTER:
             texts.append("")
             continue
         texts.append(printable(now[len(before) :]))
-        begin, read = read, end  # decoded with the text before it, since a tokenizer may join the two
+        # the next token is decoded with the text before it, since a tokenizer may join the two
+        begin = read
+        read = end
     return texts
 
 
 def _facts(index: int, rollout: Mapping[str, Any], score: Mapping[str, Any]) -> dict[str, Any]:
     sampled = [p for p, counts in zip(rollout["rollout_logprobs"], rollout["loss_mask"]) if counts]
-    versions = rollout["policy_versions"]
+    versions = rollout["policy_versions"] or [0]
+    logprob = round(sum(sampled) / len(sampled), 4) if sampled else None
     return {
         "index": index,
         "reward": score["reward"],
@@ -158,10 +181,10 @@ def _facts(index: int, rollout: Mapping[str, Any], score: Mapping[str, Any]) -> 
         "reason": printable(score["reason"]),
         "tokens": len(rollout["token_ids"]),
         "sampled": len(sampled),
-        "versions": [versions[0], versions[-1]] if versions else [0, 0],
+        "versions": [versions[0], versions[-1]],
         "interrupted": rollout["interrupted"],
         "truncated": rollout["truncated"],
         "thinking_cut": rollout["thinking_cut"],
         "seed": rollout["seed"],
-        "logprob": round(sum(sampled) / len(sampled), 4) if sampled else None,
+        "logprob": logprob,
     }

@@ -1,4 +1,4 @@
-"""The runs below a folder, and what else lies directly in it."""
+"""Finds the runs below a folder, and describes the other folders in it."""
 
 import os
 from collections import deque
@@ -11,24 +11,24 @@ from megatron_scalerl.record import record
 MARKS = frozenset(
     {"recipe.yaml", "validation.jsonl", "metrics.jsonl", "ledger.jsonl", "attempts.jsonl", "journal.jsonl"}
 )
-"""Files of which a run's folder has one at least, from its first seconds on."""
+"""Files of a run. Its folder has at least one of them, from its first seconds on."""
 DEPTH = 4
-"""Levels of folders below the given one that are searched; a study has its runs in the third."""
+"""Levels of folders that are searched below the given folder; a study has its runs in the third."""
 MOST_RUNS = 200
 MOST_FOLDERS = 5000
-"""Folders that are looked into."""
+"""Most folders that are searched."""
 
 
 @record
 class FoundRuns:
-    """What a folder holds."""
+    """The runs of a folder, and its other folders."""
 
     runs: tuple[Path, ...]
     """Folders with a file of `MARKS`, by path; at most `MOST_RUNS`."""
     others: tuple[tuple[Path, str], ...]
-    """Folders directly in it without a run in them, and what was found there, in one line."""
+    """(folder directly in it that has no run, a line about its content)."""
     left_out: str
-    """What was not looked at, in one line; empty if nothing."""
+    """A line about the part that was not searched; empty if all was."""
 
 
 def is_run(folder: Path) -> bool:
@@ -39,7 +39,7 @@ def is_run(folder: Path) -> bool:
     if folder.is_dir() and not (folder / "recipe.yaml").exists():
         if find_runs(folder).runs:
             return False
-        raise ValueError(f"{folder}: expected the folder of a run (recipe.yaml) or of runs, found neither")
+        raise ValueError(f"{folder}: it is no run (recipe.yaml), and no run is below it")
     read_run_recipe(folder)
     return True
 
@@ -49,39 +49,44 @@ def find_runs(folder: Path) -> FoundRuns:
 
     Raises OSError if the folder itself cannot be read.
     """
-    waiting, seen = deque([(folder, 0, "")]), set()
+    waiting = deque([(folder, 0, "")])
+    """(folder, its depth, name of the folder in `folder` that it is below)."""
+    identities = set()
     runs: list[Path] = []
-    found: dict[str, str] = {}
-    """By name of the folder in `folder`: what it holds; empty once a run is found in it."""
-    looked, left_out = 0, ""
+    contents: dict[str, str] = {}
+    """Name of a folder in `folder` -> its content in one line; empty once a run is found in it."""
+    left_out = ""
+    searched = 0
     while waiting:
         path, depth, top = waiting.popleft()
-        if looked == MOST_FOLDERS or len(runs) == MOST_RUNS:
-            left_out = f"only the first {looked:,} folders and {len(runs)} runs are shown"
+        if searched == MOST_FOLDERS or len(runs) == MOST_RUNS:
+            left_out = f"only the first {searched:,} folders and {len(runs)} runs are shown"
             break
-        looked += 1
+        searched += 1
         try:
-            identity = os.stat(path)
+            status = os.stat(path)
             entries = sorted(os.scandir(path), key=lambda entry: entry.name)
         except OSError as error:
             if depth == 0:
                 raise
-            found.setdefault(top, f"expected a readable folder, found {error.strerror}")
+            contents.setdefault(top, f"the folder cannot be read: {error.strerror}")
             continue
-        if (key := (identity.st_dev, identity.st_ino)) in seen:
+        identity = (status.st_dev, status.st_ino)
+        if identity in identities:  # a symbolic link may lead back up
             continue
-        seen.add(key)
-        if depth and MARKS & {entry.name for entry in entries}:
+        identities.add(identity)
+        names = [entry.name for entry in entries]
+        if depth and not MARKS.isdisjoint(names):
             runs.append(path)
-            found[top] = ""
+            contents[top] = ""
             continue
         if depth == 1:
-            found.setdefault(top, _described([entry.name for entry in entries]))
+            contents.setdefault(top, f"it is no run (recipe.yaml) and holds {listed(names, 4) or 'nothing'}")
         if depth < DEPTH:
             for entry in entries:
                 if not entry.name.startswith(".") and _is_folder(entry):
                     waiting.append((path / entry.name, depth + 1, top or entry.name))
-    others = tuple((folder / name, text) for name, text in sorted(found.items()) if text)
+    others = tuple((folder / name, text) for name, text in sorted(contents.items()) if text)
     return FoundRuns(runs=tuple(sorted(runs)), others=others, left_out=left_out)
 
 
@@ -90,7 +95,3 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:
         return False
-
-
-def _described(names: list[str]) -> str:
-    return f"expected a run (recipe.yaml), found {listed(names, 4) or 'an empty folder'}"

@@ -1,5 +1,6 @@
 """The forecasts of a run's end after each validation, as the page draws them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,36 +16,39 @@ class Forecasts:
     """Forecasts by the number of validations that they are made from. They depend on these rows alone."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Projection | None, str]] = {}
-        self._begin: tuple[Any, ...] = ()
+        self._projections: dict[int, tuple[Projection | None, str]] = {}
+        """Number of validations -> (the forecast, if it was made; why it failed, if it did)."""
+        self._rows: tuple[Any, ...] = ()
+        """Step and pass rate of the validations so far."""
 
     def missing(self, rows: Rows) -> list[int]:
         """Numbers of validations whose forecast is missing, the newest first."""
-        begin = tuple((row.get("step"), row.get("pass_rate")) for row in rows)
-        if self._begin != begin[: len(self._begin)]:
-            self._made.clear()  # a restart took rows back
-        self._begin = begin
-        every = max(1, -(-len(rows) // MOST))
-        wanted = {len(rows), *range(every, len(rows) + 1, every)}
-        return sorted((count for count in wanted if count not in self._made), reverse=True)
+        new = tuple((row.get("step"), row.get("pass_rate")) for row in rows)
+        if self._rows != new[: len(self._rows)]:
+            self._projections.clear()  # a restart took rows back
+        self._rows = new
+        stride = math.ceil(len(rows) / MOST) or 1
+        wanted = {len(rows), *range(stride, len(rows) + 1, stride)}
+        return sorted((count for count in wanted if count not in self._projections), reverse=True)
 
     @staticmethod
     def attempt(rows: Rows, recipe: Mapping[str, Any], count: int) -> tuple[Projection | None, str]:
-        """The forecast from the first `count` rows, or in one line why it failed. Changes nothing."""
+        """The forecast from the first `count` rows, or why it failed, in one line. Changes nothing."""
         start = recipe["forecast"]["fit_from_steps"]
         try:
             return projection(rows[:count], steps=last_step(rows, recipe), fit_from_steps=start), ""
         except (ValueError, ArithmeticError) as error:
             return None, f"forecast from {count} validations: {type(error).__name__}: {error}"
 
-    def add(self, count: int, made: Projection | None, problem: str = "") -> None:
-        """Keep what `attempt` returned for the first `count` rows."""
-        self._made[count] = (made, problem)
+    def add(self, count: int, forecast: Projection | None, problem: str = "") -> None:
+        """Keep the result of `attempt` for the first `count` rows."""
+        self._projections[count] = (forecast, problem)
 
     @property
     def problem(self) -> str:
-        """Why the newest of the forecasts that failed did; empty if none did."""
-        return next((problem for _, (_, problem) in sorted(self._made.items(), reverse=True) if problem), "")
+        """Why the newest of the forecasts that failed has failed; empty if none has."""
+        newest_first = sorted(self._projections.items(), reverse=True)
+        return next((problem for _, (_, problem) in newest_first if problem), "")
 
     def make_all(self, rows: Rows, recipe: Mapping[str, Any]) -> None:
         """Make all that are missing."""
@@ -52,27 +56,28 @@ class Forecasts:
             self.add(count, *self.attempt(rows, recipe, count))
 
     @property
-    def made(self) -> list[Projection]:
-        """Those that there are, in the order of their validations."""
-        return [made for _, (made, _) in sorted(self._made.items()) if made is not None]
+    def projections(self) -> list[Projection]:
+        """The forecasts that did not fail, in the order of their validations."""
+        return [forecast for _, (forecast, _) in sorted(self._projections.items()) if forecast is not None]
 
     def lines(self, rows: Rows, recipe: Mapping[str, Any]) -> list[str]:
-        """How the forecasts moved, as `report` says it."""
-        if not self.made:
+        """The line of `report` that says how the forecasts moved; none without a forecast."""
+        outlooks = [forecast.outlook for forecast in self.projections]
+        if not outlooks:
             return []
-        return [moved_text([made.outlook for made in self.made], measured_end(rows, recipe))]
+        return [moved_text(outlooks, measured_end(rows, recipe))]
 
     def payload(self) -> list[dict[str, Any]]:
-        """Each with its path: lists over equally distant points from its validation to the end of the run."""
+        """The forecasts with their paths: lists over points from the validation to the end of the run."""
         return [
             {
-                "step": each.outlook.step,
-                "end_step": each.outlook.end_step,
-                "line": each.outlook.line(),
-                "compute": [float(f"{p.compute:.6g}") for p in each.path],
-                "pass_rate": [round(p.pass_rate, 4) for p in each.path],
-                "lo": [round(p.lo, 4) for p in each.path],
-                "hi": [round(p.hi, 4) for p in each.path],
+                "step": forecast.outlook.step,
+                "end_step": forecast.outlook.end_step,
+                "line": forecast.outlook.line(),
+                "compute": [float(f"{point.compute:.6g}") for point in forecast.path],
+                "pass_rate": [round(point.pass_rate, 4) for point in forecast.path],
+                "lo": [round(point.lo, 4) for point in forecast.path],
+                "hi": [round(point.hi, 4) for point in forecast.path],
             }
-            for each in self.made
+            for forecast in self.projections
         ]

@@ -1,8 +1,9 @@
-"""The groups of a run, found by offset: an index from the journal, and a group of the store when it is asked for.
+"""The groups of a run: an index, read from the journal as it grows, and a group of the store when it is asked for.
 
-The index holds numbers only, so that it stays small beside the store.
+The index holds numbers only, so that it stays small where the store does not.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ _EVENT: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decode
 
 
 class GroupIndex:
-    """Which groups were trained in which step, and where each is stored. Not for several threads at a time."""
+    """Steps of the trained groups, and places of all groups in the store. Not safe for several threads."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
@@ -32,17 +33,18 @@ class GroupIndex:
 
     @property
     def damage(self) -> list[str]:
-        """What of the journal cannot be read, until it is written anew, in one line."""
-        return [self._journal.problem] if self._journal.problem else []
+        """The first damage of the journal, in one line, until it is written anew; empty without any."""
+        return list(filter(None, [self._journal.problem]))
 
     def update(self) -> bool:
-        """Read what the journal got; True if a batch is new. What is damaged is in `damage`."""
+        """Read the events that were appended; True if a batch is new. Damaged ones are in `damage`."""
         self._journal.update()
-        if self._generation != self._journal.generation:
+        if self._generation != self._journal.generation:  # a restart replaced the journal
             self._generation = self._journal.generation
             self._read_rows = 0
-            for known in (self._finished, self._records, self._batch_of):
-                known.clear()
+            self._finished.clear()
+            self._records.clear()
+            self._batch_of.clear()
         before = len(self._records)
         for event in self._journal.rows[self._read_rows :]:
             if isinstance(event, Finish):
@@ -75,29 +77,30 @@ class GroupIndex:
         """
         event = self._finished.get(group_id)
         if event is None:
-            raise ValueError(f"{self._journal.path}: expected a finished group, found no group {group_id}")
+            raise ValueError(f"{self._journal.path}: no group {group_id} is finished")
         path = segment_path(self._folder, event.segment)
         if not path.is_file():
-            raise ValueError(f"{self._folder}: expected group {group_id}, found none (checkpoint.rollouts)")
+            raise ValueError(f"{self._folder}: group {group_id} is no longer stored (checkpoint.rollouts)")
         return stored_group(path, event.stored)
 
     def chosen(self, count: int) -> list[int]:
         """At most `count` groups for a page without a server: of steps at equal distances, first to last.
 
-        Of each step those whose pass rate is nearest to one half.
+        Of each step, the groups are chosen whose pass rate is nearest to one half.
         """
-        gone = self._deleted()
-        steps = sorted({r.step for r in self._records.values() if set(r.group_ids) - gone})
+        deleted = self._deleted()
+        steps = sorted({record.step for record in self._records.values() if set(record.group_ids) - deleted})
         if not steps or count < 1:
             return []
         number = min(count, len(steps))
-        places = [steps[round(i * (len(steps) - 1) / max(1, number - 1))] for i in range(number)]
-        each, more = divmod(count, number)
-        chosen = []
-        for position, step in enumerate(places):
-            kept = [group for group in self.of_step(step) if group["id"] not in gone]
-            groups = sorted(kept, key=lambda group: abs(group["pass_rate"] - 0.5))
-            chosen += [group["id"] for group in groups[: each + (position < more)]]
+        chosen: list[int] = []
+        for i in range(number):
+            step = steps[round(i * (len(steps) - 1) / max(1, number - 1))]
+            stored = [group for group in self.of_step(step) if group["id"] not in deleted]
+            stored.sort(key=lambda group: abs(group["pass_rate"] - 0.5))
+            # the first steps get one more where `count` is no multiple of their number
+            share = math.ceil((count - i) / number)
+            chosen += [group["id"] for group in stored[:share]]
         return chosen
 
     def _deleted(self) -> set[int]:
@@ -112,4 +115,6 @@ class GroupIndex:
 
 def _event(line: bytes) -> Finish | BatchRecord | None:
     event = json_row(line, "an event", _EVENT)
-    return None if isinstance(event, Admit) else event
+    if isinstance(event, Admit):  # a group without a result is not shown
+        return None
+    return event

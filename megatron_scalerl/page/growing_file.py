@@ -1,4 +1,8 @@
-"""The rows of a JSONL file that grows, read by offset, and the first and the last row of one."""
+"""Reads a JSONL file that grows: its new rows, by offset, or its first or last row alone.
+
+The life of `Rows`: `update` reads the complete lines that were appended, and leaves a torn last line for the next
+call. A file that was replaced, or became shorter, is read anew: `generation` rises, and all rows are dropped.
+"""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +16,9 @@ from megatron_scalerl.fit.outlook import checked_row
 from megatron_scalerl.processes.logs import printable
 
 MOST_BYTES = 1 << 28
-"""Read at a time."""
+"""Bytes that one update reads."""
 TAIL_BYTES = 1 << 20
-"""Read at either end of a file for one row."""
+"""Bytes that are read at either end of a file for one row."""
 MOST_TEXT = 200
 """Characters of a value that are shown."""
 Row = TypeVar("Row")
@@ -28,14 +32,18 @@ class Rows(Generic[Row]):
     """
 
     def __init__(self, path: Path, row_of: Callable[[bytes], Row | None]):
-        """row_of: a line as it is kept, if it is. Raises ValueError, without the place, for a damaged one."""
+        """row_of: returns the row of a line, None for a line that is not kept. It raises ValueError, without the
+        place, for a damaged line."""
         self.path = path
         self.rows: list[Row] = []
         self.generation = 0
         self._row_of = row_of
         self._inode = -1
         self._offset = 0
-        self._damage = self._failure = ""
+        self._damage = ""
+        """The first damaged line, with its place."""
+        self._failure = ""
+        """Why the last update could not read the file."""
 
     @property
     def problem(self) -> str:
@@ -50,6 +58,7 @@ class Rows(Generic[Row]):
         except OSError as error:
             self._failure = str(error)
             return False
+        # a line without its end is being written, and is left for the next update
         lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
         for line in lines:
             try:
@@ -62,12 +71,13 @@ class Rows(Generic[Row]):
         return bool(lines)
 
     def _new_bytes(self) -> bytes:
-        """What was appended; all of a file that was replaced or became shorter; nothing without a file."""
+        """The bytes that were appended; all of a file that was replaced or became shorter; none without a file."""
         try:
             with naming(self.path), open(self.path, "rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    self.generation += self._inode >= 0
+                    if self._inode >= 0:  # not for the first look at the file
+                        self.generation += 1
                     self._inode = status.st_ino
                     self._offset = 0
                     self._damage = ""
@@ -85,9 +95,13 @@ def one_line(text: str) -> str:
 
 def ending(ends: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> str | None:
     """Why the run is over, from the rows of end.json and attempts.jsonl; None while its newest attempt goes on."""
-    newest = [row.get("incarnation") for row in attempts[-1:]]
-    of_before = newest not in ([], [None]) and ends and ends[-1].get("incarnation", newest[0]) != newest[0]
-    return printable(str(ends[-1].get("reason", "")))[:MOST_TEXT] if ends and not of_before else None
+    if not ends:
+        return None
+    newest = attempts[-1].get("incarnation") if attempts else None
+    # the end of an attempt before it; rows of old runs name no attempt
+    if newest is not None and ends[-1].get("incarnation", newest) != newest:
+        return None
+    return printable(str(ends[-1].get("reason", "")))[:MOST_TEXT]
 
 
 def end_row(path: Path, index: int) -> dict[str, Any] | None:
@@ -95,23 +109,28 @@ def end_row(path: Path, index: int) -> dict[str, Any] | None:
 
     Reads `TAIL_BYTES` at most. Raises ValueError naming the file for a line that is no JSON object, OSError.
     """
+    where = "first line"
     try:
         with naming(path), open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES) if index else 0)
+            if index:
+                where = "last line"
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             lines = [line for line in file.read(TAIL_BYTES).split(b"\n")[:-1] if line.strip()]
     except FileNotFoundError:
         return None
+    if not lines:
+        return None
     try:
-        return json_row(lines[index]) if lines else None
+        return json_row(lines[index])
     except ValueError as error:
-        raise ValueError(f"{path}: {'last' if index else 'first'} line: {error}") from None
+        raise ValueError(f"{path}: {where}: {error}") from None
 
 
 _OBJECT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(dict[str, Any])
 
 
 def json_row(line: bytes, what: str = "a JSON object", decoder: msgspec.json.Decoder[Any] = _OBJECT) -> Any:
-    """The object in a line. Raises ValueError, without the place, for another line. what: was expected."""
+    """The object in a line. Raises ValueError, without the place, for another line. what: the kind of object."""
     try:
         return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -119,5 +138,5 @@ def json_row(line: bytes, what: str = "a JSON object", decoder: msgspec.json.Dec
 
 
 def validation_row(line: bytes) -> dict[str, Any]:
-    """A row of validation.jsonl as `checked_row` gives it. Raises ValueError, without the place."""
+    """A checked row of validation.jsonl. Raises ValueError, without the place."""
     return checked_row(json_row(line, "a validation (step, compute, pass_rate)"))

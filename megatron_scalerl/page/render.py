@@ -7,6 +7,7 @@ that nothing that a completion may hold is executed, and forbids every request b
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from markupsafe import Markup
 from megatron_scalerl.record import record
 
 HERE = Path(__file__).parent
-TEMPLATES, UPLOT = HERE / "templates", HERE / "uplot"
+TEMPLATES = HERE / "templates"
+UPLOT = HERE / "uplot"
 STYLES = (UPLOT / "uPlot.min.css", TEMPLATES / "page.css")
 
 
@@ -32,8 +34,8 @@ class Document:
 
 
 def _document(template: str, *programs: str) -> Document:
-    own = (TEMPLATES / name for name in ("elements.js", "charts.js", *programs))
-    return Document(template=template, programs=(UPLOT / "uPlot.iife.min.js", *own))
+    names = ("elements.js", "charts.js", *programs)
+    return Document(template=template, programs=(UPLOT / "uPlot.iife.min.js", *(TEMPLATES / name for name in names)))
 
 
 RUN = _document("page.html", "figures.js", "reader.js", "page.js")
@@ -45,22 +47,28 @@ _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 def page(document: Document, data: dict[str, Any], *, title: str, live: bool) -> str:
     """The HTML of a page. data: see `elements.js`; title: any text; live: with requests to its own server."""
-    programs, styles = ([path.read_text(encoding="utf8") for path in paths] for paths in (document.programs, STYLES))
+    # names that a template lacks are errors, and texts are escaped unless they are Markup
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
     return environment.get_template(document.template).render(
         title=title,
         policy=policy(document, live=live),
-        programs=[Markup(text) for text in programs],
-        styles=[Markup(text) for text in styles],
+        programs=_texts(document.programs),
+        styles=_texts(STYLES),
         data=Markup(escaped_json(data)),
     )
 
 
+def _texts(paths: Sequence[Path]) -> list[Markup]:
+    return [Markup(path.read_text(encoding="utf8")) for path in paths]
+
+
 def policy(document: Document, *, live: bool) -> str:
     """The content security policy of a page. live: requests to its own server are allowed."""
-    scripts, styles = (" ".join(map(_hash, paths)) for paths in (document.programs, STYLES))
+    # hashes, not 'self' or a nonce: nothing but these programs runs, also in a page that is saved as a file
+    scripts = " ".join(map(_hash, document.programs))
+    styles = " ".join(map(_hash, STYLES))
     connect = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src {connect}; img-src data:; "

@@ -36,7 +36,7 @@ Rows = Sequence[dict[str, Any]]
 
 @record
 class Gain:
-    """Held-out pass rate at the end minus the one at step 0, on the same prompts."""
+    """Held-out pass rate at the end minus the pass rate at step 0, on the same prompts."""
 
     first: float
     """Mean pass rate at step 0."""
@@ -47,7 +47,7 @@ class Gain:
     low: float
     """Lower end of the 95 % paired bootstrap interval over prompts."""
     high: float
-    """Upper end of it."""
+    """Upper end of the same interval."""
 
 
 def report(run_dir: Path, console: Console) -> None:
@@ -65,18 +65,19 @@ def report(run_dir: Path, console: Console) -> None:
     try:
         updates = updates_of(read_jsonl(run_dir / "metrics.jsonl"))
     except (ValueError, RecursionError) as error:
-        say(printable(f"No weight updates: {error}"))
+        # the table of weight updates is no reason to show nothing
+        say(printable(f"Weight updates are not shown: {error}"))
         updates = None
     if updates is not None:
         table, note = updates
         say(table.rich())
         say(note)
     steps = last_step(rows, recipe)
-    made = outlooks(rows, steps=steps, fit_from_steps=recipe["forecast"]["fit_from_steps"])
-    if made:
-        came = measured_end(rows, recipe)
-        say(outlook_table(made, came).rich())
-        say(moved_text(made, came))
+    forecasts = outlooks(rows, steps=steps, fit_from_steps=recipe["forecast"]["fit_from_steps"])
+    if forecasts:
+        measured = measured_end(rows, recipe)
+        say(outlook_table(forecasts, measured).rich())
+        say(moved_text(forecasts, measured))
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
         say("Too few validations for a forecast.")
@@ -90,7 +91,7 @@ def report(run_dir: Path, console: Console) -> None:
     say(_error_text(evaluation))
     try:
         text = _error_text(evaluate(rows[0], fitted, unseen, method="paper", name=name))
-    except ValueError as error:  # its grid of asymptotes ends at 0.8
+    except ValueError as error:  # the paper's grid of asymptotes ends at 0.8
         text = f"paper: no forecast: {error}"
     say(printable(text))
     compute = [prediction.compute for prediction in evaluation.predictions]
@@ -108,36 +109,43 @@ def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
     """(rows to fit, later rows to forecast) by the recipe's `forecast` section; empty if the run is too short."""
     until = section["fit_until_share"] * rows[-1]["step"]
     used = [row for row in rows[1:] if row["step"] >= section["fit_from_steps"]]
-    fitted, unseen = [r for r in used if r["step"] <= until], [r for r in used if r["step"] > until]
-    long_enough = rows[0]["step"] == 0 and len(fitted) >= 3
-    return (fitted, unseen) if long_enough else ([], [])
+    fitted = [row for row in used if row["step"] <= until]
+    unseen = [row for row in used if row["step"] > until]
+    if rows[0]["step"] != 0 or len(fitted) < 3:  # less cannot be fitted
+        return [], []
+    return fitted, unseen
 
 
 def evaluate(start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, name: str) -> ForecastEvaluation:
     """Fit the rows of the first part and compare the forecast with the rest. start: the row of step 0."""
     result = fit_curve(curve_of_rows([start, *fitted], name=name), method=method)
-    sized = all("prompts" in row and "generations" in row for row in (*fitted, *unseen))
+    completions = None
+    if all("prompts" in row and "generations" in row for row in (*fitted, *unseen)):
+        completions = [row["prompts"] * row["generations"] for row in unseen]
     return result.evaluate(
         [row["compute"] for row in unseen],
         [row["pass_rate"] for row in unseen],
-        completions=[row["prompts"] * row["generations"] for row in unseen] if sized else None,
+        completions=completions,
     )
 
 
 def gain_lines(run_dir: Path, last: dict[str, Any]) -> list[str]:
     """The gain, and that of each task of a mixture. last: the last row of validation.jsonl. Raises as `gain`."""
-    by_task = gains_by_task(run_dir, last).items()
-    return [gain_text(gain(run_dir)), *(f"{task}: {gain_text(task_gain)}" for task, task_gain in by_task)]
+    lines = [gain_text(gain(run_dir))]
+    for task, task_gain in gains_by_task(run_dir, last).items():
+        lines.append(f"{task}: {gain_text(task_gain)}")
+    return lines
 
 
 def gains_by_task(run_dir: Path, last: dict[str, Any]) -> dict[str, Gain]:
     """The gain of each task of a mixture, none without one. last: the last row of validation.jsonl."""
-    found, start = {}, 0
+    gains = {}
+    start = 0
     for column, count in last.items():
         if column.startswith("prompts/"):  # in the order in which the prompts are validated
-            found[column.removeprefix("prompts/")] = gain(run_dir, slice(start, start + count))
+            gains[column.removeprefix("prompts/")] = gain(run_dir, slice(start, start + count))
             start += count
-    return found
+    return gains
 
 
 def gain(run_dir: Path, part: slice = slice(None)) -> Gain:
@@ -146,8 +154,10 @@ def gain(run_dir: Path, part: slice = slice(None)) -> Gain:
     part: of the held-out prompts in the order of validation_by_prompt.jsonl.
     """
     rows = read_rows(run_dir / "validation_by_prompt.jsonl")
-    first, last = np.array(rows[0]["by_prompt"])[part], np.array(rows[-1]["by_prompt"])[part]
+    first = np.array(rows[0]["by_prompt"])[part]
+    last = np.array(rows[-1]["by_prompt"])[part]
     difference = last - first
+    # always the same draws: two reports of a run agree
     draws = np.random.default_rng(0).integers(0, len(difference), (BOOTSTRAP_DRAWS, len(difference)))
     low, high = np.quantile(difference[draws].mean(axis=1), [0.025, 0.975])
     return Gain(first=first.mean(), last=last.mean(), last_step=rows[-1]["step"], low=float(low), high=float(high))
@@ -157,15 +167,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a run's JSONL file. Raises ValueError if it is missing, empty or invalid."""
     rows = read_jsonl(path)
     if not rows:
-        raise ValueError(f"{path}: expected at least one line, found {'none' if path.exists() else 'no file'}")
+        problem = "is empty" if path.exists() else "does not exist"
+        raise ValueError(f"{path} {problem}")
     return rows
 
 
-def gain_text(found: Gain) -> str:
+def gain_text(measured: Gain) -> str:
     """The gain in one line."""
     return (
-        f"held-out pass rate {found.first:.3f} at step 0, {found.last:.3f} at step {found.last_step}: "
-        f"gain {found.last - found.first:+.3f}, 95 % interval [{found.low:+.3f}, {found.high:+.3f}] "
+        f"held-out pass rate {measured.first:.3f} at step 0, {measured.last:.3f} at step {measured.last_step}: "
+        f"gain {measured.last - measured.first:+.3f}, 95 % interval [{measured.low:+.3f}, {measured.high:+.3f}] "
         "(paired bootstrap over prompts)"
     )
 
@@ -182,17 +193,18 @@ def hours_by_role(ledger: Rows) -> dict[str, float]:
 def cost_text(hours: Mapping[str, float], unit: str, cost: Mapping[str, Any]) -> str:
     """The device-hours of each role in one line. hours: by role; unit: the ledger's; cost: the recipe's."""
     total = math.fsum(hours.values())
-    parts = ", ".join(f"{role} {value:.4g} ({value / total if total else 0:.0%})" for role, value in hours.items())
+    divisor = total or 1.0
+    parts = ", ".join(f"{role} {value:.4g} ({value / divisor:.0%})" for role, value in hours.items())
     return f"ledger, {unit_name(unit)}: {total:.4g} in total{money(total, cost)}: {parts}"
 
 
-def moved_text(made: Sequence[Outlook], came: float | None) -> str:
-    """How the forecasts of the run's end moved, in one line. came: the pass rate there, None before it."""
-    moved = made[-1].pass_rate - made[0].pass_rate
+def moved_text(forecasts: Sequence[Outlook], measured: float | None) -> str:
+    """How the forecasts of the run's end moved, in one line. measured: the pass rate there, None before the end."""
+    moved = forecasts[-1].pass_rate - forecasts[0].pass_rate
     text = f"the forecast of the run's end moved by {moved:+.3f} from the first one to the last"
-    if came is not None:
-        inside = sum(each.lo <= came <= each.hi for each in made)
-        text += f"; measured at the end: {came:.3f}, inside {inside} of {len(made)} forecast intervals"
+    if measured is not None:
+        inside = sum(forecast.lo <= measured <= forecast.hi for forecast in forecasts)
+        text += f"; measured at the end: {measured:.3f}, inside {inside} of {len(forecasts)} forecast intervals"
     return text
 
 
@@ -203,7 +215,9 @@ def last_step(rows: Rows, recipe: Mapping[str, Any]) -> int:
 
 def measured_end(rows: Rows, recipe: Mapping[str, Any]) -> float | None:
     """The pass rate at the run's last step; None before it."""
-    return rows[-1]["pass_rate"] if rows[-1]["step"] >= last_step(rows, recipe) else None
+    if rows[-1]["step"] < last_step(rows, recipe):
+        return None
+    return float(rows[-1]["pass_rate"])
 
 
 def _error_text(evaluation: ForecastEvaluation) -> str:
@@ -216,57 +230,69 @@ def _error_text(evaluation: ForecastEvaluation) -> str:
 
 
 def _table(evaluation: ForecastEvaluation, unseen: Rows) -> Table:
-    cells = zip(unseen, evaluation.predictions, evaluation.errors, evaluation.covered)
+    rows = []
+    for row, point, error, covered in zip(unseen, evaluation.predictions, evaluation.errors, evaluation.covered):
+        cells = (
+            str(row["step"]),
+            f"{point.compute:.4g}",
+            f"{point.pass_rate:.3f}",
+            f"[{point.lo:.3f}, {point.hi:.3f}]",
+            f"{row['pass_rate']:.3f}",
+            f"{error:+.3f}",
+            "" if covered else "outside",
+        )
+        rows.append(cells)
     return Table(
         title=f"Forecast from {evaluation.fit.n_points} validations against the rest",
         labeled=False,
         columns=("step", unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
-        rows=tuple(
-            (
-                str(row["step"]),
-                f"{p.compute:.4g}",
-                f"{p.pass_rate:.3f}",
-                f"[{p.lo:.3f}, {p.hi:.3f}]",
-                f"{row['pass_rate']:.3f}",
-                f"{error:+.3f}",
-                "" if covered else "outside",
-            )
-            for row, p, error, covered in cells
-        ),
+        rows=tuple(rows),
     )
 
 
 def updates_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, str] | None:
-    """(table, note) of the updates in rows of metrics.jsonl: medians of whole ones and of those of changes."""
-    known = [row for row in rows if finite(row.get("weight_bytes")) is not None]
-    if not known:
+    """(table, note) of the updates in rows of metrics.jsonl: medians over updates of whole tensors and of changes."""
+    updates = [row for row in rows if finite(row.get("weight_bytes")) is not None]
+    if not updates:
         return None
     columns: dict[str, list[Mapping[str, Any]]] = {"whole": []}
-    for row in known:
-        is_whole = row["weight_bytes"] >= (finite(row.get("weight_whole_bytes")) or 0)
-        columns.setdefault("whole" if is_whole else "of changes", []).append(row)
-    cells = [("updates", *(str(len(of)) for of in columns.values()))]
-    cells += [(what, *(_median(of, name, form) for of in columns.values())) for what, name, form in _LINES]
-    cells = [row for row in cells if not {*row[1:]} <= {_NOTHING}]
-    table = Table(title="Weight updates", columns=("", *columns), rows=tuple(cells))
-    return table, f"{len(known)} updates in metrics.jsonl, medians."
+    for update in updates:
+        if update["weight_bytes"] >= (finite(update.get("weight_whole_bytes")) or 0):
+            columns["whole"].append(update)
+        else:
+            columns.setdefault("of changes", []).append(update)
+    lines = [("updates", *(str(len(column)) for column in columns.values()))]
+    for label, name, form in _LINES:
+        medians = [_median(column, name, form) for column in columns.values()]
+        if any(median != _NOTHING for median in medians):  # no run has all phases
+            lines.append((label, *medians))
+    table = Table(title="Weight updates", columns=("", *columns), rows=tuple(lines))
+    return table, f"{len(updates)} updates in metrics.jsonl, medians."
 
 
 def finite(value: Any) -> float | None:
     """The number; None for anything else, and for one that no float holds."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > sys.float_info.max:
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    # False for a NaN, for an infinity, and for an integer that is too large to be converted
+    if abs(value) <= sys.float_info.max:
+        return float(value)
+    return None
 
 
 def _median(rows: Sequence[Mapping[str, Any]], name: str, form: Callable[[float], str]) -> str:
-    numbers = [number for row in rows if (number := finite(row.get(name))) is not None]
-    return form(statistics.median(numbers)) if numbers else _NOTHING
+    values = (finite(row.get(name)) for row in rows)
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return _NOTHING
+    return form(statistics.median(numbers))
 
 
 def _size(value: float) -> str:
-    unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if value >= s), ("bytes", 1))
-    return f"{value / scale:.4g} {unit}"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value:.4g} bytes"
 
 
 _SECONDS = "{:.3g} s".format
@@ -280,6 +306,6 @@ _LINES = (
     ("engines paused", "engine_paused_seconds", _SECONDS),
     ("in all, with attempts that failed", "publish_seconds", _SECONDS),
 )
-"""What, its column of metrics.jsonl, how it is shown."""
+"""(label, column of metrics.jsonl, format) of each line of the table."""
 KEPT = ("weight_whole_bytes", *(column for _, column, _ in _LINES))
 """Columns of metrics.jsonl that the table is made from."""

@@ -1,4 +1,7 @@
-"""What the page of a run draws: its steps, validations, ledger and events, read by offset as the run appends to them.
+"""The data of a run's page: steps, validations, ledger and events, read by offset as the run appends to them.
+
+The life of a page: `RunData.update` reads new rows, once a second; `payload` is what the browser draws, with the
+steps after those that it has; after a restart `generation` rises, and all steps are sent again.
 
 A damaged line hides nothing but itself: `RunData.damage` names it, and the page says it. Every value is JSON. Columns
 are lists over the rows of a file, `None` where a row has no such number.
@@ -35,15 +38,15 @@ COLUMNS = (
     *("step_seconds", "train_seconds", "publish_seconds", "device_hours", "grad_norm", "completion_tokens_mean"),
     *PROBE,
 )
-"""Columns of metrics.jsonl that are taken as they are."""
+"""Columns of metrics.jsonl that are taken unchanged."""
 VALIDATION_COLUMNS = ("step", "compute", "pass_rate", "entropy", "mean_completion_tokens", "truncated_share")
 WAITS = {
     "trainer_waits": ("wait_for_batch_seconds", "pinned_seconds", "send_seconds"),
     "engines_wait": ("engine_paused_seconds", "engine_idle_seconds"),
 }
-"""Column -> the columns of metrics.jsonl whose sum it is, seconds of a step."""
+"""Column -> the columns of metrics.jsonl that are added up in it (seconds of a step)."""
 STEP_COLUMNS = (*COLUMNS, *WAITS, "degenerate", *(f"weight_{phase}" for phase in UPDATE_PHASES))
-"""Columns of the page's steps, besides the seconds since the start."""
+"""Columns of the page's steps; `seconds`, since the start, is added to them."""
 MOST_EVENTS = 300
 MOST_EVALUATIONS = 500
 """Rows of evaluations on the page, the newest."""
@@ -51,7 +54,7 @@ EVALUATION_COLUMNS = ("step", "file", "problems", "mean@k", "95 %", "pass@k", "w
 
 
 class RunData:
-    """The records of one run. Reads what is new at each `update`; not for several threads at a time."""
+    """The records of one run. Reads new rows at each `update`. Not safe for several threads."""
 
     def __init__(self, run_dir: Path):
         """Raises ValueError for a folder that is no run."""
@@ -63,6 +66,7 @@ class RunData:
         self._validation = Rows(self.run_dir / "validation.jsonl", validation_row)
         files = ("attempts.jsonl", "engines.jsonl", "evaluation.jsonl", "end.json")
         self._others = {name: Rows(self.run_dir / name, json_row) for name in files}
+        # by number of rows and generation, which say whether the rows are others
         self._updates = lru_cache(1)(self._update_table)
         self._gain = lru_cache(1)(self._gain_lines)
 
@@ -87,17 +91,18 @@ class RunData:
 
     @property
     def damage(self) -> list[str]:
-        """What of the records cannot be read, one line for each file."""
+        """Why records cannot be read, one line for each damaged file."""
         lines = [*(file.problem for file in self._files), one_line(self.forecasts.problem)]
         return [line for line in lines if line]
 
     def update(self) -> bool:
-        """Read what was appended; True if there is something new. What cannot be read is in `damage`."""
+        """Read the rows that were appended; True if there is one. Damaged ones are in `damage`."""
+        # a list: `any` of a generator would leave the other files unread
         new = [file.update() for file in self._files]
         return any(new)
 
     def payload(self, since: int = 0) -> dict[str, Any]:
-        """What the page draws. since: step records that it has; only later ones are in it."""
+        """The data of the page. since: number of step records that the page has; later ones are in the payload."""
         rows = self.validations
         steps = self._metrics.rows
         hours = hours_by_role(self._ledger.rows)
@@ -118,72 +123,90 @@ class RunData:
 
     def _update_table(self, *_version: int) -> dict[str, Any] | None:
         """The table of weight updates, computed once for each number of steps."""
-        made = updates_of([row["update"] for row in self._metrics.rows])
-        if made is None:
+        updates = updates_of([row["update"] for row in self._metrics.rows])
+        if updates is None:
             return None
-        table, note = made
+        table, note = updates
         return {"columns": table.columns, "rows": table.rows, "notes": (note,)}
 
     def _header(self, hours: dict[str, float]) -> dict[str, Any]:
         rows = self.validations
-        made = self.forecasts.made
-        last = int(self._metrics.rows[-1]["step"] or 0) if self.steps else 0
         unit = next((row["unit"] for row in reversed(self._ledger.rows) if row["unit"]), "device_hours")
         lines = [*self._gain(len(rows), self._validation.generation)]
         if hours:
             lines.append(cost_text(hours, unit, self.recipe["cost"]))
         lines += self.forecasts.lines(rows, self.recipe)
+        step = 0
+        if self.steps:
+            step = int(self._metrics.rows[-1]["step"] or 0)
+        steps = step
+        if rows or self.recipe.get("steps"):
+            steps = last_step(rows, self.recipe)
         return {
             "name": printable(str(self.recipe.get("name", self.run_dir.resolve().name))),
             "folder": printable(str(self.run_dir)),
             "unit": unit_name(unit),
-            "step": last,
-            "steps": last_step(rows, self.recipe) if rows or self.recipe.get("steps") else last,
+            "step": step,
+            "steps": steps,
             "ended": ending(self._others["end.json"].rows, self._others["attempts.jsonl"].rows),
-            "verdict": made[-1].outlook.verdict if made else "",
-            "forecast": made[-1].outlook.line() if made else "",
-            "forecast_step": made[-1].outlook.step if made else None,
+            **self._newest_forecast(),
             "lines": lines,
             "damage": self.damage,
         }
 
+    def _newest_forecast(self) -> dict[str, Any]:
+        projections = self.forecasts.projections
+        if not projections:
+            return {"verdict": "", "forecast": "", "forecast_step": None}
+        outlook = projections[-1].outlook
+        return {"verdict": outlook.verdict, "forecast": outlook.line(), "forecast_step": outlook.step}
+
     def _gain_lines(self, *_version: int) -> list[str]:
-        """`report`'s lines on the gain; none before the second validation. Computed once for each validation."""
+        """The gain, in the lines of `report`; none before the second validation. Computed once a validation."""
         rows = self.validations
         if len(rows) < 2 or rows[0].get("step") != 0:
             return []
         try:
             return [printable(line) for line in gain_lines(self.run_dir, rows[-1])]
         except (ValueError, OSError, LookupError) as error:
-            return [f"no gain: {one_line(f'{type(error).__name__}: {error}')}"]
+            return [f"the gain cannot be computed: {one_line(f'{type(error).__name__}: {error}')}"]
 
     def _events(self) -> list[dict[str, Any]]:
         """Starts of the run, faults and restarts of engines, and the end, as they happened."""
-        found = [
-            _event(row.get("unix_time"), "restart" if number else "start", f"attempt {row.get('incarnation', '')}")
-            for number, row in enumerate(self._others["attempts.jsonl"].rows)
-        ]
+        events = []
+        kind = "start"
+        for row in self._others["attempts.jsonl"].rows:
+            events.append(_event(row.get("unix_time"), kind, f"attempt {row.get('incarnation', '')}"))
+            kind = "restart"
+        kinds = {"draining": "fault", "lost": "fault"}
         for row in self._others["engines.jsonl"].rows:
-            reason = f": {row['reason']}" if row.get("reason") else ""
-            lost = f", {row['lost_tokens']} tokens lost" if row.get("lost_tokens") else ""
-            fault = row.get("state") in ("draining", "lost")
-            text = f"{row.get('name', '')} {row.get('state', '')}{reason}{lost}"
-            found.append(_event(row.get("unix_time"), "fault" if fault else "engine", text))
-        return sorted(found, key=lambda event: event["time"] or 0.0)[-MOST_EVENTS:]
+            state = row.get("state", "")
+            text = f"{row.get('name', '')} {state}"
+            if row.get("reason"):
+                text += f": {row['reason']}"
+            if row.get("lost_tokens"):
+                text += f", {row['lost_tokens']} tokens lost"
+            events.append(_event(row.get("unix_time"), kinds.get(str(state), "engine"), text))
+        return sorted(events, key=lambda event: event["time"] or 0.0)[-MOST_EVENTS:]
 
 
 def thinned(payload: dict[str, Any], most: int) -> dict[str, Any]:
     """The payload with at most about `most` step records: every k-th and the last; `every` says k."""
     count = len(payload["steps"]["step"])
-    every = max(1, math.ceil(count / most))
-    kept = sorted({*range(0, count, every), *([count - 1] if count else [])})
+    stride = max(1, math.ceil(count / most))
+    kept = [*range(0, count, stride)]
+    if kept and kept[-1] != count - 1:
+        kept.append(count - 1)
     columns = {name: [column[i] for i in kept] for name, column in payload["steps"].items()}
-    for name in PROBE:  # the newest of the steps that a kept one stands for
+    for name in PROBE:  # few steps have a number: the newest of the steps that a kept one stands for
         column = payload["steps"].get(name, [])
-        columns[name] = [
-            next((x for x in reversed(column[max(0, i - every + 1) : i + 1]) if x is not None), None) for i in kept
-        ]
-    return payload | {"steps": columns, "every": every}
+        columns[name] = [_newest(column[max(0, i - stride + 1) : i + 1]) for i in kept]
+    return payload | {"steps": columns, "every": stride}
+
+
+def _newest(values: Sequence[float | None]) -> float | None:
+    """The last number of a column; None if there is none."""
+    return next((value for value in reversed(values) if value is not None), None)
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -204,8 +227,11 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None
 def _evaluation_cells(row: Mapping[str, Any]) -> list[str]:
     if "lost" in row:
         return [str(row["step"]), printable(f"lost: {row['lost']}")[:300], "", "", "", "", ""]
-    low, high = row.get("low"), row.get("high")
-    interval = "–" if low is None or high is None else f"{low:.3f}-{high:.3f}"
+    low = row.get("low")
+    high = row.get("high")
+    interval = "–"
+    if low is not None and high is not None:
+        interval = f"[{low:.3f}, {high:.3f}]"
     pass_at_k = ", ".join(f"@{k} {value:.3f}" for k, value in (row.get("pass_at_k") or {}).items())
     weights = ", ".join(filter(None, (f"version {row['policy_version']}", row["weight_digest"][:12])))
     cells = (
@@ -216,18 +242,24 @@ def _evaluation_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _event(time: Any, kind: str, text: str) -> dict[str, Any]:
-    return {"time": time if isinstance(time, float) else None, "kind": kind, "text": printable(text)[:500]}
+    if not isinstance(time, float):
+        time = None
+    return {"time": time, "kind": kind, "text": printable(text)[:500]}
 
 
 def _step(line: bytes) -> dict[str, Any]:
     """A row of metrics.jsonl as the page needs it."""
     row = json_row(line)
-    groups, kept = _number(row.get("batch/groups")), _number(row.get("batch/groups_kept"))
+    groups = _number(row.get("batch/groups"))
+    kept = _number(row.get("batch/groups_kept"))
+    degenerate = None
+    if groups is not None and kept is not None:
+        degenerate = groups - kept
     return {
         **{name: _number(row.get(name)) for name in COLUMNS},
         **{name: _sum(_number(row.get(part)) for part in parts) for name, parts in WAITS.items()},
         **{f"weight_{phase}": _number(row.get(f"weight_{phase}_seconds")) for phase in UPDATE_PHASES},
-        "degenerate": None if groups is None or kept is None else groups - kept,
+        "degenerate": degenerate,
         "seconds": _number(row.get("step_seconds")) or 0.0,
         "update": {name: row[name] for name in KEPT if "weight_bytes" in row and name in row},
     }
@@ -236,18 +268,24 @@ def _step(line: bytes) -> dict[str, Any]:
 def _charge(line: bytes) -> dict[str, Any] | None:
     """Unit, role and hours of a row of ledger.jsonl, empty and 0 where it lacks them; None for a heartbeat."""
     row = json_row(line)
-    unit, role = (printable(str(row.get(key, ""))) for key in ("unit", "role"))
-    return {"unit": unit, "role": role, "hours": _number(row.get("hours")) or 0.0} if unit or role else None
+    unit = printable(str(row.get("unit", "")))
+    role = printable(str(row.get("role", "")))
+    if not unit and not role:
+        return None
+    return {"unit": unit, "role": role, "hours": _number(row.get("hours")) or 0.0}
 
 
 def _number(value: Any) -> float | None:
-    """The number in six digits, which is what a chart shows; None for anything else."""
+    """The number in six digits, which a chart shows; None for anything else."""
     number = finite(value)
     if number is None:
         return None
-    return value if isinstance(value, int) else float(f"{number:.6g}")
+    if isinstance(value, int):
+        return value
+    return float(f"{number:.6g}")
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return _number(math.fsum(known)) if known else None
+    """The sum of the numbers; None without any."""
+    numbers = [value for value in values if value is not None]
+    return _number(math.fsum(numbers)) if numbers else None

@@ -1,8 +1,11 @@
-"""What the list of runs shows: a row and a curve of each run below a folder, and where their recipes differ.
+"""The data of the list of runs: a row and a curve of each run below a folder, and the keys in which recipes differ.
 
-A run's state, newest validation, fit and hours are read without its completions. A run that is damaged, or only half
-there, is a row with one line that says what was found. Every row has the number of the change that it last had, so
-that a page asks for what is new only.
+A run's state, newest validation, fit and hours are read without its completions. A run that is damaged or incomplete
+is a row with a line about the damage. Every row has the number of its last change, so that a page asks for new rows
+only.
+
+The life of a row: `RunsData` finds the run, `RunSummary.update` reads its files, `made_fit` fits its curve in a
+thread, and `payload` sends it until the page has it; a run that is gone leaves the order of the rows.
 """
 
 import os
@@ -26,13 +29,13 @@ from megatron_scalerl.recipe.file import read_run_recipe
 PATH_POINTS = 32
 """Points of a forecast's path, at equal ratios of compute."""
 SEARCH_S = 2.0
-"""Least seconds between two searches for new runs; of a search that is slow, twenty times what it took."""
+"""Least seconds between two searches for new runs; after a slow search, twenty times its duration."""
 QUIET_S = 60.0
 """Seconds without a write to the ledger, which gets a heartbeat every 10 s, after which a run counts as stopped."""
 
 
 class RunSummary:
-    """One run. Not for several threads at a time."""
+    """The row of one run. Not safe for several threads."""
 
     def __init__(self, run_dir: Path, name: str):
         self.run_dir = run_dir
@@ -45,9 +48,10 @@ class RunSummary:
         self.fitted_rows = -1
         """Number of `rows` that the newest attempt to fit had; -1 before it."""
         self.problems: dict[str, str] = {}
-        """By file: what is wrong with it, in one line."""
+        """File -> its damage, in one line."""
         self._validation = Rows(run_dir / "validation.jsonl", validation_row)
-        self._attempts, self._end = (Rows(run_dir / name, json_row) for name in ("attempts.jsonl", "end.json"))
+        self._attempts = Rows(run_dir / "attempts.jsonl", json_row)
+        self._end = Rows(run_dir / "end.json", json_row)
         self._files: tuple[Rows[Any], ...] = (self._validation, self._attempts, self._end)
         self._newest: dict[str, dict[str, Any] | None] = {}
         self._signatures: dict[str, tuple[int, ...] | None] = {}
@@ -62,18 +66,21 @@ class RunSummary:
     @property
     def unit(self) -> str:
         """Display name of the unit of compute."""
-        return printable(unit_name(str((self.rows[-1] if self.rows else {}).get("unit") or self._unit)))[:40]
+        unit = self._unit
+        if self.rows:
+            unit = self.rows[-1].get("unit") or unit
+        return printable(unit_name(str(unit)))[:40]
 
     def update(self) -> bool:
-        """Read what is new; True if the row in the list changed."""
+        """Read the files that changed; True if the row in the list changed."""
         before = (self._state, dict(self.problems))
         changed = [self._reread("recipe.yaml", self._read_recipe), self._reread("metrics.jsonl", self._read_newest)]
-        self._reread("ledger.jsonl", self._read_ledger)  # its heartbeat of every 10 s says nothing new
+        self._reread("ledger.jsonl", self._read_ledger)  # not in `changed`: it has a heartbeat every 10 s
         generation = self._validation.generation
         for rows in self._files:
             changed.append(rows.update())
             self._say(rows.path.name, rows.problem)
-        if generation != self._validation.generation:
+        if generation != self._validation.generation:  # as many rows as before may be other rows
             self.fitted_rows = -1
         self._state = self._found_state()
         return any(changed) or before != (self._state, self.problems)
@@ -83,7 +90,7 @@ class RunSummary:
         return self.fitted_rows != len(self.rows)
 
     def made_fit(self) -> tuple[int, RunFit | None, str]:
-        """(rows fitted, the fit, what is wrong): takes a fifth of a second and changes nothing."""
+        """(rows fitted, the fit, why there is none): takes a fifth of a second and changes nothing."""
         rows = list(self.rows)
         start = self.recipe["forecast"]["fit_from_steps"] if self.recipe else 0
         try:
@@ -93,16 +100,17 @@ class RunSummary:
         return len(rows), fit, ""
 
     def add_fit(self, rows: int, fit: RunFit | None, problem: str) -> None:
-        """Keep what `made_fit` returned."""
-        self.fitted_rows, self.fit = rows, fit
+        """Keep the result of `made_fit`."""
+        self.fitted_rows = rows
+        self.fit = fit
         self._say("forecast", problem)
 
     def row(self) -> dict[str, Any]:
-        """What the list shows of the run. JSON; `None` for what is not known."""
-        last = self.rows[-1] if self.rows else None
+        """The row of the list: JSON, with `None` for unknown values."""
+        last = self.rows[-1] if self.rows else {}
         metrics = self._newest.get("metrics.jsonl") or {}
-        totals = (metrics.get("device_hours_total"), last.get("compute_total") if last else None)
-        held = [float(total) for total in totals if total is not None]
+        totals = (metrics.get("device_hours_total"), last.get("compute_total"))
+        hours = [float(total) for total in totals if total is not None]
         state, reason = self._state
         return {
             "name": self.name,
@@ -110,11 +118,11 @@ class RunSummary:
             "state": state,
             "reason": reason,
             "wrote": self._wrote(),
-            "step": metrics.get("step") or (last["step"] if last else None),
+            "step": metrics.get("step") or last.get("step"),
             "steps": self._steps(self.rows) or None,
             "unit": self.unit,
-            "hours": max(held, default=None),
-            "validation": [[each["step"], each["compute"], round(each["pass_rate"], 5)] for each in self.rows],
+            "hours": max(hours, default=None),
+            "validation": [[row["step"], row["compute"], round(row["pass_rate"], 5)] for row in self.rows],
             "problem": "; ".join(self.problems.values()),
             "opens": bool(self.recipe),
         }
@@ -129,8 +137,9 @@ class RunSummary:
         wrote = self._wrote()
         if wrote is not None and abs(time.time() - wrote) < QUIET_S:
             return "running", ""
-        began = self._attempts.rows or self.rows or self._newest.get("ledger.jsonl")
-        return "stopped" if began else "not started", ""
+        if self._attempts.rows or self.rows or self._newest.get("ledger.jsonl"):
+            return "stopped", ""
+        return "not started", ""
 
     def _wrote(self) -> float | None:
         """When the ledger was last written, as Unix time; None without one."""
@@ -144,7 +153,7 @@ class RunSummary:
             return None
 
     def _reread(self, file: str, read: Callable[[str], None]) -> bool:
-        """Read a file if it changed; True if it did."""
+        """Read a file again if it changed; True if it did."""
         status = self._status(file)
         signature = status and (status.st_ino, status.st_size, status.st_mtime_ns)
         if self._signatures.get(file, ()) == signature:
@@ -182,18 +191,22 @@ class RunSummary:
 def _text(value: Any) -> str:
     if value is None:
         return "none"
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return printable(text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…")
+    text = str(value)
+    if isinstance(value, bool):
+        text = text.lower()  # as YAML writes it
+    if len(text) > MOST_TEXT:
+        text = f"{text[: MOST_TEXT - 1]}…"
+    return printable(text)
 
 
 class RunsData:
-    """The runs below a folder. Not for several threads at a time."""
+    """The runs below a folder. Not safe for several threads."""
 
     def __init__(self, folder: Path):
         """Raises ValueError for a folder without a run, OSError for one that cannot be read."""
         self.folder = folder
         self.runs: dict[int, RunSummary] = {}
-        """By a number that a run keeps as long as this lives."""
+        """Number -> run; a run keeps its number, also while it is gone."""
         self._numbers: dict[Path, int] = {}
         self._present: list[int] = []
         self._found: FoundRuns
@@ -206,10 +219,10 @@ class RunsData:
         self._drawn: dict[int, tuple[RunFit, float, dict[str, Any]]] = {}
         self._search()
         if not self.runs:
-            raise ValueError(f"{self.folder}: expected a run (recipe.yaml) or a folder of runs, found neither")
+            raise ValueError(f"{self.folder}: it is no run (recipe.yaml), and no run is below it")
 
     def update(self) -> bool:
-        """Read what is new; True if anything is."""
+        """Read new runs and new rows; True if there are any."""
         self._version += 1
         before = self._present
         self._search()
@@ -225,23 +238,23 @@ class RunsData:
         return next((number for number in self._present if self.runs[number].needs_fit()), None)
 
     def add_fit(self, number: int, rows: int, fit: RunFit | None, problem: str) -> None:
-        """Keep what `RunSummary.made_fit` of this run returned."""
+        """Keep the result of `RunSummary.made_fit` of this run."""
         self._version += 1
         self.runs[number].add_fit(rows, fit, problem)
         self._changed.update(dict.fromkeys({number} | self._new_horizons(), self._version))
 
     def payload(self, since: int = 0) -> dict[str, Any]:
-        """What the page draws. since: `version` of an earlier payload; rows that have not changed are left out."""
-        found = self._found
+        """The data of the page. since: `version` of an earlier payload; rows that have not changed are left out."""
+        recipes = self._recipes if self._recipes_changed > since else None
         return {
             "version": self._version,
             "since": since,
             "folder": printable(str(self.folder)),
             "order": self._present,
             "runs": {str(n): self._row(n) for n in self._present if self._changed.get(n, 0) > since},
-            "others": [[printable(path.name), printable(text)] for path, text in found.others],
-            "left_out": found.left_out,
-            "recipes": self._recipes if self._recipes_changed > since else None,
+            "others": [[printable(path.name), printable(text)] for path, text in self._found.others],
+            "left_out": self._found.left_out,
+            "recipes": recipes,
             "waiting": sum(self.runs[number].needs_fit() for number in self._present),
         }
 
@@ -254,7 +267,8 @@ class RunsData:
         self._search_at = began + max(SEARCH_S, 20.0 * (time.monotonic() - began))
         for path in self._found.runs:
             if path not in self._numbers:
-                number = self._numbers[path] = len(self._numbers)
+                number = len(self._numbers)
+                self._numbers[path] = number
                 self.runs[number] = RunSummary(path, str(path.relative_to(self.folder)))
         self._present = [self._numbers[path] for path in self._found.runs]
 
@@ -266,44 +280,48 @@ class RunsData:
         if run.fit is None:
             return None
         horizon = self._horizons.get(run.unit, run.fit.end_compute)
-        drawn = self._drawn.get(number)
-        if drawn is None or drawn[0] is not run.fit or drawn[1] != horizon:
-            self._drawn[number] = drawn = run.fit, horizon, _drawn(run.fit, horizon)
-        return drawn[2]
+        fit, until, row = self._drawn.get(number, (None, 0.0, {}))
+        if fit is not run.fit or until != horizon:
+            row = _drawn(run.fit, horizon)
+            self._drawn[number] = (run.fit, horizon, row)
+        return row
 
     def _new_horizons(self) -> set[int]:
-        """How far forecasts are drawn, by unit: a power of two, so that it seldom changes. Runs that it changes."""
+        """Compute until which forecasts are drawn, by unit; returns the runs for which it has changed."""
         ends: dict[str, float] = {}
         for run in (self.runs[number] for number in self._present):
             if run.fit:
                 ends[run.unit] = max(ends.get(run.unit, 0.0), run.fit.end_compute)
+        # a power of two: a horizon that moves with every validation would send every row again
         horizons = {unit: float(2.0 ** np.ceil(np.log2(end))) for unit, end in ends.items()}
         moved = {unit for unit in horizons if horizons[unit] != self._horizons.get(unit)}
         self._horizons = horizons
         return {n for n in self._present if self.runs[n].fit and self.runs[n].unit in moved}
 
     def _compare_recipes(self) -> None:
-        """The keys in which recipes differ, and their values."""
-        known = {number: self.runs[number].settings for number in self._present if self.runs[number].settings}
-        keys = sorted({key for settings in known.values() for key in settings})
-        differing = [key for key in keys if len({settings.get(key) for settings in known.values()}) > 1]
+        """Find the keys in which recipes differ, and their values."""
+        readable = {number: self.runs[number].settings for number in self._present if self.runs[number].settings}
+        keys = sorted({key for settings in readable.values() for key in settings})
+        differing = [key for key in keys if len({settings.get(key) for settings in readable.values()}) > 1]
         recipes = {
             "keys": [[printable(key)[:120], is_apart(key)] for key in differing],
-            "values": {str(n): [settings.get(key) for key in differing] for n, settings in known.items()},
+            "values": {str(n): [settings.get(key) for key in differing] for n, settings in readable.items()},
         }
         if recipes != self._recipes:
-            self._recipes, self._recipes_changed = recipes, self._version
+            self._recipes = recipes
+            self._recipes_changed = self._version
 
 
 def _drawn(fit: RunFit, horizon: float) -> dict[str, Any]:
-    """A fit as the page draws it: ceiling with interval, and the forecast from the last validation to `horizon`."""
+    """The drawing of a fit: ceiling with interval, and the forecast from the last validation to `horizon`."""
     low, high = fit.result.intervals["asymptote"]
-    at = np.unique([*np.geomspace(fit.last_compute, horizon, PATH_POINTS), fit.end_compute])
-    path = fit.result.predict(at)
+    compute = np.unique([*np.geomspace(fit.last_compute, horizon, PATH_POINTS), fit.end_compute])
+    path = fit.result.predict(compute)
+    forecast = fit.outlook.line() if fit.outlook else ""
     return {
         "ceiling": [round(value, 4) for value in (fit.result.asymptote, low, high)],
         "end": float(f"{fit.end_compute:.6g}"),
         "hours_per_step": fit.last_compute / max(1, fit.last_step),
-        "forecast": fit.outlook.line() if fit.outlook else "",
+        "forecast": forecast,
         "path": [[float(f"{p.compute:.6g}"), *(round(v, 4) for v in (p.pass_rate, p.lo, p.hi))] for p in path],
     }

@@ -1,12 +1,13 @@
-"""The page of a run, or of the runs below a folder, on 127.0.0.1 for the one who started it, while the runs write.
+"""Serves the page of a run, or of the runs below a folder, on 127.0.0.1 while the runs write.
 
 Every request needs the token of this start, compared in constant time, and a Host header that names this address: a
 page of another site that reaches the port under its own name is refused. Nothing is stored.
 
-`Page` looks for something new in one task, whose reading is done in threads, so that the event loop does not wait for
-a disk, and makes missing forecasts one at a time. Open pages get a stream of events: that there is something new, and
-what is damaged. The task ends with its block, the streams with the server. In a list of runs, the page of a run is
-made when it is first opened; where `MOST_PAGES` are followed, one that nobody looks at is closed for another.
+The life of a page: `following` begins one task, which looks for new rows once a second and makes missing forecasts
+one at a time. It reads in threads, so that the event loop does not wait for a disk. An open page has a stream of
+events: `change` for new rows, after which it asks for the data, and `failed` for damaged files. The task ends with
+its block, the streams with the server. In a list of runs, the page of a run is made when it is first opened; where
+`MOST_PAGES` are followed, a page that nobody looks at is closed for another.
 """
 
 import asyncio
@@ -49,34 +50,34 @@ class Page(ABC):
     """A page that follows files and tells its open streams. All reading is done under one lock, in threads."""
 
     followed: str
-    """What the page follows, in its messages."""
+    """The subject of the page's messages: the run or the runs."""
 
     def __init__(self) -> None:
         self.failure = ""
         """One line about a damaged file; empty without one."""
         self.streams: set[asyncio.Event] = set()
-        """One for each open page; set when the page is to ask for the data."""
+        """An event for each open page; set when the page is to ask for the data."""
         self._lock = asyncio.Lock()
 
     @abstractmethod
     async def handler(self, path: str) -> Handler | None:
-        """What answers a request for a path below that of the page; None for an unknown one."""
+        """The function that answers requests for a path below the page's; None for an unknown path."""
 
     @abstractmethod
     def _update(self) -> bool:
-        """Read what is new; True if there is something."""
+        """Read new rows; True if there are any."""
 
     @abstractmethod
     async def _work(self) -> bool:
-        """Compute one thing that is missing; False if nothing is."""
+        """Make one missing forecast; False if none is missing."""
 
     @abstractmethod
     def _damage(self) -> str:
-        """What cannot be read."""
+        """The damage of the files, in one line; empty without any."""
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Follow within the block. The page says what is damaged in the files, and draws the rest."""
+        """Follow within the block. The page names damaged files, and draws the rest."""
         await self._locked(self._update)
         self._say(self._damage())
         if self.failure:
@@ -101,7 +102,7 @@ class Page(ABC):
                 await asyncio.sleep(POLL_S)
 
     def _say(self, failure: str, changed: bool = False) -> None:
-        """Tell every open page, if there is something new or another failure."""
+        """Tell every open page, if there are new rows or another failure."""
         failure = printable(" ".join(failure.split()))
         if changed or failure != self.failure:
             self.failure = failure
@@ -112,12 +113,13 @@ class Page(ABC):
             news.set()
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """A stream of events: `change` when there is something new, `failed` with the line when a file is damaged."""
+        """A stream of events: `change` for new rows, `failed` with a line about damaged files."""
         response = web.StreamResponse(headers=security_headers() | {"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        news, said = asyncio.Event(), ""
+        news = asyncio.Event()
+        sent_failure = ""
         self.streams.add(news)
-        news.set()  # what came between the page and this request
+        news.set()  # rows may have come between the page and this request
         try:
             while True:
                 try:
@@ -125,10 +127,10 @@ class Page(ABC):
                 except TimeoutError:
                     await response.write(b": still here\n\n")
                     continue
-                news.clear()
-                if self.failure != said:
-                    said = self.failure
-                    await response.write(b"event: failed\ndata: " + msgspec.json.encode(said) + b"\n\n")
+                news.clear()  # before the writes: news that come during them are sent next
+                if self.failure != sent_failure:
+                    sent_failure = self.failure
+                    await response.write(b"event: failed\ndata: " + msgspec.json.encode(sent_failure) + b"\n\n")
                 await response.write(b"event: change\ndata: 1\n\n")
         except ConnectionResetError:
             return response
@@ -141,12 +143,13 @@ class Page(ABC):
 
 
 class RunPage(Page):
-    """The page of one run and what it asks for. `home`: the address of the list that it belongs to, if any."""
+    """The page of one run, and the answers to its requests."""
 
     followed = "the run"
 
     def __init__(self, run_dir: Path, *, home: str | None = None):
-        """Raises ValueError for a folder that is no run."""
+        """home: the address of the list that the page belongs to, if any. Raises ValueError for a folder that is no
+        run."""
         super().__init__()
         self._home = home
         self._run = RunData(run_dir)
@@ -162,7 +165,7 @@ class RunPage(Page):
         }
 
     async def handler(self, path: str) -> Handler | None:
-        """As `Page`."""
+        """The function that answers requests for a path; None for an unknown path."""
         return self._handlers.get(path)
 
     async def _page(self, _: web.Request) -> web.Response:
@@ -170,12 +173,14 @@ class RunPage(Page):
         return await document_answer(RUN, data, f"{data['header']['name']}: run")
 
     async def _data(self, request: web.Request) -> web.Response:
-        since, generation = whole_number(request, "since"), whole_number(request, "generation")
-        known = since if generation == self._run.generation and since <= self._run.steps else 0
-        return answer(await self._locked(partial(self._payload, known)))
+        since = whole_number(request, "since")
+        generation = whole_number(request, "generation")
+        if generation != self._run.generation or since > self._run.steps:
+            since = 0  # a restart dropped steps that the page has: it gets all of them anew
+        return answer(await self._locked(partial(self._payload, since)))
 
     def _reading(self, read: Callable[..., Any], *names: str) -> Handler:
-        """Answers with what is read for the whole numbers of these parameters."""
+        """A function that answers with the result of `read`. names: its arguments, parameters of the request."""
 
         async def handle(request: web.Request) -> web.Response:
             return answer(await self._locked(partial(read, *(whole_number(request, name) for name in names))))
@@ -188,7 +193,8 @@ class RunPage(Page):
         return data
 
     def _update(self) -> bool:
-        """Read what is new, of the records and of the journal alike; True if there is something."""
+        """Read new rows of the records and of the journal; True if there are any."""
+        # a list, so that both are read
         return any([self._run.update(), self._index.update()])
 
     def _damage(self) -> str:
@@ -196,12 +202,15 @@ class RunPage(Page):
 
     async def _work(self) -> bool:
         """Make the newest missing forecast; True if there was one."""
-        forecasts, rows = self._run.forecasts, list(self._run.validations)
+        forecasts = self._run.forecasts
+        rows = list(self._run.validations)
         missing = await self._locked(partial(forecasts.missing, rows))
         if not missing:
             return False
-        made = await asyncio.to_thread(forecasts.attempt, rows, self._run.recipe, missing[0])
-        await self._locked(partial(forecasts.add, missing[0], *made))
+        # without the lock, so that requests are answered meanwhile
+        result = await asyncio.to_thread(forecasts.attempt, rows, self._run.recipe, missing[0])
+        await self._locked(partial(forecasts.add, missing[0], *result))
+        # not for each: of an old run there are a hundred, and the page would draw all of its charts for each
         if missing[0] == len(rows) or len(missing) == 1 or len(missing) % 10 == 0:
             self._tell()
         return True
@@ -219,12 +228,12 @@ class RunsPage(Page):
         self._failure = ""
         self._opening = asyncio.Lock()
         self.pages: dict[int, tuple[RunPage, contextlib.AsyncExitStack]] = {}
-        """By number of the run, the one that was opened last at the end."""
+        """Number of a run -> its page; the page that was opened last is at the end."""
         self._handlers: dict[str, Handler] = {"": self._page, "api/runs": self._data, "api/events": self._events}
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """As `Page`; the pages of runs are closed with the block."""
+        """Follow within the block. The pages of runs are closed with it."""
         async with super().following():
             try:
                 yield
@@ -233,29 +242,31 @@ class RunsPage(Page):
                     await stack.aclose()
 
     async def handler(self, path: str) -> Handler | None:
-        """As `Page`; a page of a run is made for the first request."""
-        asked = re.fullmatch("run/([0-9]{1,9})/(.*)", path)
-        if asked is None:
+        """The function that answers requests for a path; the page of a run is made for its first request."""
+        match = re.fullmatch("run/([0-9]{1,9})/(.*)", path)
+        if match is None:
             return self._handlers.get(path)
-        number = int(asked[1])
+        number = int(match[1])
         if number not in self._runs.runs:
             return None
+        # one at a time: two requests of a page that is not made yet would make it twice
         async with self._opening:
-            opened = await self._opened(number)
-        return await opened.handler(asked[2])
+            run_page = await self._opened(number)
+        return await run_page.handler(match[2])
 
     async def _opened(self, number: int) -> RunPage:
+        """The page of a run, opened if it is not; it is now the one that was opened last."""
         if number in self.pages:
             self.pages[number] = self.pages.pop(number)
             return self.pages[number][0]
-        unseen = [known for known, (opened, _) in self.pages.items() if not opened.streams]
-        if len(self.pages) >= MOST_PAGES and unseen:
-            await self.pages.pop(unseen[0])[1].aclose()
-        opened = await asyncio.to_thread(partial(RunPage, self._runs.runs[number].run_dir, home="../../"))
+        unwatched = [number for number, (run_page, _) in self.pages.items() if not run_page.streams]
+        if len(self.pages) >= MOST_PAGES and unwatched:
+            await self.pages.pop(unwatched[0])[1].aclose()
+        run_page = await asyncio.to_thread(partial(RunPage, self._runs.runs[number].run_dir, home="../../"))
         stack = contextlib.AsyncExitStack()
-        await stack.enter_async_context(opened.following())
-        self.pages[number] = opened, stack
-        return opened
+        await stack.enter_async_context(run_page.following())
+        self.pages[number] = run_page, stack
+        return run_page
 
     async def _page(self, _: web.Request) -> web.Response:
         data = await self._locked(self._runs.payload) | {"live": True}
@@ -280,8 +291,8 @@ class RunsPage(Page):
         number = await self._locked(self._runs.next_without_fit)
         if number is None:
             return False
-        made = await asyncio.to_thread(self._runs.runs[number].made_fit)
-        await self._locked(partial(self._runs.add_fit, number, *made))
+        result = await asyncio.to_thread(self._runs.runs[number].made_fit)
+        await self._locked(partial(self._runs.add_fit, number, *result))
         self._tell()
         return True
 
@@ -303,6 +314,7 @@ class PageServer:
     async def serving(self, port: int = 0) -> AsyncIterator[None]:
         """Follow and answer within the block. port: 0 for one of the kernel's choice. Raises ValueError, OSError."""
         app = web.Application(middlewares=[self._guard])
+        # one route for all: the pages of runs come and go, and a router cannot be changed while it serves
         app.router.add_get("/{path:.*}", self._answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         async with self.page.following():
@@ -321,16 +333,19 @@ class PageServer:
         return await handler(request)
 
     def _names(self) -> set[str]:
-        """Host headers of this server. Clients leave out the port of http."""
-        ports = ("", f":{self.port}") if self.port == HTTP_PORT else (f":{self.port}",)
-        return {f"{name}{port}" for name in (ADDRESS, "localhost") for port in ports}
+        """Host headers of this server."""
+        names = {ADDRESS, "localhost"}
+        hosts = {f"{name}:{self.port}" for name in names}
+        if self.port == HTTP_PORT:  # clients leave out the port of http
+            hosts |= names
+        return hosts
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host", "")
         given = request.query.get("token", "")
         if host not in self._names() or not hmac.compare_digest(given.encode("utf8", "replace"), self.token.encode()):
-            return answer({"error": "expected the address that megatron-scalerl watch printed, with its token"}, 403)
+            return answer({"error": "use the address that megatron-scalerl watch printed, with its token"}, 403)
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -348,13 +363,13 @@ def whole_number(request: web.Request, name: str) -> int:
 
 
 def answer(body: Any, status: int = 200) -> web.Response:
-    """A JSON response. body: what msgspec encodes."""
+    """A JSON response. body: any value that msgspec encodes."""
     data = msgspec.json.encode(body)
     return web.Response(body=data, status=status, content_type="application/json", headers=security_headers())
 
 
 async def document_answer(document: Document, data: dict[str, Any], title: str) -> web.Response:
-    """A page as a response; it is made in a thread."""
+    """The response with a page, which is made in a thread."""
     text = await asyncio.to_thread(partial(page, document, data, title=title, live=True))
     return web.Response(text=text, content_type="text/html", headers=security_headers(document))
 

@@ -1,4 +1,4 @@
-"""The page of a run as one file, with the completions of some groups in it; the list of several runs as one file."""
+"""Writes the page of a run as one file, with the completions of some groups, and the list of runs as one file."""
 
 import logging
 from collections.abc import Iterable
@@ -18,22 +18,23 @@ from megatron_scalerl.page.runs_data import RunsData
 
 logger = logging.getLogger(__name__)
 MOST_BYTES = 25_000_000
-"""Size of the file that is not exceeded."""
+"""Largest size of the file."""
 MOST_STEPS = 5000
-"""Step records in the file; of more, every k-th is in it."""
+"""Most step records in the file; of a longer run, every k-th is in it."""
 GROUPS = 24
-"""Groups that are in the file if none is named."""
+"""Number of groups in the file if none is named."""
 
 
 def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> tuple[int, int]:
     """Write the page of a run to `path`, for its owner only; returns (groups in it, groups that were left out).
 
-    Left out are those for which the file has no room, and those that are chosen and cannot be read: retention may
-    have deleted them. group_ids: groups that come first; further ones are chosen up to `GROUPS`. What is damaged in
-    the records is logged and said in the page. Raises ValueError for a folder that is no run and a named group that
-    cannot be read, OSError.
+    Groups are left out for which the file has no room, and chosen ones that cannot be read: retention may have
+    deleted them. group_ids: groups that come first; further ones are chosen up to `GROUPS`. Damage of the records is
+    logged and named in the page. Raises ValueError for a folder that is no run and a named group that cannot be read,
+    OSError.
     """
-    run, index = _read(run_dir), GroupIndex(run_dir)
+    run = _read(run_dir)
+    index = GroupIndex(run_dir)
     index.update()
     data = thinned(run.payload(), MOST_STEPS) | {"live": False}
     data["header"]["damage"] += index.damage
@@ -42,13 +43,14 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
     reader = Reader(run_dir, run.recipe, index)
     named = list(dict.fromkeys(group_ids))
     wanted = list(dict.fromkeys([*named, *(index.chosen(GROUPS - len(named)))]))
+    # with a reserve, since `page` counts characters and not bytes
     room = MOST_BYTES - len(page(RUN, data, title="", live=False)) * 2
     groups = []
     for group_id in wanted:
         try:
             group = _whole_group(reader, group_id)
         except ValueError:
-            if group_id in named:
+            if group_id in named:  # a user who names a group wants to know
                 raise
             continue
         size = _size(group)
@@ -63,7 +65,7 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
 
 
 def numbers(run_dir: Path) -> dict[str, Any]:
-    """What the page draws, as JSON values, with the gain and the recipe's `cost`. Raises ValueError, OSError."""
+    """The data of the page, as JSON values, with the gain and the recipe's `cost`. Raises ValueError, OSError."""
     run = _read(run_dir)
     return run.payload() | {"gain": asdict(gain(run_dir)), "cost": run.recipe["cost"]}
 
@@ -96,8 +98,8 @@ def _write(path: Path, text: str) -> None:
 
 def _whole_group(reader: Reader, group_id: int) -> dict[str, Any]:
     group = reader.group(group_id, texts=False)
-    for each in group["completions"]:
-        each["content"] = reader.completion(group_id, each["index"])
+    for facts in group["completions"]:
+        facts["content"] = reader.completion(group_id, facts["index"])
     return group
 
 

@@ -1,6 +1,6 @@
 """Rollouts of training.
 
-stream.py        admission and batches; gate.py bounds their staleness
+stream.py        admission and batches; gate.py bounds their staleness, engine_loads.py chooses engines
 sampler.py       one completion from request to score
 plans.py         what is asked of the engines, and where the answer is
 decoder_pool.py  processes that decode the engines' responses; runs in the controller

@@ -9,7 +9,7 @@ from megatron_scalerl.rollouts.store import read_completions, segment_path
 from megatron_scalerl.types import BlockRef
 
 Source = tuple[BlockRef | None, int]
-"""Where a group is stored, and the position of a completion there."""
+"""(block of a group, position of a completion in it)."""
 
 
 def completions_of(run_dir: Path, sources: Sequence[Source]) -> ReadCompletions:
@@ -27,12 +27,13 @@ def completions_of(run_dir: Path, sources: Sequence[Source]) -> ReadCompletions:
 
 
 def _read(folder: Path, sources: Sequence[Source]) -> list[bytes]:
+    # by block, so that the head of each is read and verified once
     positions: dict[BlockRef, list[int]] = {}
     for stored, position in sources:
         assert stored is not None, "a group is stored before it is trained"
         positions.setdefault(stored, []).append(position)
-    found: dict[Source, bytes] = {}
+    completions: dict[Source, bytes] = {}
     for stored, wanted in positions.items():
-        parts = read_completions(segment_path(folder, stored.segment), stored, wanted)
-        found.update(zip(((stored, position) for position in wanted), parts))
-    return [found[source] for source in sources]
+        data = read_completions(segment_path(folder, stored.segment), stored, wanted)
+        completions.update(zip(((stored, position) for position in wanted), data))
+    return [completions[source] for source in sources]

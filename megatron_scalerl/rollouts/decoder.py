@@ -7,9 +7,7 @@ controller, text for the verifier. Its frames (`processes.worker`):
     request    Job, body of the response
     reply      Reply, bytes of the completion
 
-It imports neither torch nor, where the policy's tokenizer is one of the package `tokenizers`, transformers.
-
-The text of a completion after thinking, which the verifier scores. Used in the decoder processes.
+It imports no torch, and no transformers where the policy's tokenizer is one of the package `tokenizers`.
 """
 
 import signal
@@ -29,10 +27,10 @@ from megatron_scalerl.types import Completion, CompletionLost
 
 @record
 class AnswerFormat:
-    """How the answer of a completion is found. Produced by `rollouts.plans`."""
+    """The rule by which the answer of a completion is found. Produced by `rollouts.plans`."""
 
     plan: Plan | None
-    """Any interruption plan of the run: its closing tag ends thinking. None: a policy that thinks in no tags."""
+    """Any interruption plan of the run: its closing tag ends thinking. None for a policy that thinks in no tags."""
     think_end: str
     """The closing tag as text."""
     hidden_ids: frozenset[int]
@@ -43,30 +41,33 @@ class AnswerFormat:
 
         token_ids: [T] the completion. decode: token ids to text, special tokens included.
         """
-        start: int | None = 0
-        if self.plan is not None and (start := self.plan.thinking_end(token_ids)) is not None:
+        start = 0
+        if self.plan is not None:
+            thinking_end = self.plan.thinking_end(token_ids)
+            if thinking_end is None:
+                return None
             # the tag's tokens may include neighboring text, so decode them too and cut the tag off as text
-            start -= len(self.plan.think_end_ids)
-        if start is None:
-            return None
+            start = thinking_end - len(self.plan.think_end_ids)
         text = decode([token for token in token_ids[start:].tolist() if token not in self.hidden_ids])
-        return text if self.plan is None else extract_answer(text, self.think_end)
+        if self.plan is None:
+            return text
+        return extract_answer(text, self.think_end)
 
 
 @record
 class Setup:
-    """What is the same for all jobs of a run."""
+    """The settings of all jobs of a run."""
 
     answer: AnswerFormat
     tokenizer: str | None
-    """tokenizer.json of the policy; None: a tokenizer without one, which transformers loads from `policy`."""
+    """tokenizer.json of the policy; None if it has none: transformers then loads the tokenizer from `policy`."""
     policy: str
     """Hugging Face folder of the policy."""
 
 
 @record
 class Job:
-    """One response to decode; its body follows."""
+    """A response to decode; its body follows."""
 
     plan: Plan | None
     """The request's interruption plan."""
@@ -108,7 +109,9 @@ class Decoding:
             return Answer(head=Reply(engine_error=str(error)))
         except CompletionLost as lost:
             return Answer(head=Reply(lost=str(lost), lost_reason=lost.reason))
-        text = None if arrays.truncated else self._format.answer_text(arrays.token_ids, self._text)
+        text = None
+        if not arrays.truncated:  # a truncated completion counts as wrong, whatever it says
+            text = self._format.answer_text(arrays.token_ids, self._text)
         return Answer(head=Reply(completion=facts_of(arrays), text=text), body=write(arrays))
 
 
@@ -126,7 +129,8 @@ def _text_decoder(setup: Setup) -> Callable[[Sequence[int]], str]:
 
 
 def main() -> None:
-    """Decode. Signals to the whole group are the controller's: it ends this process."""
+    """Decode until the controller ends this process."""
+    # signals to the whole group are the controller's: it may still need completions to save
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     serve(Decoding)

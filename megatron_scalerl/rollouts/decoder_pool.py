@@ -7,10 +7,11 @@ so at most that many bodies are in memory, and in each process the one that it w
 sockets' buffers (128 KiB each in this process), and the engines' servers wait with them. `close` fails what is
 outstanding.
 
-The pool of processes says how they are started and replaced. One that dies or does not answer within TIMEOUT_S is
-replaced, and its body decoded again. A body with which two processes ended is lost (CompletionLost, `decoder_lost`),
-and one for which no process starts. Where MAX_LOST_IN_A_ROW bodies are lost with none decoded in between, or no
-process starts any more, the run ends (RuntimeError).
+The life of a body: `slot` admits it, `EngineClient.generate` reads it, `decode` sends it to a process and gives the
+slot back. A process that dies or does not answer within TIMEOUT_S is replaced (`processes.worker_pool`), and its body
+is decoded again. A body is lost (CompletionLost, `decoder_lost`) if two processes ended with it, or if no process
+starts for it. The run ends (RuntimeError) if MAX_LOST_IN_A_ROW bodies are lost with none decoded in between, or if no
+process starts any more.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MAX_DEFAULT_WORKERS = 4
 
 @record
 class Decoded:
-    """One completion as its decoder process returned it."""
+    """A completion as its decoder process returned it."""
 
     completion: Completion
     data: bytes
@@ -76,6 +77,7 @@ class DecoderPool:
     ):
         """logs: folder of the processes' logs, `decoder-N.log`."""
         fast: Any = getattr(tokenizer, "backend_tokenizer", None)
+        # with this text the processes need no transformers, whose import takes seconds
         text = fast.to_str() if hasattr(fast, "to_str") else None
         setup = Setup(answer=plans.answer_format(), tokenizer=text, policy=recipe.policy.path)
         workers = recipe.rollouts.decoders or min(MAX_DEFAULT_WORKERS, default_workers())
@@ -84,6 +86,7 @@ class DecoderPool:
             name="decoder",
             module="megatron_scalerl.rollouts.decoder",
             setup=msgspec.json.encode(setup),
+            # a process decodes one body at a time, so it needs no threads
             environment=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             subject="rollouts.decoders",
             timeout_s=timeout_s,
@@ -103,7 +106,7 @@ class DecoderPool:
         await self.close()
 
     async def close(self) -> None:
-        """Kill all processes and fail what is outstanding; may be called twice."""
+        """Kill all processes and fail the bodies in progress; may be called twice."""
         await self._workers.close()
 
     @property
@@ -112,7 +115,7 @@ class DecoderPool:
         return self._workers.pids
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """Held from before a body is read until it is decoded."""
+        """A slot, to be held from before a body is read until it is decoded."""
         return self._slots
 
     async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[Decoded, int]:
@@ -126,7 +129,7 @@ class DecoderPool:
             head = msgspec.json.encode(Job(plan=plan, seed=seed, where=where))
             reply, data = await self._workers.ask(head, body)
         except WorkerDied as death:
-            raise self._lost(f"{where}: expected a decoded completion of {len(body)} bytes", death) from None
+            raise self._lost(f"{where}: the answer of {len(body)} bytes cannot be decoded: {death}") from None
         self._lost_in_a_row = 0
         if reply.completion is not None:
             self.counters["decoded"] += 1
@@ -137,19 +140,18 @@ class DecoderPool:
         self.counters["lost"] += 1
         raise CompletionLost(reply.lost or "", reason=reply.lost_reason)
 
-    def _lost(self, expected: str, death: WorkerDied) -> Exception:
+    def _lost(self, problem: str) -> Exception:
         """The error for a body with which processes ended. Ends the pool if many in a row are lost."""
         self.counters["decoder_lost"] += 1
         self._lost_in_a_row += 1
-        found = f"{expected}, found none from the decoder processes, the last problem: {death}"
         if self._lost_in_a_row < MAX_LOST_IN_A_ROW:
-            return CompletionLost(found, reason="decoder_lost")
-        end = RuntimeError(f"{found}, {self._lost_in_a_row} times in a row")
+            return CompletionLost(problem, reason="decoder_lost")
+        end = RuntimeError(f"{problem}, {self._lost_in_a_row} times in a row")
         self._workers.end(end)
         return end
 
 
 def _warn(death: WorkerDied) -> bool:
     """Log the end of a process; its body is decoded again."""
-    logger.warning("expected a decoded completion, found %s; the decoder is replaced", death)
+    logger.warning("a decoder is replaced, because of %s", death)
     return False

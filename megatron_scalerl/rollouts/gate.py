@@ -1,4 +1,7 @@
-"""The staleness gate of PipelineRL-k: which group may start, which batch may train. Pure bookkeeping.
+"""The staleness gate of PipelineRL-k: it decides which group may start and which batch may train. Pure bookkeeping.
+
+The life of a group in the gate: `start` (in flight), `finish` (ready), `take` (in a batch), `trained` (done, out of
+the gate). In flight it can also leave by `drop`, for good, or by `abandon`, after which it may start again.
 
 Versions count optimizer steps: training on a batch turns policy version v into v + 1. A group whose oldest first
 token came from version u has the deadline u + k: it must be trained on at a version <= u + k. No group is dropped
@@ -19,14 +22,14 @@ earliest deadlines always satisfies it, and every group in flight becomes ready,
 groups whose deadline is v would not be enough: young, fast groups could fill the batches while more than G slow ones
 with the same later deadline accumulate.
 
-Ahead: while one batch trains at version v, the next one may be taken by the same rule at v + 1. Not too early:
+The next batch: while one batch trains at version v, it may be taken by the same rule at v + 1. That keeps the bound:
 
 * Only groups that start between this choice and the new version are unknown to the rule. They start at v, so their
   deadline is v + k = (v + 1) + (k - 1): for j < k - 1 nothing changes.
 * When one of them starts, at most (k + 1) * G groups are outstanding, 2 * G of them in the two batches. So at most
   (k - 1) * G remain, whatever their deadlines: the rule at v + 1 holds for j = k - 1, and for j = k.
 * No group in the second batch is late. The first batch left none with a deadline <= v, and what started since has the
-  deadline v + k >= v + 1; with k = 0 nothing has started, and nothing is outstanding beside the first batch.
+  deadline v + k >= v + 1; with k = 0 nothing has started, and nothing but the first batch is outstanding.
 
 If the first batch makes no step, the second one trains at v: the rule at v + 1 implies the rule at v.
 
@@ -127,58 +130,62 @@ class StalenessGate:
         self.groups_per_batch = groups_per_batch
         self.max_staleness_steps = max_staleness_steps
         self._in_flight: dict[int, int] = {}
+        """Group -> the earliest deadline that it can have."""
         self._ready: dict[int, int] = {}
-        self._training = self._ahead = 0
-        """Groups in the batch being trained on, and in the one after it."""
+        """Group -> its deadline."""
+        self._training = 0
+        """Number of groups in the batch that trains."""
+        self._next = 0
+        """Number of groups in the batch that is taken to train after it."""
 
     @property
     def in_flight(self) -> int:
-        """Groups that have started and not finished."""
+        """Number of groups that have started and not finished."""
         return len(self._in_flight)
 
     @property
     def ready(self) -> int:
-        """Groups that have finished and are not in a batch."""
+        """Number of groups that have finished and are not in a batch."""
         return len(self._ready)
 
     @property
     def outstanding(self) -> int:
-        """Groups in flight, ready or in a batch that is not done; at most (k + 1) * groups_per_batch."""
-        return len(self._in_flight) + len(self._ready) + self._training + self._ahead
+        """Number of groups in flight, ready or in a batch that is not done; at most (k + 1) * groups_per_batch."""
+        return len(self._in_flight) + len(self._ready) + self._training + self._next
 
     def may_start(self) -> bool:
         """True if the admission rule allows one more group."""
         return self.outstanding < (self.max_staleness_steps + 1) * self.groups_per_batch
 
     def start(self, group_id: int, policy_version: int) -> None:
-        """A group is submitted; its first tokens cannot be older than `policy_version`, which the engines serve."""
+        """Count a submitted group; its tokens cannot be older than `policy_version`, which the engines serve."""
         assert self.may_start() and group_id not in self._in_flight and group_id not in self._ready
         self._in_flight[group_id] = policy_version + self.max_staleness_steps
 
     def finish(self, group_id: int, first_token_version: int) -> None:
-        """A group is scored; its deadline is never earlier than the one assumed at its start."""
-        lower = self._in_flight.pop(group_id)
+        """Count a scored group as ready; its deadline is never earlier than the deadline assumed at its start."""
+        earliest = self._in_flight.pop(group_id)
         deadline = first_token_version + self.max_staleness_steps
-        assert deadline >= lower, f"group {group_id}: first token older than its admission"
-        self._ready[group_id] = deadline
+        assert deadline >= earliest, f"group {group_id}: first token older than its admission"
+        self._ready[group_id] = deadline  # later than at the start if an update came before the first token
 
     def drop(self, group_id: int) -> None:
-        """A group in flight is discarded for good."""
+        """Discard a group in flight for good."""
         del self._in_flight[group_id]
 
     def abandon(self, group_id: int) -> None:
-        """A group in flight is discarded; it may start again, with a later deadline."""
+        """Discard a group in flight; it may start again, with a later deadline."""
         self.drop(group_id)
 
     def restore(self, group_id: int, first_token_version: int) -> None:
-        """A finished group is read from the journal after a restart."""
+        """Count a finished group as ready, which was read from the journal after a restart."""
         self._ready[group_id] = first_token_version + self.max_staleness_steps
 
     def exhaust(self) -> None:
-        """There are no new groups. No batch waits for them here."""
+        """Note that no group will start any more. Nothing to do: no batch of this gate waits for new groups."""
 
     def resume(self, batches: int) -> None:
-        """After a restart so many batches of the run are done. Which ones follow depends on the groups alone here."""
+        """Note after a restart that `batches` batches of the run are done. Nothing to do: no rule depends on it."""
 
     def batch(self, policy_version: int) -> tuple[int, ...] | None:
         """The groups to train on at `policy_version`, earliest deadline first; None if the trainer must wait.
@@ -187,27 +194,30 @@ class StalenessGate:
         """
         if len(self._ready) < self.groups_per_batch:
             return None
-        order = sorted(self._ready, key=lambda g: (self._ready[g], g))
+        order = sorted(self._ready, key=lambda group: (self._ready[group], group))
         chosen = order[: self.groups_per_batch]
-        left = sorted([*self._in_flight.values(), *(self._ready[g] for g in order[self.groups_per_batch :])])
-        for ahead in range(self.max_staleness_steps + 1):
-            if bisect.bisect_right(left, policy_version + ahead) > ahead * self.groups_per_batch:
+        remaining = order[self.groups_per_batch :]
+        deadlines = sorted([*self._in_flight.values(), *(self._ready[group] for group in remaining)])
+        # the waiting rule; j = 0 says that no remaining group has its deadline now
+        for j in range(self.max_staleness_steps + 1):
+            if bisect.bisect_right(deadlines, policy_version + j) > j * self.groups_per_batch:
                 return None
         return tuple(chosen)
 
     def take(self, group_ids: tuple[int, ...]) -> None:
-        """The groups of a released batch are trained on from now on, or next if a batch trains already."""
-        assert not self._ahead, "one batch trains at a time, and one is taken ahead"
+        """Take the groups of a released batch: it trains from now on, or next if a batch trains already."""
+        assert not self._next, "one batch trains at a time, and one is taken ahead"
         for group_id in group_ids:
             del self._ready[group_id]
         if self._training:
-            self._ahead = len(group_ids)
+            self._next = len(group_ids)
         else:
             self._training = len(group_ids)
 
     def trained(self) -> None:
-        """The batch is done: its new version is served, or there was no step. The one taken ahead trains next."""
-        self._training, self._ahead = self._ahead, 0
+        """Note that the batch is done: its new version is served, or there was no step. The next batch trains now."""
+        self._training = self._next
+        self._next = 0
 
 
 class PhaseGate(StalenessGate):
@@ -218,8 +228,9 @@ class PhaseGate(StalenessGate):
         super().__init__(groups_per_batch=groups_per_batch, max_staleness_steps=updates_per_phase - 1)
         self._size = groups_per_batch * updates_per_phase
         self._done = 0
-        """Groups of the phase whose batch is done."""
+        """Number of groups of the phase whose batch is done."""
         self._abandoned: set[int] = set()
+        """Groups that will start again: the phase waits for them even once the prompts are exhausted."""
         self._exhausted = False
 
     def may_start(self) -> bool:
@@ -227,32 +238,33 @@ class PhaseGate(StalenessGate):
         return self.outstanding + self._done < self._size
 
     def start(self, group_id: int, policy_version: int) -> None:
-        """As `StalenessGate.start`; all groups of a phase start at one version."""
+        """Count a submitted group; all groups of a phase start at one version."""
         super().start(group_id, policy_version)
         self._abandoned.discard(group_id)
 
     def abandon(self, group_id: int) -> None:
-        """A group in flight is discarded; it starts again in the same phase."""
+        """Discard a group in flight; it starts again in the same phase."""
         super().abandon(group_id)
         self._abandoned.add(group_id)
 
     def exhaust(self) -> None:
-        """There are no new groups: the phase has no more than it has now."""
+        """Note that no group will start any more: the phase has the groups that it has now."""
         self._exhausted = True
 
     def resume(self, batches: int) -> None:
-        """After a restart so many batches of the run are done, whole phases and a part of the next one."""
+        """Note after a restart that `batches` batches of the run are done: whole phases and a part of the next."""
         self._done = batches * self.groups_per_batch % self._size
 
     def batch(self, policy_version: int) -> tuple[int, ...] | None:
         """The next groups of the phase in the order of admission; None until the whole phase is ready."""
-        missing = self._abandoned or (self.may_start() and not self._exhausted)
-        if self._in_flight or missing or len(self._ready) < self.groups_per_batch:
+        incomplete = self._in_flight or self._abandoned or (self.may_start() and not self._exhausted)
+        if incomplete or len(self._ready) < self.groups_per_batch:
             return None
+        # in the order of admission: in that of completion, the first batches would have the short completions
         return tuple(sorted(self._ready)[: self.groups_per_batch])
 
     def trained(self) -> None:
-        """A batch is done; after the last one of a phase, every engine serves the new version."""
+        """Note that a batch is done; after the last batch of a phase, every engine serves the new version."""
         self._done = (self._done + self._training) % self._size
         super().trained()
 

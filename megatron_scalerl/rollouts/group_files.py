@@ -1,7 +1,4 @@
-"""Every finished group in RUN/rollouts, for people.
-
-A group is listed with what selects it, and read when it is asked for.
-"""
+"""Lists the finished groups in RUN/rollouts for people; a group is read when it is asked for."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -17,7 +14,7 @@ from megatron_scalerl.types import BlockRef
 
 @record
 class ListedGroup:
-    """One finished group of a run."""
+    """A finished group of a run, as far as its block's head shows it."""
 
     group_id: int
     interrupted: bool
@@ -28,13 +25,10 @@ class ListedGroup:
 
 
 def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
-    """Every stored group; of several with one id the last counts. Raises ValueError, naming the file, for damage.
-
-    What is being written at the end of the newest file does not count.
-    """
+    """Every stored group; of several with one id the last counts. Raises ValueError, naming the file, for damage."""
     folder = Path(run_dir) / "rollouts"
     if not folder.is_dir():
-        raise ValueError(f"{run_dir}: expected a run folder with rollouts, found none")
+        raise ValueError(f"{run_dir}: there is no folder rollouts in it; name the folder of a run")
     numbers = segments(folder)
     for number in numbers:
         path = segment_path(folder, number)
@@ -46,7 +40,7 @@ def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
                     read=partial(stored_group, path, stored),
                 )
         except ValueError:
-            if number != numbers[-1]:
+            if number != numbers[-1]:  # a block may be being written at the end of the newest file
                 raise
 
 

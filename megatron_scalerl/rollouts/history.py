@@ -1,7 +1,8 @@
-"""Reading the journal: its events, and the groups and batches that they refer to.
+"""Reads the journal: its events, and the groups and batches that they refer to.
 
-Events are decoded into compact records; of groups only references are held. A group is read by its own bytes: its
-block of the store.
+A restart, step by step: `read_history` decodes the events into compact records, with references to groups;
+`check_groups` finds that the store is long enough for them; `replay_draws` restores the curriculum; `read_batch` and
+`read_groups` read heads of blocks, for the batches to train again and the groups that are in none.
 """
 
 from collections.abc import Container, Iterable
@@ -50,19 +51,19 @@ class Finish(
 
     @property
     def stored(self) -> BlockRef:
-        """Its place in the store."""
+        """The group's block in the store."""
         return BlockRef(segment=self.segment, offset=self.offset, nbytes=self.nbytes)
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="batch"):
-    """The composition of one batch about to be trained on."""
+    """The composition of a batch that is about to be trained on."""
 
     batch: Count
     """Number of the batch in the run's lineage, from 0, counting batches without a step."""
     step: Count
     """The optimizer step for which the batch was composed, from 1."""
     policy_version: int
-    """Policy version that trained on it."""
+    """Policy version that is trained on the batch."""
     group_ids: tuple[int, ...]
 
 
@@ -89,8 +90,8 @@ class History:
     @property
     def last_stored(self) -> BlockRef | None:
         """The last block of the store that the journal names."""
-        places = (event.stored for event in self.finished.values())
-        return max(places, key=lambda p: (p.segment, p.offset), default=None)
+        blocks = (event.stored for event in self.finished.values())
+        return max(blocks, key=lambda block: (block.segment, block.offset), default=None)
 
     def unbatched(self) -> tuple[int, ...]:
         """Finished groups that are in no batch, in order of admission."""
@@ -103,6 +104,9 @@ class History:
         return tuple(
             e for e in self.events if isinstance(e, Admit) and e.group_id not in batched and e.group_id not in ready
         )
+
+
+NO_HISTORY = History(events=(), batches=(), finished={})
 
 
 def read_history(run_dir: Path) -> History:
@@ -121,7 +125,7 @@ def read_history(run_dir: Path) -> History:
     missing = [(r.batch, g) for r in batches for g in r.group_ids if g not in finished]
     if missing:
         batch, group = missing[0]
-        raise ValueError(f"{path}: expected group {group} of batch {batch} to be finished, found no event")
+        raise ValueError(f"{path}: batch {batch} has group {group}, of which no finish is recorded")
     return History(events=tuple(events), batches=tuple(batches), finished=finished)
 
 
@@ -129,19 +133,20 @@ def _events(path: Path) -> Iterable[Admit | Finish | BatchRecord]:
     if path.exists():
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if (event := read_event(line, f"{path} line {number}")) is None:
+                event = read_event(line, f"{path} line {number}")
+                if event is None:
                     return
                 yield event
 
 
 def read_event(line: bytes, where: str) -> Admit | Finish | BatchRecord | None:
-    """The event in a line of the journal; None for a torn one. Raises ValueError, naming `where`."""
+    """The event in a line of the journal; None for a torn line. Raises ValueError, naming `where`."""
     try:
         return _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n"):  # the last line, which a crash has cut off
             return None
-        raise ValueError(f"{where}: expected an event, found {error}") from None
+        raise ValueError(f"{where}: the line is no event of a journal: {error}") from None
 
 
 _DECODER: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
@@ -154,15 +159,15 @@ def replay_draws(curriculum: Curriculum, history: History) -> None:
             prompt, _ = curriculum.draw()
             if prompt.prompt_id != event.prompt_id:
                 raise RecipeError(
-                    f"journal.jsonl: expected group {event.group_id} to draw prompt {prompt.prompt_id}, "
-                    f"found {event.prompt_id} (prompts, held-out split and seed must not change within a run)"
+                    f"journal.jsonl: group {event.group_id} drew prompt {event.prompt_id}, and would draw "
+                    f"{prompt.prompt_id} now; prompts, held-out split and seed must not change within a run"
                 )
         elif isinstance(event, Finish):
             curriculum.observe(event.prompt_id, event.pass_rate)
 
 
 def read_groups(run_dir: Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
-    """The finished groups of these ids: their headers are read, their tokens stay where they are.
+    """The finished groups of these ids. Their headers are read; their tokens stay in the store.
 
     Raises ValueError naming the file, and the byte, for a group that is missing or damaged.
     """
@@ -171,12 +176,12 @@ def read_groups(run_dir: Path, history: History, group_ids: Iterable[int]) -> di
 
 
 def read_batch(run_dir: Path, history: History, record: BatchRecord) -> list[RolloutGroup]:
-    """The groups of a batch, in its order. Raises ValueError if one is missing: they were synced before it."""
+    """The groups of a batch, in its order. Raises ValueError if one is missing, which was synced before the batch."""
     return list(read_groups(run_dir, history, record.group_ids).values())
 
 
 def check_groups(run_dir: Path, history: History, batches: int) -> None:
-    """Raises ValueError naming the segment that is too short for the groups that a resume after `batches` needs."""
+    """Raises ValueError, naming the segment, if the store lacks a group that a resume after `batches` needs."""
     needed = [g for record in history.batches[batches:] for g in record.group_ids]
     check_stored(run_dir / "rollouts", [history.finished[g].stored for g in [*needed, *history.unbatched()]])
 
@@ -186,7 +191,9 @@ def _read_group(folder: Path, event: Finish) -> RolloutGroup:
     path = segment_path(folder, stored.segment)
     group_id, header = read_header(path, stored)
     if group_id != event.group_id:
-        raise ValueError(f"{path}: byte {stored.offset}: expected group {event.group_id}, found group {group_id}")
+        raise ValueError(
+            f"{path}: byte {stored.offset}: the block has group {group_id}, and the journal names {event.group_id}"
+        )
     return RolloutGroup(
         group_id=group_id,
         prompt=header.prompt,

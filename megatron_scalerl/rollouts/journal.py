@@ -6,6 +6,9 @@
     {"event": "finish", "group_id", "prompt_id", "pass_rate", "first_token_version", "segment", "offset", "bytes"}
     {"event": "batch",  "batch", "step", "policy_version", "group_ids"}    about to be trained on
 
+The life of a group here: `admit` writes its draw, `finish` queues its block, a thread appends and syncs it, its
+finish event is written, `batch` writes its batch, and `retain` deletes its segment once no resume needs it.
+
 The groups themselves are blocks of the rollout store (`store`). A block is on the disk before its event is written,
 and a batch event before its optimizer step begins. Replaying events in order (`history`) restores the curriculum
 exactly, and the batches after a checkpoint can be trained again with the same rollouts in the same order. Only the
@@ -35,7 +38,7 @@ T = TypeVar("T")
 
 @record
 class Position:
-    """What a checkpoint names of the journal and the store: both are at least this long when it is resumed."""
+    """Ends of the journal and the store at a checkpoint: a resume needs both at least as long."""
 
     journal_bytes: int
     """Bytes of journal.jsonl."""
@@ -71,14 +74,14 @@ class Journal:
         policy: Policy = "keep",
         segment_bytes: int = SEGMENT_BYTES,
     ):
-        """history: of this folder, read here if it is not given. policy: what `retain` does with rollouts.
+        """history: of this folder, read here if it is None. policy: the recipe's `checkpoint.rollouts`.
 
         Raises OSError, and ValueError as `read_history`.
         """
         self.run_dir = run_dir
         self._folder = self.run_dir / "rollouts"
         self._folder.mkdir(parents=True, exist_ok=True)
-        history = read_history(run_dir) if history is None else history
+        history = history or read_history(run_dir)
         self._events = JsonlWriter(self.run_dir / "journal.jsonl", private=True)
         self._store = StoreWriter(self._folder, durable=history.last_stored, segment_bytes=segment_bytes)
         self._on_disk = self._store.position
@@ -110,6 +113,7 @@ class Journal:
         self._waiting.append(
             _Waiting(group_id=group.group_id, header=header, completions=tuple(completions), done=done)
         )
+        # one task at a time: the groups that come while it waits for the disk share its next sync
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_waiting(), name="rollout store")
         stored = await done
@@ -138,22 +142,24 @@ class Journal:
         await self._in_thread(self._events.sync)
 
     async def position(self) -> Position:
-        """Sync the journal and return what of it and of the store is on the disk. Raises OSError naming the file."""
-        size, (segment, offset) = self._events.size, self._on_disk
+        """Sync the journal; returns the ends of journal and store on the disk. Raises OSError naming the file."""
+        # taken before the syncs: events that are appended meanwhile are not in the position
+        size = self._events.size
+        segment, offset = self._on_disk
         await self._in_thread(self._events.sync)
         await self._in_thread(self._store.sync)  # which finds a segment that was removed
         return Position(journal_bytes=size, segment=segment, offset=offset)
 
     async def retain(self, batches: int) -> None:
-        """Begin to remove what no resume needs, once the one before has ended: its failure is raised here.
+        """Begin to remove the segments that no resume needs.
 
-        batches: those that every kept checkpoint includes. Failures are raised by the next call of `retain`, `batch`
-        or `removed`: OSError naming the file, ValueError for a damaged block.
+        batches: those that every kept checkpoint includes. Waits for the removal before, and raises its failure: as
+        the next call of `retain`, `batch` or `removed` does for this one (OSError naming the file).
         """
         await self.removed()
         expired = self._retention.take_expired(batches, self._on_disk[0])
         if self._retention.policy != "keep":
-            self._store.complete_segment()  # so that what this checkpoint makes unnecessary is soon a whole segment
+            self._store.complete_segment()  # so that the groups up to this checkpoint are soon a whole segment
         if expired:
             work = partial(remove, self._folder, expired)
             self._retaining = asyncio.create_task(self._in_thread(work), name="retention")
@@ -164,7 +170,7 @@ class Journal:
             await asyncio.shield(self._retaining)
 
     async def close(self) -> None:
-        """Wait for what is being written and close every file; groups that still wait are not written."""
+        """Wait for the blocks that are being written and close every file; groups that still wait are not written."""
         for waiting in self._waiting:
             waiting.done.cancel()
         self._waiting.clear()
@@ -178,32 +184,34 @@ class Journal:
         self._store.close()
 
     async def _write_waiting(self) -> None:
-        """Write groups until none waits, a sync for all that wait at a time."""
+        """Write groups until none waits; all that wait at a time share a sync, which is the slow part."""
         while self._waiting:
-            taken, self._waiting = self._waiting, []
+            taken = self._waiting
+            self._waiting = []
             try:
-                places = await self._in_thread(partial(self._write, taken))
+                blocks = await self._in_thread(partial(self._write, taken))
             except BaseException as failure:
                 for waiting in taken:
                     if not waiting.done.done():
                         waiting.done.set_exception(failure)
-                if not isinstance(failure, OSError):
+                if not isinstance(failure, OSError):  # a full disk may recover: the task goes on with later groups
                     raise
                 continue
-            for waiting, place in zip(taken, places):
+            for waiting, block in zip(taken, blocks):
                 if not waiting.done.done():
-                    self._retention.finished(waiting.group_id, place.segment)
-                    waiting.done.set_result(place)
+                    self._retention.finished(waiting.group_id, block.segment)
+                    waiting.done.set_result(block)
             self._on_disk = self._store.position
 
     def _write(self, groups: Sequence[_Waiting]) -> list[BlockRef]:
-        """In a thread."""
-        places = [self._store.append(block_bytes(g.group_id, g.header, g.completions)) for g in groups]
+        """Append and sync the blocks of these groups; runs in a thread."""
+        blocks = [self._store.append(block_bytes(g.group_id, g.header, g.completions)) for g in groups]
         self._store.sync()
-        return places
+        return blocks
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread, to its end even if the caller is cancelled: `close` waits for it."""
+        # a thread cannot be cancelled, and must not write to a file that `close` has closed
         running = asyncio.ensure_future(asyncio.to_thread(work))
         self._in_threads.add(running)
         running.add_done_callback(self._ran)
@@ -212,4 +220,4 @@ class Journal:
     def _ran(self, running: asyncio.Future[Any]) -> None:
         self._in_threads.discard(running)
         if not running.cancelled():
-            running.exception()  # retrieved, should the caller be gone
+            running.exception()  # so that asyncio does not report it as never retrieved where the caller is gone

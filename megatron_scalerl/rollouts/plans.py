@@ -1,4 +1,4 @@
-"""What a run asks of its engines (seeds, interruption points, budgets), and where the answer is in a completion."""
+"""Plans the requests of a run: seeds, interruption points, budgets, and the place of the answer in a completion."""
 
 import hashlib
 from typing import Any
@@ -13,7 +13,8 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.decoder import AnswerFormat
 
-TRAINING_PRIORITY, VALIDATION_PRIORITY = 1, 0
+VALIDATION_PRIORITY = 0
+TRAINING_PRIORITY = 1
 """The engine serves lower numbers first: validation comes first because the next weight update waits for it."""
 
 
@@ -37,10 +38,11 @@ def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tupl
         return (), ()
     phrase = recipe.interruption.phrase if recipe.interruption.enabled else ""
     phrase_ids, think_end_ids = plan_ids(tokenizer, phrase, recipe.prompts.think_end)
-    if stops := set(phrase_ids) & set(end_token_ids(recipe.policy.path, tokenizer)):
+    end_ids = set(phrase_ids) & set(end_token_ids(recipe.policy.path, tokenizer))
+    if end_ids:
         raise ValueError(
-            f"interruption.phrase: expected tokens that end no sequence, found {sorted(stops)} "
-            f"(tokenizer and generation_config.json of {recipe.policy.path})"
+            f"interruption.phrase: its tokens {sorted(end_ids)} end a sequence (tokenizer and generation_config.json "
+            f"of {recipe.policy.path}); choose another phrase"
         )
     return phrase_ids, think_end_ids
 
@@ -50,8 +52,8 @@ def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity
 
     capacity: trainer.micro_batch_tokens. Raises ValueError for a limit that is shorter.
     """
-    phrase = len(forced_ids(recipe, tokenizer)[0]) if tokenizer else 0
-    longest = recipe.longest_sequence(phrase)
+    phrase_tokens = len(forced_ids(recipe, tokenizer)[0]) if tokenizer else 0
+    longest = recipe.longest_sequence(phrase_tokens)
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     for key, limit, remedy in (
         ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len"), "raise it"),
@@ -69,7 +71,7 @@ def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity
 
 
 class Plans:
-    """What a run asks of its engines, and where the answer is in what they return."""
+    """The requests of a run, and the rule by which answers are found in their completions."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase):
         """Raises ValueError if think tags or phrase change in an encode-decode round trip, or end a sequence."""
@@ -83,16 +85,14 @@ class Plans:
     def draw(self, seed: int, group_id: int, index: int) -> Draw:
         """The random choices for completion `index` of a group, a function of these three numbers."""
         digest = hashlib.sha256(f"sampling/{seed}/{group_id}/{index}".encode()).digest()
-        i = self._recipe.interruption
-        return Draw(
-            seed=int.from_bytes(digest[:4], "big") >> 1,
-            thinking_cut=draw_cut(seed, group_id, index, *i.thinking_tokens) if i.enabled else 0,
-        )
+        interruption = self._recipe.interruption
+        cut = draw_cut(seed, group_id, index, *interruption.thinking_tokens) if interruption.enabled else 0
+        return Draw(seed=int.from_bytes(digest[:4], "big") >> 1, thinking_cut=cut)
 
     def plan(self, cut: int) -> Plan:
         """The interruption plan of a completion that is cut after `cut` tokens of thinking."""
         section = self._recipe.interruption
-        whole = self._recipe.max_completion_tokens if section.after_natural_end == "rest_of_budget" else None
+        whole_budget = self._recipe.max_completion_tokens if section.after_natural_end == "rest_of_budget" else None
         return Plan(
             cut=cut,
             phrase_ids=self._phrase_ids,
@@ -100,27 +100,33 @@ class Plans:
             think_end_first=self._think_end_first,
             think_end_last=self._think_end_last,
             answer_budget=section.answer_tokens,
-            whole_budget=whole,
+            whole_budget=whole_budget,
             eos_id=self._end_ids[0],
         )
 
     def spec(self, draw: Draw, priority: int) -> SamplingSpec:
         """The request for one completion. Validation always sends its seed."""
-        r = self._recipe.rollouts
-        plan = self.plan(draw.thinking_cut) if self._recipe.interruption.enabled else None
+        section = self._recipe.rollouts
+        plan = None
+        max_tokens = self._recipe.max_completion_tokens
+        if self._recipe.interruption.enabled:
+            plan = self.plan(draw.thinking_cut)
+            max_tokens = plan.max_tokens
         return SamplingSpec(
-            max_tokens=plan.max_tokens if plan else self._recipe.max_completion_tokens,
-            temperature=r.temperature,
+            max_tokens=max_tokens,
+            temperature=section.temperature,
             end_ids=self._end_ids,
             seed=draw.seed,
             seeded=self._seeds or priority < TRAINING_PRIORITY,
             interruption=plan,
             priority=priority,
-            routed_experts=r.routing_replay,
+            routed_experts=section.routing_replay,
         )
 
     def answer_format(self) -> AnswerFormat:
-        """How the answer is found in a completion."""
+        """The rule by which the answer is found in a completion."""
+        # the closing tag may be a special token, and stays in the text: it is cut off as text
         hidden = (self._special_ids | set(self._end_ids)) - set(self._think_end_ids)
+        # with any cut: all plans of the run have the same closing tag
         plan = self.plan(1) if self._think_end_ids else None
         return AnswerFormat(plan=plan, think_end=self._recipe.prompts.think_end, hidden_ids=hidden)

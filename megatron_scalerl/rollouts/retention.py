@@ -1,7 +1,7 @@
-"""What of the rollout store may go once a checkpoint is committed (recipe: `checkpoint.rollouts`).
+"""Decides which segments of the rollout store are deleted once a checkpoint is committed (`checkpoint.rollouts`).
 
 A segment is needed by a resume if one of its groups is in no batch yet, or in a batch that the oldest kept checkpoint
-does not include. Other segments are kept or deleted. The newest segment stays.
+does not include. The policy `resume` deletes other segments, but for the newest; `keep` deletes none.
 """
 
 from collections.abc import Iterable
@@ -36,14 +36,15 @@ class Retention:
             self.batched(record)
 
     def finished(self, group_id: int, segment: int) -> None:
-        """A group is in the store, and in no batch."""
+        """Note that a group is in the store, and in no batch."""
         if self.policy != "keep":
             self._unbatched[group_id] = segment
 
     def batched(self, record: BatchRecord) -> None:
-        """These groups are in a batch."""
+        """Note that the groups of a batch are in it."""
         for group_id in record.group_ids:
-            if (segment := self._unbatched.pop(group_id, None)) is not None:
+            segment = self._unbatched.pop(group_id, None)
+            if segment is not None:  # batches come in order, so this is the last one of the segment so far
                 self._trained[segment] = record.batch
 
     def take_expired(self, batches: int, newest: int) -> list[int]:

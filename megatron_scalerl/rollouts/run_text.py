@@ -11,7 +11,7 @@ from megatron_scalerl.recipe.file import read_run_recipe
 
 
 class RunTokenizer(Protocol):
-    """What decoding needs of a tokenizer."""
+    """The part of a tokenizer that decoding needs."""
 
     def decode(self, token_ids: list[int], **settings: bool) -> str:
         """The text of these tokens."""
@@ -40,10 +40,11 @@ def load_tokenizer(run_dir: Path) -> RunTokenizer:
     """
     recipe = run_dir / "recipe.yaml"
     if not recipe.is_file():
-        raise ValueError(f"{recipe}: expected the run's recipe, found nothing")
+        raise ValueError(f"{recipe} does not exist; name the folder of a run")
     path = Path(read_run_recipe(run_dir)["policy"]["path"])
     if not path.is_dir():
-        raise ValueError(f"{recipe}: policy.path: expected a folder with a tokenizer, found {path}")
+        raise ValueError(f"{recipe}: policy.path: {path} is no folder, and the tokenizer is read from it")
+    # without transformers if tokenizer.json has all tokens
     if (path / "tokenizer.json").is_file():
         fast = _Fast(path / "tokenizer.json")
         if all(map(fast.knows, _added_ids(path / "tokenizer_config.json"))):
@@ -54,14 +55,14 @@ def load_tokenizer(run_dir: Path) -> RunTokenizer:
 
 
 def _added_ids(config: Path) -> list[int]:
-    """Tokens that only the configuration adds, which tokenizer.json alone may not have."""
+    """Ids of the tokens that the configuration adds, which tokenizer.json may lack."""
     if not config.is_file():
         return []
     try:
         data = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
         return [int(token_id) for token_id in data.get("added_tokens_decoder") or {}]
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{config}: expected a tokenizer's configuration, found {error}") from None
+        raise ValueError(f"{config}: the tokenizer's configuration cannot be read: {error}") from None
 
 
 def raw_text(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> str:

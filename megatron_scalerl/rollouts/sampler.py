@@ -1,6 +1,6 @@
-"""One completion from plan to score: calls an engine, a decoder and the verifier.
+"""Makes a completion, from plan to score: calls an engine, a decoder and the verifier.
 
-Training rollouts and validation share it, so that they differ only in seeds and priority.
+Training rollouts and validations share it, so that they differ only in seeds and priority.
 """
 
 from dataclasses import replace
@@ -15,11 +15,11 @@ from megatron_scalerl.types import Completion, Prompt, Score
 
 @record
 class ScoredCompletion:
-    """One completion with its score. Produced by `Sampler.complete`."""
+    """A completion with its score. Produced by `Sampler.complete`."""
 
     completion: Completion
     data: bytes
-    """Its tokens: `batching.rollout_bytes.write`."""
+    """The tokens, as `batching.rollout_bytes.write` writes them."""
     score: Score
 
 
@@ -36,13 +36,13 @@ class Sampler:
         return self._plans.draw(seed, group_id, index)
 
     async def problem_of(self, prompt: Prompt) -> str:
-        """As `VerifierPool.problem_of`."""
+        """Why a prompt cannot be learned from; empty if it can (`VerifierPool.problem_of`)."""
         return await self._verifier.problem_of(prompt)
 
     async def complete(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, max_tokens: int | None = None
     ) -> ScoredCompletion:
-        """One completion and its score. max_tokens: end it after so many, in place of the run's own budget.
+        """A completion with its score. max_tokens: a limit below the run's budget.
 
         An answer on which the verifier fails counts as wrong. Raises CompletionLost for a completion that is unusable
         for a reason other than the policy, EngineError for an engine that is to be evicted, and RuntimeError, which
@@ -51,7 +51,9 @@ class Sampler:
         spec = self._plans.spec(draw, priority)
         if max_tokens is not None:
             spec = replace(spec, max_tokens=min(max_tokens, spec.max_tokens))
-        found = await engine.generate(prompt.token_ids, sampling=spec, decoder=self._decoders)
-        done = found.completion
-        score = await self._verifier.score(found.text, prompt, truncated=done.truncated, tokens=done.sampled_tokens)
-        return ScoredCompletion(completion=done, data=found.data, score=score)
+        decoded = await engine.generate(prompt.token_ids, sampling=spec, decoder=self._decoders)
+        completion = decoded.completion
+        score = await self._verifier.score(
+            decoded.text, prompt, truncated=completion.truncated, tokens=completion.sampled_tokens
+        )
+        return ScoredCompletion(completion=completion, data=decoded.data, score=score)

@@ -1,8 +1,11 @@
 """The run's rollout store: finished groups in RUN/rollouts/segment-NNNNN.bin, appended and read by reference.
 
 One writer appends to the newest segment and begins a new one at `SEGMENT_BYTES`; one file is open for writing. A
-block is read by its reference (`types.BlockRef`) with reads of its own bytes, as a whole, or its head, or one
-completion; every checksum is verified. `scan` lists the blocks of a segment without the journal.
+block is read by its reference (`types.BlockRef`): as a whole, or its head, or one completion. No other bytes are
+read, and every checksum is verified. `scan` lists the blocks of a segment without the journal.
+
+The life of a segment: `_begin_segment`, `append` and `sync` by turns, `_reopen` after a restart, and no more bytes
+once the next segment is begun; retention may delete it then.
 
 A crash may leave a torn block at the end of the newest segment: it is cut when the store is opened for writing.
 Blocks up to the last reference of the journal were synced before it, so no byte before that is cut. Only the owner
@@ -27,6 +30,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -37,9 +41,15 @@ from megatron_scalerl.checkpoints.atomic_io import check_in_place, naming, sync,
 from megatron_scalerl.record import record
 from megatron_scalerl.types import BlockRef, Completion, Prompt, Score
 
+SEGMENT_BYTES = 512 << 20
+"""Size at which a segment is complete: retention deletes whole segments."""
+_SEGMENT = re.compile(r"segment-(\d+)\.bin")
+_FIRST_READ = 1 << 14
+"""Bytes that are read for a head at first; most heads have fewer."""
 _SEGMENT_START = struct.Struct("<8sI")
 _CHECKSUM = struct.Struct("<I")
-_SEGMENT_MAGIC, _FORMAT = b"MSRLSEGM", 1
+_SEGMENT_MAGIC = b"MSRLSEGM"
+_FORMAT = 1
 SEGMENT_START = _SEGMENT_START.size + _CHECKSUM.size
 """Offset of the first block."""
 _MAGIC = b"GRUP"
@@ -65,15 +75,15 @@ class GroupHeader:
 
 @record
 class BlockHead:
-    """The start of a block, verified."""
+    """The verified start of a block."""
 
     nbytes: int
-    """Size of the whole block."""
+    """Bytes of the whole block."""
     group_id: int
     header: bytes
     """JSON of a `GroupHeader`."""
     offsets: tuple[int, ...]
-    """[C] first byte of each completion in the block."""
+    """[C] offset of each completion in the block."""
     sizes: tuple[int, ...]
     """[C] bytes of each completion."""
     checksums: tuple[int, ...]
@@ -89,13 +99,14 @@ def segment_header() -> bytes:
 def check_segment_header(data: bytes) -> None:
     """Raises ValueError unless `data` is the start of a segment."""
     if data != segment_header():
-        raise ValueError(f"expected a segment of rollouts, format {_FORMAT}, found {data!r}")
+        raise ValueError(f"the file begins with {data!r}, which is no segment of rollouts in format {_FORMAT}")
 
 
 def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]) -> bytes:
     """The block of one group."""
     encoded = msgspec.json.encode(header)
     size = _FIXED.size + _ENTRY.size * len(completions) + len(encoded) + sum(map(len, completions))
+    # the checksum covers the head only: each completion has its own, and is read alone
     covered = _COVERED.pack(size, group_id, len(encoded), len(completions))
     table = b"".join(_ENTRY.pack(len(c), zlib.crc32(c)) for c in completions)
     start = b"".join([covered, table, encoded])
@@ -105,13 +116,13 @@ def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]
 def head_bytes(data: bytes) -> int:
     """Bytes of a block before its first completion, from its fixed first part. Raises ValueError."""
     if len(data) < _FIXED.size:
-        raise ValueError(f"expected a block of at least {_FIXED.size} bytes, found {len(data)}")
+        raise ValueError(f"only {len(data)} bytes are left, and a block has at least {_FIXED.size}")
     magic, _, size, _, header_bytes, completions = _FIXED.unpack_from(data)
     if magic != _MAGIC:
-        raise ValueError(f"expected a block that begins with {_MAGIC!r}, found {magic!r}")
+        raise ValueError(f"the bytes {magic!r} begin no block of a group")
     head = _FIXED.size + _ENTRY.size * completions + header_bytes
     if head > size:
-        raise ValueError(f"expected a block of at least {head} bytes, found {size}")
+        raise ValueError(f"the block has {size} bytes, fewer than the {head} of its head")
     return head
 
 
@@ -119,19 +130,16 @@ def read_head(data: bytes) -> BlockHead:
     """The head of the block that begins `data`, which has at least its `head_bytes`. Raises ValueError."""
     end = head_bytes(data)
     if len(data) < end:
-        raise ValueError(f"expected a block whose head has {end} bytes, found {len(data)}")
+        raise ValueError(f"only {len(data)} of the {end} bytes of the block's head are left")
     _, checksum, size, group_id, _, completions = _FIXED.unpack_from(data)
-    if (found := zlib.crc32(memoryview(data)[8:end])) != checksum:
-        raise ValueError(f"expected a block head with checksum {checksum:08x}, found {found:08x}")
+    check_bytes(memoryview(data)[8:end], checksum)
     table_end = _FIXED.size + _ENTRY.size * completions
     entries = list(_ENTRY.iter_unpack(memoryview(data)[_FIXED.size : table_end]))
     sizes = tuple(entry[0] for entry in entries)
-    offsets, at = [], end
-    for each in sizes:
-        offsets.append(at)
-        at += each
-    if at != size:
-        raise ValueError(f"expected completions up to byte {size} of the block, found {at}")
+    offsets = [*accumulate(sizes, initial=end)]
+    completions_end = offsets.pop()
+    if completions_end != size:
+        raise ValueError(f"the completions end at byte {completions_end} of the block, which has {size} bytes")
     return BlockHead(
         nbytes=size,
         group_id=group_id,
@@ -142,17 +150,11 @@ def read_head(data: bytes) -> BlockHead:
     )
 
 
-def check_completion(data: bytes | memoryview, checksum: int) -> None:
+def check_bytes(data: bytes | memoryview, checksum: int) -> None:
     """Raises ValueError unless `data` has this CRC-32."""
-    if (found := zlib.crc32(data)) != checksum:
-        raise ValueError(f"expected checksum {checksum:08x}, found {found:08x}")
-
-
-SEGMENT_BYTES = 512 << 20
-"""Size at which a segment is complete: what retention deletes at once."""
-_SEGMENT = re.compile(r"segment-(\d+)\.bin")
-_FIRST_READ = 1 << 14
-"""Bytes with which a head is read; most fit."""
+    actual = zlib.crc32(data)
+    if actual != checksum:
+        raise ValueError(f"the bytes are damaged: their checksum is {actual:08x}, and {checksum:08x} is recorded")
 
 
 @record
@@ -172,7 +174,8 @@ def segment_path(folder: Path, segment: int) -> Path:
 
 def segments(folder: Path) -> list[int]:
     """Numbers of the segments in RUN/rollouts, ascending."""
-    return sorted(int(match[1]) for path in folder.glob("segment-*.bin") if (match := _SEGMENT.fullmatch(path.name)))
+    matches = (_SEGMENT.fullmatch(path.name) for path in folder.glob("segment-*.bin"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 class StoreWriter:
@@ -190,12 +193,15 @@ class StoreWriter:
         self._failure: OSError | None = None
         self._lock = threading.RLock()
         newest = max(segments(folder), default=-1)
-        durable_segment = durable.segment if durable else -1
-        self._segment = max(newest, durable_segment)
+        self._segment = newest
         self._end = 0
+        durable_bytes = 0
+        if durable:
+            self._segment = max(newest, durable.segment)  # a removed segment's number is not used again
+            if durable.segment == newest:
+                durable_bytes = durable.offset + durable.nbytes
         if newest == self._segment >= 0:
-            keep = durable.offset + durable.nbytes if durable and durable.segment == newest else 0
-            self._reopen(segment_path(folder, newest), keep)
+            self._reopen(segment_path(folder, newest), durable_bytes)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -217,7 +223,7 @@ class StoreWriter:
                 with naming(segment_path(self.folder, self._segment)):
                     write_all(self._fd, block)
             except OSError:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # a torn block would hide the next one from `scan`
                     os.ftruncate(self._fd, self._end)
                 raise
             stored = BlockRef(segment=self._segment, offset=self._end, nbytes=len(block))
@@ -253,27 +259,33 @@ class StoreWriter:
     def _begin_segment(self) -> None:
         self.sync()
         path = segment_path(self.folder, self._segment + 1)
+        # never a file or a link that is there already: both could be another program's
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         handle = os.open(path, flags, 0o600)
         try:
             with naming(path):
                 write_all(handle, segment_header())
-            sync(self.folder)
+            sync(self.folder)  # without it, a power loss may take the new file's name
         except OSError:
             os.close(handle)
             path.unlink(missing_ok=True)
             raise
         self.close()
         self._complete = False
-        self._fd, self._segment, self._end = handle, self._segment + 1, SEGMENT_START
+        self._fd = handle
+        self._segment += 1
+        self._end = SEGMENT_START
 
     def _reopen(self, path: Path, durable: int) -> None:
-        """Go on with the newest segment after `durable` bytes, unless it is complete or damaged."""
+        """Go on with the newest segment after its whole blocks, unless it is complete or damaged.
+
+        durable: bytes that the journal refers to, which are never cut.
+        """
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             with naming(path):
                 end = _whole_end(path, durable)
-                if end is None or end >= self._limit:
+                if end is None or end >= self._limit:  # `append` begins a new segment then
                     self._end = os.fstat(handle).st_size
                     os.close(handle)
                     return
@@ -282,11 +294,12 @@ class StoreWriter:
                 if end == 0:
                     write_all(handle, segment_header())
                     end = SEGMENT_START
-                os.fsync(handle)
+                os.fsync(handle)  # of blocks that a crash left in the system's memory, too: later ones follow them
         except BaseException:
             os.close(handle)
             raise
-        self._fd, self._end = handle, end
+        self._fd = handle
+        self._end = end
 
 
 def _whole_end(path: Path, durable: int) -> int | None:
@@ -300,7 +313,9 @@ def _whole_end(path: Path, durable: int) -> int | None:
     if durable > size:
         return None
     if start != segment_header():
-        return 0 if len(start) < SEGMENT_START or (not any(start) and not durable) else None
+        # a file system may leave zeros in the place of a header that was not synced
+        torn = len(start) < SEGMENT_START or (not any(start) and not durable)
+        return 0 if torn else None
     end = max(durable, SEGMENT_START)
     with contextlib.suppress(ValueError):
         for stored, _ in scan(path, end):
@@ -312,7 +327,7 @@ def _whole_end(path: Path, durable: int) -> int | None:
 def read_block(path: Path, stored: BlockRef) -> StoredGroup:
     """The block at this place of the segment `path`, with one read.
 
-    Raises ValueError naming file, offset, what was expected and what was found; OSError.
+    Raises ValueError naming file and offset, for a block that is missing or damaged; OSError.
     """
     with _placing(path, stored.offset):
         data = _pread(path, stored.offset, stored.nbytes)
@@ -322,7 +337,7 @@ def read_block(path: Path, stored: BlockRef) -> StoredGroup:
         header = stored_header(head)
     for completion, at, checksum in zip(completions, head.offsets, head.checksums):
         with _placing(path, stored.offset + at):
-            check_completion(completion, checksum)
+            check_bytes(completion, checksum)
     return StoredGroup(group_id=head.group_id, header=header, completions=tuple(completions))
 
 
@@ -341,26 +356,26 @@ def read_header(path: Path, stored: BlockRef) -> tuple[int, GroupHeader]:
 
 
 def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> list[bytes]:
-    """These completions of the block at this place; the others are not read.
+    """The completions at these positions of the block; the others are not read.
 
     Raises as `read_block`, and IndexError.
     """
     with _placing(path, stored.offset):
         head = _check_size(_head_at(path, stored.offset, stored.nbytes), stored)
-    found = []
+    completions = []
     for position in positions:
         at = stored.offset + head.offsets[position]
         with _placing(path, at):
             data = _pread(path, at, head.sizes[position])
-            check_completion(data, head.checksums[position])
-        found.append(data)
-    return found
+            check_bytes(data, head.checksums[position])
+        completions.append(data)
+    return completions
 
 
 def scan(path: Path, offset: int = SEGMENT_START) -> Iterator[tuple[BlockRef, BlockHead]]:
     """Place and head of every block of a segment from `offset` on, in order; completions are not read.
 
-    Raises ValueError, naming file and offset, at the first that is damaged or torn; OSError.
+    Raises ValueError, naming file and offset, at the first block that is damaged or torn; OSError.
     """
     match = _SEGMENT.fullmatch(path.name)
     segment = int(match[1]) if match else 0
@@ -371,7 +386,7 @@ def scan(path: Path, offset: int = SEGMENT_START) -> Iterator[tuple[BlockRef, Bl
         with _placing(path, offset):
             head = _head_at(path, offset, size - offset)
             if head.nbytes > size - offset:
-                raise ValueError(f"expected a block of {head.nbytes} bytes, found {size - offset}")
+                raise ValueError(f"only {size - offset} of the block's {head.nbytes} bytes are left")
         yield BlockRef(segment=segment, offset=offset, nbytes=head.nbytes), head
         offset += head.nbytes
 
@@ -383,30 +398,32 @@ def check_stored(folder: Path, references: Sequence[BlockRef]) -> None:
         ends[stored.segment] = max(ends.get(stored.segment, 0), stored.offset + stored.nbytes)
     for segment, end in sorted(ends.items()):
         path = segment_path(folder, segment)
-        found = path.stat().st_size if path.exists() else None
-        if found is None or found < end:
-            raise ValueError(f"{path}: expected at least {end} bytes, found {'no file' if found is None else found}")
+        size = path.stat().st_size if path.exists() else 0
+        if size < end:
+            raise ValueError(f"{path}: {size} bytes are left of the {end} that the journal refers to")
 
 
 def check_position(folder: Path, segment: int, offset: int) -> None:
     """Raises ValueError naming the file if the store ends before this byte of this segment."""
+    # retention may have deleted the segment since the checkpoint, but only if there is a newer one
     newest = max(segments(folder), default=-1)
     path = segment_path(folder, segment)
-    found = path.stat().st_size if path.exists() else 0
-    if offset and (newest < segment or (newest == segment and found < offset)):
-        raise ValueError(f"{path}: expected at least {offset} bytes, found {found or 'no file'}")
+    size = path.stat().st_size if path.exists() else 0
+    if offset and (newest < segment or (newest == segment and size < offset)):
+        raise ValueError(f"{path}: {size} bytes are left of the {offset} that the checkpoint refers to")
 
 
 def _head_at(path: Path, offset: int, available: int) -> BlockHead:
     data = _pread(path, offset, min(_FIRST_READ, available))
-    if (size := head_bytes(data)) > len(data):
+    size = head_bytes(data)
+    if size > len(data):
         data = _pread(path, offset, min(size, available))
     return read_head(data)
 
 
 def _check_size(head: BlockHead, stored: BlockRef) -> BlockHead:
     if head.nbytes != stored.nbytes:
-        raise ValueError(f"expected a block of {stored.nbytes} bytes, found {head.nbytes}")
+        raise ValueError(f"the block has {head.nbytes} bytes, and the journal refers to {stored.nbytes}")
     return head
 
 
@@ -415,28 +432,33 @@ def stored_header(head: BlockHead) -> GroupHeader:
     try:
         header = msgspec.json.decode(head.header, type=GroupHeader)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"expected the header of a group, found {error}") from None
-    found = len(header.scores), len(header.completions)
-    if found != (len(head.sizes),) * 2:
-        raise ValueError(f"expected scores and facts of {len(head.sizes)} completions, found {found}")
+        raise ValueError(f"the group's header cannot be read: {error}") from None
+    if not len(header.scores) == len(header.completions) == len(head.sizes):
+        raise ValueError(
+            f"the group has {len(head.sizes)} completions, and its header {len(header.scores)} scores and the facts "
+            f"of {len(header.completions)}"
+        )
     return header
 
 
 def _pread(path: Path, offset: int, size: int) -> bytes:
-    """These bytes of the file. Raises ValueError if it ends before, OSError naming it."""
+    """The `size` bytes of the file from `offset` on. Raises ValueError if it ends before, OSError naming it."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         end = os.fstat(handle).st_size
+        # before anything is read: a damaged size would allocate its bytes
         if offset < 0 or size < 0 or end < offset + size:
-            raise ValueError(f"expected {size} bytes, found {max(0, end - offset)}")
-        parts, left = [], size
-        while left and (part := _read_some(path, handle, left, offset + size - left)):
+            raise ValueError(f"{max(0, end - offset)} of {size} bytes are left")
+        parts = []
+        missing = size
+        # the system reads at most 2 GiB at a time, and may return less
+        while missing and (part := _read_some(path, handle, missing, offset + size - missing)):
             parts.append(part)
-            left -= len(part)
+            missing -= len(part)
     finally:
         os.close(handle)
-    if left:
-        raise ValueError(f"expected {size} bytes, found {size - left}")
+    if missing:
+        raise ValueError(f"{size - missing} of {size} bytes are left")
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -447,10 +469,10 @@ def _read_some(path: Path, handle: int, size: int, offset: int) -> bytes:
 
 @contextlib.contextmanager
 def _placing(path: Path, offset: int) -> Iterator[None]:
-    """Context whose ValueErrors and missing file name the place."""
+    """Context that adds the place in a segment to ValueErrors, and makes one of a missing file."""
     try:
         yield
     except FileNotFoundError:
-        raise ValueError(f"{path}: expected a segment of rollouts, found no file") from None
+        raise ValueError(f"{path}: the segment of rollouts does not exist") from None
     except ValueError as error:
         raise ValueError(f"{path}: byte {offset}: {error}") from None

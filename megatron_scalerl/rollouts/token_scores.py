@@ -1,4 +1,4 @@
-"""RUN/token_scores: what the trainer says of single tokens of some completions (`controller.token_scores`).
+"""Files of the trainer's log-probabilities and entropies of single tokens (`controller.token_scores`).
 
 RUN/token_scores/step_00000100.jsonl    a row for each completion that was scored before step 100
 """
@@ -17,17 +17,17 @@ FOLDER = "token_scores"
 
 @record
 class CompletionScores:
-    """A row of a file."""
+    """The scores of one completion, a row of a file."""
 
     group_id: int
     position: int
-    """Of the completion in the store."""
+    """Position of the completion in the block of its group."""
     policy_version: int
-    """Of the weights that scored it."""
+    """Version of the weights that scored it."""
     logprobs: list[float]
-    """[T] the trainer's (nats)."""
+    """[T] the trainer's log-probabilities (nats)."""
     entropies: list[float]
-    """[T] of the distribution that each token was drawn from (nats)."""
+    """[T] entropies of the distributions that the tokens were drawn from (nats)."""
 
 
 def write_scores(run_dir: Path, step: int, rows: Sequence[CompletionScores]) -> None:
@@ -38,15 +38,15 @@ def write_scores(run_dir: Path, step: int, rows: Sequence[CompletionScores]) -> 
 
 
 def read_scores(run_dir: Path, step: int) -> dict[tuple[int, int], CompletionScores]:
-    """(group id, position) -> what was written before a step; empty where nothing was.
+    """(group id, position) -> the scores before a step; empty without a file.
 
-    Raises ValueError, naming the file, for a row that is none.
+    Raises ValueError, naming the file, for an invalid row.
     """
     path = _path(run_dir, step)
     try:
         rows = [msgspec.convert(row, CompletionScores) for row in read_jsonl(path)]
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: expected scores of tokens, found {error}") from None
+        raise ValueError(f"{path}: a row holds no scores of tokens: {error}") from None
     return {(row.group_id, row.position): row for row in rows}
 
 

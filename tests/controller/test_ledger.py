@@ -138,7 +138,7 @@ def test_another_unit_is_refused(tmp_path):
     ledger = open_ledger(tmp_path)
     charge(ledger, 1, trainer=1)
     ledger.close()
-    with pytest.raises(ValueError, match="expected unit device_hours, found gpu_hours"):
+    with pytest.raises(ValueError, match=r"ledger.jsonl: .* gpu_hours .* device_hours"):
         Ledger(tmp_path / "ledger.jsonl", "device_hours", incarnation="a")
 
 

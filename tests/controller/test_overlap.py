@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from waiting import passes
 
-from megatron_scalerl.controller.overlap import Ahead, SentBatch
+from megatron_scalerl.controller.overlap import EarlyBatch, SentBatch
 
 
 class StandInSender:
@@ -53,19 +53,19 @@ async def nothing_left():
 async def test_a_batch_that_is_there_is_sent_beside_the_step():
     async with nothing_left():
         sender, stream = StandInSender(), StandInStream(ready=True)
-        async with Ahead(sender, stream.take, 4) as ahead:
+        async with EarlyBatch(sender, stream.take, 4) as early:
             await passes()  # the step
             asyncio.get_running_loop().call_later(0.05, sender.free.set)
-            assert await ahead.batch() == SentBatch(groups=("a", "b"), stats={}, step=5)
+            assert await early.batch() == SentBatch(groups=("a", "b"), stats={}, step=5)
 
 
 async def test_a_batch_that_is_not_there_when_the_step_ends_is_not_taken():
     async with nothing_left():
         stream = StandInStream(ready=False)
-        async with Ahead(StandInSender(), stream.take, 4) as ahead:
+        async with EarlyBatch(StandInSender(), stream.take, 4) as early:
             await passes()
             stream.there.set()  # at the same moment
-            assert await ahead.batch() is None
+            assert await early.batch() is None
             await passes()
         assert stream.taken == 0
 
@@ -73,8 +73,8 @@ async def test_a_batch_that_is_not_there_when_the_step_ends_is_not_taken():
 async def test_a_step_that_ends_at_once_takes_nothing():
     async with nothing_left():
         stream = StandInStream(ready=True)
-        async with Ahead(StandInSender(), stream.take, 4) as ahead:
-            assert await ahead.batch() is None
+        async with EarlyBatch(StandInSender(), stream.take, 4) as early:
+            assert await early.batch() is None
         assert stream.taken == 0
 
 
@@ -83,7 +83,7 @@ async def test_the_failure_of_the_step_ends_the_sending(ready):
     async with nothing_left():
         sender = StandInSender()
         with pytest.raises(RuntimeError, match="rank 1 is gone"):
-            async with Ahead(sender, StandInStream(ready=ready).take, 4):
+            async with EarlyBatch(sender, StandInStream(ready=ready).take, 4):
                 await passes()
                 raise RuntimeError("rank 1 is gone")
         assert sender.cancelled == ready
@@ -94,7 +94,7 @@ async def test_a_cancelled_step_ends_the_sending():
         sender = StandInSender()
 
         async def step():
-            async with Ahead(sender, StandInStream(ready=True).take, 4):
+            async with EarlyBatch(sender, StandInStream(ready=True).take, 4):
                 await asyncio.Event().wait()
 
         stepping = asyncio.create_task(step())
@@ -109,7 +109,7 @@ async def test_the_failure_of_the_sending_is_raised_after_the_step():
     async with nothing_left():
         sender = StandInSender(OSError("segment-00000.bin: no such file"))
         sender.free.set()
-        async with Ahead(sender, StandInStream(ready=True).take, 4) as ahead:
+        async with EarlyBatch(sender, StandInStream(ready=True).take, 4) as early:
             await passes()
             with pytest.raises(OSError, match=r"segment-00000\.bin"):
-                await ahead.batch()
+                await early.batch()

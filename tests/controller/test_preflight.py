@@ -84,7 +84,8 @@ def test_a_run_records_its_policy_and_is_not_resumed_with_another(tiny, tmp_path
     content[-1] ^= 1
     weights.write_bytes(content)
     changed = check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more))
-    with pytest.raises(ValueError, match=rf"policy.digest: '{begun.policy.digest}', found '{changed.policy.digest}'"):
+    message = rf"policy.digest is '{begun.policy.digest}' .* '{changed.policy.digest}' here"
+    with pytest.raises(ValueError, match=message):
         check_recipe(changed)
     written = Path(begun.run_dir, "recipe.yaml")
     written.write_text(written.read_text().replace(begun.policy.digest, "null"))

@@ -123,7 +123,7 @@ def test_a_port_in_use_is_a_mistake_of_the_user(tmp_path):
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        expected = rf"telemetry.metrics_host, telemetry.metrics_port: .* found 127.0.0.1 and {port}: Address already"
+        expected = rf"telemetry.metrics_host, telemetry.metrics_port: .* 127.0.0.1, port {port}: Address already"
         with pytest.raises(ValueError, match=expected):
             asyncio.run(run(port))
 
@@ -153,7 +153,7 @@ def test_a_restart_whose_port_is_taken_goes_on_without_metrics(tmp_path, caplog)
     assert collector is None and targets == []
     [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said.startswith("the run goes on without its endpoint for metrics: telemetry.metrics_host, telemetry.")
-    assert f"found 127.0.0.1 and {port}: Address already in use" in said
+    assert f"127.0.0.1, port {port}: Address already in use" in said
 
 
 async def test_prometheus_gets_the_format_that_it_asks_for(tmp_path):

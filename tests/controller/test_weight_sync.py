@@ -1,6 +1,7 @@
 """A weight update of which one engine drops out: the others are updated, and none of them is evicted."""
 
 import asyncio
+import re
 
 import pytest
 from fakes.engine import StandInEngine
@@ -129,8 +130,8 @@ def after_a_step(recipe, trainer, **report):
 
 def test_a_step_with_a_gradient_that_changes_no_value_is_an_error(recipe):
     message = (
-        r"^weights of version 1: expected values that differ from those of version 0 after a step with gradient norm "
-        r"0\.3 and learning rate 5e-07, found the same \(digest v0\): "
+        r"^weights of version 1 .* version 0 \(digest v0\) after a step with gradient norm 0\.3 and learning rate "
+        r"5e-07: "
     )
     with pytest.raises(WeightsUnchanged, match=message):
         after_a_step(recipe, frozen(), grad_norm=0.3, learning_rate=5e-7)
@@ -236,4 +237,4 @@ def test_an_engine_that_holds_other_values_than_were_sent_never_serves_them(reci
     members = Membership.of([good, corrupt])
     asyncio.run(WeightSync(trainer(), members, recipe).publish(3))
     assert members.serving == [good] and corrupt.paused
-    assert members.members[1].reason == "engine-1: verify: worker 0: expected values of digest v3, holds feed"
+    assert re.fullmatch("engine-1: verify: worker 0: .* feed, .* v3", members.members[1].reason)

@@ -62,7 +62,7 @@ def test_groups_that_retention_has_deleted(tmp_path):
     assert index.chosen(24) == [6]
     assert reader.group(6)["completions"][0]["untrained"] == "groups of its batch are deleted"
     for group_id in (0, 7):
-        with pytest.raises(ValueError, match=rf"expected group {group_id}, found none \(checkpoint.rollouts\)"):
+        with pytest.raises(ValueError, match=rf"group {group_id} is no longer stored \(checkpoint.rollouts\)"):
             reader.group(group_id)
 
 
@@ -101,7 +101,7 @@ def test_a_line_of_a_megabyte_is_read(run):
 
 @pytest.mark.parametrize(
     ("group_id", "position", "said"),
-    [(99, 0, "journal.jsonl: expected a finished group, found no group 99"), (0, 2, "expected 0 to 1 of group 0")],
+    [(99, 0, "journal.jsonl: no group 99 "), (0, 2, "group 0 has no completion 2")],
 )
 def test_what_is_not_there_is_named(run, group_id, position, said):
     _, reader = opened(run)
@@ -116,7 +116,7 @@ def test_a_damaged_block_is_named(tmp_path):
     data[-1] ^= 1
     segment.write_bytes(data)
     _, reader = opened(run)
-    with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: expected checksum"):
+    with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: .* checksum"):
         reader.group(5)
 
 

@@ -101,7 +101,7 @@ def test_forecasts_of_every_validation_with_their_paths(run):
     assert f"{newest['pass_rate'][-1]:.3f}" in newest["line"]
     assert data.forecasts.missing(data.validations) == []
     assert data.forecasts.missing([{**row, "pass_rate": 0.1} for row in data.validations])[0] == 21
-    assert data.forecasts.made == []  # they were made from other rows
+    assert data.forecasts.projections == []  # they were made from other rows
 
 
 def test_the_forecasts_of_a_long_run_stay_where_they_are():
@@ -178,7 +178,7 @@ def test_a_forecast_that_fails_is_said_and_the_others_are_made(run, monkeypatch)
 def test_pass_rates_by_prompt_of_another_form_cost_the_gain_alone(run):
     append(run / "validation_by_prompt.jsonl", "{}\n")
     data = read(run)
-    assert data.payload()["header"]["lines"][0] == "no gain: KeyError: 'by_prompt'"
+    assert data.payload()["header"]["lines"][0] == "the gain cannot be computed: KeyError: 'by_prompt'"
 
 
 def test_evaluations_are_a_table_with_those_that_were_lost(run):
@@ -191,7 +191,7 @@ def test_evaluations_are_a_table_with_those_that_were_lost(run):
     assert table["rows"] == [
         ["60", "aime24", "30", "@16 0.250", "–", "–", "version 60, 0123456789ab"],
         ["50", "lost: engine-1 was lost\\x1b", "", "", "", "", ""],
-        ["0", "aime24", "30", "@16 0.250", "0.125-0.375", "@1 0.250, @16 0.500", "version 0, 0123456789ab"],
+        ["0", "aime24", "30", "@16 0.250", "[0.125, 0.375]", "@1 0.250, @16 0.500", "version 0, 0123456789ab"],
     ]
     assert len(table["columns"]) == 7 and "expected a JSON object, found" in data.damage[0]
 

@@ -34,7 +34,12 @@ def both(run):
 def test_without_the_token_there_is_nothing(both, kind, path):
     queries = ({}, {"token": ""}, {"token": "x" * 43}, {"token": "ü"})
     for status, _, text in answers(both[kind], [(path, query) for query in queries]):
-        assert status == 403 and "expected the address" in text and "held-out" not in text and "hostile" not in text
+        assert (
+            status == 403
+            and "megatron-scalerl watch printed" in text
+            and "held-out" not in text
+            and "hostile" not in text
+        )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,7 @@ def test_groups_and_completions_are_read_when_they_are_asked_for(run):
 @pytest.mark.parametrize(
     ("path", "query", "status", "said"),
     [
-        ("/api/group", {"id": "77"}, 422, "found no group 77"),
+        ("/api/group", {"id": "77"}, 422, "no group 77 is finished"),
         ("/api/group", {"id": "-1"}, 422, "id: expected a whole number, found '-1'"),
         ("/api/group", {"id": "9" * 30}, 422, "id: expected a whole number"),
         ("/api/group", {}, 422, "id: expected a whole number, found ''"),
@@ -178,7 +183,7 @@ def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run):
         (["watch"], "RUN: expected the folder of a run or --demo, found none"),
         (["watch", "none"], "recipe.yaml: there is no such file; it should be a recipe file"),
         (["watch", "RUN", "--port", "70000"], "--port: expected 0 to 65535, found 70000"),
-        (["watch", "EMPTY"], "expected the folder of a run (recipe.yaml) or of runs, found neither"),
+        (["watch", "EMPTY"], "it is no run (recipe.yaml), and no run is below it"),
         (["report", "RUNS", "--html", "OUT", "--group", "1"], "--group: expected one run with it, found the folder"),
         (["report", "RUN", "--group", "1"], "--group requires --html FILE"),
     ],

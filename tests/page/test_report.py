@@ -102,7 +102,7 @@ def test_a_run_that_begins_above_the_papers_asymptotes_has_the_rest_of_its_repor
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"validation.jsonl: expected at least one line, found no file"):
+    with pytest.raises(ValueError, match=r"validation.jsonl does not exist"):
         report(tmp_path, Console())
 
 

@@ -39,7 +39,7 @@ def test_runs_are_found_at_any_depth_and_nothing_is_searched_inside_one(tmp_path
     found = find_runs(tmp_path)
     assert [str(path.relative_to(tmp_path)) for path in found.runs] == ["1/2/3/4", "a", "half", "study/runs/b"]
     assert [(path.name, text) for path, text in found.others] == [
-        ("foreign", "expected a run (recipe.yaml), found v, w, x, y and 1 more")
+        ("foreign", "it is no run (recipe.yaml) and holds v, w, x, y and 1 more")
     ]
 
 

@@ -46,4 +46,4 @@ def test_a_damaged_line_of_the_metrics_costs_the_table_alone(tmp_path):
     write_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step":1\n{"step":2}\n')
     text = printed_report(tmp_path)
-    assert "No weight updates: " in text and "error of the forecast" in text
+    assert "metrics.jsonl" in text and "error of the forecast" in text

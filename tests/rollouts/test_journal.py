@@ -60,14 +60,14 @@ def test_a_broken_event_in_the_middle_is_named(tmp_path, line, found):
     lines = path.read_text().splitlines(keepends=True)
     lines[1] = line
     path.write_text("".join(lines))
-    with pytest.raises(ValueError, match=rf"journal.jsonl line 2: expected an event, found .*{found}") as error:
+    with pytest.raises(ValueError, match=rf"journal.jsonl line 2: .*{found}") as error:
         read_history(tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_a_batch_whose_group_did_not_finish_is_named(tmp_path):
     write(tmp_path, batches=(record(0, 0), record(1, 1)))
-    with pytest.raises(ValueError, match=r"journal.jsonl: expected group 1 of batch 1 to be finished"):
+    with pytest.raises(ValueError, match=r"journal.jsonl: batch 1 has group 1"):
         read_history(tmp_path)
 
 
@@ -77,12 +77,12 @@ def test_a_missing_segment_is_named_before_anything_is_read(tmp_path):
     segment = tmp_path / "rollouts" / "segment-00000.bin"
     size = segment.stat().st_size
     os.truncate(segment, size - 1)
-    with pytest.raises(ValueError, match=rf"segment-00000.bin: expected at least {size} bytes, found {size - 1}"):
+    with pytest.raises(ValueError, match=rf"segment-00000.bin: {size - 1} bytes are left of the {size} "):
         check_groups(tmp_path, history, 1)
     segment.unlink()
-    with pytest.raises(ValueError, match=r"segment-00000.bin: expected at least \d+ bytes, found no file"):
+    with pytest.raises(ValueError, match=r"segment-00000.bin: 0 bytes are left of the \d+ "):
         check_groups(tmp_path, history, 0)
-    with pytest.raises(ValueError, match=r"segment-00000.bin: byte 16: expected \d+ bytes|found no file"):
+    with pytest.raises(ValueError, match=r"segment-00000.bin: .* does not exist"):
         read_batch(tmp_path, history, history.batches[0])
 
 
@@ -92,7 +92,7 @@ def test_a_block_of_another_group_is_named(tmp_path):
     rows = read_jsonl(path)
     rows[4]["group_id"] = 1
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: expected group 1, found group 2"):
+    with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: .* group 2, .* 1"):
         read_groups(tmp_path, read_history(tmp_path), [1])
 
 
@@ -105,7 +105,7 @@ def test_only_the_bytes_of_a_batch_are_read(tmp_path):
         file.seek(other.offset)
         file.write(bytes(other.nbytes))
     assert found_batch(tmp_path, read_batch(tmp_path, history, history.batches[0])) == [group(0), group(2)]
-    with pytest.raises(ValueError, match=rf"byte {other.offset}: expected a block that begins with b'GRUP'"):
+    with pytest.raises(ValueError, match=rf"segment-00000.bin: byte {other.offset}: .* begin no block"):
         read_groups(tmp_path, history, [1])
 
 

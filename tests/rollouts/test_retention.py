@@ -150,9 +150,9 @@ def test_journal_and_store_must_reach_as_far_as_the_checkpoint(tmp_path):
     rows = whole[: start.position.journal_bytes].splitlines(keepends=True)
     swapped = [r for r in rows if b'"admit"' not in r]
     journal.write_bytes(b"".join(swapped))
-    with pytest.raises(RuntimeError, match=rf"journal.jsonl: expected at least the {start.position.journal_bytes} b"):
+    with pytest.raises(RuntimeError, match=rf"journal.jsonl: .* had {start.position.journal_bytes} "):
         check_history(folder, read_history(folder), start)
     journal.write_bytes(whole)
     os.truncate(segment, start.position.offset - 1)
-    with pytest.raises(RuntimeError, match=rf"segment-00000.bin: expected at least {start.position.offset} bytes"):
+    with pytest.raises(RuntimeError, match=rf"segment-00000.bin: .* of the {start.position.offset} "):
         check_history(folder, read_history(folder), start)

@@ -151,18 +151,18 @@ def test_every_flipped_bit_is_found_and_named(tmp_path):
         damaged = bytearray(content)
         damaged[at] ^= 1 << at % 8
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"^{path}: byte \d+: expected .*, found .*") as error:
+        with pytest.raises(ValueError, match=rf"^{path}: byte \d+: \w") as error:
             read_block(path, places[0])
         assert "\n" not in str(error.value)
     damaged = bytearray(content)
     damaged[-1] ^= 1
     path.write_bytes(damaged)
     assert read_completions(path, places[0], [0]) == [block(0)[2][0]], "the damage is in the other completion"
-    with pytest.raises(ValueError, match=r"expected checksum [0-9a-f]{8}, found [0-9a-f]{8}"):
+    with pytest.raises(ValueError, match=r"checksum is [0-9a-f]{8}, and [0-9a-f]{8} is recorded"):
         read_completions(path, places[0], [1])
     for at in range(SEGMENT_START):
         path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
-        with pytest.raises(ValueError, match=r"byte 0: expected a segment of rollouts, format 1, found"):
+        with pytest.raises(ValueError, match=r"byte 0: .* segment of rollouts in format 1"):
             list(scan(path))
 
 
@@ -204,9 +204,9 @@ def test_a_reference_to_more_than_there_is_reads_nothing(tmp_path):
     filled(tmp_path)
     path = segment_path(tmp_path, 0)
     for offset, size in [(16, 2**62), (2**62, 16), (-1, 16), (16, -1)]:
-        with pytest.raises(ValueError, match=rf"byte {offset}: expected {size} bytes, found \d+"):
+        with pytest.raises(ValueError, match=rf"byte {offset}: \d+ of {size} bytes"):
             read_block(path, BlockRef(segment=0, offset=offset, nbytes=size))
-    with pytest.raises(ValueError, match=r"segment-00009.bin: expected a segment of rollouts, found no file"):
+    with pytest.raises(ValueError, match=r"segment-00009.bin: .* does not exist"):
         read_block(segment_path(tmp_path, 9), BlockRef(segment=9, offset=16, nbytes=100))
 
 
@@ -216,7 +216,7 @@ def test_a_position_behind_a_checkpoint_is_refused(tmp_path):
     size = segment_path(tmp_path, 0).stat().st_size
     check_position(tmp_path, 0, size)
     for segment, offset in [(0, size + 1), (1, 20)]:
-        with pytest.raises(ValueError, match=rf"segment-0000{segment}.bin: expected at least {offset} bytes, found"):
+        with pytest.raises(ValueError, match=rf"segment-0000{segment}.bin: \d+ bytes are left of the {offset} "):
             check_position(tmp_path, segment, offset)
     filled(tmp_path, segment_bytes=1)
     check_position(tmp_path, 0, 10**9)  # a later segment: this one was complete, and may be gone

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -160,7 +161,7 @@ def test_an_engine_with_an_unpublished_version_is_evicted(tmp_path, ahead, accep
         assert member.state == "serving" and newest <= 4
         return
     assert member.state == "draining" and newest == 3
-    assert member.reason == f"engine-0: policy versions: expected at most 4, found {3 + ahead}"
+    assert re.match(rf"engine-0: .* policy version {3 + ahead}, .* 4 ", member.reason)
 
 
 def test_an_engine_with_an_old_version_is_evicted(tmp_path):
@@ -174,7 +175,7 @@ def test_an_engine_with_an_old_version_is_evicted(tmp_path):
 
     member, groups = in_virtual_time(run())
     assert member.state == "draining"
-    assert member.reason.startswith("engine-0: policy versions: expected none below 3, which it served when")
+    assert re.match("engine-0: .* policy version 2, .* version 3 when the request", member.reason)
     assert {v for g in groups for c in g.completions for v in (c.first_version, c.last_version)} == {3}
 
 
@@ -250,5 +251,5 @@ def test_a_stream_of_prompts_that_cannot_be_learned_from_fails(tmp_path):
         stream.start(0)
         await stream.next_batch()
 
-    with pytest.raises(RuntimeError, match="the last 1000 prompts that were drawn cannot be learned from"):
+    with pytest.raises(RuntimeError, match="the last 1000 prompts that were drawn"):
         in_virtual_time(run())
